@@ -34,8 +34,6 @@ FIRST_PATIENCE_SECONDS = 5.0
 READ_PROGRESS_SECONDS = 30.0
 # What is sent with a longer body than this gets the time for a part of an upload.
 SMALL_BYTES = 4 * MIB
-# The verbs of transfers, which note the answers themselves (`admission`).
-_IN_SLOTS = ("open_range", "put_stream", "copy")
 # However short the stall time-out is, a small request has so long.
 _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # From here on a pause does not grow.
@@ -229,6 +227,9 @@ class Requests:
         small_timeout_seconds: for one try of a small request.
     """
 
+    # The verbs of transfers, which note the answers themselves (`admission`).
+    _in_slots: tuple[str, ...] = ("open_range", "put_stream", "copy")
+
     def __init__(
         self,
         config: TransferConfig,
@@ -266,7 +267,7 @@ class Requests:
             self._policy if large else self._small_policy,
             limiter=self.limiter,
             on_retry=partial(_report, key),
-            refunds=verb not in _IN_SLOTS,
+            refunds=verb not in self._in_slots,
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -22,6 +22,7 @@ from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.options.schemes import (
     check_options,
     is_foreign,
+    protocols,
     public_options,
     secret_names,
 )
@@ -99,9 +100,10 @@ class StoreSpec:
         stripped: tuple[str, ...] = (),
     ) -> None:
         """Check everything that needs no connection."""
-        parsed = parse_url(url, _schemes_of(storage_options))
+        fs = storage_options.get("fs") if isinstance(storage_options, Mapping) else None
+        parsed = parse_url(url, protocols(fs))
         given, config = _with_transport(storage_options, checked_config(config))
-        options = _checked(parsed.scheme, given)
+        options = check_options(parsed.scheme, given)
         _opener(parsed.scheme, options, config)
         vars(self).update(
             url=str(parsed),
@@ -294,23 +296,6 @@ def _opener(
             f" {' or '.join(map(repr, [*fitting, 'fsspec']))}"
         )
     return _OPEN[scheme, transport]
-
-
-def _schemes_of(options: Mapping[str, object] | None) -> Collection[str]:
-    """The schemes of a filesystem among the options."""
-    if not isinstance(options, Mapping) or options.get("fs") is None:
-        return ()
-    from dcp_objstore.stores.fsspec.filesystems import protocols
-
-    return protocols(options["fs"])
-
-
-def _checked(scheme: str, options: Mapping[str, object] | None) -> dict[str, object]:
-    if isinstance(options, Mapping) and options.get("fs") is not None:
-        from dcp_objstore.stores.fsspec.filesystems import check_filesystem
-
-        return check_filesystem(scheme, {k: v for k, v in options.items() if v is not None})
-    return check_options(scheme, options)
 
 
 def open_store(

@@ -74,28 +74,6 @@ class Limiter:
         """The number of requests in flight, of all transfers."""
         return self._in_flight
 
-    def slot(
-        self,
-        *,
-        judged: bool,
-        verb: str = "",
-        concurrency: Concurrency = "auto",
-        request_bytes: int = 0,
-        timeout_seconds: float = math.inf,
-    ) -> AdmissionSlot:
-        """Make a transfer's slot.
-
-        Args:
-            judged: whether slow requests are a sign that the store is throttling. False where the
-                adapter reports throttling.
-            verb: what is asked for.
-            concurrency: of the transfer. The window counts for one that is not "auto" only while
-                the store throttles.
-            request_bytes: of its largest request. Default: nothing that counts.
-            timeout_seconds: for one request. Default: none.
-        """
-        return AdmissionSlot(self, verb, concurrency, request_bytes, timeout_seconds, judged=judged)
-
     def heard(self, seconds: float) -> None:
         """Record that a small request was answered in so many seconds."""
         with self._changed:
@@ -188,6 +166,16 @@ class Limiter:
 class AdmissionSlot:
     """The requests of one transfer. `close` gives back all its places; call it in any case.
 
+    Args:
+        limiter: of the bucket.
+        judged: whether slow requests are a sign that the store is throttling. False where the
+            adapter reports throttling.
+        verb: what is asked for.
+        concurrency: of the transfer. The window counts for one that is not "auto" only while the
+            store throttles.
+        request_bytes: of its largest request. Default: nothing that counts.
+        timeout_seconds: for one request. Default: none.
+
     Attributes:
         timeout_seconds: for one request.
     """
@@ -195,12 +183,12 @@ class AdmissionSlot:
     def __init__(
         self,
         limiter: Limiter,
-        verb: str,
-        concurrency: Concurrency,
-        request_bytes: int,
-        timeout_seconds: float,
         *,
         judged: bool,
+        verb: str = "",
+        concurrency: Concurrency = "auto",
+        request_bytes: int = 0,
+        timeout_seconds: float = math.inf,
     ) -> None:
         self._limiter = limiter
         self._verb = verb
@@ -383,7 +371,8 @@ def admission_slot(
 
     Slow requests count as throttled, unless the adapter reports throttling for this verb.
     """
-    return limiter_of(store).slot(
+    return AdmissionSlot(
+        limiter_of(store),
         judged=verb not in store.reports_throttling,
         verb=verb,
         concurrency=concurrency,

@@ -29,27 +29,22 @@ from dcp_objstore.stores.obstore.makers import (
     memory_maker,
     s3_maker,
 )
-from dcp_objstore.stores.retries import (
-    FIRST_PATIENCE_SECONDS,
-    READ_PROGRESS_SECONDS,
-    Requests,
-    Tries,
-)
+from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests, Tries
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
 
-# For requests that only obstore itself can send again. It has a jitter of its own: a pause is
-# random between the first one and `base` times the last one, and with a base of 2 they would hardly
-# grow. Parts of uploads are sent again no sooner than after 1 s, by which the limiter recognizes
+# For parts of uploads, which only obstore itself can send again. It has a jitter of its own: a
+# pause is random between the first one and `base` times the last one, and with a base of 2 they
+# would hardly grow. They are sent again no sooner than after 1 s, by which the limiter recognizes
 # them (`admission`).
 _BACKOFF = {
     "init_backoff": timedelta(seconds=HIDDEN_PAUSE_SECONDS),
     "max_backoff": timedelta(seconds=10),
     "base": 3,
 }
-Use = Literal["stream", "write", "small", "read", "range", "list", "first"]
+Use = Literal["stream", "write", "small", "read", "range", "list"]
 _MAKERS: dict[str, Callable[..., Maker]] = {"s3": s3_maker, "gs": gcs_maker, "az": azure_maker}
 
 T = TypeVar("T")
@@ -58,9 +53,8 @@ T = TypeVar("T")
 class Clients(Requests):
     """Makes each client on first use. They differ because time-outs and retries are per client.
 
-    Only what cannot be sent again from here is retried by obstore: the parts of an upload, and the
-    pages of a listing. One try of a small request (marker, index, listing) has a third of the stall
-    time-out.
+    Only what cannot be sent again from here is retried by obstore: the parts of an upload. One try
+    of a small request (marker, index, listing) has a third of the stall time-out.
 
     Attributes:
         endpoint_url: the server, or None for the provider's own.
@@ -68,6 +62,8 @@ class Clients(Requests):
         proven: whether an answer was such as only a store gives.
         has_put: whether an object was put, so that a 404 means the key and not the bucket.
     """
+
+    _in_slots = (*Requests._in_slots, "list")  # the next keys may have come with the last ones
 
     def __init__(
         self,
@@ -94,8 +90,7 @@ class Clients(Requests):
 
         Args:
             use: `stream` for uploads in parts, `write` and `small` for a PUT or DELETE by its size,
-                `read` for small objects, `range`, `list` for listings; `first` for a listing of a
-                server that never answered. A body that stalls is given up.
+                `read` for small objects, `range`, and `list`. A body that stalls is given up.
         """
         with self._lock:
             if use not in self._made:
@@ -104,21 +99,16 @@ class Clients(Requests):
 
     def _open(self, use: Use) -> Any:
         config, small_seconds = self._config, self.small_timeout_seconds
-        is_small = use in ("small", "list", "first")
+        is_small = use in ("small", "list")
         seconds = {"timeout": small_seconds if is_small else config.request_timeout_seconds}
         seconds["connect_timeout"] = min(config.connect_timeout_seconds, seconds["timeout"])
-        if use in ("read", "list", "first"):
+        if use in ("read", "list"):
             seconds["read_timeout"] = min(READ_PROGRESS_SECONDS, seconds["timeout"], small_seconds)
         elif use == "range":
             seconds["read_timeout"] = min(READ_PROGRESS_SECONDS, seconds["timeout"])
-        patience_seconds = self._small_policy.patience_seconds
-        if use == "stream":
-            patience_seconds = self._policy.patience_seconds
-        elif use == "first":
-            patience_seconds = min(FIRST_PATIENCE_SECONDS, patience_seconds)
         retries = {
-            "max_retries": config.max_retries if use in ("stream", "list", "first") else 0,
-            "retry_timeout": timedelta(seconds=patience_seconds),
+            "max_retries": config.max_retries if use == "stream" else 0,
+            "retry_timeout": timedelta(seconds=self._policy.patience_seconds),
             "backoff": dict(_BACKOFF),
         }
         return self._make({name: timedelta(seconds=one) for name, one in seconds.items()}, retries)

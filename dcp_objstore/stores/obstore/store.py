@@ -32,7 +32,6 @@ from dcp_objstore.stores.buffers import WatchedBuffers
 from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.errors import (
     http_code,
-    judge_obstore,
     no_store,
     parts_are_left,
     translate_obstore,
@@ -59,6 +58,8 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.obstore.clients import Clients
 
+# Of S3 and GCS, and so of one call for the next keys.
+_PAGE_KEYS = 1000
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
 
@@ -105,8 +106,8 @@ class ObstoreStore(BaseStore[str]):
 
     @property
     def reports_throttling(self) -> Collection[str]:
-        """The verbs that are sent again here: not streams and listings, which obstore retries."""
-        return ("put", "copy", "get", "open_range", "head", "delete")
+        """All but streams, whose parts obstore sends again."""
+        return ("put", "copy", "get", "open_range", "head", "list", "delete")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -256,40 +257,31 @@ class ObstoreStore(BaseStore[str]):
         def more() -> Any:
             """The next page; after one that failed, of a new listing that starts there."""
             nonlocal pages
-            if pages is None:
-                # Of a server that never answered, obstore asks for less long.
-                client = clients.get("list" if clients.reached else "first")
-                found = iter(obstore.list(client, prefix=prefix, offset=last))
-            else:
-                found, pages = pages, None
+            found, pages = pages, None
+            if found is None:
+                client = clients.get("list")
+                found = iter(obstore.list(client, prefix, offset=last, chunk_size=_PAGE_KEYS))
             page = next(found, None)
             pages = found
             return page
 
-        with self._errors(None), _bucket_is_there():
-            try:
-                page = clients.fresh(more)
-            except Exception as error:
-                found = judge_obstore(error)
-                if clients.reached or not found.answered:
-                    raise
-                clients.reached = True
-                if not found.may_pass:
-                    raise
-                page = more()  # it is there, and busy: as patiently as was asked for
-            clients.reached = True
-            if page:
-                clients.proven = True
-            elif not clients.proven and self._url.scheme in ("s3", "gs"):
-                self._prove()
+        def ask() -> Any:
+            with self._errors(None), _bucket_is_there():
+                page = clients.run(clients.tries("list", ""), more)
+                if page:
+                    clients.proven = True
+                elif not clients.proven and self._url.scheme in ("s3", "gs"):
+                    self._prove()
+                return page
+
+        page = ask()
         while page is not None:
             for meta in page:
                 last = meta["path"]
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
-            with self._errors(None), _bucket_is_there():
-                page = clients.fresh(more)
+            page = ask()
 
     def _prove(self) -> None:
         """Raise `ConfigError` if a web server stands where a store was meant.
