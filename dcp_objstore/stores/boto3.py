@@ -30,8 +30,8 @@ from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import is_virtual, s3_server
-from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import Answer, BrokenOffError, RetriedSource
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests

@@ -6,10 +6,8 @@ the transport does not show headers. Nothing but a diagnosis may rest on it.
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import os
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -17,11 +15,11 @@ from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from dcp_objstore.errors import CredentialsError, StoreUnavailableError
+from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.credentials.find import find_credentials
-from dcp_objstore.stores.endpoint import is_aws, s3_server, tls_context
-from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.endpoint import answer_to, is_aws, s3_server, tls_context
 from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.options.schema import parse
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.credentials.base import Credentials
@@ -166,17 +164,8 @@ def ask_server(spec: StoreSpec) -> ServerAnswer | None:
         return None
     bucket_url = f"{base.rstrip('/')}/{spec.parsed.bucket}"
     request = urllib.request.Request(bucket_url, method="HEAD")
-    handler = urllib.request.HTTPSHandler(context=tls_context(_verify(spec)))
     before = datetime.now(UTC)
-    try:
-        with urllib.request.build_opener(handler).open(request, timeout=_TIMEOUT_SECONDS) as answer:
-            headers = answer.headers
-    except urllib.error.HTTPError as error:
-        with error:
-            headers = error.headers
-    except (OSError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", None) or error
-        raise StoreUnavailableError(f"{type(error).__name__}: {reason}", url=spec.url) from error
+    _, headers, _ = answer_to(request, tls_context(_verify(spec)), _TIMEOUT_SECONDS, spec.url)
     here = before + (datetime.now(UTC) - before) / 2
     return ServerAnswer(_ahead_seconds(headers["Date"], here), headers["x-amz-bucket-region"])
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import re
 import socket
 import ssl
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_endpoint
+from dcp_objstore.errors import ConfigError, StoreUnavailableError
+from dcp_objstore.stores.options.schema import check_endpoint
 
 if TYPE_CHECKING:
+    from email.message import Message
+
     from dcp_objstore.stores.credentials.base import Credentials
     from dcp_objstore.stores.options.s3 import S3Options
 
@@ -130,6 +135,36 @@ def tls_context(verify: bool | str) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Python's own sends `Authorization` to wherever an answer points."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None  # the redirect is then raised as an HTTPError
+
+
+def answer_to(
+    request: urllib.request.Request, context: ssl.SSLContext, timeout_seconds: float, url: str
+) -> tuple[int, Message, bytes]:
+    """Send a request by Python's own HTTP client, once; return status, headers and body.
+
+    The body is empty where the status is an error's or a redirect's, which is not followed.
+
+    Raises:
+        StoreUnavailableError: no answer came in time. It names `url`, of the store.
+    """
+    https = urllib.request.HTTPSHandler(context=context)
+    opener = urllib.request.build_opener(https, _NoRedirects)
+    try:
+        with opener.open(request, timeout=timeout_seconds) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, b""
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise StoreUnavailableError(f"{type(error).__name__}: {reason}", url=url) from error
 
 
 def _wrong_with(place: str) -> str | None:

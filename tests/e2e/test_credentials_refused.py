@@ -259,7 +259,7 @@ def test_the_end_of_a_signature_is_told() -> None:
 
     from dcp_objstore.stores.credentials.azure import find_azure_credentials
     from dcp_objstore.stores.options.azure import AzureOptions
-    from dcp_objstore.stores.options.parse import parse
+    from dcp_objstore.stores.options.schema import parse
 
     end = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
     sas = generate_container_sas(ACCOUNT, BUCKET, KEY, permission="r", expiry=end)

@@ -9,7 +9,7 @@ from dcp_objstore.stores.credentials.aws import find_s3_credentials
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
-from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.options.schemes import SCHEMAS
 
 _FIND: dict[str, Callable[..., Credentials]] = {

@@ -25,8 +25,8 @@ from dcp_objstore.stores.endpoint import s3_server, server_url
 from dcp_objstore.stores.errors import is_of
 from dcp_objstore.stores.fsspec.errors import judge_fsspec, translate_fsspec
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.options.schemes import FILESYSTEM, is_foreign, is_secret
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for

@@ -14,9 +14,8 @@ from typing import Final
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import check_by
 from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schema import Schema
+from dcp_objstore.stores.options.schema import Schema, check_by
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
