@@ -9,6 +9,7 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -189,14 +190,8 @@ def _wrong_with(place: str) -> str | None:
 
 def _is_address(name: str) -> bool:
     """Whether a host is an address of IPv4, in any form that is read as one, or of IPv6."""
-    try:
-        ipaddress.IPv6Address(name)
-    except ValueError:
-        pass
-    else:
-        return True
-    try:
-        socket.inet_aton(name)
-    except OSError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.IPv6Address(name))
+    with suppress(OSError):
+        return bool(socket.inet_aton(name))
+    return False

@@ -8,7 +8,6 @@ another form than S3's and come from the JSON API ("Buckets: get").
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
 import os
 import urllib.request
@@ -46,18 +45,12 @@ class GcsUploads(S3Uploads):
         spec: URL, options and settings of the store.
 
     Raises:
-        UnsupportedError: boto3 is needed and is not installed; says what to do.
         ConfigError, CredentialsError: as for the store.
     """
 
     _scheme = "gs"
 
     def __init__(self, spec: StoreSpec) -> None:
-        if importlib.util.find_spec("boto3") is None:
-            raise UnsupportedError(
-                "boto3 is not installed, which lists unfinished uploads to gs://, too: pip install"
-                " 'dcp-objstore[gcs,s3]'"
-            )
         options = parse(GcsOptions, spec.storage_options)
         self._token = find_gcs_token(options, spec.stripped)
         self._server = server_url(options.endpoint_url or _GOOGLE, use_ssl=True)
