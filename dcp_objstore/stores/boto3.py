@@ -61,12 +61,7 @@ class Boto3Store(S3Store):
 
     def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
         super().__init__(
-            url,
-            clients,
-            clients.checksums,
-            clients.endpoint_url,
-            extra=clients.payer,
-            sealing=clients.sealing,
+            url, clients, clients.checksums, extra=clients.payer, sealing=clients.sealing
         )
         self._clients = clients
 
@@ -150,7 +145,6 @@ class Boto3Clients(Requests):
         stripped: names of options that were left behind when the spec was pickled.
 
     Attributes:
-        endpoint_url: the server, or None for AWS.
         payer: arguments of every request to a bucket whose requests the caller pays for.
         sealing: arguments of every write: how the store is to encrypt.
         checksums: that go with bodies.
@@ -177,8 +171,7 @@ class Boto3Clients(Requests):
         self._of_process: dict[int, _OfProcess] = {}
         self.payer = {"RequestPayer": "requester"} if self._settings.requester_pays else {}
         self.sealing = self._settings.encryption
-        self.endpoint_url = self._mine().endpoint_url
-        super().__init__(config, judge_botocore, self.endpoint_url, url.scheme, url.bucket)
+        super().__init__(config, judge_botocore, self._mine().endpoint_url, "s3", url.bucket)
         self.checksums = checksums_for(self._settings, self.endpoint_url)
 
     def get(self, use: Use) -> Any:

@@ -223,6 +223,7 @@ class Requests:
         scheme, bucket: of the URL.
 
     Attributes:
+        endpoint_url: as above.
         reached: whether the server has ever answered, in whatever way.
         small_timeout_seconds: for one try of a small request.
     """
@@ -239,8 +240,9 @@ class Requests:
         bucket: str,
     ) -> None:
         self.reached = False
+        self.endpoint_url = endpoint_url
         self._judge = judge
-        self._server = (endpoint_url, scheme, bucket)
+        self._bucket = (scheme, bucket)
         self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
         small_seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
         self._small_policy = replace(self._policy, patience_seconds=small_seconds)
@@ -252,7 +254,7 @@ class Requests:
     @property
     def limiter(self) -> Limiter:
         """The bucket's limiter in this process, which a forked child has its own of."""
-        return limiter_at(*self._server)
+        return limiter_at(self.endpoint_url, *self._bucket)
 
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
         """Make the tries of one request.

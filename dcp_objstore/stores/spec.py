@@ -39,28 +39,9 @@ _MAX_CACHED_CLIENTS = 32
 _VARIABLES = ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_")
 
 
-class _ClientCache:
-    """The clients of this process, the least recently used first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: OrderedDict[object, object] = OrderedDict()
-
-    def get(self, key: object, make: Callable[[], C]) -> C:
-        with self._lock:
-            if key not in self._made:
-                self._made[key] = make()
-                if len(self._made) > _MAX_CACHED_CLIENTS:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(key)
-            return cast("C", self._made[key])
-
-    def clear(self) -> None:
-        with self._lock:
-            self._made.clear()
-
-
-_clients = PerProcess(_ClientCache)
+# The clients of this process, the least recently used first.
+_clients: PerProcess[OrderedDict[object, Any]] = PerProcess(OrderedDict)
+_clients_lock = PerProcess(threading.Lock)
 
 
 @dataclass(frozen=True, repr=False, eq=False, init=False)
@@ -158,7 +139,14 @@ class StoreSpec:
             sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
         )
         key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
-        return _clients.here.get(key, lambda: make(url, options, self.config, self.stripped))
+        with _clients_lock.here:
+            made = _clients.here
+            if key not in made:
+                made[key] = make(url, options, self.config, self.stripped)
+                if len(made) > _MAX_CACHED_CLIENTS:
+                    made.popitem(last=False)
+            made.move_to_end(key)
+            return cast("C", made[key])
 
     def __repr__(self) -> str:
         foreign = is_foreign(self.parsed.scheme)

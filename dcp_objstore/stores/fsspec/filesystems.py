@@ -70,7 +70,6 @@ class Filesystems(Requests):
         super().__init__(config, judge_fsspec, endpoint_url, url.scheme, url.bucket)
         self.read = read
         self.write = read if write is None else write
-        self.endpoint_url = endpoint_url
         self.checksums = checksums or Checksums(None)
         self.request_timeout_seconds = config.request_timeout_seconds
         self._pid = os.getpid()

@@ -57,7 +57,6 @@ class Clients(Requests):
     of a small request (marker, index, listing) has a third of the stall time-out.
 
     Attributes:
-        endpoint_url: the server, or None for the provider's own.
         lane: for reads whose requests can be signed here; None if there is none.
         proven: whether an answer was such as only a store gives.
         has_put: whether an object was put, so that a 404 means the key and not the bucket.
@@ -74,8 +73,8 @@ class Clients(Requests):
         trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         credentials: Credentials | None = None,
     ) -> None:
-        self._make, self.endpoint_url, self._sign = maker
-        super().__init__(config, judge_obstore, self.endpoint_url, url.scheme, url.bucket)
+        super().__init__(config, judge_obstore, maker.endpoint_url, url.scheme, url.bucket)
+        self._maker = maker
         self._credentials = credentials
         self._trust = trust
         self._renewals = 0
@@ -111,7 +110,9 @@ class Clients(Requests):
             "retry_timeout": timedelta(seconds=self._policy.patience_seconds),
             "backoff": dict(_BACKOFF),
         }
-        return self._make({name: timedelta(seconds=one) for name, one in seconds.items()}, retries)
+        return self._maker.make(
+            {name: timedelta(seconds=one) for name, one in seconds.items()}, retries
+        )
 
     def fresh(self, request: Callable[[], T]) -> T:
         """`request()`; once more with fresh credentials where those were refused as expired.
@@ -195,7 +196,7 @@ class Clients(Requests):
         return super()._judged(tries, error)
 
     def _new_lane(self) -> DirectLane | None:
-        sign = self._sign
+        sign = self._maker.sign
         if sign is None:
             return None
         seconds = min(READ_PROGRESS_SECONDS, self._config.request_timeout_seconds)

@@ -60,7 +60,6 @@ class S3Store(BaseStore["dict[str, str]"]):
         url: the root.
         requests: how requests to the bucket are sent again.
         checksums: that go with bodies.
-        endpoint_url: the server, or None for AWS.
         extra: arguments of every request.
         sealing: arguments of every write: how the store is to encrypt.
     """
@@ -70,12 +69,11 @@ class S3Store(BaseStore["dict[str, str]"]):
         url: StoreUrl,
         requests: Requests,
         checksums: Checksums,
-        endpoint_url: str | None,
         *,
         extra: Mapping[str, str] | None = None,
         sealing: Mapping[str, str | bool] | None = None,
     ) -> None:
-        super().__init__(url, endpoint_url)
+        super().__init__(url, requests.endpoint_url)
         self._requests = requests
         self._checksums = checksums
         self._sealing = sealing or {}
