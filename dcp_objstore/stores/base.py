@@ -18,7 +18,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     UnsupportedError,
 )
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
@@ -93,7 +93,8 @@ class BaseStore(ABC, Generic[Place]):
 
     def open_range(self, key: str, start: int, end: int) -> Range:
         """Open a range of an object."""
-        check_range(start, end)
+        if not 0 <= start <= end:
+            raise InputError(f"not a range: [{start}, {end})")
         with self._errors(key) as place:
             source = self._range_source(place)
             ahead = source.ask_ahead(start, end) if start < end else None

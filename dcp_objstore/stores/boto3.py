@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.credentials.aws import no_s3_credentials, open_boto3_session
+from dcp_objstore.stores.credentials.aws import no_s3_credentials, session_of
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import is_virtual, s3_server
 from dcp_objstore.stores.options.s3 import S3Options
@@ -195,14 +195,7 @@ class Boto3Clients(Requests):
 
     def _open(self) -> _OfProcess:
         settings = self._settings
-        found = open_boto3_session(
-            "the AWS settings" if settings.profile is None else f"profile {settings.profile!r}",
-            aws_access_key_id=settings.key,
-            aws_secret_access_key=settings.secret,
-            aws_session_token=settings.token,
-            profile_name=settings.profile,
-            region_name=settings.region,
-        )
+        found = session_of(settings)
         if not settings.anon and not found.has_credentials:
             raise no_s3_credentials(self._stripped)
         known = Credentials("boto3", region=found.region, endpoint_url=found.endpoint_url)

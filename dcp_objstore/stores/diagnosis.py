@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores.credentials.aws import session_of
 from dcp_objstore.stores.credentials.find import find_credentials
 from dcp_objstore.stores.endpoint import answer_to, is_aws, s3_server, tls_context
 from dcp_objstore.stores.options.s3 import S3Options
@@ -130,7 +131,6 @@ def shortened(access_key: str | None) -> str | None:
 
 def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
     """The ARN that STS answers, or None and why it does not."""
-    import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError, ClientError
 
@@ -140,15 +140,10 @@ def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
         retries={"total_max_attempts": 1},
     )
     try:
-        session = boto3.Session(
-            aws_access_key_id=settings.key,
-            aws_secret_access_key=settings.secret,
-            aws_session_token=settings.token,
-            profile_name=settings.profile,
-            region_name=region,
-        )
-        return str(session.client("sts", config=quick).get_caller_identity()["Arn"]), None
-    except (BotoCoreError, ClientError) as error:
+        session = session_of(settings).session
+        sts = session.client("sts", region_name=region, config=quick)
+        return str(sts.get_caller_identity()["Arn"]), None
+    except (BotoCoreError, ClientError, CredentialsError) as error:
         return None, f"AWS does not tell who it is: {error}"
 
 

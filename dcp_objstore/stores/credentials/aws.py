@@ -195,6 +195,23 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
     return Boto3Session(session, found is not None, session.region_name, endpoint)
 
 
+def session_of(settings: S3Options) -> Boto3Session:
+    """Make the session that options ask for.
+
+    Raises:
+        CredentialsError: as `open_boto3_session`.
+    """
+    named = settings.profile is not None
+    return open_boto3_session(
+        f"profile {settings.profile!r}" if named else "the AWS settings",
+        aws_access_key_id=settings.key,
+        aws_secret_access_key=settings.secret,
+        aws_session_token=settings.token,
+        profile_name=settings.profile,
+        region_name=settings.region,
+    )
+
+
 def _default_profile_has_credentials() -> bool:
     """Whether the shared files give the default profile credentials (boto3 need not be there)."""
     for variable, default in (

@@ -199,23 +199,18 @@ class DirectLane:
         port = parts.port or (http.client.HTTPS_PORT if secure else http.client.HTTP_PORT)
         connection = _Connection(host, port, timeout=self._timeout_seconds)
         connection.connect()
-        self._leave_time_to_kernel(connection.sock)
+        # One call of the kernel waits for a whole body. Under a time-out of its own, Python polls
+        # and receives piece by piece.
+        timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
+        connection.sock.settimeout(None)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         if secure:
             with self._lock:
                 self._tls = tls = self._tls or self._trust()
                 session = self._sessions.get(origin)
             connection.sock = TlsSocket(connection.sock, tls, host, session)
         return connection
-
-    def _leave_time_to_kernel(self, sock: socket.socket) -> None:
-        """Let one call wait for a whole body.
-
-        Under a time-out of its own, Python polls and receives piece by piece.
-        """
-        timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
-        sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
 
 class DirectAnswer(Answer):
