@@ -124,8 +124,9 @@ def test_gcs_a_save_that_is_refused_in_a_part_can_be_tried_again_with_the_same_w
 
 @gcs
 def test_gcs_a_listing_that_is_refused_in_its_midst_goes_on_where_it_was(
-    bucket: Bucket, gcs_server: MotoServer
+    bucket: Bucket, gcs_server: MotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dcp_objstore.stores.obstore.store._PAGE_KEYS", 60)
     tokens = Tokens(gcs_server, HOUR_SECONDS)
     gcs_server.create_bucket("in-pages")
     post(f"{gcs_server.gcs_endpoint_url}/o/pages?bucket=in-pages&keys=60")
