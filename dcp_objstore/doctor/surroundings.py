@@ -23,8 +23,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.observe.report import size_text
-from dcp_objstore.stores.diagnosis.identity import Identity, identify
-from dcp_objstore.stores.diagnosis.server import ask_server, named_server
+from dcp_objstore.stores.diagnosis import Identity, ask_server, identify, named_server
 from dcp_objstore.stores.obstore.errors import http_code
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.s3.errors import code_of

@@ -31,7 +31,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
-from dcp_objstore.stores.admission.limiter import limiter_of, reports_retries
+from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -163,7 +163,7 @@ def run_load(
         seconds=time.monotonic() - channel.began_at,
         objects=objects,
         requests=len(requests),
-        retries=channel.retries if reports_retries(store) else None,
+        retries=channel.retries if "open_range" in store.reports_throttling else None,
         slow_ranges=channel.slow_ranges,
         commit_id=planned.checkpoint.commit_id,
     )

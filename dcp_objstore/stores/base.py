@@ -11,20 +11,27 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dcp_objstore.errors import DcpObjstoreError, InputError, ObjectNotFoundError, UnsupportedError
-from dcp_objstore.stores.answers import check_whole
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer, check_range
+from dcp_objstore.errors import (
+    CorruptDataError,
+    DcpObjstoreError,
+    InputError,
+    ObjectNotFoundError,
+    UnsupportedError,
+)
+from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
     CopySource,
+    IfAbsent,
+    IfVersion,
     ObjectMeta,
     Precondition,
     RangeReading,
     Version,
 )
 from dcp_objstore.stores.ranges import Range, RangeSource
-from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.urls import StoreUrl, check_prefix
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -86,7 +93,8 @@ class BaseStore(ABC, Generic[Place]):
 
     def open_range(self, key: str, start: int, end: int) -> Range:
         """Open a range of an object."""
-        check_range(start, end)
+        if not 0 <= start <= end:
+            raise InputError(f"not a range: [{start}, {end})")
         with self._errors(key) as place:
             source = self._range_source(place)
             ahead = source.ask_ahead(start, end) if start < end else None
@@ -105,6 +113,8 @@ class BaseStore(ABC, Generic[Place]):
             buffers = as_buffers(data)
             for buffer in buffers:
                 check_buffer(buffer)
+            if precondition is not None and not isinstance(precondition, (IfAbsent, IfVersion)):
+                raise InputError(f"not a precondition: {precondition!r}")
             return self._put(place, buffers, precondition, retry=retry)
 
     def put_stream(
@@ -153,13 +163,20 @@ class BaseStore(ABC, Generic[Place]):
         """Read a small object, with its metadata."""
         with self._errors(key) as place:
             body, meta = self._get(place, max_size_bytes)
-            check_whole(len(body), meta.size_bytes)
+            if len(body) != meta.size_bytes:
+                raise CorruptDataError(
+                    f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
+                )
             return body, meta
 
     def head(self, key: str) -> ObjectMeta:
         """Return the metadata of an object."""
         with self._errors(key) as place:
             return self._head(place)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """Iterate over the objects below a prefix."""
+        return self._list(check_prefix(prefix))
 
     def delete(self, key: str) -> None:
         """Remove an object; an absent one is no error."""
@@ -226,8 +243,20 @@ class BaseStore(ABC, Generic[Place]):
         """Do what `ObjectStore.head` does."""
 
     @abstractmethod
+    def _list(self, folder: str) -> Iterator[ObjectMeta]:
+        """Do what `ObjectStore.list` does; the prefix has no slash at its end."""
+
+    @abstractmethod
     def _delete(self, place: Place) -> None:
         """Do what `ObjectStore.delete` does; an absent object may be an error."""
+
+    def _fits(self, meta: ObjectMeta, max_size_bytes: int) -> ObjectMeta:
+        """Return the metadata of an object, unless it is larger than expected."""
+        if meta.size_bytes > max_size_bytes:
+            raise CorruptDataError(
+                f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
+            )
+        return meta
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[Place]:

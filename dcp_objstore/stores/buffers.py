@@ -1,4 +1,4 @@
-"""What adapters do with their arguments: check a range, watch an iterator of buffers, cut it."""
+"""What adapters do with their arguments: check buffers, watch an iterator of them, cut it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from dcp_objstore.errors import InputError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-def check_range(start: int, end: int) -> None:
-    """Raise `InputError` unless `0 <= start <= end`."""
-    if not 0 <= start <= end:
-        raise InputError(f"not a range: [{start}, {end})")
 
 
 def cut_range(start: int, end: int, most_bytes: int) -> Iterator[tuple[int, int]]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import re
 import socket
 import ssl
+import urllib.error
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_endpoint
+from dcp_objstore.errors import ConfigError, StoreUnavailableError
+from dcp_objstore.stores.options.schema import check_endpoint
 
 if TYPE_CHECKING:
+    from email.message import Message
+
     from dcp_objstore.stores.credentials.base import Credentials
     from dcp_objstore.stores.options.s3 import S3Options
 
@@ -132,6 +138,36 @@ def tls_context(verify: bool | str) -> ssl.SSLContext:
     return context
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Python's own sends `Authorization` to wherever an answer points."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None  # the redirect is then raised as an HTTPError
+
+
+def answer_to(
+    request: urllib.request.Request, context: ssl.SSLContext, timeout_seconds: float, url: str
+) -> tuple[int, Message, bytes]:
+    """Send a request by Python's own HTTP client, once; return status, headers and body.
+
+    The body is empty where the status is an error's or a redirect's, which is not followed.
+
+    Raises:
+        StoreUnavailableError: no answer came in time. It names `url`, of the store.
+    """
+    https = urllib.request.HTTPSHandler(context=context)
+    opener = urllib.request.build_opener(https, _NoRedirects)
+    try:
+        with opener.open(request, timeout=timeout_seconds) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, b""
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise StoreUnavailableError(f"{type(error).__name__}: {reason}", url=url) from error
+
+
 def _wrong_with(place: str) -> str | None:
     """Return what is wrong with the part behind `://`; None if nothing is.
 
@@ -154,14 +190,8 @@ def _wrong_with(place: str) -> str | None:
 
 def _is_address(name: str) -> bool:
     """Whether a host is an address of IPv4, in any form that is read as one, or of IPv6."""
-    try:
-        ipaddress.IPv6Address(name)
-    except ValueError:
-        pass
-    else:
-        return True
-    try:
-        socket.inet_aton(name)
-    except OSError:
-        return False
-    return True
+    with suppress(ValueError):
+        return bool(ipaddress.IPv6Address(name))
+    with suppress(OSError):
+        return bool(socket.inet_aton(name))
+    return False

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -20,6 +21,8 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+
+T = TypeVar("T")
 
 # What stores repeat of a request that they refuse: who signed it, and how. AWS does so in
 # elements of SignatureDoesNotMatch, others and proxies in whatever form they like.
@@ -38,61 +41,37 @@ _TOLD_FIELDS = [
 # Error codes of S3 (docs: "Error responses"), which GCS's XML API shares where it has them (docs:
 # "XML API: HTTP status and error codes"), then GCS's own, then Azure's (docs: "Blob Storage error
 # codes" and "Common REST API error codes").
-_BY_CODE: dict[str, type[DcpObjstoreError]] = {
-    "NoSuchBucket": BucketNotFoundError,
-    "InvalidBucketName": BucketNotFoundError,
-    "NoSuchKey": ObjectNotFoundError,
-    "ExpiredToken": CredentialsError,
-    "TokenRefreshRequired": CredentialsError,
-    "InvalidToken": CredentialsError,
-    "InvalidAccessKeyId": CredentialsError,
-    "InvalidSecurity": CredentialsError,
-    "SignatureDoesNotMatch": CredentialsError,
-    "AuthenticationRequired": CredentialsError,
-    "AccessDenied": PermissionDeniedError,
-    "AllAccessDisabled": PermissionDeniedError,
-    "AccountProblem": PermissionDeniedError,
-    "RequestTimeTooSkewed": CredentialsError,
-    "AuthorizationHeaderMalformed": ConfigError,
-    "PermanentRedirect": ConfigError,
-    "IllegalLocationConstraintException": ConfigError,
-    "InvalidRange": CorruptDataError,
-    "PreconditionFailed": PreconditionFailedError,
-    "ConditionalRequestConflict": PreconditionFailedError,
-    "OperationAborted": StoreUnavailableError,
-    "RequestTimeout": StoreUnavailableError,
-    "SlowDown": StoreUnavailableError,
-    "InternalError": StoreUnavailableError,
-    "ServiceUnavailable": StoreUnavailableError,
-    "NotImplemented": UnsupportedError,
-    "EntityTooLarge": InputError,
-    "KeyTooLongError": InputError,
-    "KeyTooLong": InputError,
-    "UserProjectMissing": ConfigError,
-    "UserProjectInconsistent": ConfigError,
-    "UserProjectInvalid": ConfigError,
-    "InvalidBucketState": StoreUnavailableError,
-    "ContainerNotFound": BucketNotFoundError,
-    "ContainerBeingDeleted": BucketNotFoundError,
-    "ContainerDisabled": PermissionDeniedError,
-    "BlobNotFound": ObjectNotFoundError,
-    "AuthenticationFailed": CredentialsError,
-    "InvalidAuthenticationInfo": CredentialsError,
-    "NoAuthenticationInformation": CredentialsError,
-    "KeyBasedAuthenticationNotPermitted": CredentialsError,
-    "PublicAccessNotPermitted": PermissionDeniedError,
-    "AccountRequiresHttps": ConfigError,
-    "BlobAlreadyExists": PreconditionFailedError,
-    "ConditionNotMet": PreconditionFailedError,
-    # Neither says that another writer was first: a lease or a policy stands in everybody's way.
-    "LeaseIdMissing": PermissionDeniedError,
-    "LeaseIdMismatchWithBlobOperation": PermissionDeniedError,
-    "BlobImmutableDueToPolicy": PermissionDeniedError,
-    "BlockCountExceedsLimit": InputError,
-    "RequestBodyTooLarge": InputError,
-    "ServerBusy": StoreUnavailableError,
-    "OperationTimedOut": StoreUnavailableError,
+_CODES: dict[type[DcpObjstoreError], str] = {
+    BucketNotFoundError: "NoSuchBucket InvalidBucketName ContainerNotFound ContainerBeingDeleted",
+    ObjectNotFoundError: "NoSuchKey BlobNotFound",
+    CredentialsError: (
+        "ExpiredToken TokenRefreshRequired InvalidToken InvalidAccessKeyId InvalidSecurity"
+        " SignatureDoesNotMatch AuthenticationRequired RequestTimeTooSkewed AuthenticationFailed"
+        " InvalidAuthenticationInfo NoAuthenticationInformation KeyBasedAuthenticationNotPermitted"
+    ),
+    # The last three do not say that another writer was first: a lease or a policy stands in
+    # everybody's way.
+    PermissionDeniedError: (
+        "AccessDenied AllAccessDisabled AccountProblem ContainerDisabled PublicAccessNotPermitted"
+        " LeaseIdMissing LeaseIdMismatchWithBlobOperation BlobImmutableDueToPolicy"
+    ),
+    ConfigError: (
+        "AuthorizationHeaderMalformed PermanentRedirect IllegalLocationConstraintException"
+        " UserProjectMissing UserProjectInconsistent UserProjectInvalid AccountRequiresHttps"
+    ),
+    CorruptDataError: "InvalidRange",
+    PreconditionFailedError: (
+        "PreconditionFailed ConditionalRequestConflict BlobAlreadyExists ConditionNotMet"
+    ),
+    StoreUnavailableError: (
+        "OperationAborted RequestTimeout SlowDown InternalError ServiceUnavailable"
+        " InvalidBucketState ServerBusy OperationTimedOut"
+    ),
+    UnsupportedError: "NotImplemented",
+    InputError: "EntityTooLarge KeyTooLongError KeyTooLong BlockCountExceedsLimit"
+    " RequestBodyTooLarge",
 }
+_BY_CODE = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
 _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     301: ConfigError,
     307: ConfigError,
@@ -143,6 +122,9 @@ _FULL = (
 # Of Ceph, of MinIO (twice), and of gateways in front of a file system.
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
 _FULL_STATUS = 507
+# A HEAD's answer has no body, so these do not say whether the key or the bucket is missing, or
+# whether the secret is wrong or a right is missing.
+UNCLEAR_IN_HEAD = (400, 403, 404, 409)
 # AWS and most others say 503, GCS and some others 429 (RFC 6585).
 THROTTLING_STATUSES = (429, 503)
 _ADVICE: dict[type[DcpObjstoreError], str] = {
@@ -225,6 +207,11 @@ def kind_of_builtin(error: BaseException) -> type[DcpObjstoreError]:
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
     return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
+
+
+def by_type(error: BaseException, kinds: Mapping[str, T]) -> T | None:
+    """Return what is said of the first named type that an error has; see `is_of`."""
+    return next((kind for name, kind in kinds.items() if is_of(type(error), name)), None)
 
 
 def is_full(status: int | None, code: str | None) -> bool:

@@ -43,7 +43,6 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_range
 from dcp_objstore.stores.errors import kind_of_builtin
@@ -51,14 +50,13 @@ from dcp_objstore.stores.protocol import (
     Capabilities,
     CopySource,
     IfAbsent,
-    IfVersion,
     ObjectMeta,
     Precondition,
     UnfinishedUpload,
     Version,
 )
 from dcp_objstore.stores.ranges import Answer, RangeSource
-from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix, parse_url
+from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -90,10 +88,6 @@ class LocalStore(BaseStore[Path]):
 
     def _range_source(self, place: Path) -> _LocalSource:
         return _LocalSource(place)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """Iterate over the objects below a prefix, in the order of the keys' segments."""
-        return self._walk(check_prefix(prefix))
 
     def _place(self, key: str | None) -> Path:
         if key is None:
@@ -156,8 +150,9 @@ class LocalStore(BaseStore[Path]):
 
     def _get(self, place: Path, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         with _opened(place) as (fd, status):
-            check_fits(status.st_size, max_size_bytes)
-            return _read(fd, status.st_size), _meta(self._key(place), status)
+            meta = self._fits(_meta(self._key(place), status), max_size_bytes)
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(meta.size_bytes), meta
 
     def _head(self, place: Path) -> ObjectMeta:
         with _opened(place) as (_, status):
@@ -178,8 +173,6 @@ class LocalStore(BaseStore[Path]):
     def _write(
         self, path: Path, write: Callable[[int], None], precondition: Precondition | None
     ) -> Version:
-        if precondition is not None and not isinstance(precondition, (IfAbsent, IfVersion)):
-            raise InputError(f"not a precondition: {precondition!r}")
         _make_folder(path.parent)
         temporary = path.parent / _temporary_name(path.name)
         try:
@@ -196,11 +189,12 @@ class LocalStore(BaseStore[Path]):
             temporary.unlink(missing_ok=True)
         return _version(status)
 
-    def _walk(self, folder_key: str) -> Iterator[ObjectMeta]:
+    def _list(self, folder: str) -> Iterator[ObjectMeta]:
+        """In the order of the keys' segments."""
         with self._errors(None):
-            found = _entries(self._root / folder_key if folder_key else self._root)
+            found = _entries(self._root / folder)
         for entry in found:
-            key = f"{folder_key}/{entry.name}" if folder_key else entry.name
+            key = f"{folder}/{entry.name}" if folder else entry.name
             meta: ObjectMeta | None = None
             with self._errors(None):
                 is_folder = entry.is_dir()
@@ -211,7 +205,7 @@ class LocalStore(BaseStore[Path]):
                         continue  # deleted since the folder was read
                     meta = _meta(key, status) if stat.S_ISREG(status.st_mode) else None
             if is_folder:
-                yield from self._walk(key)
+                yield from self._list(key)
             elif meta is not None:
                 yield meta
 
@@ -366,7 +360,7 @@ class _LocalSource(RangeSource):
         return _LocalAnswer(fd, start)
 
 
-class _LocalAnswer:
+class _LocalAnswer(Answer):
     """An `Answer` from an open file."""
 
     def __init__(self, fd: int, start: int) -> None:
@@ -380,10 +374,6 @@ class _LocalAnswer:
             raise CorruptDataError(f"the object ends at {self._at}")
         self._at += count
         return count
-
-    def cancel(self) -> bool:
-        """Return False: a read cannot be cancelled."""
-        return False
 
     def close(self) -> None:
         """Close the file."""
@@ -414,17 +404,6 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         yield fd, status
     finally:
         os.close(fd)
-
-
-def _read(fd: int, size_bytes: int) -> bytes:
-    into = memoryview(bytearray(size_bytes))
-    done = 0
-    while done < size_bytes:
-        count = os.preadv(fd, [into[done:]], done)
-        if count == 0:
-            raise CorruptDataError(f"the object ends at {done}, not at {size_bytes}")
-        done += count
-    return bytes(into)
 
 
 def _make_folder(folder: Path) -> None:

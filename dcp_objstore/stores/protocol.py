@@ -33,6 +33,12 @@ class Version:
     e_tag: str | None = None
     version: str | None = None
 
+    @classmethod
+    def of(cls, e_tag: str | None, version: str | None) -> Version:
+        """Make the token of an answer of S3."""
+        # moto and unversioned buckets say 'null' after a multipart upload, and nothing to a HEAD.
+        return cls(e_tag, None if version == "null" else version)
+
 
 @dataclass(frozen=True, slots=True)
 class IfAbsent:

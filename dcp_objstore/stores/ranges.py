@@ -11,11 +11,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import InputError
-from dcp_objstore.stores.answers import check_came
+from dcp_objstore.errors import CorruptDataError, InputError
 from dcp_objstore.stores.protocol import RangeReading
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.protocol import ObjectStore
-
+    from dcp_objstore.stores.retries import Requests
 
 _FETCHED_BYTES = 8 * MIB
 # A body counts twice: libraries collect its pieces before they join them.
@@ -51,7 +51,7 @@ class Answer(Protocol):
 
     def cancel(self) -> bool:
         """End a `readinto` of another thread at once if that is possible; return whether it is."""
-        ...
+        return False
 
     def close(self) -> None:
         """Give the connection back; close it if there is more to come over it."""
@@ -188,6 +188,33 @@ class Range:
             answer.close()
 
 
+class RetriedSource(RangeSource):
+    """Asks by requests that are sent once and, where that may help, again.
+
+    Args:
+        requests: to the bucket.
+        key: of the object, in the bucket.
+        ask_once: called with the start and end of a range; sends a request for it.
+    """
+
+    def __init__(
+        self, requests: Requests, key: str, ask_once: Callable[[int, int], Answer]
+    ) -> None:
+        self._requests = requests
+        self._ask_once = ask_once
+        self._tries = requests.tries("open_range", key)
+
+    def ask(self, start: int, end: int) -> Answer:
+        """Ask for bytes `[start, end)`, or for the first part of them."""
+        return self._requests.run(self._tries, partial(self._ask_once, start, end))
+
+    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
+        """Wait until the rest may be asked for, or raise."""
+        if came:
+            self._tries.came()
+        self._requests.again(self._tries, error, asked_at)
+
+
 class FetchedSource(RangeSource):
     """Asks a library that gives bodies as a whole, at most 8 MiB at once.
 
@@ -206,7 +233,7 @@ class FetchedSource(RangeSource):
         return ReceivedChunks(iter((body,)))
 
 
-class ReceivedChunks:
+class ReceivedChunks(Answer):
     """An `Answer` that a library gives in memory of its own.
 
     Args:
@@ -227,13 +254,15 @@ class ReceivedChunks:
         self._rest = self._rest[len(some) :]
         return len(some)
 
-    def cancel(self) -> bool:
-        """Return False: a read cannot be cancelled."""
-        return False
-
     def close(self) -> None:
         """Drop the chunks that were not read."""
         self._chunks, self._rest = iter(()), memoryview(b"")
+
+
+def check_came(came_bytes: int, start: int, end: int) -> None:
+    """Raise `CorruptDataError` unless as many bytes came as the range `[start, end)` has."""
+    if came_bytes != end - start:
+        raise CorruptDataError(f"bytes [{start}, {end}) asked for, but {came_bytes} bytes came")
 
 
 def read_range(store: ObjectStore, key: str, start: int, end: int) -> bytearray:

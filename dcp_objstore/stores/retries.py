@@ -34,8 +34,6 @@ FIRST_PATIENCE_SECONDS = 5.0
 READ_PROGRESS_SECONDS = 30.0
 # What is sent with a longer body than this gets the time for a part of an upload.
 SMALL_BYTES = 4 * MIB
-# The verbs of transfers, which note the answers themselves (`admission`).
-_IN_SLOTS = ("open_range", "put_stream", "copy")
 # However short the stall time-out is, a small request has so long.
 _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # From here on a pause does not grow.
@@ -138,35 +136,6 @@ class Tries:
         self._clock.sleep(min(left_seconds, self.policy.pause_seconds(self.retries)))
         return True
 
-    def failed(self, error: DcpObjstoreError, *, throttled: bool, begun_at: float) -> None:
-        """Return when it is time for the next try, after one that failed.
-
-        Args:
-            error: what it met.
-            throttled: the store asks for fewer requests.
-            begun_at: when the try began.
-
-        Raises:
-            `error`, with the number of retries in its text: there is to be no next try.
-        """
-        if throttled and self._limiter is not None:
-            self._limiter.throttled(begun_at)
-        may_retry = self._left_seconds() > 0
-        spent = may_retry and self._limiter is not None and not self._limiter.spend_retry()
-        if spent or not self.pause(error):
-            if self.retries:
-                slow = "the store was throttling; " if throttled else ""
-                seconds = self._clock.monotonic() - self._began_at
-                error.message += f" ({slow}{self.retries} retries in {seconds:.1f} s)"
-            if spent:
-                error.message += (
-                    "; the retries that all requests of this process to the store share are used"
-                    " up, so there is trouble beyond this request"
-                )
-            raise error
-        if self._limiter is not None:
-            self._limiter.wait_turn()
-
     def run(
         self,
         request: Callable[[], T],
@@ -216,10 +185,23 @@ class Tries:
         """
         if not found.may_pass or not (repeatable or found.had_no_effect):
             raise error
-        try:
-            self.failed(found.error, throttled=found.throttled, begun_at=begun_at)
-        except DcpObjstoreError as last:
-            raise last from error
+        if found.throttled and self._limiter is not None:
+            self._limiter.throttled(begun_at)
+        may_retry = self._left_seconds() > 0
+        spent = may_retry and self._limiter is not None and not self._limiter.spend_retry()
+        if spent or not self.pause(found.error):
+            if self.retries:
+                slow = "the store was throttling; " if found.throttled else ""
+                seconds = self._clock.monotonic() - self._began_at
+                found.error.message += f" ({slow}{self.retries} retries in {seconds:.1f} s)"
+            if spent:
+                found.error.message += (
+                    "; the retries that all requests of this process to the store share are used"
+                    " up, so there is trouble beyond this request"
+                )
+            raise found.error from error
+        if self._limiter is not None:
+            self._limiter.wait_turn()
 
     def _left_seconds(self) -> float:
         """How much later a retry may begin; 0 if there is to be none."""
@@ -241,9 +223,13 @@ class Requests:
         scheme, bucket: of the URL.
 
     Attributes:
+        endpoint_url: as above.
         reached: whether the server has ever answered, in whatever way.
         small_timeout_seconds: for one try of a small request.
     """
+
+    # The verbs of transfers, which note the answers themselves (`admission`).
+    _in_slots: tuple[str, ...] = ("open_range", "put_stream", "copy")
 
     def __init__(
         self,
@@ -254,8 +240,9 @@ class Requests:
         bucket: str,
     ) -> None:
         self.reached = False
+        self.endpoint_url = endpoint_url
         self._judge = judge
-        self._server = (endpoint_url, scheme, bucket)
+        self._bucket = (scheme, bucket)
         self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
         small_seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
         self._small_policy = replace(self._policy, patience_seconds=small_seconds)
@@ -267,7 +254,7 @@ class Requests:
     @property
     def limiter(self) -> Limiter:
         """The bucket's limiter in this process, which a forked child has its own of."""
-        return limiter_at(*self._server)
+        return limiter_at(self.endpoint_url, *self._bucket)
 
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
         """Make the tries of one request.
@@ -282,7 +269,7 @@ class Requests:
             self._policy if large else self._small_policy,
             limiter=self.limiter,
             on_retry=partial(_report, key),
-            refunds=verb not in _IN_SLOTS,
+            refunds=verb not in self._in_slots,
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -22,14 +22,14 @@ from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.options.schemes import (
     check_options,
     is_foreign,
+    protocols,
     public_options,
     secret_names,
 )
 from dcp_objstore.stores.urls import StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.boto3.clients import Boto3Clients
-    from dcp_objstore.stores.boto3.store import Boto3Store
+    from dcp_objstore.stores.boto3 import Boto3Clients, Boto3Store
     from dcp_objstore.stores.protocol import ObjectStore
 
 C = TypeVar("C")
@@ -39,28 +39,9 @@ _MAX_CACHED_CLIENTS = 32
 _VARIABLES = ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_")
 
 
-class _ClientCache:
-    """The clients of this process, the least recently used first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: OrderedDict[object, object] = OrderedDict()
-
-    def get(self, key: object, make: Callable[[], C]) -> C:
-        with self._lock:
-            if key not in self._made:
-                self._made[key] = make()
-                if len(self._made) > _MAX_CACHED_CLIENTS:
-                    self._made.popitem(last=False)
-            self._made.move_to_end(key)
-            return cast("C", self._made[key])
-
-    def clear(self) -> None:
-        with self._lock:
-            self._made.clear()
-
-
-_clients = PerProcess(_ClientCache)
+# The clients of this process, the least recently used first.
+_clients: PerProcess[OrderedDict[object, Any]] = PerProcess(OrderedDict)
+_clients_lock = PerProcess(threading.Lock)
 
 
 @dataclass(frozen=True, repr=False, eq=False, init=False)
@@ -100,9 +81,10 @@ class StoreSpec:
         stripped: tuple[str, ...] = (),
     ) -> None:
         """Check everything that needs no connection."""
-        parsed = parse_url(url, _schemes_of(storage_options))
+        fs = storage_options.get("fs") if isinstance(storage_options, Mapping) else None
+        parsed = parse_url(url, protocols(fs))
         given, config = _with_transport(storage_options, checked_config(config))
-        options = _checked(parsed.scheme, given)
+        options = check_options(parsed.scheme, given)
         _opener(parsed.scheme, options, config)
         vars(self).update(
             url=str(parsed),
@@ -145,7 +127,7 @@ class StoreSpec:
         Raises:
             ConfigError, CredentialsError: see `Boto3Clients`.
         """
-        from dcp_objstore.stores.boto3.clients import Boto3Clients
+        from dcp_objstore.stores.boto3 import Boto3Clients
 
         return self._shared(Boto3Clients)
 
@@ -157,7 +139,14 @@ class StoreSpec:
             sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
         )
         key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
-        return _clients.here.get(key, lambda: make(url, options, self.config, self.stripped))
+        with _clients_lock.here:
+            made = _clients.here
+            if key not in made:
+                made[key] = make(url, options, self.config, self.stripped)
+                if len(made) > _MAX_CACHED_CLIENTS:
+                    made.popitem(last=False)
+            made.move_to_end(key)
+            return cast("C", made[key])
 
     def __repr__(self) -> str:
         foreign = is_foreign(self.parsed.scheme)
@@ -227,7 +216,7 @@ def _open_obstore(spec: StoreSpec) -> ObjectStore:
 
 
 def _open_boto3(spec: StoreSpec) -> Boto3Store:
-    from dcp_objstore.stores.boto3.store import Boto3Store
+    from dcp_objstore.stores.boto3 import Boto3Store
 
     return Boto3Store(spec.parsed, spec.boto3_clients())
 
@@ -295,23 +284,6 @@ def _opener(
             f" {' or '.join(map(repr, [*fitting, 'fsspec']))}"
         )
     return _OPEN[scheme, transport]
-
-
-def _schemes_of(options: Mapping[str, object] | None) -> Collection[str]:
-    """The schemes of a filesystem among the options."""
-    if not isinstance(options, Mapping) or options.get("fs") is None:
-        return ()
-    from dcp_objstore.stores.fsspec.filesystems import protocols
-
-    return protocols(options["fs"])
-
-
-def _checked(scheme: str, options: Mapping[str, object] | None) -> dict[str, object]:
-    if isinstance(options, Mapping) and options.get("fs") is not None:
-        from dcp_objstore.stores.fsspec.filesystems import check_filesystem
-
-        return check_filesystem(scheme, {k: v for k, v in options.items() if v is not None})
-    return check_options(scheme, options)
 
 
 def open_store(

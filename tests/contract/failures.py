@@ -66,7 +66,7 @@ class FailuresContract(Endpoint):
             server.answer = lambda *_: answer
             store = self.store_at(server.endpoint_url)
             for verb in verbs:
-                limiter_of(store)._window = Window()  # what the last verb met slows none down
+                limiter_of(store).window = Window()  # what the last verb met slows none down
                 if verb == "put_absent" and not store.capabilities.conditional_create:
                     continue  # refused before anything is sent: `test_create_only_where_nothing_is`
                 with pytest.raises(DcpObjstoreError) as caught:

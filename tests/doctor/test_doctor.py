@@ -25,7 +25,7 @@ from dcp_objstore.doctor.runner import CONFIG
 from dcp_objstore.doctor.surroundings import Surroundings, versions
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.diagnosis.identity import shortened
+from dcp_objstore.stores.diagnosis import shortened
 from dcp_objstore.stores.uploads.lifecycle import lifecycle_configuration
 from tests.support.command_line import environment, run, run_here
 from tests.support.proxy import NetworkProxy

@@ -19,7 +19,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.credentials.renewal import Renewing
+from dcp_objstore.stores.credentials.aws import Renewing
 from tests.support.proxy import Asked, Fault, Refuse
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.slow_sink import SlowSink

@@ -23,7 +23,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.options.azure import AzureOptions
-from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.schema import parse
 from tests.contract import PART, ExpectedError, StoreContract, put_broken
 from tests.support.azurite import ACCOUNT, KEY, Azurite
 from tests.support.servers import BUCKET, Bucket

@@ -29,7 +29,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.boto3.bodies import JoinedBuffers
+from dcp_objstore.stores.boto3 import JoinedBuffers
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent
 from tests.contract import PART, BucketContract, StoreContract
 from tests.support.proxy import Asked, Cut, NetworkProxy

@@ -9,8 +9,8 @@ from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.fsspec.filesystems import make_filesystems
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.urls import parse_url
 from tests.support.servers import Bucket
 from tests.support.tampering import Asked, TamperingProxy

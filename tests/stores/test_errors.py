@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,25 +113,48 @@ def scripted() -> Iterator[Scripted]:
         yield found
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "expected"),
-    [
-        *ANSWERS,
-        (400, "AuthorizationHeaderMalformed", ConfigError),
-        (301, "PermanentRedirect", ConfigError),
-    ],
-)
+@pytest.fixture(scope="module")
+def of_boto3() -> Iterator[Scripted]:
+    """One for all tests, so that boto3's clients are made once."""
+    with Scripted() as found:
+        yield found
+
+
+@pytest.fixture(params=["native", "boto3"])
+def over(request: pytest.FixtureRequest) -> Scripted:
+    """A server, whose stores are over one of the transports."""
+    name = "scripted" if request.param == "native" else "of_boto3"
+    found: Scripted = request.getfixturevalue(name)
+    found.config = replace(ONCE, transport=request.param)
+    del found.requests[:]
+    return found
+
+
+@pytest.mark.parametrize(("status", "code", "expected"), ANSWERS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_answer_is_one_error(
-    scripted: Scripted, verb: str, status: int, code: str, expected: type[DcpObjstoreError]
+    over: Scripted, verb: str, status: int, code: str, expected: type[DcpObjstoreError]
 ) -> None:
     body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode() if code else b""
-    scripted.answer = lambda *_: (status, {}, body)
-    store = scripted.store()
+    over.answer = lambda *_: (status, {}, body)
+    store = over.store()
     with pytest.raises(DcpObjstoreError) as caught:
         VERBS[verb](store)
     assert type(caught.value) is expected
     check(caught.value, store, verb)
+
+
+@pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])
+def test_a_bucket_in_another_region(over: Scripted, code: str) -> None:
+    status = 301 if code == "PermanentRedirect" else 400
+    body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+    # AWS names the region in a header, with which botocore tries once more.
+    over.answer = lambda *_: (status, {"x-amz-bucket-region": "eu-west-3"}, body)
+    store = over.store()
+    for name, verb in VERBS.items():
+        with pytest.raises(ConfigError, match="another region") as caught:
+            verb(store)
+        check(caught.value, store, name)
 
 
 def test_an_absent_object_is_not_an_absent_bucket(moto_server: MotoServer) -> None:
@@ -140,15 +164,15 @@ def test_an_absent_object_is_not_an_absent_bucket(moto_server: MotoServer) -> No
     assert list(store.list()) == []
 
 
-def test_retry_false_sends_one_request(scripted: Scripted) -> None:
-    scripted.answer = lambda *_: (503, {}, b"")
-    store = scripted.store(TransferConfig(max_retries=2))
+def test_retry_false_sends_one_request(over: Scripted) -> None:
+    over.answer = lambda *_: (503, {}, b"")
+    store = over.store(TransferConfig(max_retries=2, transport=over.config.transport))
     with pytest.raises(StoreUnavailableError):
         store.put("k", b"x", precondition=IfAbsent(), retry=False)
-    assert len(scripted.requests) == 1
+    assert len(over.requests) == 1
     with pytest.raises(StoreUnavailableError):
         store.put("k", b"x")
-    assert len(scripted.requests) == 1 + 3
+    assert len(over.requests) == 1 + 3
 
 
 def test_a_request_that_fails_once_is_retried(scripted: Scripted) -> None:
@@ -170,50 +194,50 @@ def test_a_full_store_is_not_asked_again(scripted: Scripted, transport: Any, cod
     assert len(scripted.requests) == 1
 
 
-def test_a_body_shorter_than_announced_is_an_error(scripted: Scripted) -> None:
+def test_a_body_shorter_than_announced_is_an_error(over: Scripted) -> None:
     headers = {
         "ETag": '"e"',
         "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
         "Content-Length": "100",
         "Content-Range": "bytes 0-99/100",
     }
-    scripted.answer = lambda *_: (206, headers, b"only this")
+    over.answer = lambda *_: (206, headers, b"only this")
     for verb in ("get", "open_range"):
         with pytest.raises((CorruptDataError, StoreUnavailableError)):
             if verb == "get":
-                scripted.store().get("k", max_size_bytes=100)
+                over.store().get("k", max_size_bytes=100)
             else:
-                read_range(scripted.store(), "k", 0, 100)
+                read_range(over.store(), "k", 0, 100)
 
 
-def test_a_server_that_ignores_the_range_is_an_error(scripted: Scripted) -> None:
+def test_a_server_that_ignores_the_range_is_an_error(over: Scripted) -> None:
     headers = {"ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
-    scripted.answer = lambda *_: (200, headers, b"0123456789")
+    over.answer = lambda *_: (200, headers, b"0123456789")
     with pytest.raises(CorruptDataError, match="ignores Range"):
-        read_range(scripted.store(), "k", 2, 4)
+        read_range(over.store(), "k", 2, 4)
 
 
-def test_another_range_than_was_asked_for_is_an_error(scripted: Scripted) -> None:
+def test_another_range_than_was_asked_for_is_an_error(over: Scripted) -> None:
     headers = {
         "ETag": '"e"',
         "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
         "Content-Range": "bytes 2-4/10",
     }
-    scripted.answer = lambda *_: (206, headers, b"234")
+    over.answer = lambda *_: (206, headers, b"234")
     for start, end in ((2, 6), (1, 5)):
         with pytest.raises(CorruptDataError, match="another range"):
-            read_range(scripted.store(), "k", start, end)
+            read_range(over.store(), "k", start, end)
 
 
-def test_get_does_not_read_a_body_that_is_too_large(scripted: Scripted) -> None:
+def test_get_does_not_read_a_body_that_is_too_large(over: Scripted) -> None:
     headers = {
         "ETag": '"e"',
         "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
         "Content-Length": str(1 << 40),
     }
-    scripted.answer = lambda *_: (200, headers, b"the first bytes")
+    over.answer = lambda *_: (200, headers, b"the first bytes")
     with pytest.raises(CorruptDataError, match="1099511627776 bytes"):
-        scripted.store().get("k", max_size_bytes=1000)
+        over.store().get("k", max_size_bytes=1000)
 
 
 def test_listing_asks_for_a_page_when_it_is_needed(scripted: Scripted) -> None:
@@ -255,13 +279,13 @@ def test_anonymous_requests_carry_no_signature(
 
 
 def test_given_keys_are_not_mixed_with_a_token_of_the_environment(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+    over: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-key")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
-    scripted.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
-    scripted.store().put("k", b"x")
-    headers = {name.lower(): value for name, value in scripted.requests[0][2].items()}
+    over.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
+    over.store().put("k", b"x")
+    headers = {name.lower(): value for name, value in over.requests[0][2].items()}
     assert "x-amz-security-token" not in headers
     assert "Credential=a/" in headers["authorization"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from dcp_objstore.config import AUTO_MOST
 from dcp_objstore.errors import TransferStalledError
-from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter, limiter_at
+from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, AdmissionSlot, Limiter, limiter_at
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 
 def filled(limiter: Limiter, count: int) -> Any:
-    slot = limiter.slot(judged=True)
+    slot = AdmissionSlot(limiter, judged=True)
     for number in range(count):
         slot.begin(number)
     return slot
@@ -47,7 +47,7 @@ def test_a_window_that_is_full_holds_back_until_a_place_is_free() -> None:
 def test_transfers_that_find_their_number_share_one_window() -> None:
     limiter = Limiter()
     limiter.heard(0.03)
-    save, load = (limiter.slot(judged=False) for _ in range(2))
+    save, load = (AdmissionSlot(limiter, judged=False) for _ in range(2))
     for number in range(AUTO_MOST // 2):
         assert save.begin(number, wait=False)
         assert load.begin(number, wait=False)
@@ -60,7 +60,7 @@ def test_transfers_that_find_their_number_share_one_window() -> None:
 def test_a_fixed_number_ignores_the_window_until_the_store_throttles() -> None:
     limiter = Limiter()
     limiter.heard(0.0005)
-    fixed = limiter.slot(judged=False, concurrency=64)
+    fixed = AdmissionSlot(limiter, judged=False, concurrency=64)
     assert fixed.concurrency == 64
     for number in range(64):
         assert fixed.begin(number, wait=False)
@@ -71,7 +71,7 @@ def test_a_fixed_number_ignores_the_window_until_the_store_throttles() -> None:
 def test_before_anything_was_measured_large_requests_are_few() -> None:
     limiter, mib = Limiter(), 1 << 20
     slots = [
-        limiter.slot(judged=False, request_bytes=size * mib, timeout_seconds=150)
+        AdmissionSlot(limiter, judged=False, request_bytes=size * mib, timeout_seconds=150)
         for size in (1, 32, 583, 5000)
     ]
     assert [slot.concurrency for slot in slots] == [AUTO_MOST, 9, 1, 1]
@@ -80,7 +80,7 @@ def test_before_anything_was_measured_large_requests_are_few() -> None:
 def test_what_is_on_this_machine_gets_8_requests() -> None:
     bucket = secrets.token_hex(4)
     concurrency = [
-        limiter_at(None, scheme, bucket).slot(judged=False).concurrency
+        AdmissionSlot(limiter_at(None, scheme, bucket), judged=False).concurrency
         for scheme in ("file", "memory", "s3")
     ]
     assert concurrency == [8, 8, AUTO_MOST]
@@ -91,7 +91,7 @@ def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:
     filled(limiter, 8)
     for _ in range(10):
         limiter.throttled(limiter._clock())
-    other = limiter.slot(judged=False)
+    other = AdmissionSlot(limiter, judged=False)
     other.begin("x")
     assert limiter.in_flight == 9
 
@@ -101,7 +101,7 @@ def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever() ->
     limiter = Limiter()
     filled(limiter, 8)
     limiter.throttled(limiter._clock())
-    slot = limiter.slot(judged=True, timeout_seconds=0.1)
+    slot = AdmissionSlot(limiter, judged=True, timeout_seconds=0.1)
     slot.begin(0)
     slot.begin(1)
     assert slot.in_flight == 2
@@ -110,16 +110,16 @@ def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever() ->
 def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer() -> None:
     limiter = Limiter()
     limiter.heard(0.0005)
-    slot = limiter.slot(judged=False, request_bytes=32 << 20, timeout_seconds=32)
+    slot = AdmissionSlot(limiter, judged=False, request_bytes=32 << 20, timeout_seconds=32)
     assert slot.concurrency == slot.bound == 2  # in 8 s at 8 MiB/s
-    slot = limiter.slot(judged=False, request_bytes=32 << 20, timeout_seconds=150)
+    slot = AdmissionSlot(limiter, judged=False, request_bytes=32 << 20, timeout_seconds=150)
     assert slot.concurrency == 8
 
 
 def test_where_requests_take_long_no_more_begin_than_the_window_allows() -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    slot = limiter.slot(judged=False, request_bytes=32 << 20, timeout_seconds=150)
+    slot = AdmissionSlot(limiter, judged=False, request_bytes=32 << 20, timeout_seconds=150)
     allowed = slot.concurrency
     for number in range(allowed):
         slot.begin(number)
@@ -148,7 +148,7 @@ def test_waiting_ends_with_what_the_check_raises_and_takes_no_place() -> None:
 
 def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window() -> None:
     limiter = Limiter(Clock())
-    slot = limiter.slot(judged=True)
+    slot = AdmissionSlot(limiter, judged=True)
     limiter.throttled(limiter._clock())
     slot.begin(0)
     slot.end(0)
@@ -177,7 +177,7 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
 ):
     clock = Clock()
     limiter = Limiter(clock)
-    slot = limiter.slot(judged=True)
+    slot = AdmissionSlot(limiter, judged=True)
     for number in range(8):
         slot.begin(number)
         clock.now += 0.1
@@ -200,7 +200,7 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
 def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    slot = limiter.slot(judged=True)
+    slot = AdmissionSlot(limiter, judged=True)
     for number in range(16):
         slot.begin(number)
         clock.now += 1
@@ -216,7 +216,7 @@ def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None
 def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    slot = limiter.slot(judged=True)
+    slot = AdmissionSlot(limiter, judged=True)
     for number in range(100):
         slot.begin(number)
         clock.now += 5 + number % 5

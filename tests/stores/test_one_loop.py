@@ -146,6 +146,33 @@ def test_unfinished_uploads_are_asked_for_as_often_page_by_page(
     assert len(server.requests) == 1 + RETRIES
 
 
+@pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs"])
+def test_a_listing_that_breaks_off_goes_on_behind_the_last_key(
+    server: ScriptedServer, adapter: str
+) -> None:
+    def page(keys: range, more: str) -> bytes:
+        entries = "".join(
+            f"<Contents><Key>run/{number:04d}</Key><Size>1</Size><ETag>e</ETag>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for number in keys
+        )
+        return f"<ListBucketResult>{entries}{more}</ListBucketResult>".encode()
+
+    more = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        headers = {"Content-Type": "application/xml"}
+        if nth == 2:
+            return 500, headers, b""
+        goes_on = "continuation-token=t" in target or "start-after=run%2F0999" in target
+        return 200, headers, page(range(1000, 1500), "") if goes_on else page(range(1000), more)
+
+    server.answer = answer
+    found = [meta.key for meta in store_over(adapter, server.endpoint_url).list()]
+    assert found == [f"{number:04d}" for number in range(1500)]
+    assert len(server.requests) == 3
+
+
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_store_that_throttles_slows_the_process_down_over_each_adapter(
     server: ScriptedServer, adapter: str

@@ -23,7 +23,7 @@ from dcp_objstore.errors import (
     ForkedProcessError,
 )
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.spec import _clients as clients_of_process
+from dcp_objstore.stores.spec import _clients_lock as lock_of_process
 from tests.support.servers import Bucket
 
 SECRETS = ("AKIA-secret-0", "hunter2-secret-1", "session-secret-2")
@@ -203,7 +203,7 @@ def test_a_forked_child_makes_its_own_clients_while_a_thread_of_its_parent_makes
     """That thread, and with it its lock's release, is not in the child."""
     spec = StoreSpec("s3://forked/run", {**OPTIONS, "transport": "boto3"})
     clients = spec.boto3_clients()
-    with clients_of_process.here._lock:
+    with lock_of_process.here:
         child = os.fork()
         if child == 0:
             signal.alarm(20)  # a hang ends as a failure

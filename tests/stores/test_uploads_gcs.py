@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.credentials.google import find_gcs_token
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
 from tests.support.bucket_rules import incomplete_upload_rule, versioning

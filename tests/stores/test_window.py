@@ -8,7 +8,7 @@ import statistics
 
 import msgspec
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from dcp_objstore.config import AUTO_MOST
 from dcp_objstore.stores.admission.window import (
@@ -211,6 +211,7 @@ def test_eight_ranks_at_a_store_that_answers_20_per_second_send_at_most_13_of_th
 
 # What happens, how much later, how long ago the request was begun, how many are in flight, what was
 # done per second, how large it was.
+calm = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(["heard", "begun", "moved", "answered", "throttled"]),
@@ -238,6 +239,7 @@ def _after(window: Window, now: float, event: Event) -> Window:
     return window.throttled(now, now - ago, in_flight, lately)
 
 
+@calm
 @given(EVENTS)
 def test_it_stays_within_its_bounds_and_throttling_halves_it(events: list[Event]) -> None:
     window, now = Window(), 0.0
@@ -257,6 +259,7 @@ def test_it_stays_within_its_bounds_and_throttling_halves_it(events: list[Event]
         window = found
 
 
+@calm
 @given(EVENTS, st.integers(1, 8))
 def test_whatever_happened_it_recovers(events: list[Event], per_second: int) -> None:
     window, now = Window(), 0.0

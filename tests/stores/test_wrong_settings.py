@@ -13,8 +13,8 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.endpoint import s3_checksum
-from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.options.schema import parse
 from tests.support.s3_requests import carrying, requests_of
 from tests.support.servers import Bucket
 from tests.support.verbs import VERBS

@@ -251,9 +251,11 @@ def refusing() -> Iterator[str]:
 class Scripted(ScriptedServer):
     """The scripted server, and the S3 store in front of it."""
 
-    def spec(self, config: TransferConfig = ONCE, **options: object) -> StoreSpec:
-        base: dict[str, object] = {"key": "a", "secret": "b", "endpoint_url": self.endpoint_url}
-        return StoreSpec("s3://bucket/run", {**base, **options}, config)
+    config = ONCE
 
-    def store(self, config: TransferConfig = ONCE, **options: object) -> ObjectStore:
+    def spec(self, config: TransferConfig | None = None, **options: object) -> StoreSpec:
+        base: dict[str, object] = {"key": "a", "secret": "b", "endpoint_url": self.endpoint_url}
+        return StoreSpec("s3://bucket/run", {**base, **options}, config or self.config)
+
+    def store(self, config: TransferConfig | None = None, **options: object) -> ObjectStore:
         return self.spec(config, **options).open()

@@ -476,7 +476,7 @@ def test_as_many_threads_read_as_the_window_has_places(latency_seconds, memory_b
     """But no more than the budget has memory for."""
     inner = open_store(f"memory://{secrets.token_hex(4)}/o")
     inner.put("o", bytes(64 * 1024))
-    limiter_of(inner)._window = Window().heard(latency_seconds)
+    limiter_of(inner).window = Window().heard(latency_seconds)
     names, most = set(), threading.Barrier(threads)
 
     class Meeting(RecordingStore):

@@ -51,55 +51,27 @@ class Limiter:
     """Limit the requests to one bucket.
 
     Safe to use from many threads, and from the callbacks of weak references.
+
+    Attributes:
+        window: the one at this moment.
+        in_flight: the number of requests in flight, of all transfers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         # Re-entrant, because places are given back by weak references.
         self._changed = threading.Condition(threading.RLock())
-        self._window = Window()
-        self._in_flight = 0
+        self.window = Window()
+        self.in_flight = 0
         self._given_back_at = -math.inf
         self._next_at = 0.0
         self._done: deque[float] = deque(maxlen=256)
         self._budget = RETRY_BUDGET
 
-    @property
-    def window(self) -> Window:
-        """The window at this moment."""
-        return self._window
-
-    @property
-    def in_flight(self) -> int:
-        """The number of requests in flight, of all transfers."""
-        return self._in_flight
-
-    def slot(
-        self,
-        *,
-        judged: bool,
-        verb: str = "",
-        concurrency: Concurrency = "auto",
-        request_bytes: int = 0,
-        timeout_seconds: float = math.inf,
-    ) -> AdmissionSlot:
-        """Make a transfer's slot.
-
-        Args:
-            judged: whether slow requests are a sign that the store is throttling. False where the
-                adapter reports throttling.
-            verb: what is asked for.
-            concurrency: of the transfer. The window counts for one that is not "auto" only while
-                the store throttles.
-            request_bytes: of its largest request. Default: nothing that counts.
-            timeout_seconds: for one request. Default: none.
-        """
-        return AdmissionSlot(self, verb, concurrency, request_bytes, timeout_seconds, judged=judged)
-
     def heard(self, seconds: float) -> None:
         """Record that a small request was answered in so many seconds."""
         with self._changed:
-            self._window = self._window.heard(seconds)
+            self.window = self.window.heard(seconds)
 
     def throttled(self, begun_at: float) -> None:
         """Record that the store put off a request that was begun at `begun_at`."""
@@ -107,8 +79,8 @@ class Limiter:
             now = self._clock()
             lately = [at for at in self._done if now - at <= _LATELY_SECONDS]
             span_seconds = max(now - lately[0], _LEAST_SPAN_SECONDS) if lately else 1.0
-            self._window = self._window.throttled(
-                now, begun_at, self._in_flight, len(lately) / span_seconds
+            self.window = self.window.throttled(
+                now, begun_at, self.in_flight, len(lately) / span_seconds
             )
 
     def succeeded(self) -> None:
@@ -131,7 +103,7 @@ class Limiter:
 
         Nothing is throttled, and half of the budget is left for what fails.
         """
-        return not self._window.is_throttled and self._budget > RETRY_BUDGET / 2
+        return not self.window.is_throttled and self._budget > RETRY_BUDGET / 2
 
     def refund_retry(self) -> None:
         """Give a part of a retry back to the budget, for a request that was answered."""
@@ -148,19 +120,19 @@ class Limiter:
     def _turn(self) -> float:
         """Take the next turn and return 0, or return the seconds until then."""
         with self._changed:
-            if not self._window.is_throttled:
+            if not self.window.is_throttled:
                 return 0.0
             now = self._clock()
             if self._next_at - now > _BURST_SECONDS:
                 return self._next_at - now
-            self._next_at = max(self._next_at, now) + 1 / self._window.rate(now)
+            self._next_at = max(self._next_at, now) + 1 / self.window.rate(now)
             return 0.0
 
     def _take_place(self, slot: AdmissionSlot, check: Callable[[], None], *, wait: bool) -> bool:
         """Take a place in the window, and wait for the turn; False if there is none."""
         with self._changed:
             began_at = self._clock()
-            while slot.in_flight and self._in_flight + 1 > slot.bound:
+            while slot.in_flight and self.in_flight + 1 > slot.bound:
                 idle_seconds = self._clock() - max(began_at, self._given_back_at)
                 if idle_seconds >= slot.timeout_seconds:
                     break
@@ -169,8 +141,8 @@ class Limiter:
                 check()
                 slot.look()
                 self._changed.wait(STEP_SECONDS)
-            self._in_flight += 1
-            self._window = self._window.begun(self._clock(), self._in_flight)
+            self.in_flight += 1
+            self.window = self.window.begun(self._clock(), self.in_flight)
         try:
             self.wait_turn(check)
         except BaseException:
@@ -180,13 +152,23 @@ class Limiter:
 
     def _give_back(self, places: int) -> None:
         with self._changed:
-            self._in_flight -= places
+            self.in_flight -= places
             self._given_back_at = self._clock()
             self._changed.notify_all()
 
 
 class AdmissionSlot:
     """The requests of one transfer. `close` gives back all its places; call it in any case.
+
+    Args:
+        limiter: of the bucket.
+        judged: whether slow requests are a sign that the store is throttling. False where the
+            adapter reports throttling.
+        verb: what is asked for.
+        concurrency: of the transfer. The window counts for one that is not "auto" only while the
+            store throttles.
+        request_bytes: of its largest request. Default: nothing that counts.
+        timeout_seconds: for one request. Default: none.
 
     Attributes:
         timeout_seconds: for one request.
@@ -195,12 +177,12 @@ class AdmissionSlot:
     def __init__(
         self,
         limiter: Limiter,
-        verb: str,
-        concurrency: Concurrency,
-        request_bytes: int,
-        timeout_seconds: float,
         *,
         judged: bool,
+        verb: str = "",
+        concurrency: Concurrency = "auto",
+        request_bytes: int = 0,
+        timeout_seconds: float = math.inf,
     ) -> None:
         self._limiter = limiter
         self._verb = verb
@@ -272,7 +254,7 @@ class AdmissionSlot:
             if self._closed:
                 limiter._give_back(1)
             else:
-                self._begun[request] = limiter._clock(), limiter._in_flight
+                self._begun[request] = limiter._clock(), limiter.in_flight
         return True
 
     def moved(self, size_bytes: int) -> None:
@@ -280,7 +262,7 @@ class AdmissionSlot:
         limiter = self._limiter
         with limiter._changed:
             now = limiter._clock()
-            limiter._window = limiter.window.moved(now, size_bytes, limiter._in_flight, self._verb)
+            limiter.window = limiter.window.moved(now, size_bytes, limiter.in_flight, self._verb)
 
     def end(self, request: Hashable, size_bytes: int = 0, *, answered: bool = True) -> None:
         """End a request. One that has ended before, or never began, is no error.
@@ -305,8 +287,8 @@ class AdmissionSlot:
             self._took.append((seconds, self._share(seconds, among)))
             if answered:
                 limiter.succeeded()
-                limiter._window = limiter.window.answered(
-                    now, begun_at, limiter._in_flight, self.timeout_seconds
+                limiter.window = limiter.window.answered(
+                    now, begun_at, limiter.in_flight, self.timeout_seconds
                 )
                 if size_bytes:
                     self.moved(size_bytes)
@@ -383,15 +365,11 @@ def admission_slot(
 
     Slow requests count as throttled, unless the adapter reports throttling for this verb.
     """
-    return limiter_of(store).slot(
+    return AdmissionSlot(
+        limiter_of(store),
         judged=verb not in store.reports_throttling,
         verb=verb,
         concurrency=concurrency,
         request_bytes=request_bytes,
         timeout_seconds=config.request_timeout_seconds,
     )
-
-
-def reports_retries(store: ObjectStore) -> bool:
-    """Whether the adapter reports every retry of a read; some transports retry out of sight."""
-    return "open_range" in store.reports_throttling

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,9 @@ from dcp_objstore.stores.endpoint import s3_server, server_url
 from dcp_objstore.stores.errors import is_of
 from dcp_objstore.stores.fsspec.errors import judge_fsspec, translate_fsspec
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import parse
 from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schemes import is_foreign, is_secret
+from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.options.schemes import FILESYSTEM, is_foreign, is_secret
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 from dcp_objstore.stores.s3.settings import botocore_settings
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
 _SHORT = 4  # shorter than that, a value is a part of many words
-FILESYSTEM = "fs"  # the option that holds a filesystem object
 # Others call themselves `s3` and `gs` as well.
 S3FS = "s3fs.S3FileSystem"
 GCSFS = "gcsfs.GCSFileSystem"
@@ -71,7 +70,6 @@ class Filesystems(Requests):
         super().__init__(config, judge_fsspec, endpoint_url, url.scheme, url.bucket)
         self.read = read
         self.write = read if write is None else write
-        self.endpoint_url = endpoint_url
         self.checksums = checksums or Checksums(None)
         self.request_timeout_seconds = config.request_timeout_seconds
         self._pid = os.getpid()
@@ -88,37 +86,6 @@ class Filesystems(Requests):
                 f"this store was opened in process {self._pid}, from which process {os.getpid()}"
                 " was forked; its event loop is not here. Open it again in this process"
             )
-
-
-def protocols(fs: object) -> Collection[str]:
-    """The schemes of a filesystem object; empty if it is none."""
-    found = getattr(fs, "protocol", ())
-    return (found,) if isinstance(found, str) else tuple(found)
-
-
-def check_filesystem(scheme: str, options: Mapping[str, object]) -> dict[str, object]:
-    """Check `storage_options={"fs": …}` for a URL.
-
-    Raises:
-        ConfigError: it is no filesystem, does not fit the URL, is one for coroutines, or there are
-            other options.
-    """
-    from fsspec import AbstractFileSystem
-
-    fs = options[FILESYSTEM]
-    if len(options) > 1:
-        raise ConfigError("with a filesystem in 'fs', its options are its own; pass nothing else")
-    if not isinstance(fs, AbstractFileSystem):
-        raise ConfigError(f"'fs' must be a filesystem of fsspec, got {type(fs).__name__}")
-    if scheme not in protocols(fs):
-        fitting = " or ".join(f"{name}://" for name in protocols(fs))
-        raise ConfigError(
-            f"{scheme}:// does not fit the {type(fs).__name__} in 'fs'; its URLs begin with"
-            f" {fitting}"
-        )
-    if getattr(fs, "asynchronous", False):
-        raise ConfigError("the filesystem in 'fs' is asynchronous; make it without asynchronous=")
-    return {FILESYSTEM: fs}
 
 
 def make_filesystems(

@@ -18,7 +18,6 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
 from dcp_objstore.stores.fsspec.store import FsspecStore
 from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, Version
@@ -144,13 +143,13 @@ class GcsfsStore(FsspecStore):
             left = left[came - start :]
 
     def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        check_fits(self._head(place).size_bytes, max_size_bytes)
+        self._fits(self._head(place), max_size_bytes)
         ask = partial(self._fs.call, "GET", self._fs.url(place))
         headers, body = self._send("get", place, ask)
-        check_fits(len(body), max_size_bytes)  # it may have been rewritten in between
         version = Version(None, headers["X-Goog-Generation"])
         modified = parsedate_to_datetime(headers["Last-Modified"])
-        return body, ObjectMeta(self._relative(place), len(body), version, modified)
+        meta = ObjectMeta(self._relative(place), len(body), version, modified)
+        return body, self._fits(meta, max_size_bytes)  # it may have been rewritten in between
 
     def _fetch(self, place: str, start: int, end: int) -> bytes:
         return self._send("open_range", place, partial(super()._fetch, place, start, end))

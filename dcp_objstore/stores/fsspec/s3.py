@@ -29,7 +29,7 @@ class S3fsStore(S3Store):
     """A store rooted at one URL, over s3fs."""
 
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
-        super().__init__(url, filesystems, filesystems.checksums, filesystems.endpoint_url)
+        super().__init__(url, filesystems, filesystems.checksums)
         self._filesystems = filesystems
 
     def _place(self, key: str | None) -> dict[str, str]:

@@ -26,7 +26,6 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.answers import check_fits
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
 from dcp_objstore.stores.errors import is_of
@@ -41,7 +40,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
-from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
+from dcp_objstore.stores.urls import StoreUrl, check_key
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -102,11 +101,6 @@ class FsspecStore(BaseStore[str]):
     def _range_source(self, place: str) -> FetchedSource:
         return FetchedSource(partial(self._fetch, place))
 
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """Iterate over the objects below a prefix. The whole listing is in memory."""
-        folder = check_prefix(prefix)
-        return self._listing(f"{self._root}/{folder}" if folder else self._root)
-
     # How the filesystem is used; gcsfs has other ways.
 
     def _place(self, key: str | None) -> str:
@@ -150,8 +144,7 @@ class FsspecStore(BaseStore[str]):
         """Metadata are asked for before and after the body."""
         before = self._info(place)
         for _ in range(_GET_TRIES):
-            meta = self._meta(place, before)
-            check_fits(meta.size_bytes, max_size_bytes)
+            meta = self._fits(self._meta(place, before), max_size_bytes)
             body: bytes = self._fs.cat_file(place)
             after = self._info(place)
             if _version(before) == _version(after):
@@ -256,10 +249,12 @@ class FsspecStore(BaseStore[str]):
             found = self._fs.find(folder, detail=True)
         return found
 
-    def _listing(self, folder: str) -> Iterator[ObjectMeta]:
+    def _list(self, folder: str) -> Iterator[ObjectMeta]:
+        """The whole listing is in memory."""
+        root = f"{self._root}/{folder}" if folder else self._root
         with self._errors(None):
-            found = self._find(folder)
-        below = f"{folder}/".lstrip("/")
+            found = self._find(root)
+        below = f"{root}/".lstrip("/")
         for name, info in found.items():
             path = name.lstrip("/")
             is_object = path.startswith(below) and info.get("type", "file") == "file"

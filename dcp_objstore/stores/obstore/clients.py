@@ -12,54 +12,40 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS
-from dcp_objstore.stores.credentials.aws import find_s3_credentials
-from dcp_objstore.stores.credentials.azure import find_azure_credentials
 from dcp_objstore.stores.credentials.base import Credentials
-from dcp_objstore.stores.credentials.google import find_gcs_credentials
+from dcp_objstore.stores.credentials.find import find_credentials
 from dcp_objstore.stores.endpoint import tls_context
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.obstore.errors import (
     http_code,
-    is_expired,
-    is_refused_token,
-    is_unknown_key,
     judge_obstore,
+    refusal_of,
     translate_obstore,
 )
 from dcp_objstore.stores.obstore.makers import (
-    Make,
+    Maker,
     azure_maker,
     gcs_maker,
     memory_maker,
     s3_maker,
 )
-from dcp_objstore.stores.obstore.signing import Sign, azure_sign, gcs_sign, s3_sign
-from dcp_objstore.stores.options.azure import AzureOptions
-from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import parse
-from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.retries import (
-    FIRST_PATIENCE_SECONDS,
-    READ_PROGRESS_SECONDS,
-    SMALL_BYTES,
-    Requests,
-    Tries,
-)
+from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests, Tries
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
 
-# For requests that only obstore itself can send again. It has a jitter of its own: a pause is
-# random between the first one and `base` times the last one, and with a base of 2 they would hardly
-# grow. Parts of uploads are sent again no sooner than after 1 s, by which the limiter recognizes
+# For parts of uploads, which only obstore itself can send again. It has a jitter of its own: a
+# pause is random between the first one and `base` times the last one, and with a base of 2 they
+# would hardly grow. They are sent again no sooner than after 1 s, by which the limiter recognizes
 # them (`admission`).
 _BACKOFF = {
     "init_backoff": timedelta(seconds=HIDDEN_PAUSE_SECONDS),
     "max_backoff": timedelta(seconds=10),
     "base": 3,
 }
-_Kind = Literal["stream", "write", "small", "read", "range", "list", "first"]
+Use = Literal["stream", "write", "small", "read", "range", "list"]
+_MAKERS: dict[str, Callable[..., Maker]] = {"s3": s3_maker, "gs": gcs_maker, "az": azure_maker}
 
 T = TypeVar("T")
 
@@ -67,62 +53,66 @@ T = TypeVar("T")
 class Clients(Requests):
     """Makes each client on first use. They differ because time-outs and retries are per client.
 
-    Only what cannot be sent again from here is retried by obstore: the parts of an upload, and the
-    pages of a listing. One try of a small request (marker, index, listing) has a third of the stall
-    time-out.
+    Only what cannot be sent again from here is retried by obstore: the parts of an upload. One try
+    of a small request (marker, index, listing) has a third of the stall time-out.
 
     Attributes:
-        endpoint_url: the server, or None for the provider's own.
+        lane: for reads whose requests can be signed here; None if there is none.
         proven: whether an answer was such as only a store gives.
         has_put: whether an object was put, so that a 404 means the key and not the bucket.
     """
 
+    _in_slots = (*Requests._in_slots, "list")  # the next keys may have come with the last ones
+
     def __init__(
         self,
         url: StoreUrl,
-        make: Make,
+        maker: Maker,
         config: TransferConfig,
-        endpoint_url: str | None = None,
         *,
-        sign: Sign | None = None,
         trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(config, judge_obstore, endpoint_url, url.scheme, url.bucket)
-        self.endpoint_url = endpoint_url
+        super().__init__(config, judge_obstore, maker.endpoint_url, url.scheme, url.bucket)
+        self._maker = maker
         self._credentials = credentials
-        self._sign, self._trust = sign, trust
+        self._trust = trust
         self._renewals = 0
         self.proven = self.has_put = False
-        self._make = make
         self._config = config
-        self._lane = self._new_lane()
+        self.lane = self._new_lane()
         self._made: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def stream(self) -> Any:
-        """Return the client for multipart uploads: obstore retries the parts."""
-        return self._get("stream")
+    def get(self, use: Use) -> Any:
+        """Return the client for a use.
 
-    def write(self, size_bytes: int) -> Any:
-        """Return the client for one PUT or DELETE, which is sent once."""
-        return self._get("small" if size_bytes <= SMALL_BYTES else "write")
+        Args:
+            use: `stream` for uploads in parts, `write` and `small` for a PUT or DELETE by its size,
+                `read` for small objects, `range`, and `list`. A body that stalls is given up.
+        """
+        with self._lock:
+            if use not in self._made:
+                self._made[use] = self._open(use)
+            return self._made[use]
 
-    def read(self) -> Any:
-        """Return the client for small objects: sent once; a body that stalls is given up."""
-        return self._get("read")
-
-    def range(self) -> Any:
-        """Return the client for ranges: sent once; a body that stalls is given up."""
-        return self._get("range")
-
-    def listing(self) -> Any:
-        """Return the client for listings: obstore retries, for 5 s if the server never answered."""
-        return self._get("list" if self.reached else "first")
-
-    def direct(self) -> DirectLane | None:
-        """Return the lane for reads whose requests can be signed here; None if there is none."""
-        return self._lane
+    def _open(self, use: Use) -> Any:
+        config, small_seconds = self._config, self.small_timeout_seconds
+        is_small = use in ("small", "list")
+        seconds = {"timeout": small_seconds if is_small else config.request_timeout_seconds}
+        seconds["connect_timeout"] = min(config.connect_timeout_seconds, seconds["timeout"])
+        if use in ("read", "list"):
+            seconds["read_timeout"] = min(READ_PROGRESS_SECONDS, seconds["timeout"], small_seconds)
+        elif use == "range":
+            seconds["read_timeout"] = min(READ_PROGRESS_SECONDS, seconds["timeout"])
+        retries = {
+            "max_retries": config.max_retries if use == "stream" else 0,
+            "retry_timeout": timedelta(seconds=self._policy.patience_seconds),
+            "backoff": dict(_BACKOFF),
+        }
+        return self._maker.make(
+            {name: timedelta(seconds=one) for name, one in seconds.items()}, retries
+        )
 
     def fresh(self, request: Callable[[], T]) -> T:
         """`request()`; once more with fresh credentials where those were refused as expired.
@@ -143,17 +133,17 @@ class Clients(Requests):
         try:
             return request()
         except Exception as error:
-            if not (is_expired(error) or is_refused_token(error)):
+            if refusal_of(error) not in ("expired", "token"):
                 raise
             raise self._expired(error, "fresh ones from there were refused as well") from error
 
-    def were_refused(self, error: BaseException | None) -> bool:
+    def were_refused(self, error: BaseException) -> bool:
         """Whether a request failed because of credentials in whose place others may do."""
         found = self._credentials
         if found is None or found.anonymous:
             return False
-        gone = found.renew is not None and is_unknown_key(error)
-        return gone or is_expired(error) or is_refused_token(error)
+        why = refusal_of(error)
+        return why is not None and (why != "unknown key" or found.renew is not None)
 
     def renew(self, error: Exception, seen: int | None = None) -> None:
         """Forget the credentials that were refused, so that the next request asks for others.
@@ -175,11 +165,15 @@ class Clients(Requests):
             found.renew()
             self._renewals += 1
             self._made.clear()  # obstore keeps credentials per client
-            self._lane = self._new_lane()
+            self.lane = self._new_lane()
 
     def _expired(self, error: Exception, why: str) -> CredentialsError:
         found = self._credentials or Credentials("unknown")
-        accepts = "no longer accepts" if is_expired(error) else "does not, or no longer, accept"
+        accepts = (
+            "no longer accepts"
+            if refusal_of(error) == "expired"
+            else "does not, or no longer, accept"
+        )
         return CredentialsError(
             f"the store {accepts} the credentials (source: {found.source}), and {why}. Pass new"
             f" ones, {found.advice} ({translate_obstore(error).message})"
@@ -197,52 +191,16 @@ class Clients(Requests):
             raise
 
     def _judged(self, tries: Tries, error: Exception) -> Failure:
-        lane = self._lane
+        lane = self.lane
         self.reached = self.reached or (lane is not None and lane.answered)
         return super()._judged(tries, error)
 
     def _new_lane(self) -> DirectLane | None:
-        sign = self._sign
+        sign = self._maker.sign
         if sign is None:
             return None
         seconds = min(READ_PROGRESS_SECONDS, self._config.request_timeout_seconds)
-        return DirectLane(lambda path: sign(self.range(), path), seconds, self._trust)
-
-    def _get(self, kind: _Kind) -> Any:
-        with self._lock:
-            if kind not in self._made:
-                self._made[kind] = self._make(self._timeouts(kind), self._retries(kind))
-            return self._made[kind]
-
-    def _timeouts(self, kind: _Kind) -> dict[str, Any]:
-        config = self._config
-        whole_seconds = config.request_timeout_seconds
-        if kind in ("small", "list", "first"):
-            whole_seconds = self.small_timeout_seconds
-        timeouts = {
-            "timeout": timedelta(seconds=whole_seconds),
-            "connect_timeout": timedelta(
-                seconds=min(config.connect_timeout_seconds, whole_seconds)
-            ),
-        }
-        if kind in ("read", "range", "list", "first"):
-            progress_seconds = min(READ_PROGRESS_SECONDS, whole_seconds)
-            if kind != "range":
-                progress_seconds = min(progress_seconds, self.small_timeout_seconds)
-            timeouts["read_timeout"] = timedelta(seconds=progress_seconds)
-        return timeouts
-
-    def _retries(self, kind: _Kind) -> dict[str, Any]:
-        patience_seconds = self._small_policy.patience_seconds
-        if kind == "stream":
-            patience_seconds = self._policy.patience_seconds
-        elif kind == "first":
-            patience_seconds = min(FIRST_PATIENCE_SECONDS, patience_seconds)
-        return {
-            "max_retries": self._config.max_retries if kind in ("stream", "list", "first") else 0,
-            "retry_timeout": timedelta(seconds=patience_seconds),
-            "backoff": dict(_BACKOFF),
-        }
+        return DirectLane(lambda path: sign(self.get("range"), path), seconds, self._trust)
 
 
 def make_clients(
@@ -265,24 +223,7 @@ def make_clients(
     """
     if url.scheme == "memory":
         return Clients(url, memory_maker(url), config)
-    verify: bool | str
-    if url.scheme == "gs":
-        gcs = parse(GcsOptions, options)
-        found = find_gcs_credentials(gcs, stripped)
-        make, endpoint_url = gcs_maker(url, gcs, found)
-        sign = gcs_sign(url, gcs, found, endpoint_url)
-        verify = gcs.verify
-    elif url.scheme == "az":
-        azure = parse(AzureOptions, options)
-        found = find_azure_credentials(azure, stripped)
-        make, endpoint_url = azure_maker(url, azure, found)
-        sign = azure_sign(url, found, endpoint_url)
-        verify = azure.verify
-    else:
-        settings = parse(S3Options, options)
-        found = find_s3_credentials(settings, stripped)
-        make, endpoint_url = s3_maker(url, settings, found)
-        sign = s3_sign(url, settings, found)
-        verify = settings.verify
-    trust = partial(tls_context, verify)
-    return Clients(url, make, config, endpoint_url, sign=sign, trust=trust, credentials=found)
+    settings, found = find_credentials(url.scheme, options, stripped)
+    trust = partial(tls_context, settings.verify)
+    maker = _MAKERS[url.scheme](url, settings, found)
+    return Clients(url, maker, config, trust=trust, credentials=found)

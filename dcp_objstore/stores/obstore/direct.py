@@ -1,7 +1,7 @@
 """`DirectLane`: ranged GETs straight into the caller's memory, past the transport.
 
 The transport gathers the pieces of a body and joins them, which for large ranges is most of what
-a download costs. This lane has a request signed (`signing`) and receives the body where it is
+a download costs. This lane has a request signed (`makers`) and receives the body where it is
 wanted, with the standard library's HTTP client and TLS (figures: docs/design/direct-reads.md).
 
 It only ever tries: an answer that is not exactly the bytes asked for, a refusal, a lost or slow
@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
 from dcp_objstore.stores.obstore.tls import TlsSocket
+from dcp_objstore.stores.ranges import Answer
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -198,7 +199,12 @@ class DirectLane:
         port = parts.port or (http.client.HTTPS_PORT if secure else http.client.HTTP_PORT)
         connection = _Connection(host, port, timeout=self._timeout_seconds)
         connection.connect()
-        self._leave_time_to_kernel(connection.sock)
+        # One call of the kernel waits for a whole body. Under a time-out of its own, Python polls
+        # and receives piece by piece.
+        timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
+        connection.sock.settimeout(None)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         if secure:
             with self._lock:
                 self._tls = tls = self._tls or self._trust()
@@ -206,18 +212,8 @@ class DirectLane:
             connection.sock = TlsSocket(connection.sock, tls, host, session)
         return connection
 
-    def _leave_time_to_kernel(self, sock: socket.socket) -> None:
-        """Let one call wait for a whole body.
 
-        Under a time-out of its own, Python polls and receives piece by piece.
-        """
-        timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
-        sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-
-
-class DirectAnswer:
+class DirectAnswer(Answer):
     """The `Answer` to a request that a lane has sent."""
 
     def __init__(

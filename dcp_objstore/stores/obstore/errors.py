@@ -12,7 +12,7 @@ from __future__ import annotations
 import http.client
 import re
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import (
@@ -32,10 +32,13 @@ from dcp_objstore.stores.errors import (
     NO_STORE,
     Failure,
     advice_on,
+    by_type,
     failure,
     is_full,
+    is_of,
     kind_of_answer,
     kind_of_builtin,
+    redact,
     redacted,
 )
 
@@ -55,16 +58,6 @@ _INSTANCE_METADATA = "http://169.254.169.254/"
 # A 301 without a Location, which is how AWS says that the bucket is in another region, comes
 # without its status; only the name of the variant in the dump tells it.
 _REDIRECT = "inner: BareRedirect"
-# What a ranged GET was answered with, where that was not the range. It may come from a cache or a
-# proxy on the way, and only once: bytes that are not those asked for, of which readers ask again.
-_WHOLE = "source: NotPartial"
-_NOT_THE_RANGE = {
-    _WHOLE: "the store ignores Range: it sends whole objects where a part was asked"
-    " for (or something on the way to it does)",
-    "source: UnexpectedRange": "the store sent another range than was asked for",
-    "source: ParseContentRange": "the store's answer does not say which range it is",
-    "source: InvalidRangeRequest": "the object is shorter than the range that was asked for",
-}
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
 # Of panics: errors of the crates url and http, about the address or a header.
 _NOT_A_REQUEST = re.compile(r"\b(Invalid[A-Z]\w+|EmptyHost|IdnaError|RelativeUrl\w+)\b")
@@ -79,163 +72,171 @@ _EXPIRED_CODES = ("ExpiredToken", "TokenRefreshRequired")
 _TOKEN_CODES = ("AuthenticationFailed", "InvalidAuthenticationInfo")
 _UNKNOWN_KEY_CODES = ("InvalidToken", "InvalidAccessKeyId")
 
-
-class _NoAnswer(NamedTuple):
-    """Why a request got no answer.
-
-    Attributes:
-        sign: what the dump says, with its white space collapsed.
-        kind: the error to raise.
-        what: for the user.
-        advice: for the user.
-    """
-
-    sign: str
-    kind: type[DcpObjstoreError]
-    what: str
-    advice: str
-
-
-class _Sign(NamedTuple):
-    """A text of obstore about a setting, or about an answer that no store gives.
-
-    Attributes:
-        sign: what its text says.
-        kind: the error to raise.
-        advice: for the user.
-    """
-
-    sign: str
-    kind: type[DcpObjstoreError]
-    advice: str
-
-
+_CHECK_NETWORK = "check endpoint_url, the network and any proxy or firewall"
+_USE_HTTPS = "the server does not speak plain HTTP; endpoint_url should begin with https://"
 _OF_GOOGLE = "the key of the service account in the environment cannot be used"
-_SIGNS = (
-    _Sign(
+# What a ranged GET was answered with, where that was not the range. It may come from a cache or a
+# proxy on the way, and only once: bytes that are not those asked for, of which readers ask again.
+_WHOLE = "source: NotPartial"
+
+# The tables have a text of obstore, the error to raise, and words for the user. The first that fits
+# counts.
+_Signs = tuple[tuple[str, type[DcpObjstoreError], str], ...]
+# In the dump of a request that was not answered as HTTP demands.
+_NOT_THE_RANGE: _Signs = tuple(
+    (sign, CorruptDataError, words)
+    for sign, words in {
+        _WHOLE: "the store ignores Range: it sends whole objects where a part was asked for (or"
+        " something on the way to it does)",
+        "source: UnexpectedRange": "the store sent another range than was asked for",
+        "source: ParseContentRange": "the store's answer does not say which range it is",
+        "source: InvalidRangeRequest": "the object is shorter than the range that was asked for",
+    }.items()
+)
+# In the dump of a request that got no answer.
+_NO_ANSWERS: _Signs = (
+    (
+        "kind: ConnectionRefused",
+        StoreUnavailableError,
+        "connection refused; check endpoint_url and that the server runs",
+    ),
+    (
+        '"dns error"',
+        StoreUnavailableError,
+        "the host name cannot be resolved; check endpoint_url, the region and this machine's DNS",
+    ),
+    (
+        "InvalidContentType",
+        ConfigError,
+        "it does not speak TLS; endpoint_url should begin with http:// if the server really has no"
+        " TLS",
+    ),
+    (
+        "InvalidCertificate(",
+        ConfigError,
+        "its TLS certificate is not valid here; for a certificate of your own set"
+        " storage_options={'verify': 'path of the CA'}",
+    ),
+    ("hyper::Error( Parse(", ConfigError, f"its answer is no HTTP; {_USE_HTTPS}"),
+    (_NOT_CONNECTED, StoreUnavailableError, f"no connection could be made; {_CHECK_NETWORK}"),
+    (_TIMED_OUT, StoreUnavailableError, f"no answer in time; {_CHECK_NETWORK}"),
+    (
+        "legacy::Error( SendRequest,",
+        StoreUnavailableError,
+        "the connection was closed before an answer came; check that the server runs, and http://"
+        " or https:// in endpoint_url",
+    ),
+)
+# About a setting, or an answer that no store gives: in the text of an error that names no request.
+_NO_REQUESTS: _Signs = (
+    (
         "Generic Config error",
         ConfigError,
         "a setting is not valid, in storage_options or in the environment (AWS_*, GOOGLE_*,"
         " AZURE_*)",
     ),
-    _Sign(
+    (
         "Invalid encryption",
         ConfigError,
         "'ServerSideEncryption' or 'SSEKMSKeyId' is not valid (AWS_SERVER_SIDE_ENCRYPTION and"
         " AWS_SSE_KMS_KEY_ID in the environment)",
     ),
-    _Sign("failed to parse header", ConfigError, "a setting cannot be sent in a header"),
-    _Sign("Unable parse source url", ConfigError, "the endpoint is no URL"),
-    _Sign("Unable to parse url", ConfigError, "the endpoint is no URL"),
+    ("failed to parse header", ConfigError, "a setting cannot be sent in a header"),
+    ("Unable parse source url", ConfigError, "the endpoint is no URL"),
+    ("Unable to parse url", ConfigError, "the endpoint is no URL"),
     # obstore reads the variables of a service account even if it is given other credentials.
-    _Sign("Unable to open service account file", CredentialsError, _OF_GOOGLE),
-    _Sign("Unable to decode service account file", CredentialsError, _OF_GOOGLE),
-    _Sign("pem file", CredentialsError, _OF_GOOGLE),
-    _Sign("Invalid RSA key", CredentialsError, _OF_GOOGLE),
-    _Sign("Invalid Access Key", CredentialsError, "the account's key is not base64"),
+    ("Unable to open service account file", CredentialsError, _OF_GOOGLE),
+    ("Unable to decode service account file", CredentialsError, _OF_GOOGLE),
+    ("pem file", CredentialsError, _OF_GOOGLE),
+    ("Invalid RSA key", CredentialsError, _OF_GOOGLE),
+    ("Invalid Access Key", CredentialsError, "the account's key is not base64"),
     # Reads of GCS and Azure only.
-    _Sign("Last-Modified Header missing", ConfigError, NO_STORE),
+    ("Last-Modified Header missing", ConfigError, NO_STORE),
     # A write may have taken effect all the same.
-    _Sign("ETag Header missing", StoreUnavailableError, NO_STORE),
-    _Sign("missing field `UploadId`", StoreUnavailableError, NO_STORE),
-    _Sign("missing field `Blobs`", StoreUnavailableError, NO_STORE),
-    _Sign("invalid Content-Type value", StoreUnavailableError, NO_STORE),
+    ("ETag Header missing", StoreUnavailableError, NO_STORE),
+    ("missing field `UploadId`", StoreUnavailableError, NO_STORE),
+    ("missing field `Blobs`", StoreUnavailableError, NO_STORE),
+    ("invalid Content-Type value", StoreUnavailableError, NO_STORE),
 )
+_BY_TYPE: dict[str, type[DcpObjstoreError]] = {
+    "obstore.AlreadyExistsError": PreconditionFailedError,
+    "obstore.PreconditionError": PreconditionFailedError,
+    "obstore.PermissionDeniedError": PermissionDeniedError,
+    "obstore.UnauthenticatedError": CredentialsError,
+    "obstore.NotSupportedError": UnsupportedError,
+    "obstore.InvalidPathError": InputError,
+    "obstore.UnknownConfigurationKeyError": ConfigError,
+    # No answer at all: connection refused or reset, time-out, DNS, TLS.
+    "obstore.GenericError": StoreUnavailableError,
+}
 
 
-_CHECK_SERVER = "check endpoint_url and that the server runs"
-_CHECK_NETWORK = "check endpoint_url, the network and any proxy or firewall"
-_USE_HTTPS = "the server does not speak plain HTTP; endpoint_url should begin with https://"
-# The first that fits counts.
-_NO_ANSWERS = (
-    _NoAnswer(
-        "kind: ConnectionRefused", StoreUnavailableError, "connection refused", _CHECK_SERVER
-    ),
-    _NoAnswer(
-        '"dns error"',
-        StoreUnavailableError,
-        "the host name cannot be resolved",
-        "check endpoint_url, the region and this machine's DNS",
-    ),
-    _NoAnswer(
-        "InvalidContentType",
-        ConfigError,
-        "it does not speak TLS",
-        "endpoint_url should begin with http:// if the server really has no TLS",
-    ),
-    _NoAnswer(
-        "InvalidCertificate(",
-        ConfigError,
-        "its TLS certificate is not valid here",
-        "for a certificate of your own set storage_options={'verify': 'path of the CA'}",
-    ),
-    _NoAnswer("hyper::Error( Parse(", ConfigError, "its answer is no HTTP", _USE_HTTPS),
-    _NoAnswer(_NOT_CONNECTED, StoreUnavailableError, "no connection could be made", _CHECK_NETWORK),
-    _NoAnswer(_TIMED_OUT, StoreUnavailableError, "no answer in time", _CHECK_NETWORK),
-    _NoAnswer(
-        "legacy::Error( SendRequest,",
-        StoreUnavailableError,
-        "the connection was closed before an answer came",
-        "check that the server runs, and http:// or https:// in endpoint_url",
-    ),
-)
+class _Told(NamedTuple):
+    """An obstore error, taken apart; the dump is that of its causes, white space collapsed."""
+
+    text: str
+    dump: str
+    request: re.Match[str] | None
+    status: int | None
+    code: str | None
+
+    @property
+    def is_abort(self) -> bool:
+        """It is of an abort, which is raised alone where an upload fails twice."""
+        asked = self.request
+        return asked is not None and asked[1] == "DELETE" and "?uploadId=" in asked[2]
+
+    def sign(self, signs: _Signs, where: str) -> tuple[type[DcpObjstoreError], str] | None:
+        """What the first sign that is there means."""
+        return next(((kind, words) for sign, kind, words in signs if sign in where), None)
 
 
-def _signed(error: BaseException) -> _Sign | None:
-    """Return the sign in an error that is not of a request; None if there is none."""
-    text = _parts(error)[0]
-    if _REQUEST.search(text) is not None:
-        return None
-    return next((wrong for wrong in _SIGNS if wrong.sign in text), None)
+def _told(error: BaseException) -> _Told:
+    text, _, dump = str(error).partition("\n\nDebug source:")
+    dump = " ".join(dump.split())
+    request = _REQUEST.search(text)
+    if _REDIRECT in dump:
+        return _Told(text, dump, request, 301, None)
+    batch = _IN_BATCH.search(text)
+    if batch is not None:
+        return _Told(text, dump, request, int(batch[2]), _PHRASES.get(batch[1]))
+    status, code = _STATUS.search(text), _CODE.search(text)
+    return _Told(text, dump, request, int(status[1]) if status else None, code[1] if code else None)
 
 
 def http_code(error: BaseException) -> tuple[int | None, str | None]:
     """The HTTP status and the store's `<Code>` in an obstore error, where it has them."""
-    text, dump = _parts(error)
-    if _REDIRECT in dump:
-        return 301, None
-    status, code = _STATUS.search(text), _CODE.search(text)
-    batch = _IN_BATCH.search(text)
-    if batch is not None:
-        return int(batch[2]), _PHRASES.get(batch[1])
-    return (int(status[1]) if status else None, code[1] if code else None)
+    told = _told(error)
+    return told.status, told.code
 
 
 def judge_obstore(error: Exception) -> Failure:
     """Say what an exception of an obstore call means, for the loop that sends requests again."""
-    status, code = http_code(error)
-    dump = _parts(error)[1]
+    told = _told(error)
     found = failure(
         translate_obstore(error),
-        status,
-        code,
-        connected=_NOT_CONNECTED not in dump,
-        timed_out=_TIMED_OUT in dump,
+        told.status,
+        told.code,
+        connected=_NOT_CONNECTED not in told.dump,
+        timed_out=_TIMED_OUT in told.dump,
     )
     if _INSTANCE_METADATA in str(error):
-        return replace(found, may_pass=status is None or status >= 500)
+        return replace(found, may_pass=told.status is None or told.status >= 500)
     return found
 
 
-def is_expired(error: BaseException | None) -> bool:
-    """Whether an obstore error says that the credentials have expired."""
-    return error is not None and http_code(error)[1] in _EXPIRED_CODES
+def refusal_of(error: BaseException) -> Literal["expired", "token", "unknown key"] | None:
+    """Say in what way the store did not accept the credentials; None if it is not that.
 
-
-def is_unknown_key(error: BaseException | None) -> bool:
-    """Whether the store does not know the credentials: they are wrong, or gone since."""
-    return error is not None and http_code(error)[1] in _UNKNOWN_KEY_CODES
-
-
-def is_refused_token(error: BaseException | None) -> bool:
-    """Whether the store did not accept who we say we are, as GCS and Azure answer it.
-
-    An access token that has expired, was revoked, or is wrong: they do not tell these apart.
+    GCS and Azure do not tell apart an access token that has expired, was revoked, or is wrong. With
+    an unknown key, credentials are wrong, or gone since.
     """
-    if error is None:
-        return False
     status, code = http_code(error)
-    return status == http.client.UNAUTHORIZED or code in _TOKEN_CODES
+    if code in _EXPIRED_CODES:
+        return "expired"
+    if status == http.client.UNAUTHORIZED or code in _TOKEN_CODES:
+        return "token"
+    return "unknown key" if code in _UNKNOWN_KEY_CODES else None
 
 
 def answer_of(error: BaseException) -> str | None:
@@ -246,11 +247,12 @@ def answer_of(error: BaseException) -> str | None:
     cause = error.__cause__
     if cause is None or isinstance(cause, DcpObjstoreError):
         return None
-    status, code = http_code(cause)
-    if status is None or code is None:
+    told = _told(cause)
+    if told.status is None or told.code is None:
         return None
-    told = _ANSWER.search(_parts(cause)[0])
-    return f"{status} {code}" + (f": {told[2].strip().rstrip('.')}" if told else "")
+    answer = _ANSWER.search(told.text)
+    message = f": {answer[2].strip().rstrip('.')}" if answer else ""
+    return f"{told.status} {told.code}{message}"
 
 
 def sent_whole(error: BaseException) -> bool:
@@ -268,26 +270,25 @@ def translate_obstore(error: Exception) -> DcpObjstoreError:
     """
     if isinstance(error, DcpObjstoreError):
         return error
-    # In place, because it stays as the cause and is shown with it.
-    error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
-    found = _no_answer(error) or _answer(error)
-    return _failed_abort(error, found) if _abort_failed(error) else found
+    redact(error)
+    told = _told(error)
+    found = _no_answer(told) or _answer(error, told)
+    return _failed_abort(told, found) if told.is_abort else found
 
 
-def no_store(error: BaseException | None) -> ConfigError | None:
+def no_store(error: BaseException) -> ConfigError | None:
     """Return the error for a 404 that no store sends; None for anything else.
 
     Every store sends a code with a 404, such as NoSuchBucket. Ask only after a request that needs
     nothing but a bucket: a listing, or the first request of an unconditional write.
     """
-    request = _REQUEST.search(str(error)) if isinstance(error, Exception) else None
-    if error is None or request is None or http_code(error) != (http.client.NOT_FOUND, None):
+    told = _told(error)
+    request = told.request
+    if request is None or (told.status, told.code) != (http.client.NOT_FOUND, None):
         return None
-    method, url = request[1], request[2]
-    if method not in ("GET", "PUT", "POST") or "uploadId=" in url:
+    if request[1] not in ("GET", "PUT", "POST") or "uploadId=" in request[2]:
         return None  # a part of an upload, or its end
-    summary = _parts(error)[0].strip()
-    return ConfigError(f"{NO_STORE}, and that the bucket exists: {redacted(summary)}")
+    return ConfigError(f"{NO_STORE}, and that the bucket exists: {redacted(told.text.strip())}")
 
 
 def translate_panic(error: BaseException) -> DcpObjstoreError | None:
@@ -297,10 +298,9 @@ def translate_panic(error: BaseException) -> DcpObjstoreError | None:
     `except Exception` sees it; it does not pickle either, which would leave other ranks waiting.
     Nothing was sent, or nothing more will be: to send it again would not help.
     """
-    kind = type(error)
-    if kind.__name__ != "PanicException" or kind.__module__ != "pyo3_runtime":
+    if not is_of(type(error), "pyo3_runtime.PanicException"):
         return None
-    error.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in error.args)
+    redact(error)
     text = str(error)
     if _NOT_A_REQUEST.search(text):
         return ConfigError(
@@ -312,105 +312,59 @@ def translate_panic(error: BaseException) -> DcpObjstoreError | None:
 
 def parts_are_left(error: BaseException) -> bool:
     """Whether an obstore error says that a multipart upload was not aborted."""
-    return _abort_failed(error) and not isinstance(error, FileNotFoundError)
+    return _told(error).is_abort and not isinstance(error, FileNotFoundError)
 
 
-def _abort_failed(error: BaseException) -> bool:
-    """Whether it is the error of an abort: of an upload that fails twice, it is raised alone."""
-    request = _REQUEST.search(_parts(error)[0])
-    return request is not None and request[1] == "DELETE" and "?uploadId=" in request[2]
-
-
-def _answer(error: Exception) -> DcpObjstoreError:
-    kind = _kind(error)
-    status, code = http_code(error)
-    text, dump = _parts(error)
-    summary = _ANSWER.sub(r"\1: \2", text).strip()
-    wants_tls = any(words in text for words in _WANTS_TLS)
-    if wants_tls and not is_full(status, code):
-        return ConfigError(f"{_USE_HTTPS}: {summary}")
-    wrong = _signed(error)
-    if wrong is not None:
-        return kind(f"{wrong.advice}: {summary}")
-    advice = _not_the_range(status, dump) or advice_on(kind, status, code)
-    return kind(f"{advice}: {summary}" if advice else f"{type(error).__name__}: {summary}")
-
-
-def _not_the_range(status: int | None, dump: str) -> str | None:
-    signs = _NOT_THE_RANGE.items() if status is None else ()
-    return next((advice for sign, advice in signs if sign in dump), None)
-
-
-def _no_answer(error: Exception) -> DcpObjstoreError | None:
+def _no_answer(told: _Told) -> DcpObjstoreError | None:
     """The error for a request that got no answer, if it was one."""
-    text, dump = _parts(error)
-    request = _REQUEST.search(text)
-    if request is None or _INSTANCE_METADATA in text or http_code(error)[0] is not None:
+    if told.request is None or _INSTANCE_METADATA in told.text or told.status is not None:
         return None
-    reason = next((reason for reason in _NO_ANSWERS if reason.sign in dump), None)
-    if reason is None:
+    found = told.sign(_NO_ANSWERS, told.dump)
+    if found is None:
         return None
+    kind, words = found
     # "REDACTED" where it would show a signature
-    method, url, took, retries = request.groups()
+    method, url, took, retries = told.request.groups()
     tries = f"; {retries} retries in {took}" if retries else ""
     whom = urlsplit(url).netloc or "the store"
-    asked = f"({method} {url}{tries})"
-    return reason.kind(f"cannot reach {whom}: {reason.what}; {reason.advice} {asked}")
+    return kind(f"cannot reach {whom}: {words} ({method} {url}{tries})")
 
 
-def _failed_abort(error: Exception, found: DcpObjstoreError) -> DcpObjstoreError:
+def _answer(error: Exception, told: _Told) -> DcpObjstoreError:
+    summary = _ANSWER.sub(r"\1: \2", told.text).strip()
+    if any(one in told.text for one in _WANTS_TLS) and not is_full(told.status, told.code):
+        return ConfigError(f"{_USE_HTTPS}: {summary}")
+    kind, words = _meaning(error, told)
+    return kind(f"{words or type(error).__name__}: {summary}")
+
+
+def _meaning(error: Exception, told: _Told) -> tuple[type[DcpObjstoreError], str | None]:
+    kind: type[DcpObjstoreError] | None
+    if _INSTANCE_METADATA in str(error):
+        kind = CredentialsError
+    elif told.code == "NoSuchKey" and is_of(type(error), "obstore.PreconditionError"):
+        kind = PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
+    else:
+        sign = None if told.request else told.sign(_NO_REQUESTS, told.text)
+        kind = kind_of_answer(told.status, told.code)
+        if sign is None and kind is None:
+            sign = told.sign(_NOT_THE_RANGE, told.dump)
+        if sign is not None:
+            return sign
+        kind = kind or by_type(error, _BY_TYPE) or kind_of_builtin(error)
+    return kind, advice_on(kind, told.status, told.code)
+
+
+def _failed_abort(told: _Told, found: DcpObjstoreError) -> DcpObjstoreError:
     """Return the error for an upload that failed and could not be aborted."""
-    status, _ = http_code(error)
     if isinstance(found, BucketNotFoundError):
         return found  # nothing is left
     if isinstance(found, ObjectNotFoundError):
         return StoreUnavailableError(f"the store lost this upload before its end: {found.message}")
-    if status is None:
+    if told.status is None:
         return StoreUnavailableError(
             f"the connection to the store was lost in mid-upload: {found.message}"
         )
     return type(found)(
         f"the upload failed, and aborting it failed too, which hides the cause: {found.message}"
     )
-
-
-def _parts(error: BaseException) -> tuple[str, str]:
-    """An obstore error's text, and the dump of its causes with white space collapsed."""
-    text, _, dump = str(error).partition("\n\nDebug source:")
-    return text, " ".join(dump.split())
-
-
-def _kind(error: Exception) -> type[DcpObjstoreError]:
-    from obstore import exceptions as theirs
-
-    if _INSTANCE_METADATA in str(error):
-        return CredentialsError
-    status, code = http_code(error)
-    if code == "NoSuchKey" and isinstance(error, theirs.PreconditionError):
-        return PreconditionFailedError  # If-Match on an absent key: 404 on AWS and moto
-    wrong = _signed(error)
-    if wrong is not None:
-        return wrong.kind
-    return kind_of_answer(status, code) or _kind_without_status(error)
-
-
-def _kind_without_status(error: Exception) -> type[DcpObjstoreError]:
-    from obstore import exceptions as theirs
-
-    if _not_the_range(None, _parts(error)[1]):
-        return CorruptDataError
-    pairs: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
-        (theirs.AlreadyExistsError, PreconditionFailedError),
-        (theirs.PreconditionError, PreconditionFailedError),
-        (theirs.PermissionDeniedError, PermissionDeniedError),
-        (theirs.UnauthenticatedError, CredentialsError),
-        (theirs.NotSupportedError, UnsupportedError),
-        (theirs.InvalidPathError, InputError),
-        (theirs.UnknownConfigurationKeyError, ConfigError),
-        # No answer at all: connection refused or reset, time-out, DNS, TLS.
-        (theirs.GenericError, StoreUnavailableError),
-    )
-    for theirs_type, ours in pairs:
-        if isinstance(error, theirs_type):
-            return ours
-    return kind_of_builtin(error)

@@ -1,16 +1,19 @@
-"""Make obstore's clients for each provider, from its options and credentials.
+"""What the clients of a bucket have in common, for each provider: how obstore makes them, and how
+the GETs that the direct lane sends are signed.
 
-A maker holds what the clients of a bucket have in common. It takes time-outs and retries, which
-differ from client to client (`obstore.clients`).
+None of this makes a request, but for a token that has ended.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.forking import PerProcess
@@ -22,6 +25,7 @@ from dcp_objstore.stores.endpoint import (
     server_url,
     virtual_url,
 )
+from dcp_objstore.stores.obstore.direct import LaneError, SignedGet
 from dcp_objstore.stores.options.s3 import CHECKSUM_VARIABLE
 
 if TYPE_CHECKING:
@@ -35,15 +39,37 @@ if TYPE_CHECKING:
 
 # From time-outs and the retry configuration to a store of obstore.
 Make = Callable[[dict[str, Any], dict[str, Any]], Any]
+# From a client of obstore and a key in the bucket.
+Sign = Callable[[Any, str], SignedGet]
 
 # Checksums that obstore does not have.
 _OF_BOTO3 = ("CRC32", "CRC32C")
+# Signed for longer than it is used: the clocks of client and store may differ by minutes.
+_SIGNED_FOR = timedelta(minutes=30)
+# A token is not used so shortly before its end.
+_LEAST_LEFT_SECONDS = 60.0
+# The first version of Azure's REST API with access tokens is of 2017.
+_AZURE_VERSION = "2023-11-03"
 
 _memory: PerProcess[dict[str, MemoryStore]] = PerProcess(dict)
 _environ_lock = PerProcess(threading.Lock)
 
 
-def memory_maker(url: StoreUrl) -> Make:
+class Maker(NamedTuple):
+    """How requests to a bucket are made.
+
+    Attributes:
+        make: makes a client; they differ in their time-outs and retries.
+        endpoint_url: the server; None for the provider's own.
+        sign: makes a GET for the direct lane; None if it takes more than that.
+    """
+
+    make: Make
+    endpoint_url: str | None = None
+    sign: Sign | None = None
+
+
+def memory_maker(url: StoreUrl) -> Maker:
     """The memory store of a name: the same one in the whole process."""
 
     def make(_timeouts: dict[str, Any], _retry: dict[str, Any]) -> MemoryStore:
@@ -51,11 +77,11 @@ def memory_maker(url: StoreUrl) -> Make:
 
         return _memory.here.setdefault(url.bucket, MemoryStore())
 
-    return make
+    return Maker(make)
 
 
-def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Make, str | None]:
-    """Return the maker of clients for an S3 bucket, and the endpoint; None is AWS itself.
+def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> Maker:
+    """Return the maker for an S3 bucket.
 
     Raises:
         ConfigError: an endpoint or a region that cannot be used.
@@ -74,10 +100,11 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
         "unsigned_payload": not settings.sign_payload,
         "virtual_hosted_style_request": virtual,
     }
+    base = endpoint or f"https://s3.{region}.amazonaws.com"
+    of_bucket = virtual_url(base, url.bucket) if virtual else f"{base}/{url.bucket}"
     if endpoint is not None:
-        place = virtual_url(endpoint, url.bucket) if virtual else endpoint
         # This field wins over every other, also over those of the environment.
-        config["aws_endpoint_url_s3"] = place
+        config["aws_endpoint_url_s3"] = of_bucket if virtual else endpoint
     if settings.requester_pays:
         config["request_payer"] = True
     for name in ("sse", "sse_kms_key_id", "sse_bucket_key"):
@@ -90,15 +117,19 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> tuple[Ma
         )
     if checksum is not None:
         config["checksum_algorithm"] = checksum
-    if is_directory_bucket(url.bucket) and endpoint is None:
+    express = is_directory_bucket(url.bucket) and endpoint is None
+    if express:
         # Sessions (CreateSession) and the endpoint of its zone.
         config["s3_express"] = True
-    make = _maker(S3Store, config, found, endpoint, settings.verify)
-    return (make if checksum is not None else _without_variable(make)), endpoint
+    sign: Sign | None = None
+    if not (settings.requester_pays or express):
+        sign = _unsigned(of_bucket) if settings.anon else _signed_url
+    make = _make(S3Store, config, found, endpoint, settings.verify)
+    return Maker(make if checksum is not None else _without_variable(make), endpoint, sign)
 
 
-def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[Make, str | None]:
-    """Return the maker of clients for a GCS bucket, and the endpoint; None is Google's own.
+def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> Maker:
+    """Return the maker for a GCS bucket.
 
     Raises:
         ConfigError: an endpoint that cannot be used.
@@ -111,13 +142,21 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> tuple[M
         config["base_url"] = endpoint
     # "HTTP headers" of the XML API: the project that is billed.
     headers = {"x-goog-user-project": options.payer} if options.payer else {}
-    return _maker(GCSStore, config, found, endpoint, options.verify, headers), endpoint
+    place = f"{endpoint or 'https://storage.googleapis.com'}/{url.bucket}"
+    provider = found.provider
+
+    def sign(_client: Any, key: str) -> SignedGet:
+        # A token, because a signed URL takes a private key or another request.
+        assert provider is not None
+        return _with_token(f"{place}/{_quoted(key)}", provider(), headers)
+
+    signs = sign if provider is not None else _unsigned(place) if found.anonymous else None
+    make = _make(GCSStore, config, found, endpoint, options.verify, headers)
+    return Maker(make, endpoint, signs)
 
 
-def azure_maker(
-    url: StoreUrl, options: AzureOptions, found: Credentials
-) -> tuple[Make, str | None]:
-    """Return the maker of clients for an Azure container, and the endpoint; None is Azure's own.
+def azure_maker(url: StoreUrl, options: AzureOptions, found: Credentials) -> Maker:
+    """Return the maker for an Azure container.
 
     Raises:
         ConfigError: an endpoint that cannot be used.
@@ -128,10 +167,27 @@ def azure_maker(
     endpoint = found.endpoint_url and server_url(found.endpoint_url, use_ssl=True)
     if endpoint is not None:
         config["endpoint"] = endpoint
-    return _maker(AzureStore, config, found, endpoint, options.verify), endpoint
+    place = f"{endpoint or f'https://{found.account_name}.blob.core.windows.net'}/{url.bucket}"
+    provider = found.provider
+
+    def sign(client: Any, key: str) -> SignedGet:
+        assert provider is not None
+        given, quoted = provider(), _quoted(key)
+        if "access_key" in given:
+            if quoted != key:
+                # obstore 0.12 signs the key as it is in the URL; Azure checks it as it is.
+                raise LaneError("a key with such characters is not signed as Azure does")
+            return _signed_url(client, key)
+        if "sas_token" in given:
+            return SignedGet(f"{place}/{quoted}?{given['sas_token']}")
+        return _with_token(f"{place}/{quoted}", given, {"x-ms-version": _AZURE_VERSION})
+
+    # Without a provider obstore finds credentials of its own.
+    signs = sign if provider is not None else _unsigned(place) if found.anonymous else None
+    return Maker(_make(AzureStore, config, found, endpoint, options.verify), endpoint, signs)
 
 
-def _maker(
+def _make(
     store: Callable[..., Any],
     config: Mapping[str, Any],
     found: Credentials,
@@ -139,7 +195,6 @@ def _maker(
     verify: bool | str,
     headers: Mapping[str, str] | None = None,
 ) -> Make:
-    """Return the maker of clients, from what the providers have in common."""
     client: dict[str, Any] = {}
     if verify is False:
         client["allow_invalid_certificates"] = True
@@ -180,3 +235,25 @@ def _without_variable(make: Make) -> Make:
                 os.environ[CHECKSUM_VARIABLE] = named
 
     return make_without
+
+
+def _unsigned(place: str) -> Sign:
+    """Send no credentials: everybody may read the bucket."""
+    return lambda _client, key: SignedGet(f"{place}/{_quoted(key)}")
+
+
+def _signed_url(client: Any, key: str) -> SignedGet:
+    import obstore
+
+    return SignedGet(obstore.sign(client, "GET", key, _SIGNED_FOR))
+
+
+def _with_token(place: str, given: Any, headers: Mapping[str, str]) -> SignedGet:
+    ends: datetime | None = given["expires_at"]
+    left_seconds = (ends - datetime.now(UTC)).total_seconds() if ends else float("inf")
+    until = time.monotonic() + left_seconds - _LEAST_LEFT_SECONDS
+    return SignedGet(place, {"Authorization": f"Bearer {given['token']}", **headers}, until)
+
+
+def _quoted(key: str) -> str:
+    return quote(key, safe="/~")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CorruptDataError, StoreUnavailableError
 from dcp_objstore.observe.dispatch import emit_retry
-from dcp_objstore.stores.answers import check_came
+from dcp_objstore.stores.errors import failure
 from dcp_objstore.stores.obstore.direct import LaneError, PutOffError
 from dcp_objstore.stores.obstore.errors import sent_whole
-from dcp_objstore.stores.protocol import RangeReading
-from dcp_objstore.stores.ranges import Answer, RangeSource, ReceivedChunks
+from dcp_objstore.stores.ranges import Answer, ReceivedChunks, RetriedSource, check_came
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,16 +26,10 @@ logger = logging.getLogger("dcp_objstore")
 # cache, and enough for the interpreter's lock to be asked for rarely.
 _CHUNK_BYTES = MIB
 # The pieces of a chunk, which are up to 1 MiB themselves, and the chunk.
-_MEMORY_BYTES = 4 * MIB
+MEMORY_BYTES = 4 * MIB
 
 
-def range_reading(clients: Clients) -> RangeReading:
-    """How ranges are read: ahead, as long as the direct lane works."""
-    lane = clients.direct()
-    return RangeReading(ahead=lane is not None and lane.is_used, memory_bytes=_MEMORY_BYTES)
-
-
-class ObstoreSource(RangeSource):
+class ObstoreSource(RetriedSource):
     """Asks for ranges of one object.
 
     Args:
@@ -48,15 +40,15 @@ class ObstoreSource(RangeSource):
     """
 
     def __init__(self, clients: Clients, path: str, *, in_memory: bool) -> None:
+        super().__init__(clients, path, self._ask_obstore)
         self._clients = clients
         self._path = path
         self._in_memory = in_memory
-        self._tries = clients.tries("open_range", path)
         self._over_lane = True
 
     def ask_ahead(self, start: int, end: int) -> Answer | None:
         """Send the request over the direct lane; return None if it cannot carry it."""
-        lane = self._clients.direct() if self._over_lane else None
+        lane = self._clients.lane if self._over_lane else None
         if lane is None:
             return None
         try:
@@ -68,35 +60,32 @@ class ObstoreSource(RangeSource):
 
     def ask(self, start: int, end: int) -> Answer:
         """Ask for bytes `[start, end)`, or for the first part of them."""
-        answer = self.ask_ahead(start, end)
-        if answer is None:
-            answer = self._clients.run(self._tries, partial(self._ask_obstore, start, end))
-        return answer
+        return self.ask_ahead(start, end) or super().ask(start, end)
 
     def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
         """Wait until the rest may be asked for, or raise.
 
         What the lane does not give, obstore is asked for.
         """
+        if not isinstance(error, (LaneError, PutOffError)):
+            super().failed(error, asked_at, came=came)
+            return
         if came:
             self._tries.came()
-        if isinstance(error, LaneError):
+        status, what = None, f"the connection to the store was lost: {error}"
+        if isinstance(error, PutOffError):
+            status, what = error.status, f"the store answered with status {error.status}"
+        else:
             self._over_lane = False
             if not error.broke_off:
                 emit_retry(self._path, 2, str(error), asked_at)
                 return
-            found = StoreUnavailableError(f"the connection to the store was lost: {error}")
-            self._tries.failed(found, throttled=False, begun_at=asked_at)
-        elif isinstance(error, PutOffError):
-            found = StoreUnavailableError(f"the store answered with status {error.status}")
-            self._tries.failed(found, throttled=True, begun_at=asked_at)
-        else:
-            self._clients.again(self._tries, error, asked_at)
+        self._tries.again(error, failure(StoreUnavailableError(what), status, None), asked_at)
 
     def _ask_obstore(self, start: int, end: int) -> Answer:
         import obstore
 
-        client = self._clients.range()
+        client = self._clients.get("range")
         if self._in_memory:
             size_bytes = obstore.head(client, self._path)["size"]
             if size_bytes < end:

@@ -27,23 +27,17 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.answers import (
-    UNCLEAR_IN_HEAD,
-    check_fits,
-    version_of,
-)
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers
-from dcp_objstore.stores.errors import NO_STORE
+from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.errors import (
     http_code,
-    judge_obstore,
     no_store,
     parts_are_left,
     translate_obstore,
     translate_panic,
 )
-from dcp_objstore.stores.obstore.ranges import ObstoreSource, range_reading
+from dcp_objstore.stores.obstore.ranges import MEMORY_BYTES, ObstoreSource
 from dcp_objstore.stores.protocol import (
     Capabilities,
     CopySource,
@@ -54,7 +48,8 @@ from dcp_objstore.stores.protocol import (
     RangeReading,
     Version,
 )
-from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix
+from dcp_objstore.stores.retries import SMALL_BYTES
+from dcp_objstore.stores.urls import StoreUrl, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -63,6 +58,8 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.obstore.clients import Clients
 
+# Of S3 and GCS, and so of one call for the next keys.
+_PAGE_KEYS = 1000
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
 
@@ -109,8 +106,8 @@ class ObstoreStore(BaseStore[str]):
 
     @property
     def reports_throttling(self) -> Collection[str]:
-        """The verbs that are sent again here: not streams and listings, which obstore retries."""
-        return ("put", "copy", "get", "open_range", "head", "delete")
+        """All but streams, whose parts obstore sends again."""
+        return ("put", "copy", "get", "open_range", "head", "list", "delete")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -131,19 +128,11 @@ class ObstoreStore(BaseStore[str]):
     @property
     def range_reading(self) -> RangeReading:
         """How ranges are read: ahead, as long as the direct lane works."""
-        return range_reading(self._clients)
+        lane = self._clients.lane
+        return RangeReading(ahead=lane is not None and lane.is_used, memory_bytes=MEMORY_BYTES)
 
     def _range_source(self, place: str) -> ObstoreSource:
         return ObstoreSource(self._clients, place, in_memory=self._url.scheme == "memory")
-
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """Iterate over the objects below a prefix.
-
-        GCS lists no generations: `head` an object to update it.
-        """
-        folder = self._root + check_prefix(prefix)
-        guard_fork()
-        return self._pages(folder.rstrip("/"))
 
     def _put(
         self,
@@ -164,7 +153,7 @@ class ObstoreStore(BaseStore[str]):
         mode = _mode(precondition, self._url.scheme)
 
         def send() -> Any:
-            client = self._clients.write(size_bytes)
+            client = self._clients.get("small" if size_bytes <= SMALL_BYTES else "write")
             return obstore.put(client, place, body, use_multipart=False, mode=mode)
 
         with _bucket_is_there(unless=isinstance(precondition, IfVersion)):
@@ -185,7 +174,7 @@ class ObstoreStore(BaseStore[str]):
         try:
             with _bucket_is_there():
                 result = obstore.put(
-                    self._clients.stream(),
+                    self._clients.get("stream"),
                     place,
                     # obstore's memory store would hold them all until the last has come; a caller
                     # with a fixed number of buffers would wait for ever to get one back.
@@ -225,11 +214,10 @@ class ObstoreStore(BaseStore[str]):
         import obstore
 
         def read() -> tuple[bytes, ObjectMeta]:
-            answer = obstore.get(self._clients.read(), place)
+            answer = obstore.get(self._clients.get("read"), place)
             if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
                 raise ConfigError(NO_STORE)  # no object here is a page
-            meta = self._meta(answer.meta)
-            check_fits(meta.size_bytes, max_size_bytes)
+            meta = self._fits(self._meta(answer.meta), max_size_bytes)
             return bytes(answer.bytes()), meta
 
         return self._clients.run(self._clients.tries("get", place), read)
@@ -239,7 +227,7 @@ class ObstoreStore(BaseStore[str]):
 
         def read() -> ObjectMeta:
             try:
-                return self._meta(obstore.head(self._clients.read(), place))
+                return self._meta(obstore.head(self._clients.get("read"), place))
             except Exception as error:
                 status, code = http_code(error)
                 if status not in UNCLEAR_IN_HEAD or code is not None:
@@ -247,7 +235,7 @@ class ObstoreStore(BaseStore[str]):
                 if status == http.client.NOT_FOUND and self._clients.has_put:
                     raise ObjectNotFoundError("there is no such object") from error
                 # A GET of nearly nothing says it.
-                answer = obstore.get(self._clients.read(), place, options={"range": (0, 1)})
+                answer = obstore.get(self._clients.get("read"), place, options={"range": (0, 1)})
                 return self._meta(answer.meta)
 
         return self._clients.run(self._clients.tries("head", place), read)
@@ -256,50 +244,44 @@ class ObstoreStore(BaseStore[str]):
         import obstore
 
         tries = self._clients.tries("delete", place)
-        self._clients.run(tries, lambda: obstore.delete(self._clients.write(0), place))
+        self._clients.run(tries, lambda: obstore.delete(self._clients.get("small"), place))
 
-    def _pages(self, folder: str) -> Iterator[ObjectMeta]:
+    def _list(self, folder: str) -> Iterator[ObjectMeta]:
         import obstore
 
         clients = self._clients
+        prefix = (self._root + folder).rstrip("/") or None
         pages: Any = None
         last: str | None = None  # the last key that came
 
         def more() -> Any:
             """The next page; after one that failed, of a new listing that starts there."""
             nonlocal pages
-            if pages is None:
-                found = iter(obstore.list(clients.listing(), prefix=folder or None, offset=last))
-            else:
-                found, pages = pages, None
+            found, pages = pages, None
+            if found is None:
+                client = clients.get("list")
+                found = iter(obstore.list(client, prefix, offset=last, chunk_size=_PAGE_KEYS))
             page = next(found, None)
             pages = found
             return page
 
-        with self._errors(None), _bucket_is_there():
-            try:
-                page = clients.fresh(more)
-            except Exception as error:
-                found = judge_obstore(error)
-                if clients.reached or not found.answered:
-                    raise
-                clients.reached = True
-                if not found.may_pass:
-                    raise
-                page = more()  # it is there, and busy: as patiently as was asked for
-            clients.reached = True
-            if page:
-                clients.proven = True
-            elif not clients.proven and self._url.scheme in ("s3", "gs"):
-                self._prove()
+        def ask() -> Any:
+            with self._errors(None), _bucket_is_there():
+                page = clients.run(clients.tries("list", ""), more)
+                if page:
+                    clients.proven = True
+                elif not clients.proven and self._url.scheme in ("s3", "gs"):
+                    self._prove()
+                return page
+
+        page = ask()
         while page is not None:
             for meta in page:
                 last = meta["path"]
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
-            with self._errors(None), _bucket_is_there():
-                page = clients.fresh(more)
+            page = ask()
 
     def _prove(self) -> None:
         """Raise `ConfigError` if a web server stands where a store was meant.
@@ -309,7 +291,7 @@ class ObstoreStore(BaseStore[str]):
         import obstore
 
         try:
-            meta = obstore.head(self._clients.read(), f"{self._root}{_NEVER_THERE}")
+            meta = obstore.head(self._clients.get("read"), f"{self._root}{_NEVER_THERE}")
         except Exception as error:
             found = translate_obstore(error)
             if isinstance(found, ConfigError):
@@ -364,7 +346,7 @@ def _bucket_is_there(*, unless: bool = False) -> Iterator[None]:
 
 
 def _version(answer: Any) -> Version:
-    return version_of(answer["e_tag"], answer["version"])
+    return Version.of(answer["e_tag"], answer["version"])
 
 
 def _mode(precondition: Precondition | None, scheme: str) -> Any:
@@ -372,12 +354,10 @@ def _mode(precondition: Precondition | None, scheme: str) -> Any:
         return "overwrite"
     if isinstance(precondition, IfAbsent):
         return "create"
-    if isinstance(precondition, IfVersion):
-        token = precondition.version
-        fields = {"e_tag": token.e_tag, "version": token.version}
-        need = "version" if scheme == "gs" else "e_tag"
-        if fields[need] is None:
-            raise InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
-        # obstore takes an UpdateVersion only without its None fields.
-        return {name: value for name, value in fields.items() if value is not None}
-    raise InputError(f"not a precondition: {precondition!r}")
+    token = precondition.version
+    fields = {"e_tag": token.e_tag, "version": token.version}
+    need = "version" if scheme == "gs" else "e_tag"
+    if fields[need] is None:
+        raise InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
+    # obstore takes an UpdateVersion only without its None fields.
+    return {name: value for name, value in fields.items() if value is not None}

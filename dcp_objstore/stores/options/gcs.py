@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_certificates, check_endpoint
-from dcp_objstore.stores.options.schema import Schema, option, transport
+from dcp_objstore.stores.options.schema import (
+    Schema,
+    check_certificates,
+    check_endpoint,
+    option,
+    transport,
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

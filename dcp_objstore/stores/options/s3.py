@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.parse import check_certificates, check_endpoint
-from dcp_objstore.stores.options.schema import Schema, option, transport
+from dcp_objstore.stores.options.schema import (
+    Schema,
+    check_certificates,
+    check_endpoint,
+    option,
+    transport,
+)
 
 # "none" is not S3's: it turns the default off.
 CHECKSUMS: Final = ("CRC64NVME", "SHA256", "CRC32", "CRC32C", "none")

@@ -1,4 +1,4 @@
-"""`Option` and `Schema`: how the options of a provider are declared.
+"""`Option` and `Schema`: how the options of a provider are declared, and `parse` by them.
 
 A provider's schema is a frozen dataclass whose fields are made by `option`. Parsing, hints at other
 spellings, names in the environment, what is secret and the table for users all come from there.
@@ -6,14 +6,34 @@ spellings, names in the environment, what is secret and the table for users all 
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, Final, Self, TypeVar, get_args, get_origin, get_type_hints
+
+from dcp_objstore.errors import ConfigError
+
+S = TypeVar("S", bound="Schema")
 
 _KEY = "option"
+# Settings of obstore that need no option here, and why.
+_NEEDLESS: Final = {
+    "s3_express": "a directory bucket is known by its name (…--x-s3)",
+    "aws_s3_express": "a directory bucket is known by its name (…--x-s3)",
+    "conditional_put": "conditional writes are tried out, not set",
+    "aws_conditional_put": "conditional writes are tried out, not set",
+    "bucket": "the URL names the bucket",
+    "aws_bucket": "the URL names the bucket",
+    "max_retries": "that is TransferConfig(max_retries=…)",
+    "retry_timeout": "that is TransferConfig(retry_timeout_seconds=…)",
+    "timeout": "that is TransferConfig(request_timeout_seconds=…)",
+    "connect_timeout": "that is TransferConfig(connect_timeout_seconds=…)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +143,185 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
     if get_origin(annotation) is UnionType:
         return tuple(kind for kind in get_args(annotation) if kind is not NoneType)
     return (annotation,)
+
+
+def parse(schema: type[S], options: object) -> S:
+    """Parse options, and complete them with the settings of the environment.
+
+    Args:
+        schema: of the provider.
+        options: as the user gave them; a value of None counts as not given.
+
+    Raises:
+        ConfigError: as `check_by` and `Schema.resolved`.
+    """
+    return check_by(schema, options)[0].resolved()
+
+
+def check_by(schema: type[S], options: object, scheme: str = "") -> tuple[S, dict[str, Any]]:
+    """Parse options; return them with a copy of what was given.
+
+    Args:
+        schema: of the provider.
+        options: as the user gave them; a value of None counts as not given.
+        scheme: for messages.
+
+    Raises:
+        ConfigError: an unknown name (with the nearest known one), a wrong type, or options that
+            contradict each other. Values are never repeated: they may be secrets.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    where = f"storage_options for {scheme}://" if scheme else "storage_options"
+    copied = _read(schema, options, (), where, given)
+    found = schema(**{name: _the_one(spelled) for name, spelled in given.items()})
+    found.check()
+    return found, copied
+
+
+def check_endpoint(text: str) -> None:
+    """Refuse an endpoint that may hold a secret; endpoints are shown by `repr` and in messages.
+
+    Raises:
+        ConfigError: it has a user, a query or a fragment. It is not repeated.
+    """
+    if any(character in text for character in "@?#"):
+        raise ConfigError("an endpoint must read http(s)://host[:port], without credentials")
+
+
+def check_certificates(verify: bool | str) -> bool | str:
+    """Return `verify`, a path with the user's home put in.
+
+    Raises:
+        ConfigError: the certificates cannot be read.
+    """
+    if isinstance(verify, bool):
+        return verify
+    path = Path(verify).expanduser()
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"the certificates named by 'verify' or the environment cannot be read: {error}"
+        ) from error
+    return str(path)
+
+
+def _the_one(spelled: Mapping[str, Any]) -> Any:
+    """Return the value of an option that may be given in several spellings."""
+    first, *others = spelled.values()
+    if any(value != first for value in others):
+        raise ConfigError(
+            f"storage_options contradict each other: {', '.join(spelled)}; say it once"
+        )
+    return first
+
+
+def _known(schema: type[Schema], path: tuple[str, ...]) -> dict[str, Option | None]:
+    """The names that the mapping at a path takes; None: the name of a mapping inside it."""
+    known: dict[str, Option | None] = {}
+    for option in schema.options().values():
+        for spelling in option.spellings:
+            *above, name = spelling.split(".")
+            if tuple(above) == path:
+                known[name] = option
+            elif tuple(above[: len(path)]) == path:
+                known[above[len(path)]] = None
+    return known
+
+
+def _read(
+    schema: type[Schema],
+    options: object,
+    path: tuple[str, ...],
+    where: str,
+    given: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Check one mapping and those nested in it; return a copy.
+
+    Args:
+        schema: of the provider.
+        options: the mapping.
+        path: the names that lead to it; empty for the outermost.
+        where: for messages.
+        given: by the names of fields, the values under each spelling; they are added here.
+    """
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
+    known = _known(schema, path)
+    copied: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(_unknown(schema, name, known, where))
+        if value is None:
+            continue
+        option = known[name]
+        outer, *inner = (*path, name)
+        spelled = outer + "".join(f"[{step!r}]" for step in inner)
+        if option is None:
+            copied[name] = _read(schema, value, (*path, name), spelled, given)
+        else:
+            _check_value(name, value, option, where)
+            given.setdefault(option.field, {})[spelled] = value
+            copied[name] = dict(value) if isinstance(value, Mapping) else value
+    return copied
+
+
+def _check_value(name: str, value: object, option: Option, where: str) -> None:
+    if not isinstance(value, option.kinds):
+        kinds = " or ".join(kind.__name__ for kind in option.kinds)
+        raise ConfigError(f"{name!r} in {where} must be {kinds}, got {type(value).__name__}")
+    if not isinstance(value, str):
+        return
+    if not value.strip():
+        # Taken as not given, it would lead to another server or to other credentials.
+        raise ConfigError(f"{name!r} in {where} is empty; give it a value, or leave it out")
+    if option.secret and _cannot_be_sent(value):
+        raise ConfigError(f"{name!r} in {where} holds a line break or control character")
+
+
+def _cannot_be_sent(secret: str) -> bool:
+    """Whether the transport would panic over it in a header. A key in JSON is not sent in one."""
+    return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
+
+
+def _unknown(
+    schema: type[Schema], name: object, known: Mapping[str, Option | None], where: str
+) -> str:
+    """Say which option may be meant by an unknown name, and which are known."""
+    text = str(name)
+    if not known:
+        return f"{where} take no options, got {text!r}"
+    advice = _hint(schema, text, known)
+    if advice is None:
+        close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
+        advice = f"did you mean {close[0]!r}?" if close else None
+    said = f"; {advice}" if advice else "."
+    listed = sorted(known, key=lambda one: known[one] is None)  # mappings last
+    return f"unknown option {text!r} in {where}{said} Known: {', '.join(listed)}."
+
+
+def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None:
+    """Return what to write instead of an unknown name that is another spelling of an option.
+
+    Args:
+        schema: of the provider.
+        name: as it was given, inside one mapping of the options.
+        known: the names that this mapping takes.
+    """
+    if name in _NEEDLESS:
+        return f"there is no need for it: {_NEEDLESS[name]}."
+    for option in schema.options().values():
+        leaves = [spelling.rpartition(".")[2] for spelling in option.spellings]
+        if name in leaves or name in option.native or name in option.called:
+            here = next((leaf for leaf in leaves if leaf in known), None)
+            outside = ", outside of this mapping" if here is None and "." not in option.name else ""
+            return f"did you mean {_written(here or option.name)}{outside}?"
+    return None
+
+
+def _written(name: str) -> str:
+    """A name, or where it is in the nested mappings."""
+    head, *inner = name.split(".")
+    if not inner:
+        return repr(head)
+    return f"{head!r}: " + "".join(f"{{{part!r}: " for part in inner) + "…" + "}" * len(inner)

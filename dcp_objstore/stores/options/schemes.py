@@ -7,16 +7,15 @@ options of schemes that have no schema are known to their filesystem alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.options.azure import AzureOptions
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import check_by
 from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schema import Schema
+from dcp_objstore.stores.options.schema import Schema, check_by
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -66,7 +65,8 @@ _PUBLIC_NAMES: Final = {
     "use_ssl",
     "verify",
 }
-_FILESYSTEM: Final = "fs"
+# The option that holds a filesystem of fsspec, with options and credentials of its own.
+FILESYSTEM: Final = "fs"
 # Values of GCS's `token` that name a method.
 _PUBLIC_TOKENS: Final = ("anon", "google_default", "cloud")
 
@@ -79,13 +79,21 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
         options: as the user gave them; a value of None counts as not given.
 
     Raises:
-        ConfigError: as `check_by`.
+        ConfigError: as `check_by`; a filesystem that does not fit.
     """
     if options is None:
         return {}
+    if isinstance(options, Mapping) and options.get(FILESYSTEM) is not None:
+        return _filesystem(options, scheme)
     if is_foreign(scheme):
         return _foreign(options, scheme)
     return check_by(SCHEMAS[scheme], options, scheme)[1]
+
+
+def protocols(fs: object) -> Collection[str]:
+    """The schemes of a filesystem object; empty if it is none."""
+    found = getattr(fs, "protocol", ())
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def is_foreign(scheme: str) -> bool:
@@ -106,7 +114,7 @@ def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool
         value: of the option.
         foreign: whether the scheme has no schema; then all but well-known options are secrets.
     """
-    if name == _FILESYSTEM:
+    if name == FILESYSTEM:
         return True  # it holds its own credentials
     if foreign:
         odd = isinstance(value, str) and any(character in value for character in "@?")
@@ -131,7 +139,7 @@ def public_options(
     for name, value in options.items():
         if is_secret(name, value, foreign=foreign):
             if mask:
-                shown[name] = f"<{type(value).__name__}>" if name == _FILESYSTEM else "***"
+                shown[name] = f"<{type(value).__name__}>" if name == FILESYSTEM else "***"
         elif isinstance(value, Mapping):
             shown[name] = public_options(value, mask=mask)
         else:
@@ -158,6 +166,25 @@ def options_table(scheme: str) -> str:
 
 def _code(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _filesystem(options: Mapping[str, object], scheme: str) -> dict[str, object]:
+    from fsspec import AbstractFileSystem
+
+    fs = options[FILESYSTEM]
+    if any(value is not None for name, value in options.items() if name != FILESYSTEM):
+        raise ConfigError("with a filesystem in 'fs', its options are its own; pass nothing else")
+    if not isinstance(fs, AbstractFileSystem):
+        raise ConfigError(f"'fs' must be a filesystem of fsspec, got {type(fs).__name__}")
+    if scheme not in protocols(fs):
+        fitting = " or ".join(f"{name}://" for name in protocols(fs))
+        raise ConfigError(
+            f"{scheme}:// does not fit the {type(fs).__name__} in 'fs'; its URLs begin with"
+            f" {fitting}"
+        )
+    if getattr(fs, "asynchronous", False):
+        raise ConfigError("the filesystem in 'fs' is asynchronous; make it without asynchronous=")
+    return {FILESYSTEM: fs}
 
 
 def _foreign(options: object, scheme: str) -> dict[str, object]:

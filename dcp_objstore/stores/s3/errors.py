@@ -31,7 +31,6 @@ from dcp_objstore.stores.errors import (
     redact,
     redacted,
 )
-from dcp_objstore.stores.ranges import BrokenOffError
 
 _NO_SUCH_KEY = "NoSuchKey"
 # And nothing else, so that no object can be missing.
@@ -41,6 +40,38 @@ _NO_SUCH_UPLOAD = "NoSuchUpload"
 _NAMED_IN_ANSWERS = (("ETag",), ("UploadId",), ("CopyPartResult",))
 # botocore counts its own retries, which are off.
 _RETRIES_OF_BOTOCORE = re.compile(r" \(reached max retries: \d+\)")
+# What a request met that got no answer: types (see `is_of`), the error to raise, and words for it.
+_NO_ANSWERS: tuple[tuple[str, type[DcpObjstoreError], str], ...] = (
+    (
+        "botocore.CredentialRetrievalError botocore.LoginError botocore.NoAuthTokenError"
+        " botocore.NoCredentialsError botocore.PartialCredentialsError botocore.ProfileNotFound"
+        " botocore.SSOError botocore.TokenRetrievalError",
+        CredentialsError,
+        "there are no credentials, or they could not be renewed",
+    ),
+    (
+        "botocore.EndpointConnectionError botocore.ProxyConnectionError",
+        StoreUnavailableError,
+        "no connection could be made; check endpoint_url and that the server runs",
+    ),
+    (
+        "botocore.ConnectTimeoutError botocore.ReadTimeoutError",
+        StoreUnavailableError,
+        "no answer in time; check endpoint_url, the network and any proxy or firewall",
+    ),
+    (
+        "botocore.HTTPClientError botocore.ConnectionError dcp_objstore.BrokenOffError"
+        " builtins.OSError",
+        StoreUnavailableError,
+        "the connection to the store was lost",
+    ),
+    (
+        "botocore.BotoCoreError builtins.ValueError builtins.TypeError",
+        ConfigError,
+        "boto3 refused the request",
+    ),
+)
+_UNSENT = (*_NO_ANSWERS[1][0].split(), "botocore.ConnectTimeoutError")
 
 
 def translate_botocore(error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
@@ -71,16 +102,13 @@ def judge_botocore(error: Exception, found: DcpObjstoreError | None = None) -> F
         error: of botocore, or raised from one.
         found: its translation, where that is not `translate_botocore(error)`.
     """
-    from botocore import exceptions as boto
-
-    unsent = (boto.EndpointConnectionError, boto.ProxyConnectionError, boto.ConnectTimeoutError)
-    chain = list(led_to(error))
+    chain = [type(one) for one in led_to(error)]
     judged = failure(
         found or translate_botocore(error),
         status_of(error),
         code_of(error),
-        connected=not any(isinstance(one, unsent) for one in chain),
-        timed_out=any(isinstance(one, boto.ReadTimeoutError) for one in chain),
+        connected=not any(is_of(one, *_UNSENT) for one in chain),
+        timed_out=any(is_of(one, "botocore.ReadTimeoutError") for one in chain),
     )
     # What completed it may have been an earlier try.
     return replace(judged, may_pass=judged.may_pass and not is_upload_gone(error))
@@ -139,8 +167,6 @@ def _answer(error: Any, conditional: bool) -> DcpObjstoreError:
 
 def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:
     """Return the error for a request that got no answer, and what happened, in words."""
-    from botocore import exceptions as boto
-
     for cause in led_to(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return ConfigError, (
@@ -160,39 +186,7 @@ def _no_answer(error: Exception) -> tuple[type[DcpObjstoreError], str]:
                 "the server's answer is no HTTP; endpoint_url should begin with https:// if it"
                 " speaks TLS"
             )
-    kinds: tuple[tuple[tuple[type[BaseException], ...], type[DcpObjstoreError], str], ...] = (
-        (
-            (
-                boto.CredentialRetrievalError,
-                boto.NoAuthTokenError,
-                boto.NoCredentialsError,
-                boto.PartialCredentialsError,
-                boto.ProfileNotFound,
-                boto.SSOError,
-                boto.TokenRetrievalError,
-                *([boto.LoginError] if hasattr(boto, "LoginError") else []),  # since 1.41
-            ),
-            CredentialsError,
-            "there are no credentials, or they could not be renewed",
-        ),
-        (
-            (boto.EndpointConnectionError, boto.ProxyConnectionError),
-            StoreUnavailableError,
-            "no connection could be made; check endpoint_url and that the server runs",
-        ),
-        (
-            (boto.ConnectTimeoutError, boto.ReadTimeoutError),
-            StoreUnavailableError,
-            "no answer in time; check endpoint_url, the network and any proxy or firewall",
-        ),
-        (
-            (boto.HTTPClientError, boto.ConnectionError, BrokenOffError, OSError),
-            StoreUnavailableError,
-            "the connection to the store was lost",
-        ),
-        ((boto.BotoCoreError, ValueError, TypeError), ConfigError, "boto3 refused the request"),
-    )
-    for types, kind, what in kinds:
-        if isinstance(error, types):
+    for names, kind, what in _NO_ANSWERS:
+        if is_of(type(error), *names.split()):
             return kind, what
     return DcpObjstoreError, type(error).__name__

@@ -22,16 +22,14 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores.answers import UNCLEAR_IN_HEAD, check_fits, version_of
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts, cut_range
-from dcp_objstore.stores.errors import NO_STORE
+from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
     CopySource,
     IfAbsent,
-    IfVersion,
     ObjectMeta,
     Precondition,
     Version,
@@ -40,7 +38,7 @@ from dcp_objstore.stores.retries import SMALL_BYTES
 from dcp_objstore.stores.s3.checksums import Checksums
 from dcp_objstore.stores.s3.errors import status_of, translate_botocore
 from dcp_objstore.stores.s3.upload import CopiedPart, MultipartUpload
-from dcp_objstore.stores.urls import StoreUrl, check_key, check_prefix, parse_url
+from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -62,7 +60,6 @@ class S3Store(BaseStore["dict[str, str]"]):
         url: the root.
         requests: how requests to the bucket are sent again.
         checksums: that go with bodies.
-        endpoint_url: the server, or None for AWS.
         extra: arguments of every request.
         sealing: arguments of every write: how the store is to encrypt.
     """
@@ -72,12 +69,11 @@ class S3Store(BaseStore["dict[str, str]"]):
         url: StoreUrl,
         requests: Requests,
         checksums: Checksums,
-        endpoint_url: str | None,
         *,
         extra: Mapping[str, str] | None = None,
         sealing: Mapping[str, str | bool] | None = None,
     ) -> None:
-        super().__init__(url, endpoint_url)
+        super().__init__(url, requests.endpoint_url)
         self._requests = requests
         self._checksums = checksums
         self._sealing = sealing or {}
@@ -283,9 +279,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         answer, body = self._read_again("get", place, max_size_bytes)
         if str(answer.get("ContentType", "")).startswith("text/html"):
             raise ConfigError(NO_STORE)  # no object here is a page
-        meta = self._meta(place, answer)
-        check_fits(meta.size_bytes, max_size_bytes)
-        return bytes(body or b""), meta
+        return bytes(body or b""), self._fits(self._meta(place, answer), max_size_bytes)
 
     def _read_again(
         self, verb: str, target: Mapping[str, str], max_size_bytes: int
@@ -319,12 +313,8 @@ class S3Store(BaseStore["dict[str, str]"]):
             return dict(self._bucket)
         return {**self._bucket, "Key": self._root + check_key(key)}
 
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """Iterate over the objects below a prefix."""
-        below = check_prefix(prefix)
-        return self._pages(self._root + (f"{below}/" if below else ""))
-
-    def _pages(self, start: str) -> Iterator[ObjectMeta]:
+    def _list(self, folder: str) -> Iterator[ObjectMeta]:
+        start = self._root + (f"{folder}/" if folder else "")
         after: dict[str, str] = {}
         with self._errors(None) as target:
             while True:
@@ -352,16 +342,14 @@ def _condition(precondition: Precondition | None) -> dict[str, str]:
         return {}
     if isinstance(precondition, IfAbsent):
         return {"IfNoneMatch": "*"}
-    if isinstance(precondition, IfVersion):
-        token = precondition.version
-        if token.e_tag is None:
-            raise InputError(f"a conditional write to s3:// needs the e_tag of {token}")
-        return {"IfMatch": token.e_tag}
-    raise InputError(f"not a precondition: {precondition!r}")
+    token = precondition.version
+    if token.e_tag is None:
+        raise InputError(f"a conditional write to s3:// needs the e_tag of {token}")
+    return {"IfMatch": token.e_tag}
 
 
 def _version(answer: Mapping[str, Any]) -> Version:
-    return version_of(answer["ETag"], answer.get("VersionId"))
+    return Version.of(answer["ETag"], answer.get("VersionId"))
 
 
 def check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:

@@ -11,10 +11,10 @@ import hashlib
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frames
@@ -39,21 +39,6 @@ class CopiedPart:
 _Part = list[memoryview] | CopiedPart
 
 
-class SendRequest(Protocol):
-    """`S3Store._send` for one verb."""
-
-    def __call__(
-        self,
-        operation: str,
-        arguments: Mapping[str, Any],
-        *,
-        body: Sequence[memoryview] = (),
-        check: Callable[[], None] | None = None,
-    ) -> Any:
-        """Return the answer."""
-        ...
-
-
 class _UploadStoppedError(BaseException):
     """Ends a request whose upload is given up. No `Exception`, so that it is not sent again."""
 
@@ -63,14 +48,14 @@ class MultipartUpload:
     """One multipart upload: `send` parts in their order, then `complete`, or else `abort`.
 
     Args:
-        send_request: sends the request of an operation, again where that may help.
+        send_request: `S3Store._send` for one verb.
         target: Bucket, Key and what else goes with every request.
         sealing: what goes with the first request only.
         checksums: that go with the parts.
         threads: that send parts.
     """
 
-    send_request: SendRequest
+    send_request: Callable[..., Any]
     target: Mapping[str, str]
     sealing: Mapping[str, str | bool]
     checksums: Checksums

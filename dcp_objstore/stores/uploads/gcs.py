@@ -8,10 +8,8 @@ another form than S3's and come from the JSON API ("Buckets: get").
 from __future__ import annotations
 
 import http.client
-import importlib.util
 import json
 import os
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,14 +20,13 @@ from dcp_objstore.errors import (
     ConfigError,
     CredentialsError,
     DcpObjstoreError,
-    StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.stores.credentials.google import find_gcs_token
-from dcp_objstore.stores.endpoint import server_url, tls_context
+from dcp_objstore.stores.endpoint import answer_to, server_url, tls_context
 from dcp_objstore.stores.errors import advice_on, kind_of_answer
 from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.parse import parse
+from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.s3.errors import judge_botocore
 from dcp_objstore.stores.s3.settings import botocore_settings
@@ -48,18 +45,12 @@ class GcsUploads(S3Uploads):
         spec: URL, options and settings of the store.
 
     Raises:
-        UnsupportedError: boto3 is needed and is not installed; says what to do.
         ConfigError, CredentialsError: as for the store.
     """
 
     _scheme = "gs"
 
     def __init__(self, spec: StoreSpec) -> None:
-        if importlib.util.find_spec("boto3") is None:
-            raise UnsupportedError(
-                "boto3 is not installed, which lists unfinished uploads to gs://, too: pip install"
-                " 'dcp-objstore[gcs,s3]'"
-            )
         options = parse(GcsOptions, spec.storage_options)
         self._token = find_gcs_token(options, spec.stripped)
         self._server = server_url(options.endpoint_url or _GOOGLE, use_ssl=True)
@@ -141,19 +132,10 @@ class GcsUploads(S3Uploads):
         request = urllib.request.Request(
             f"{self._server}/storage/v1/b/{bucket}?fields={field}", headers=self._headers()
         )
-        https = urllib.request.HTTPSHandler(context=self._context)
-        opener = urllib.request.build_opener(https, _NoRedirects)
-        try:
-            with opener.open(request, timeout=self._config.request_timeout_seconds) as answer:
-                body = answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _refused(error.code).at(url=self._url) from error
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise StoreUnavailableError(
-                f"{type(error).__name__}: {reason}", url=self._url
-            ) from error
+        timeout_seconds = self._config.request_timeout_seconds
+        status, _, body = answer_to(request, self._context, timeout_seconds, self._url)
+        if status >= 300:
+            raise _refused(status).at(url=self._url)
         try:
             found: Mapping[str, Any] = json.loads(body).get(field, {})
         except (ValueError, AttributeError):  # AttributeError: not an object
@@ -165,13 +147,6 @@ class GcsUploads(S3Uploads):
 
 def _fits_header(value: str) -> bool:
     return value.isascii() and value.isprintable()
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Python's own sends `Authorization` to wherever an answer points."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        return None  # the redirect is then raised as an HTTPError
 
 
 def _refused(status: int) -> DcpObjstoreError:

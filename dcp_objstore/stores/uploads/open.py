@@ -43,17 +43,19 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
             " week after the last one"
         )
     own = spec.config.transport == "native" and "fs" not in spec.storage_options
-    if url.scheme == "gs" and own:
-        return GcsUploads(spec)
-    if url.scheme != "s3":
+    if url.scheme != "s3" and not (url.scheme == "gs" and own):
         raise UnsupportedError(
             f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"
             " bucket removes them"
         )
     if importlib.util.find_spec("boto3") is None:
+        extras = "s3" if url.scheme == "s3" else "gcs,s3"
         raise UnsupportedError(
-            "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"
+            "boto3 is not installed, which lists unfinished uploads: pip install"
+            f" 'dcp-objstore[{extras}]'"
         )
+    if url.scheme == "gs":
+        return GcsUploads(spec)
     with boto_errors(spec.url):
         clients = spec.boto3_clients()
         client = clients.get("write")

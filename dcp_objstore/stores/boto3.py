@@ -1,0 +1,320 @@
+"""`ObjectStore` over boto3, for s3://: what carries the requests where obstore cannot.
+
+It works under `moto.mock_aws`, which catches botocore's requests in the process, and in forked
+children, and takes credentials from whatever boto3 knows (SSO, assumed roles, plug-ins). It costs
+more processor time: see docs/stores.md.
+
+Facts about boto3 1.44 that shape this module (each is pinned by a test):
+- botocore is told to send each request once. It does follow a redirect to the bucket's region.
+- A HEAD's answer has no `<Code>`, so a failed HEAD is asked again as a GET.
+- A readable body is sent after the server's "100 Continue".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.forking import PerProcess
+from dcp_objstore.stores.credentials.aws import no_s3_credentials, session_of
+from dcp_objstore.stores.credentials.base import Credentials
+from dcp_objstore.stores.endpoint import is_virtual, s3_server
+from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.ranges import Answer, BrokenOffError, RetriedSource
+from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
+from dcp_objstore.stores.s3.checksums import checksums_for
+from dcp_objstore.stores.s3.errors import judge_botocore
+from dcp_objstore.stores.s3.settings import botocore_settings
+from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores.urls import StoreUrl
+
+# By endpoint and bucket.
+_conditional_writes: PerProcess[dict[tuple[str | None, str], threading.Lock]] = PerProcess(dict)
+
+# Up to here a body is copied together: a readable one makes botocore wait for the server's
+# "100 Continue" before it sends anything, a round trip more.
+_SMALL_BYTES = 64 * 1024
+# Handed over at once. The HTTP client asks for 128 KiB each time, and every call into a socket may
+# have to wait for the interpreter's lock.
+_SEND_BYTES = 4 * 1024 * 1024
+# Received at once: the client copies once more, which costs little while it is in the cache.
+_RECEIVE_BYTES = 1024 * 1024
+
+
+class Boto3Store(S3Store):
+    """A store rooted at one URL. Unlike others it may be used after a fork, too."""
+
+    def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
+        super().__init__(
+            url, clients, clients.checksums, extra=clients.payer, sealing=clients.sealing
+        )
+        self._clients = clients
+
+    def _call(
+        self,
+        use: Use,
+        operation: str,
+        arguments: Mapping[str, Any],
+        check: Callable[[], None] | None = None,  # noqa: ARG002  the body calls it
+    ) -> Any:
+        return getattr(self._clients.get(use), operation)(**arguments)
+
+    def _body(
+        self, part: Sequence[memoryview], check: Callable[[], None] | None
+    ) -> bytes | JoinedBuffers:
+        return body_of(part, check)
+
+    def _conditional_write(self) -> threading.Lock:
+        """Return the lock that is held during a conditional write to the bucket.
+
+        `moto.mock_aws` answers in the thread that asks and has no locks: of several threads that
+        create an object there, two could win. A server sees to this itself; there such writes are
+        so few that it does not matter.
+        """
+        place = (self.endpoint_url, self._url.bucket)
+        return _conditional_writes.here.setdefault(place, threading.Lock())
+
+    def _read(
+        self, target: Mapping[str, str], max_size_bytes: int
+    ) -> tuple[Mapping[str, Any], bytearray | None]:
+        answer = self._clients.get("read").get_object(**target)
+        size_bytes = answer.get("ContentLength", 0)
+        into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
+        with closing(ReceivedBody(answer["Body"])) as body:
+            left = memoryview(into or b"")
+            while left:
+                left = left[body.readinto(left) :]
+        return answer, into
+
+    @property
+    def range_reading(self) -> RangeReading:
+        """How ranges are read: 1 MiB at once, which the client copies."""
+        return RangeReading(memory_bytes=2 * _RECEIVE_BYTES)
+
+    def _range_source(self, place: Mapping[str, str]) -> RetriedSource:
+        return RetriedSource(self._clients, place["Key"], partial(self._ask, place))
+
+    def _ask(self, target: Mapping[str, str], start: int, end: int) -> ReceivedBody:
+        client = self._clients.get("read")
+        answer = client.get_object(**target, Range=f"bytes={start}-{end - 1}")
+        try:
+            check_range_answer(answer, start, end)
+        except BaseException:
+            answer["Body"].close()
+            raise
+        return ReceivedBody(answer["Body"])
+
+
+@dataclass
+class _OfProcess:
+    """The session and the clients of one process."""
+
+    session: Any
+    endpoint_url: str | None
+    region: str
+    lock: Any = field(default_factory=threading.Lock)
+    clients: dict[str, Any] = field(default_factory=dict)
+
+
+class Boto3Clients(Requests):
+    """The clients of a bucket. Each process makes its own, each client on first use. They
+    differ because time-outs are per client.
+
+    A forked child finds none of its parent's here. It closes nothing: sockets and locks of the
+    parent's stay as the fork left them, unused.
+
+    Args:
+        url: its prefix is not used.
+        options: as checked by `check_options`.
+        config: time-outs, retries, and how many connections there may be.
+        stripped: names of options that were left behind when the spec was pickled.
+
+    Attributes:
+        payer: arguments of every request to a bucket whose requests the caller pays for.
+        sealing: arguments of every write: how the store is to encrypt.
+        checksums: that go with bodies.
+
+    Raises:
+        CredentialsError: there are none.
+        ConfigError: boto3 is not installed; an endpoint or certificate that we cannot use; a
+            checksum that needs awscrt, which is not installed.
+    """
+
+    def __init__(
+        self,
+        url: StoreUrl,
+        options: Mapping[str, Any],
+        config: TransferConfig,
+        stripped: tuple[str, ...] = (),
+    ) -> None:
+        if importlib.util.find_spec("boto3") is None:
+            raise ConfigError("boto3 is not installed: pip install 'dcp-objstore[s3]'")
+        self._url = url
+        self._settings = parse(S3Options, options)
+        self._config = config
+        self._stripped = stripped
+        self._of_process: dict[int, _OfProcess] = {}
+        self.payer = {"RequestPayer": "requester"} if self._settings.requester_pays else {}
+        self.sealing = self._settings.encryption
+        super().__init__(config, judge_botocore, self._mine().endpoint_url, "s3", url.bucket)
+        self.checksums = checksums_for(self._settings, self.endpoint_url)
+
+    def get(self, use: Use) -> Any:
+        """The client for a use, which sends each request once.
+
+        Args:
+            use: `write` waits `request_timeout_seconds` for an answer, `small` less; `read` gives
+                up sooner on a body that makes no progress.
+        """
+        mine = self._mine()
+        with mine.lock:
+            if use not in mine.clients:
+                mine.clients[use] = self._make(use, mine)
+            return mine.clients[use]
+
+    def _mine(self) -> _OfProcess:
+        pid = os.getpid()
+        found = self._of_process.get(pid)
+        # `setdefault` is atomic: of two threads that come here together, one session is kept.
+        return found or self._of_process.setdefault(pid, self._open())
+
+    def _open(self) -> _OfProcess:
+        settings = self._settings
+        found = session_of(settings)
+        if not settings.anon and not found.has_credentials:
+            raise no_s3_credentials(self._stripped)
+        known = Credentials("boto3", region=found.region, endpoint_url=found.endpoint_url)
+        endpoint, region = s3_server(settings, known)
+        return _OfProcess(found.session, endpoint, region)
+
+    def _make(self, use: Use, mine: _OfProcess) -> Any:
+        import botocore
+        from botocore.config import Config
+
+        config, settings = self._config, self._settings
+        seconds = config.request_timeout_seconds
+        if use == "read":
+            seconds = min(READ_PROGRESS_SECONDS, seconds)
+        elif use == "small":
+            seconds = self.small_timeout_seconds
+        virtual = is_virtual(settings, mine.endpoint_url, self._url.bucket)
+        style = "virtual" if virtual else "path"
+        given = botocore_settings(config, style, seconds, sign_payload=settings.sign_payload)
+        if settings.anon:
+            given["signature_version"] = botocore.UNSIGNED
+        return mine.session.client(
+            "s3",
+            endpoint_url=mine.endpoint_url,
+            region_name=mine.region,
+            use_ssl=settings.use_ssl,
+            # None leaves it to AWS_CA_BUNDLE and the profile.
+            verify=None if settings.verify is True else settings.verify,
+            config=Config(**given),
+        )
+
+
+class JoinedBuffers(io.RawIOBase):
+    """Several buffers as one body that botocore can measure, read, rewind and read again.
+
+    Args:
+        buffers: 1-D, of bytes.
+        check: called before each read; what it raises ends the request.
+    """
+
+    def __init__(
+        self, buffers: Sequence[memoryview], check: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__()
+        self._buffers = [view for view in buffers if len(view)]
+        self._starts = list(accumulate(map(len, self._buffers), initial=0))  # and the end
+        self._check = check
+        self._position = 0
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes: a request that is tried again is read again."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position of the next read."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position of the next read, as of every stream."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self)}[whence]
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> Any:
+        """Without a size all that is left, as bytes; else a view of some, without a copy.
+
+        The view may be longer than `size`, which senders and hashes of bodies accept.
+        """
+        if self._check is not None:
+            self._check()
+        if size is None or size < 0:
+            return b"".join(iter(lambda: self.read(_SEND_BYTES), b""))
+        if size == 0 or self._position >= len(self):
+            return b""
+        number = bisect_right(self._starts, self._position) - 1
+        first = self._position - self._starts[number]
+        view = self._buffers[number][first : first + _SEND_BYTES]
+        self._position += len(view)
+        return view
+
+
+def body_of(
+    buffers: Sequence[memoryview], check: Callable[[], None] | None = None
+) -> bytes | JoinedBuffers:
+    """Return the buffers in the form that boto3 takes as `Body`."""
+    if sum(len(view) for view in buffers) <= _SMALL_BYTES:
+        return b"".join(buffers)
+    return JoinedBuffers(buffers, check)
+
+
+class ReceivedBody(Answer):
+    """An `Answer` whose body botocore receives."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def readinto(self, into: memoryview) -> int:
+        """Read the next bytes to the front of `into`; return how many.
+
+        Raises:
+            BrokenOffError: the body ended early.
+        """
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            count: int = self._body.readinto(into[:_RECEIVE_BYTES])
+        except (BotoCoreError, OSError) as error:
+            raise BrokenOffError(str(error)) from error
+        if not count:
+            raise BrokenOffError("the body ended early")
+        return count
+
+    def close(self) -> None:
+        """Close the body of the answer."""
+        self._body.close()

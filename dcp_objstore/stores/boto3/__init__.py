@@ -1,1 +1,0 @@
-"""The transport `boto3`: s3:// over boto3."""

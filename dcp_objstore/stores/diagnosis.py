@@ -1,0 +1,210 @@
+"""For a diagnosis: whose credentials a store is asked with, and what its server answers.
+
+No secret is in it. The server is asked without credentials and by Python's own HTTP client, because
+the transport does not show headers. Nothing but a diagnosis may rest on it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import urllib.request
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores.credentials.aws import session_of
+from dcp_objstore.stores.credentials.find import find_credentials
+from dcp_objstore.stores.endpoint import answer_to, is_aws, s3_server, tls_context
+from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.options.schema import parse
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores.credentials.base import Credentials
+    from dcp_objstore.stores.spec import StoreSpec
+
+# Questions of no consequence: no user waits longer for an answer.
+_TIMEOUT_SECONDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose credentials a store is asked with.
+
+    Attributes:
+        source: where the credentials come from, in words.
+        access_key: the id of an S3 access key, shortened; None where it is not seen here.
+        account: an ARN, an e-mail address or a storage account; None if it is not known.
+        unknown: why `account` is not known, or None.
+        region: the region that requests are signed for; None where there are none.
+    """
+
+    source: str
+    access_key: str | None = None
+    account: str | None = None
+    unknown: str | None = None
+    region: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAnswer:
+    """What the headers of any answer hold.
+
+    Attributes:
+        ahead_seconds: how far the server's clock is ahead of this machine's (negative: behind), to
+            about a second; None: it sent no Date.
+        bucket_region: where the bucket is, by AWS's `x-amz-bucket-region`; None elsewhere.
+    """
+
+    ahead_seconds: float | None
+    bucket_region: str | None
+
+
+def identify(spec: StoreSpec) -> Identity | None:
+    """Find out whose credentials requests to a store are sent with.
+
+    On AWS it asks STS (GetCallerIdentity, which needs no permission), through boto3.
+
+    Returns:
+        None for a store without credentials, and for a filesystem object, which has its own.
+
+    Raises:
+        CredentialsError: there are no credentials, or they cannot be read.
+        ConfigError: see `StoreSpec`.
+    """
+    if not _has_credentials(spec):
+        return None
+    scheme = spec.parsed.scheme
+    settings, found = find_credentials(scheme, spec.storage_options, spec.stripped)
+    if scheme == "s3":
+        return _s3_identity(settings, found)
+    if scheme == "az" or found.anonymous:
+        return Identity(found.source, account=found.account_name)
+    # Credentials of google-auth; a bare token has none.
+    credentials = getattr(found.provider, "credentials", None)
+    names = ("service_account_email", "signer_email")
+    account = next((str(name) for one in names if (name := getattr(credentials, one, None))), None)
+    unknown = None if account else "these credentials do not name one"
+    return Identity(found.source, account=account, unknown=unknown)
+
+
+def _has_credentials(spec: StoreSpec) -> bool:
+    return spec.parsed.scheme in ("s3", "gs", "az") and "fs" not in spec.storage_options
+
+
+def _s3_identity(settings: S3Options, found: Credentials) -> Identity:
+    endpoint, region = s3_server(settings, found)
+    if settings.anon:
+        return Identity(found.source, region=region)
+    key = _access_key(found.provider, found.source)
+    account = unknown = None
+    if not (is_aws(endpoint) or os.environ.get("AWS_ENDPOINT_URL_STS")):
+        unknown = "only AWS has a service that tells"
+    elif importlib.util.find_spec("boto3") is None:
+        unknown = "boto3 is not installed, which asks AWS: pip install 'dcp-objstore[s3]'"
+    else:
+        account, unknown = _caller(settings, region)
+    return Identity(found.source, key, account, unknown, region)
+
+
+def _access_key(provider: Any, source: str) -> str | None:
+    if provider is None:
+        return shortened(os.environ.get("AWS_ACCESS_KEY_ID"))
+    try:
+        return shortened(provider().get("access_key_id"))
+    except Exception as error:
+        # It asks SSO, a process or another service, which fail with errors of any kind.
+        raise CredentialsError(f"{source}: {error}") from error
+
+
+def shortened(access_key: str | None) -> str | None:
+    """Enough of an access key's id to recognise it by. It is no secret."""
+    if not access_key:
+        return None
+    if len(access_key) < 16:
+        return f"{access_key[:4]}…"
+    return f"{access_key[:4]}…{access_key[-4:]}"
+
+
+def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
+    """The ARN that STS answers, or None and why it does not."""
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    quick = Config(
+        connect_timeout=_TIMEOUT_SECONDS,
+        read_timeout=_TIMEOUT_SECONDS,
+        retries={"total_max_attempts": 1},
+    )
+    try:
+        session = session_of(settings).session
+        sts = session.client("sts", region_name=region, config=quick)
+        return str(sts.get_caller_identity()["Arn"]), None
+    except (BotoCoreError, ClientError, CredentialsError) as error:
+        return None, f"AWS does not tell who it is: {error}"
+
+
+def ask_server(spec: StoreSpec) -> ServerAnswer | None:
+    """Send one HEAD of the bucket, without credentials; return None where there is no server.
+
+    Raises:
+        StoreUnavailableError: no answer within 5 s; one may come only through a proxy.
+        CredentialsError, ConfigError: as for the store.
+    """
+    base = named_server(spec) or _own_server(spec)
+    if base is None or urlsplit(base).scheme not in ("http", "https"):
+        return None
+    bucket_url = f"{base.rstrip('/')}/{spec.parsed.bucket}"
+    request = urllib.request.Request(bucket_url, method="HEAD")
+    before = datetime.now(UTC)
+    _, headers, _ = answer_to(request, tls_context(_verify(spec)), _TIMEOUT_SECONDS, spec.url)
+    here = before + (datetime.now(UTC) - before) / 2
+    return ServerAnswer(_ahead_seconds(headers["Date"], here), headers["x-amz-bucket-region"])
+
+
+def named_server(spec: StoreSpec) -> str | None:
+    """The server that requests go to, None for the provider's own.
+
+    Over s3fs it is botocore that finds the one of a profile, and the store does not know it.
+
+    Raises:
+        CredentialsError, ConfigError: as for the store.
+    """
+    endpoint = spec.open().endpoint_url
+    if endpoint is None and spec.parsed.scheme == "s3" and _has_credentials(spec):
+        endpoint, _ = s3_server(*find_credentials("s3", spec.storage_options, spec.stripped))
+    return endpoint
+
+
+def _verify(spec: StoreSpec) -> bool | str:
+    if spec.parsed.scheme == "s3" and _has_credentials(spec):
+        return parse(S3Options, spec.storage_options).verify
+    verify = spec.storage_options.get("verify", True)
+    return verify if isinstance(verify, str) else bool(verify)
+
+
+def _own_server(spec: StoreSpec) -> str | None:
+    """The provider's own server for the bucket; None where there is none, or it is not known."""
+    scheme = spec.parsed.scheme
+    if scheme == "gs":
+        return "https://storage.googleapis.com"
+    if not _has_credentials(spec):
+        return None
+    settings, found = find_credentials(scheme, spec.storage_options, spec.stripped)
+    if scheme == "s3":
+        return f"https://s3.{s3_server(settings, found)[1]}.amazonaws.com"
+    return f"https://{found.account_name}.blob.core.windows.net"
+
+
+def _ahead_seconds(date: str | None, here: datetime) -> float | None:
+    try:
+        there = parsedate_to_datetime(date) if date else None
+    except ValueError:
+        return None
+    if there is None:
+        return None
+    # The header is cut to whole seconds.
+    return (there.astimezone(UTC) + timedelta(seconds=0.5) - here).total_seconds()
