@@ -10,11 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import dcp_objstore as dos
-from benchmarks.child import make_state
 from benchmarks.conditions import Conditions
 from benchmarks.processes import median, medians
 from benchmarks.settings import Settings
-from benchmarks.steps import main, run_steps
+from benchmarks.steps import main, random_state, run_steps
 from benchmarks.table import Result, Table
 from benchmarks.targets import Place
 
@@ -77,7 +76,7 @@ def convert(
 
 def _prepare(step: str, settings: Settings, place: Place) -> Callable[[], None]:
     options: dict[str, Any] = {"storage_options": place.storage_options, "progress": False}
-    state = {} if step in _CONVERSIONS else make_state(settings, blank=step == "load")
+    state = {} if step in _CONVERSIONS else random_state(settings, range(settings.tensors))
 
     def act() -> None:
         if step in _CONVERSIONS:

@@ -12,11 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dcp_objstore as dos
-from benchmarks.child import make_state
 from benchmarks.conditions import Conditions
 from benchmarks.processes import median, medians
 from benchmarks.settings import MIB, Settings
-from benchmarks.steps import main, run_steps
+from benchmarks.steps import main, random_state, run_steps
 from benchmarks.table import Result, Table
 from benchmarks.targets import Place
 
@@ -72,16 +71,16 @@ def incremental(
 def _prepare(step: str, settings: Settings, place: Place) -> Callable[[], None]:
     if step == _BY_HAND:
         return _by_hand(settings, place)
-    state = make_state(settings, blank=False)
-    for number_, tensor in enumerate(state.values()):
-        if step in (_CHANGED, _PLAIN) or (step == _FROZEN and number_ % _CHANGES_EACH == 0):
-            tensor.add_(1000 * _STEPS.index(step))
+    turn = _STEPS.index(step)
+    changed = _CHANGES_EACH if step == _FROZEN else 1
+    seeds = (i + 1000 * turn * (i % changed == 0) for i in range(settings.tensors))
+    state = random_state(settings, seeds)
     base = "latest" if step in (_FROZEN, _CHANGED) else None
 
     def act() -> None:
         dos.save(
             state,
-            f"{place.url}/step-{_STEPS.index(step)}",
+            f"{place.url}/step-{turn}",
             base=base,
             storage_options=place.storage_options,
             progress=False,

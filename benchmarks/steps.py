@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+import torch
 
 from benchmarks.child import Job, measure, status_mib
 from benchmarks.conditions import Conditions
+from benchmarks.peers import State
 from benchmarks.processes import answer, in_turns
 from benchmarks.settings import GIB, MIB, Settings
 from benchmarks.targets import Place, open_target
@@ -67,6 +71,17 @@ def main(steps: Sequence[str], prepare: Prepare) -> None:
         }
 
     answer(run)
+
+
+def random_state(settings: Settings, seeds: Iterable[int]) -> State:
+    """Tensors of random integers, one for each seed: real stores compress what repeats itself."""
+    elements = settings.tensor_elements
+    return {
+        f"tensor-{i:05d}": torch.from_numpy(
+            np.random.default_rng(seed).integers(1 << 31, size=elements, dtype=np.int32)
+        )
+        for i, seed in enumerate(seeds)
+    }
 
 
 @contextlib.contextmanager

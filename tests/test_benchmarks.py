@@ -133,6 +133,22 @@ def test_the_load_benchmark_checks_what_it_loads() -> None:
     assert "requests/GiB" in printed_by_benchmark("load", *sizes)
 
 
+@pytest.mark.campaign  # 8 or 9 processes import torch
+@pytest.mark.parametrize(
+    ("command", "steps"),
+    [
+        (["convert"], {"save", "load", "export a folder", "import one file", "copy, streamed"}),
+        (["incremental", "--tensors", "20"], {"all of it", "base, 95 % frozen"}),
+    ],
+)
+def test_steps_that_follow_one_another_are_compared(command: list[str], steps: set[str]) -> None:
+    small = ["--gib", "0.03", "--rounds", "1", "--json"]
+    result = json.loads(printed_by_benchmark(*command, *small))
+    assert result["problems"] == {}
+    assert steps <= set(result["steps"])
+    assert all(one["gib_per_second"] > 0 for one in result["steps"].values())
+
+
 @pytest.mark.campaign  # four processes import torch
 def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
     scale = ["--ranks", "64", "--tensors", "80", "--rounds", "1"]
