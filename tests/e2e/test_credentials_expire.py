@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("bare_environment")
 MIB = 1024 * 1024
 CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, request_size_bytes=4 * MIB)
 SAVED = torch.zeros(320 * MIB, dtype=torch.uint8)
-LASTING_SECONDS = 4.5
+LASTING_SECONDS = 6
 # What a profile's credential_process runs: JSON as AWS documents it ("Sourcing credentials with
 # an external process").
 PROCESS = """
@@ -65,7 +65,7 @@ def guard() -> Guard:
 @pytest.fixture
 def sink(guard: Guard) -> Iterator[SlowSink]:
     """A save of `SAVED` takes it longer than a key lasts, a part a fraction of that."""
-    with SlowSink(bytes_per_second=60 * MIB) as sink:
+    with SlowSink(bytes_per_second=45 * MIB) as sink:
         sink.plan = guard
         yield sink
 
