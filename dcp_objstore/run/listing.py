@@ -264,8 +264,7 @@ def _below(
     """Do what `_below_once` does, again if a job claims a run meanwhile (rule C3 of `claim`)."""
     for _ in range(_TRIES):
         described, claims = _below_once(spec, store, itself, uploads)
-        again = {run: _claim_of(spec, run, []) for run in claims}
-        if again == claims:
+        if _claims_of(spec, list(claims))[0] == claims:
             return described
     raise RetryableError("jobs kept claiming the runs here; try again", url=spec.url)
 
@@ -289,14 +288,14 @@ def _below_once(
         has one.
     """
     seen: dict[str, _Seen] = defaultdict(_Seen)
-    unread: list[DcpObjstoreError] = []
-    claims: dict[str, ClaimRecord | None] = {}
+    runs: list[str] = []
     for meta in store.list():
         prefix, _, name = meta.key.rpartition("/")
         if name == CLAIM_KEY:
-            claims[prefix] = _claim_of(spec, prefix, unread)
+            runs.append(prefix)
         else:
             seen[prefix].add(name, meta)
+    claims, unread = _claims_of(spec, runs)
 
     def describe(prefix: str) -> tuple[ListedCheckpoint, DcpObjstoreError | None]:
         one = spec.at(f"{spec.url}/{prefix}") if prefix else spec
@@ -329,14 +328,21 @@ def _below_once(
     return (tuple(entry for entry, _ in described), tuple(unread)), claims
 
 
-def _claim_of(spec: StoreSpec, run: str, unread: list[DcpObjstoreError]) -> ClaimRecord | None:
-    """Return the run's `_CLAIM`, or None; if it cannot be read, add the error to `unread`."""
-    try:
-        found = read_claim(spec.at(f"{spec.url}/{run}" if run else spec.url).open())
-    except (CheckpointCorruptError, UnsupportedError) as error:
-        unread.append(error)
-        return None
-    return found[0] if found is not None else None
+def _claims_of(
+    spec: StoreSpec, runs: Sequence[str]
+) -> tuple[dict[str, ClaimRecord | None], list[DcpObjstoreError]]:
+    """Return the `_CLAIM` of each run, or None, and the errors of those that cannot be read."""
+
+    def read(run: str) -> tuple[ClaimRecord | None, DcpObjstoreError | None]:
+        try:
+            found = read_claim(spec.at(f"{spec.url}/{run}" if run else spec.url).open())
+        except (CheckpointCorruptError, UnsupportedError) as error:
+            return None, error
+        return (found[0] if found is not None else None), None
+
+    found = list(in_waves(read, runs))
+    claims = {run: claim for run, (claim, _) in zip(runs, found, strict=True)}
+    return claims, [error for _, error in found if error is not None]
 
 
 def _describe(store: ObjectStore, base: int) -> ListedCheckpoint | None:
