@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from dcp_objstore.cli.terminal import columns, wrapped
@@ -76,6 +76,11 @@ def exits() -> Iterator[None]:
         notes = getattr(error, "__notes__", ())
         print("dcp-objstore: ended by Ctrl-C", *notes, sep="\n", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except SystemExit as error:
+        with suppress(OSError):  # after SIGHUP, the terminal is gone
+            for note in getattr(error, "__notes__", ()):
+                print(note, file=sys.stderr)
+        raise
     except BrokenPipeError:
         # The reader of the output has gone; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -128,7 +128,7 @@ class TensorEntry:
         return tensor_stats(self.key, self.slabs(), self.checkpoint.read_slabs, progress=progress)
 
     def slabs(self) -> list[Slab]:
-        """Cut the tensor into parts of at most 64 MiB, to read them with `read_slabs`.
+        """Cut the tensor into parts of at most 32 MiB, to read them with `read_slabs`.
 
         If another library wrote the checkpoint, the parts are its chunks, because torch has to
         decode these as a whole.

@@ -22,6 +22,7 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptDataError,
+    CredentialsError,
     ObjectNotFoundError,
     RetryableError,
     UnsupportedError,
@@ -158,15 +159,15 @@ class _Comparison:
         self._done: set[_Place] = set()
         self._framing: dict[int, _Framing] = {}
 
-    def is_done(self, request: RangeRequest[Piece]) -> bool:
-        """Whether the request was compared."""
-        return all(_place(span) in self._done for span in request.spans)
+    def left(self, spans: Iterable[Span[Piece]]) -> list[Span[Piece]]:
+        """Return the pieces that were not compared."""
+        return [span for span in spans if _place(span) not in self._done]
 
     def consume(self, request: RangeRequest[Piece], body: Buffer) -> None:
         """Compare the pieces of a body; a piece that differs is read again before it counts."""
         view = memoryview(body)
         different, framing = [], []
-        left = [span for span in request.spans if _place(span) not in self._done]
+        left = self.left(request.spans)
         for span in left:
             part = view[span.start - request.start : span.end - request.start]
             if span.tag.digest is None:
@@ -209,10 +210,9 @@ class _Comparison:
         text += f"; it held {first_few(held, _SHOWN)}" if held else ""
         self.damaged.add(Damage(object_key, "missing", elements=held, text=text))
 
-    def begin(self, object_numbers: Iterable[int]) -> None:
-        """Begin a round of requests that fetch all framing of these objects."""
-        self._tried.clear()
-        self._done.clear()
+    def begin(self, object_numbers: Iterable[int], again: Iterable[Span[Piece]] = ()) -> None:
+        """Begin a round of requests that fetch all framing of these objects, or fetch it again."""
+        self._done.difference_update(map(_place, again))
         self._framing = {number: _Framing() for number in object_numbers}
 
     def differing_framing(self) -> dict[int, ix.ObjectEntry]:
@@ -351,20 +351,19 @@ def verify_checkpoint(
             comparison.differs(span)
     if not quick:
         framing = framing_pieces(index, spans, whole) if deep else []
-        spans = [one for one in spans if begins[one.object_number] + one.start >= from_byte]
+        spans = [one for one in spans if begins[one.object_number] + one.end > from_byte]
         comparison.begin(whole if deep else ())
         requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
         try:
             _read(store, index, requests, framing, comparison, config, channel, check_gone)
-        except (KeyboardInterrupt, RetryableError) as error:
-            for one in requests:
-                if not comparison.is_done(one):
-                    position = max(from_byte, begins[one.object_number] + one.start)
-                    error.add_note(
-                        f"{store.url}: blocks were compared up to byte {position} of {begins[-1]};"
-                        f" to go on there: from_byte={position} (--from-byte {position})"
-                    )
-                    break
+        except (KeyboardInterrupt, SystemExit, RetryableError, CredentialsError) as error:
+            left = [begins[one.object_number] + one.start for one in comparison.left(spans)]
+            # If all blocks were compared, there is framing to read again.
+            position = max(from_byte, min(left, default=begins[-1] - 1))
+            error.add_note(
+                f"{store.url}: blocks were compared up to byte {position} of {begins[-1]};"
+                f" to go on there: from_byte={position} (--from-byte {position})"
+            )
             for damage in sorted(comparison.damaged):
                 error.add_note(f"damaged so far: {damage.text}")
             raise
@@ -412,8 +411,8 @@ def _read(
     broken = _compare(store, index, requests, comparison, config, channel, check_gone)
     again = comparison.differing_framing()
     if again:  # read again, as for blocks: the transfer may be damaged, not the checkpoint
-        comparison.begin(again)
         framing = [span for span in framing if span.object_number in again]
+        comparison.begin(again, framing)
         requests = plan_requests(framing, request_size_bytes=config.request_size_bytes)
         broken |= _compare(store, index, requests, comparison, config, channel, check_gone)
     for entry in comparison.differing_framing().values():
@@ -465,7 +464,7 @@ def _compare(
     broken: set[str] = set()
     while True:
         left = [
-            r for r in requests if keys[r.object_number] not in broken and not comparison.is_done(r)
+            r for r in requests if keys[r.object_number] not in broken and comparison.left(r.spans)
         ]
         progress = Progress(config.stall_timeout_seconds, channel)
         try:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -214,7 +214,8 @@ class _Shared(Generic[T]):
 
     store: ObjectStore
     object_keys: Sequence[str]
-    requests: Sequence[RangeRequest[T]]
+    # Not kept: a worker that waits in a transport for long would keep all destinations alive.
+    requests: InitVar[Sequence[RangeRequest[T]]]
     consume: Callable[[RangeRequest[T], Buffer], bool | None]
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None
@@ -223,11 +224,11 @@ class _Shared(Generic[T]):
     depth: int
     most: int
 
-    def __post_init__(self) -> None:
-        self.tasks = deque(self.requests)
+    def __post_init__(self, requests: Sequence[RangeRequest[T]]) -> None:
+        self.tasks = deque(requests)
         self.done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
         self.gate = _Gate(self.progress)
-        self.stragglers: Stragglers[_Begun[T]] = Stragglers(len(self.requests))
+        self.stragglers: Stragglers[_Begun[T]] = Stragglers(len(requests))
         self._limiter = limiter_of(self.store)
         self._workers = 0
         self._threads: list[threading.Thread] = []

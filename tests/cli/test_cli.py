@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,20 @@ def test_the_notes_of_an_error_keep_their_lines(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit), exits():
         raise error
     assert capsys.readouterr().err.splitlines()[1:] == ["the log ends:", "first", "second"]
+
+
+def test_sigterm_shows_the_notes_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit as error:
+            error.add_note("to go on there:\n--from-byte 5")
+            raise
+
+    with pytest.raises(SystemExit) as caught, exits():
+        command()
+    assert caught.value.code == 143
+    assert capsys.readouterr().err.splitlines() == ["to go on there:", "--from-byte 5"]
 
 
 def test_ctrl_c_is_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:

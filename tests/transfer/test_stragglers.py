@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest
+from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.slow_sink import SlowSink
@@ -219,6 +220,27 @@ def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(
     assert sorted(load.consumed) == [request.start for request in REQUESTS]
     assert np.array_equal(load.arrived, BODY)
     assert limiter_of(load.store).in_flight == 0
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_worker_that_is_left_waiting_keeps_no_other_destination_alive(holding: Holding) -> None:
+    def run() -> list[weakref.ref[Load]]:
+        requests = [
+            RangeRequest(0, one.start, one.end, [Span(0, one.start, one.end, Load(holding))])
+            for one in REQUESTS
+        ]
+        config, progress = TransferConfig(download_concurrency=4), Progress(60.0)
+        ranges = fetch_ranges(holding, ["o"], requests, lambda *_: False, config, progress)
+        with contextlib.closing(ranges):
+            assert len(list(ranges)) == len(requests)
+        return [weakref.ref(one.spans[0].tag) for one in requests]
+
+    kept = run()
+    for thread in threading.enumerate():
+        if thread.name.startswith("dcp_objstore-download"):
+            thread.join(0.5)
+    assert not holding.ended.is_set()
+    assert [number for number, one in enumerate(kept) if one() is not None] in ([], [HELD // STEP])
 
 
 @pytest.mark.usefixtures("soon")
