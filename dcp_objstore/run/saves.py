@@ -88,6 +88,7 @@ class RunSaves:
         """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
         keywords = self._prepare(step, "wait", described)
         assert keywords is not None  # only "skip" skips
+        self._failed.add(step)  # unless this returns
         report = api.save(state, step_url(self._url, step), **keywords)
         self._saved.add(step)
         self._retain(step, keywords, None)

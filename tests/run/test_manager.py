@@ -24,7 +24,7 @@ from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining, manager
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.write import async_save as async_api
+from dcp_objstore.write import api, async_save as async_api
 from tests.support.servers import Bucket
 from tests.support.wrapped_stores import RecordingStore
 
@@ -605,6 +605,24 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(
         run.async_save(1, state(1))
         with pytest.raises(dos.CommitUnknownError):
             run.save(2, state(2))
+        run.save(1, state(10))
+        assert loaded(run)[1]["step"] == 10
+
+
+def test_a_save_that_was_waited_for_and_never_answered_is_made_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = api.run_save
+
+    def lose_the_answer(*args: Any) -> Any:
+        really(*args)
+        raise dos.CommitUnknownError("no answer")
+
+    with dos.CheckpointManager(url) as run:
+        monkeypatch.setattr(api, "run_save", lose_the_answer)
+        with pytest.raises(dos.CommitUnknownError):
+            run.save(1, state(1))
+        monkeypatch.undo()
         run.save(1, state(10))
         assert loaded(run)[1]["step"] == 10
 
