@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,29 @@ def test_ctrl_c_is_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> N
         raise KeyboardInterrupt
     assert caught.value.code == 130
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_as_ctrl_c_does_unless_it_is_ignored(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as caught, exits():
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            error.add_note("where to go on")
+            raise
+    assert caught.value.code == 128 + number
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"dcp-objstore: ended by {number.name}", "where to go on"]
+    assert signal.getsignal(number) is before
+    signal.signal(number, signal.SIG_IGN)
+    try:
+        with exits():
+            signal.raise_signal(number)  # as when a terminal closes on a command under nohup
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_reader_that_goes_away_is_no_error_message(tmp_path: Path) -> None:
