@@ -228,7 +228,8 @@ def _hook() -> None:
     for owner, make in classes:
         owner.__new__ = _new(owner, make)
         owner.validate_checkpoint_id = classmethod(_validate(owner))
-    dcp.async_save = state_dict_saver.async_save = _with_writer(dcp.async_save)
+    wrapped = _with_writer(state_dict_saver.async_save)
+    dcp.async_save = state_dict_saver.async_save = wrapped  # type: ignore[attr-defined]
     for executor in executors:
         executor.execute_save = _with_writer(executor.execute_save)
     os.mkdir = _refusing_urls(os.mkdir)  # `os.makedirs` and `pathlib` call it
