@@ -10,7 +10,6 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Json, chosen, size_bytes
 from dcp_objstore.cli.terminal import aligned, columns, print_json, wrapped
-from dcp_objstore.measure.report import LEAST_GAIN, settings_text
 from dcp_objstore.observe.report import counted, size_text
 
 _HEAD = ("GiB/s", "lowest", "highest", "CPU-s/GiB", "requests", "at once")
@@ -79,6 +78,8 @@ def _print(report: dos.BenchReport) -> None:
 def _verdict(past: str, gain: dos.SettingsGain | None) -> str:
     if gain is None:
         return "no other settings were tried; give it more time or a larger size"
+    from dcp_objstore.measure.report import LEAST_GAIN, settings_text
+
     text = settings_text(gain.settings)
     if gain.is_faster:
         return f"TransferConfig({text}) {past} {gain.gain:.1f} times as fast here"

@@ -63,9 +63,14 @@ def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoR
 def exits() -> Iterator[None]:
     """Run a command: turn a `DcpObjstoreError` into one line and a status, Ctrl-C into 130.
 
-    SIGTERM and SIGHUP end the command as Ctrl-C does, so that it cleans up.
+    SIGTERM and SIGHUP end the command as Ctrl-C does, so that it cleans up. Where they are ignored,
+    as nohup has it, they stay so.
     """
-    before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, _end)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
         sys.stdout.flush()
@@ -74,13 +79,10 @@ def exits() -> Iterator[None]:
         fail(f"{type(error).__name__}: {error}", status_of(error), notes)
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", ())
-        print("dcp-objstore: ended by Ctrl-C", *notes, sep="\n", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except SystemExit as error:
+        number, name = error.args or (signal.SIGINT, "Ctrl-C")
         with suppress(OSError):  # after SIGHUP, the terminal is gone
-            for note in getattr(error, "__notes__", ()):
-                print(note, file=sys.stderr)
-        raise
+            print(f"dcp-objstore: ended by {name}", *notes, sep="\n", file=sys.stderr)
+        sys.exit(128 + number)
     except BrokenPipeError:
         # The reader of the output has gone; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -92,4 +94,4 @@ def exits() -> Iterator[None]:
 
 
 def _end(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
+    raise KeyboardInterrupt(number, signal.Signals(number).name)

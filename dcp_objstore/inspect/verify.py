@@ -356,7 +356,7 @@ def verify_checkpoint(
         requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
         try:
             _read(store, index, requests, framing, comparison, config, channel, check_gone)
-        except (KeyboardInterrupt, SystemExit, RetryableError, CredentialsError) as error:
+        except (KeyboardInterrupt, RetryableError, CredentialsError) as error:
             left = [begins[one.object_number] + one.start for one in comparison.left(spans)]
             # If all blocks were compared, there is framing to read again.
             position = max(from_byte, min(left, default=begins[-1] - 1))

@@ -228,8 +228,8 @@ def _hook() -> None:
     for owner, make in classes:
         owner.__new__ = _new(owner, make)
         owner.validate_checkpoint_id = classmethod(_validate(owner))
-    for module in (dcp, state_dict_saver):
-        module.async_save = _with_writer(module.async_save)  # type: ignore[attr-defined]
+    wrapped = _with_writer(state_dict_saver.async_save)
+    dcp.async_save = state_dict_saver.async_save = wrapped  # type: ignore[attr-defined]
     for executor in executors:
         executor.execute_save = _with_writer(executor.execute_save)
     os.mkdir = _refusing_urls(os.mkdir)  # `os.makedirs` and `pathlib` call it
@@ -249,6 +249,9 @@ def _refusing_urls(mkdir: Callable[..., None]) -> Callable[..., None]:
                 )
         mkdir(path, *args, **kwargs)
 
+    refusing.__module__ = os.__name__  # not `posix`: by that name pickle has to find this function
+    if mkdir in os.supports_dir_fd:
+        os.supports_dir_fd.add(refusing)
     return refusing
 
 

@@ -88,8 +88,11 @@ class RunSaves:
         """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
         keywords = self._prepare(step, "wait", described)
         assert keywords is not None  # only "skip" skips
-        self._failed.add(step)  # until it has ended well: it may be committed, whatever is raised
-        report = api.save(state, step_url(self._url, step), **keywords)
+        try:
+            report = api.save(state, step_url(self._url, step), **keywords)
+        except BaseException as error:
+            self._note_failure(step, error)
+            raise
         self._saved.add(step)
         self._retain(step, keywords, None)
         return report
@@ -204,8 +207,7 @@ class RunSaves:
         error, failed = handle.exception(), None
         self._pending = None
         if error is not None:
-            self._saved.discard(step)
-            self._failed.add(step)
+            self._note_failure(step, error)
             failed = (
                 error
                 if isinstance(error, DcpObjstoreError)
@@ -213,6 +215,11 @@ class RunSaves:
             )
             failed.at(url=handle.url)
         raise_on_all(failed, self._url, self._group)
+
+    def _note_failure(self, step: int, error: BaseException) -> None:
+        self._saved.discard(step)
+        if not isinstance(error, CheckpointExistsError):  # what exists is another job's
+            self._failed.add(step)
 
     def settle_quietly(self) -> None:
         """Wait for the save under way, and log its error.

@@ -93,25 +93,34 @@ def test_the_notes_of_an_error_keep_their_lines(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.splitlines()[1:] == ["the log ends:", "first", "second"]
 
 
-def test_sigterm_shows_the_notes_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        except SystemExit as error:
-            error.add_note("to go on there:\n--from-byte 5")
-            raise
-
-    with pytest.raises(SystemExit) as caught, exits():
-        command()
-    assert caught.value.code == 143
-    assert capsys.readouterr().err.splitlines() == ["to go on there:", "--from-byte 5"]
-
-
 def test_ctrl_c_is_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught, exits():
         raise KeyboardInterrupt
     assert caught.value.code == 130
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_as_ctrl_c_does_unless_it_is_ignored(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as caught, exits():
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            error.add_note("where to go on")
+            raise
+    assert caught.value.code == 128 + number
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"dcp-objstore: ended by {number.name}", "where to go on"]
+    assert signal.getsignal(number) is before
+    signal.signal(number, signal.SIG_IGN)
+    try:
+        with exits():
+            signal.raise_signal(number)  # as when a terminal closes on a command under nohup
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_reader_that_goes_away_is_no_error_message(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ from dcp_objstore.cli.demo.training import (
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import open_store
-from tests.support.command_line import examples
+from tests.support.command_line import environment, examples
+from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET
 
 COMMAND = [sys.executable, "-m", "dcp_objstore", "demo"]
@@ -203,6 +204,25 @@ def test_keep_leaves_the_users_objects(tmp_path: Path) -> None:
 
 
 STATE = State(step=8, recorded_loss=3.0, fixed_loss=3.0, digests={"a": "1", "b": "2"})
+
+
+def test_what_the_demo_wrote_is_removed_from_a_slow_bucket_with_as_many_retries_as_elsewhere(
+    seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_to_wait = iter(range(4))
+
+    def slow_down(asked: Asked) -> Refuse | None:
+        is_told = asked.method == "DELETE" and next(asked_to_wait, None) is not None
+        return Refuse(503, "SlowDown") if is_told else None
+
+    with NetworkProxy(seaweed.storage_options) as proxy:
+        for name, value in environment(proxy.storage_options).items():
+            monkeypatch.setenv(name, value)
+        with in_bucket(f"s3://{BUCKET}/demo-slow", keep=False) as place:
+            place.run.open().put("step-1/object", b"body")
+            proxy.plan = slow_down
+    assert next(asked_to_wait, None) is None
+    assert list(open_store(f"s3://{BUCKET}/demo-slow", seaweed.storage_options).list()) == []
 
 
 @pytest.mark.parametrize(

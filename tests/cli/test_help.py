@@ -31,7 +31,7 @@ for command in sys.argv[1:]:
     except SystemExit as ended:
         assert not ended.code, command
     is_help = command.endswith(("-h", "--help", "--version"))
-    heavy = never | ({"numpy", "obstore", "msgspec", "tqdm"} if is_help else set())
+    heavy = never | ({"numpy", "obstore", "msgspec", "tqdm", "statistics"} if is_help else set())
     heavy |= {"numpy"} if command.startswith("ls file:") else set()
     assert not heavy & sys.modules.keys(), (command, heavy & sys.modules.keys())
 """

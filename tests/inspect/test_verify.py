@@ -105,9 +105,9 @@ def test_a_block_that_differs_only_once_is_not_damaged(
     assert seen
 
 
-@pytest.mark.parametrize(("deep", "why"), [(False, KeyboardInterrupt), (True, SystemExit)])
+@pytest.mark.parametrize("deep", [False, True])
 def test_an_interrupted_verification_goes_on_where_its_note_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool, why: type[BaseException]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool
 ) -> None:
     state = {"w": torch.arange(6 * MIB, dtype=torch.float32), "step": 5}  # six blocks
     _, path = saved(tmp_path / "step-1", state)
@@ -121,12 +121,12 @@ def test_an_interrupted_verification_goes_on_where_its_note_says(
 
     def interrupt(key: str, at: int, body: memoryview) -> None:
         if at >= fourth:
-            raise why
+            raise KeyboardInterrupt
 
     opened = StoreSpec.open
     with monkeypatch.context() as patched:
         patched.setattr(StoreSpec, "open", lambda spec: ChangingStore(opened(spec), interrupt))
-        with pytest.raises(why) as ended:
+        with pytest.raises(KeyboardInterrupt) as ended:
             ckpt.verify(deep=deep)
     where, damage = ended.value.__notes__
     found = re.search(r"up to byte (\d+) of (\d+); to go on there: from_byte=(\d+)", where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,6 +247,14 @@ def test_a_url_that_is_taken_for_a_local_folder_is_an_error(
         os.makedirs(form("s3://bucket/run"), exist_ok=True)  # noqa: PTH103
     for name in ("run/a", "run", "bytes", "s3:/bucket/run", "s3:/bucket", "s3:"):
         Path(name).rmdir()
+
+
+def test_functions_that_install_replaces_are_still_pickled_by_their_names() -> None:
+    """As programs do that hand them to a pool of processes."""
+    dos.install()
+    for function in (os.mkdir, dcp.async_save, state_dict_saver.async_save):
+        assert pickle.loads(pickle.dumps(function)) is function
+    assert os.mkdir in os.supports_dir_fd
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

@@ -254,7 +254,7 @@ def test_nothing_stays_after_sigterm(bucket: Bucket) -> None:
         held.wait()
         child.terminate()
         held.release()
-        assert child.communicate(timeout=120) == ("", "")
+        assert child.communicate(timeout=120) == ("", "dcp-objstore: ended by SIGTERM\n")
     assert child.returncode == 128 + signal.SIGTERM
     before.check()
 

@@ -628,6 +628,23 @@ def test_a_save_in_the_foreground_that_may_be_committed_is_made_again(
         assert loaded(run)[1]["step"] == 10
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(
+    url: str, background: bool
+) -> None:
+    with dos.CheckpointManager(url, claim_run=False) as run:
+        run.save(1, state(1))
+    with dos.CheckpointManager(url, claim_run=False) as run:
+        for _ in range(2):
+            with pytest.raises(dos.CheckpointExistsError):
+                if background:
+                    run.async_save(1, state(10))
+                    run.load(state(0), 1)  # raises what that save has met
+                else:
+                    run.save(1, state(10))
+        assert loaded(run)[1]["step"] == 1
+
+
 @pytest.fixture
 def exits_on_sigterm() -> Iterator[None]:
     """A handler as many scripts have one."""

@@ -67,6 +67,7 @@ def in_bucket(url: str, *, keep: bool) -> Iterator[Place]:
     finally:
         if not keep:
             try:
+                store = run.open()  # patient: after a minute's work, a busy store is worth a wait
                 for meta in list(store.list()):
                     store.delete(meta.key)
             except BaseException:
