@@ -112,7 +112,7 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write a checkpoint as one `torch.save` file, or as safetensors for Hugging Face libraries.
 
-    The checkpoint streams through some 300 MiB of memory, however large it is. A file appears whole
+    The checkpoint streams through some 400 MiB of memory, however large it is. A file appears whole
     or not at all. If the export fails, the files that it has written are removed.
 
     Args:
