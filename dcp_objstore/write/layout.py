@@ -93,6 +93,11 @@ class Placed(msgspec.Struct, gc=False):
         return WriteResult(self.item.index, self.length, place)
 
 
+def _planned_dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
+
+
 def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
     """Return the payload size of an item; 0 for a pickled value, whose size is not known yet.
 
@@ -176,7 +181,7 @@ class Layout:
             self.pending.popleft()
             try:
                 data = self._resolved(item)
-                if isinstance(data, torch.Tensor):
+                if isinstance(data, torch.Tensor) and data.dtype != _planned_dtype(item):
                     size_bytes = item_bytes(item, data.dtype)
                     if not self._fits(size_bytes):  # a planner converted it to a larger dtype
                         self.pending.appendleft((item, size_bytes))
