@@ -14,6 +14,7 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.ranges import read_range
 
 PART_BYTES = 5 << 20
 
@@ -93,3 +94,18 @@ def test_an_error_leaves_alone_the_frames_of_what_its_caller_was_handling(
         with pytest.raises(ObjectNotFoundError):
             store.head("absent")
     assert list(waiting) == [2]
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_a_range_that_was_read_leaves_no_reference_cycle(scheme: str, tmp_path: Path) -> None:
+    store = open_store(f"{scheme}://{'bucket/run' if scheme == 'memory' else tmp_path}")
+    store.put("k", b"body")
+    read_range(store, "k", 0, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            assert read_range(store, "k", 0, 4) == b"body"
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

@@ -27,8 +27,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
     "s3fs": ("s3", {**KEYS, "transport": "fsspec"}),
     "gcsfs": ("gs", {"anon": True, "transport": "fsspec"}),
 }
-# What obstore sends again by itself: parts and pages cannot be sent again from here.
-HIDDEN = {("obstore", "put_stream"), ("obstore", "list")}
+# What obstore sends again by itself: parts cannot be sent again from here.
+HIDDEN = {("obstore", "put_stream")}
 EACH = [(adapter, verb) for adapter in ADAPTERS for verb in VERBS if (adapter, verb) not in HIDDEN]
 RETRIES = 2
 BODY = random.Random(1).randbytes(4 * MIB)
@@ -171,6 +171,51 @@ def test_a_listing_that_breaks_off_goes_on_behind_the_last_key(
     found = [meta.key for meta in store_over(adapter, server.endpoint_url).list()]
     assert found == [f"{number:04d}" for number in range(1500)]
     assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("s3://bucket--usw2-az1--x-s3/run", KEYS),
+        ("az://container/run", {"account_name": "a", "account_key": "a2V5"}),
+    ],
+    ids=["directory-bucket", "azure"],
+)
+def test_a_listing_in_an_order_of_its_own_that_breaks_off_loses_and_repeats_no_key(
+    server: ScriptedServer, url: str, options: dict[str, object]
+) -> None:
+    keys = [f"{number * 7 % 1500:04d}" for number in range(1500)]  # not in the order of their names
+    shapes = {
+        "s3": (
+            "<Contents><Key>run/{}</Key><Size>1</Size><ETag>e</ETag>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>",
+            "<ListBucketResult>{}<IsTruncated>{}</IsTruncated>{}</ListBucketResult>",
+            "<NextContinuationToken>t</NextContinuationToken>",
+        ),
+        "az": (
+            "<Blob><Name>run/{}</Name><Properties><Content-Length>1</Content-Length><Etag>e</Etag>"
+            "<Content-Type>text/plain</Content-Type>"
+            "<Last-Modified>Thu, 01 Jan 2026 00:00:00 GMT</Last-Modified></Properties></Blob>",
+            "<EnumerationResults><Blobs>{}</Blobs><!--{}-->{}</EnumerationResults>",
+            "<NextMarker>t</NextMarker>",
+        ),
+    }
+    entry, whole, token = shapes[url[:2]]
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        headers = {"Content-Type": "application/xml"}
+        if nth == 2:
+            return 500, headers, b""
+        goes_on = "continuation-token=t" in target or "marker=t" in target
+        entries = "".join(map(entry.format, keys[1000:] if goes_on else keys[:1000]))
+        more = ("false", "") if goes_on else ("true", token)
+        return 200, headers, whole.format(entries, *more).encode()
+
+    server.answer = answer
+    given = {**options, "endpoint_url": server.endpoint_url}
+    store = open_store(url, given, TransferConfig(max_retries=RETRIES))
+    assert [meta.key for meta in store.list()] == keys
+    assert len(server.requests) == 4
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)

@@ -58,6 +58,7 @@ class Clients(Requests):
 
     Attributes:
         lane: for reads whose requests can be signed here; None if there is none.
+        ordered: whether a listing may begin behind a key.
         proven: whether an answer was such as only a store gives.
         has_put: whether an object was put, so that a 404 means the key and not the bucket.
     """
@@ -75,6 +76,7 @@ class Clients(Requests):
     ) -> None:
         super().__init__(config, judge_obstore, maker.endpoint_url, url.scheme, url.bucket)
         self._maker = maker
+        self.ordered = maker.ordered
         self._credentials = credentials
         self._trust = trust
         self._renewals = 0

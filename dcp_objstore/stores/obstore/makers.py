@@ -62,11 +62,14 @@ class Maker(NamedTuple):
         make: makes a client; they differ in their time-outs and retries.
         endpoint_url: the server; None for the provider's own.
         sign: makes a GET for the direct lane; None if it takes more than that.
+        ordered: whether a listing may begin behind a key. Directory buckets and Azure's
+            hierarchical namespaces list in an order of their own.
     """
 
     make: Make
     endpoint_url: str | None = None
     sign: Sign | None = None
+    ordered: bool = True
 
 
 def memory_maker(url: StoreUrl) -> Maker:
@@ -125,7 +128,8 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> Maker:
     if not (settings.requester_pays or express):
         sign = _unsigned(of_bucket) if settings.anon else _signed_url
     make = _make(S3Store, config, found, endpoint, settings.verify)
-    return Maker(make if checksum is not None else _without_variable(make), endpoint, sign)
+    make = make if checksum is not None else _without_variable(make)
+    return Maker(make, endpoint, sign, ordered=not is_directory_bucket(url.bucket))
 
 
 def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> Maker:
@@ -184,7 +188,8 @@ def azure_maker(url: StoreUrl, options: AzureOptions, found: Credentials) -> Mak
 
     # Without a provider obstore finds credentials of its own.
     signs = sign if provider is not None else _unsigned(place) if found.anonymous else None
-    return Maker(_make(AzureStore, config, found, endpoint, options.verify), endpoint, signs)
+    make = _make(AzureStore, config, found, endpoint, options.verify)
+    return Maker(make, endpoint, signs, ordered=False)
 
 
 def _make(

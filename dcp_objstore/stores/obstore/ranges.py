@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import MIB
@@ -40,10 +41,10 @@ class ObstoreSource(RetriedSource):
     """
 
     def __init__(self, clients: Clients, path: str, *, in_memory: bool) -> None:
-        super().__init__(clients, path, self._ask_obstore)
+        # A method of its own there would be a reference cycle for each range.
+        super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory))
         self._clients = clients
         self._path = path
-        self._in_memory = in_memory
         self._over_lane = True
 
     def ask_ahead(self, start: int, end: int) -> Answer | None:
@@ -82,28 +83,29 @@ class ObstoreSource(RetriedSource):
                 return
         self._tries.again(error, failure(StoreUnavailableError(what), status, None), asked_at)
 
-    def _ask_obstore(self, start: int, end: int) -> Answer:
-        import obstore
 
-        client = self._clients.get("range")
-        if self._in_memory:
-            size_bytes = obstore.head(client, self._path)["size"]
-            if size_bytes < end:
-                raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size_bytes} bytes")
-        try:
-            answer = obstore.get(client, self._path, options={"range": (start, end)})
-        except Exception as error:
-            # A server may say 200 where the range is the whole object: it is what was asked for.
-            if start != 0 or not sent_whole(error):
-                raise
-            answer = obstore.get(client, self._path)
-            if answer.meta["size"] != end:
-                raise
-        if answer.range != (start, end):
-            raise CorruptDataError(
-                f"bytes [{start}, {end}) asked for, of an object of {answer.meta['size']} bytes"
-            )
-        return ReceivedChunks(_chunks(answer, start, end))
+def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: int) -> Answer:
+    import obstore
+
+    client = clients.get("range")
+    if in_memory:
+        size_bytes = obstore.head(client, path)["size"]
+        if size_bytes < end:
+            raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size_bytes} bytes")
+    try:
+        answer = obstore.get(client, path, options={"range": (start, end)})
+    except Exception as error:
+        # A server may say 200 where the range is the whole object: it is what was asked for.
+        if start != 0 or not sent_whole(error):
+            raise
+        answer = obstore.get(client, path)
+        if answer.meta["size"] != end:
+            raise
+    if answer.range != (start, end):
+        raise CorruptDataError(
+            f"bytes [{start}, {end}) asked for, of an object of {answer.meta['size']} bytes"
+        )
+    return ReceivedChunks(_chunks(answer, start, end))
 
 
 def _chunks(answer: Any, start: int, end: int) -> Iterator[Buffer]:

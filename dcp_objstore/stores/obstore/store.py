@@ -253,14 +253,22 @@ class ObstoreStore(BaseStore[str]):
         prefix = (self._root + folder).rstrip("/") or None
         pages: Any = None
         last: str | None = None  # the last key that came
+        # All that came, where a listing cannot begin behind the last one. There obstore would drop
+        # the keys that compare less, of which some are still to come.
+        came: set[str] = set()
+
+        def new(page: Any) -> Any:
+            return [meta for meta in page if meta["path"] not in came]
 
         def more() -> Any:
             """The next page; after one that failed, of a new listing that starts there."""
             nonlocal pages
             found, pages = pages, None
             if found is None:
-                client = clients.get("list")
-                found = iter(obstore.list(client, prefix, offset=last, chunk_size=_PAGE_KEYS))
+                listed = obstore.list(
+                    clients.get("list"), prefix, offset=last, chunk_size=_PAGE_KEYS
+                )
+                found = filter(None, map(new, listed))
             page = next(found, None)
             pages = found
             return page
@@ -277,7 +285,10 @@ class ObstoreStore(BaseStore[str]):
         page = ask()
         while page is not None:
             for meta in page:
-                last = meta["path"]
+                if clients.ordered:
+                    last = meta["path"]
+                else:
+                    came.add(meta["path"])
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
