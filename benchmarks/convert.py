@@ -1,19 +1,17 @@
-"""`convert`: exports, imports and copies, as shares of the throughput of a save and a load.
+"""`convert`: exports, imports and copies, compared with the throughput of a save.
 
-A conversion loads and saves, so it is compared with the slower of the two in the same round.
+A conversion loads and saves, and a save takes longer than a load.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import dcp_objstore as dos
 from benchmarks.conditions import Conditions
-from benchmarks.processes import median, medians
 from benchmarks.settings import Settings
-from benchmarks.steps import main, random_state, run_steps
+from benchmarks.steps import compare_steps, main, random_state
 from benchmarks.table import Result, Table
 from benchmarks.targets import Place
 
@@ -40,7 +38,7 @@ _CONVERSIONS: dict[str, Callable[..., object]] = {
 }
 _COLUMNS = {
     "GiB/s": ("gib_per_second", ".2f"),
-    "x the slower of save and load": ("share", ".2f"),
+    "x save": ("speed", ".2f"),
     "CPU-s/GiB": ("cpu_seconds_per_gib", ".2f"),
     "extra MiB": ("extra_mib", ".0f"),
 }
@@ -51,27 +49,9 @@ def convert(
     settings: Settings, target: str, rounds: int, conditions: Conditions
 ) -> tuple[Table, Result]:
     """Measure every step once a round; medians of the rounds."""
-    found, problems = run_steps("benchmarks.convert", _STEPS, settings, target, rounds, conditions)
-    both = zip(found.get("save", []), found.get("load", []), strict=False)
-    slower = [min(one["gib_per_second"], other["gib_per_second"]) for one, other in both]
-    steps = medians(found)
-    for step, one in steps.items():
-        pairs = zip(found[step], slower, strict=False)
-        one["share"] = median(each["gib_per_second"] / most for each, most in pairs)
-    title = (
-        f"conversions on {conditions.described(target)}: {settings.gib:g} GiB in"
-        f" {settings.tensors} tensors, medians of {rounds}"
+    return compare_steps(
+        "convert", _STEPS, lambda _: "save", _COLUMNS, settings, target, rounds, conditions
     )
-    notes = [f"{step}: {problem}" for step, problem in problems.items()]
-    table = Table.of(title, "step", _COLUMNS, steps, notes)
-    return table, {
-        "command": "convert",
-        "target": target,
-        "settings": dataclasses.asdict(settings),
-        "steps": steps,
-        "rounds": found,
-        "problems": problems,
-    }
 
 
 def _prepare(step: str, settings: Settings, place: Place) -> Callable[[], None]:

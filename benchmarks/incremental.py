@@ -6,16 +6,14 @@ One tensor in 20 changes, or all of them. What the store needs for the copies is
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dcp_objstore as dos
 from benchmarks.conditions import Conditions
-from benchmarks.processes import median, medians
 from benchmarks.settings import MIB, Settings
-from benchmarks.steps import main, random_state, run_steps
+from benchmarks.steps import compare_steps, main, random_state
 from benchmarks.table import Result, Table
 from benchmarks.targets import Place
 
@@ -43,29 +41,16 @@ def incremental(
     settings: Settings, target: str, rounds: int, conditions: Conditions
 ) -> tuple[Table, Result]:
     """Measure every step once a round; medians of the rounds."""
-    found, problems = run_steps(
-        "benchmarks.incremental", _STEPS, settings, target, rounds, conditions
+    return compare_steps(
+        "incremental",
+        _STEPS,
+        lambda step: _PLAIN if step == _CHANGED else _FULL,
+        _COLUMNS,
+        settings,
+        target,
+        rounds,
+        conditions,
     )
-    steps = medians(found)
-    for step, one in steps.items():
-        full = found.get(_PLAIN if step == _CHANGED else _FULL, [])
-        pairs = list(zip(found[step], full, strict=False))
-        for ratio, key in (("time", "seconds"), ("cpu", "cpu_seconds_per_gib")):
-            one[ratio] = median(each[key] / other[key] for each, other in pairs)
-    title = (
-        f"saves on {conditions.described(target)}: {settings.gib:g} GiB in"
-        f" {settings.tensors} tensors, medians of {rounds}"
-    )
-    notes = [f"{step}: {problem}" for step, problem in problems.items()]
-    table = Table.of(title, "step", _COLUMNS, steps, notes)
-    return table, {
-        "command": "incremental",
-        "target": target,
-        "settings": dataclasses.asdict(settings),
-        "steps": steps,
-        "rounds": found,
-        "problems": problems,
-    }
 
 
 def _prepare(step: str, settings: Settings, place: Place) -> Callable[[], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,39 +14,71 @@ import torch
 from benchmarks.child import Job, measure, status_mib
 from benchmarks.conditions import Conditions
 from benchmarks.peers import State
-from benchmarks.processes import answer, in_turns
+from benchmarks.processes import answer, in_turns, median, medians
 from benchmarks.settings import GIB, MIB, Settings
+from benchmarks.table import Result, Table
 from benchmarks.targets import Place, open_target
 
 # Returns what does a step; making it is not measured.
 Prepare = Callable[[str, Settings, Place], Callable[[], None]]
-Found = dict[str, list[dict[str, float]]]
 
 _LOOK_SECONDS = 0.005
+_RATIOS = {"speed": "gib_per_second", "time": "seconds", "cpu": "cpu_seconds_per_gib"}
 
 
-def run_steps(
-    module: str,
+def compare_steps(
+    command: str,
     steps: Sequence[str],
+    compared_with: Callable[[str], str],
+    columns: Mapping[str, tuple[str, str]],
     settings: Settings,
     target: str,
     rounds: int,
     conditions: Conditions,
-) -> tuple[Found, dict[str, str]]:
-    """Run every step once a round, in order; return the rounds of each, and what failed."""
+) -> tuple[Table, Result]:
+    """Run every step once a round, in order, as `python -m benchmarks.COMMAND`.
+
+    Args:
+        command: name of the command and its module.
+        steps: names of the steps.
+        compared_with: returns the step that a step is compared with, in the same round.
+        columns: as in `Table.of`; besides what `main` prints there are `speed`, `time` and `cpu`,
+            the ratios to the step that a step is compared with.
+        settings: size of the state.
+        target: as in `open_target`.
+        rounds: how often.
+        conditions: of the sink.
+    """
     problems: dict[str, str] = {}
     with open_target(target, keep=True, conditions=conditions) as root:
 
         def run(step: str, turn: int) -> dict[str, float]:
             place = root.at(f"round-{turn}")
-            found: dict[str, float] = Job(
-                peer=step, action="step", place=place, settings=settings
-            ).run(module)
+            job = Job(peer=step, action="step", place=place, settings=settings)
+            found: dict[str, float] = job.run(f"benchmarks.{command}")
             if step == steps[-1]:
                 place.clear()
             return found
 
-        return in_turns(steps, rounds, run, problems), problems
+        found = in_turns(steps, rounds, run, problems)
+    figures = medians(found)
+    for step, one in figures.items():
+        pairs = list(zip(found[step], found.get(compared_with(step), []), strict=False))
+        for ratio, key in _RATIOS.items():
+            one[ratio] = median(each[key] / other[key] for each, other in pairs)
+    title = (
+        f"{command} on {conditions.described(target)}: {settings.gib:g} GiB in"
+        f" {settings.tensors} tensors, medians of {rounds}"
+    )
+    notes = [f"{step}: {problem}" for step, problem in problems.items()]
+    return Table.of(title, "step", columns, figures, notes), {
+        "command": command,
+        "target": target,
+        "settings": dataclasses.asdict(settings),
+        "steps": figures,
+        "rounds": found,
+        "problems": problems,
+    }
 
 
 def main(steps: Sequence[str], prepare: Prepare) -> None:
