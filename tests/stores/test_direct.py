@@ -20,6 +20,7 @@ import pytest
 
 from dcp_objstore.errors import ConfigError, CorruptDataError, InputError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
+from dcp_objstore.stores.obstore import ranges
 from dcp_objstore.stores.obstore.direct import (
     WORTHWHILE_BYTES,
     DirectAnswer,
@@ -27,7 +28,6 @@ from dcp_objstore.stores.obstore.direct import (
     LaneError,
     SignedGet,
 )
-from dcp_objstore.stores.obstore.ranges import ObstoreSource
 from dcp_objstore.stores.obstore.tls import TlsSocket
 from dcp_objstore.stores.ranges import Answer, Range, RangeSource, read_range
 from tests.support import tampering
@@ -527,7 +527,7 @@ class Asks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.over_lane: list[tuple[int, int]] = []
         self.of_transport: list[tuple[int, int]] = []
-        lane_asks, obstore_asks = DirectLane.ask, ObstoreSource._ask_obstore
+        lane_asks, obstore_asks = DirectLane.ask, ranges._ask_obstore
 
         def ask(lane: DirectLane, path: str, start: int, end: int) -> DirectAnswer | None:
             answer = lane_asks(lane, path, start, end)
@@ -535,12 +535,12 @@ class Asks:
                 self.over_lane.append((start, end))
             return answer
 
-        def ask_obstore(source: ObstoreSource, start: int, end: int) -> Answer:
-            self.of_transport.append((start, end))
-            return obstore_asks(source, start, end)
+        def ask_obstore(*source: Any) -> Answer:
+            self.of_transport.append(source[-2:])
+            return obstore_asks(*source)
 
         monkeypatch.setattr(DirectLane, "ask", ask)
-        monkeypatch.setattr(ObstoreSource, "_ask_obstore", ask_obstore)
+        monkeypatch.setattr(ranges, "_ask_obstore", ask_obstore)
 
 
 @pytest.fixture
