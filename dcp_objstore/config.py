@@ -36,7 +36,8 @@ class TransferConfig:
 
     - From CPU memory: 10 MiB, however large a part is, because bytes are sent from the tensors' own
       memory. Tensors of up to 1 MiB are copied together first, and take what is in flight: 128 MiB
-      and two parts, or `(upload_concurrency + 2) x part_size_bytes` if that is a number.
+      (at least two parts) and two parts more, or `(upload_concurrency + 2) x part_size_bytes` if
+      that is a number.
     - From a GPU: pinned memory of `(upload_concurrency + 2) x part_size_bytes` ("auto" counts as 8
       here, whatever it finds), but at least 80 MiB.
 

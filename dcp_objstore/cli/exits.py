@@ -79,7 +79,7 @@ def exits() -> Iterator[None]:
         fail(f"{type(error).__name__}: {error}", status_of(error), notes)
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", ())
-        number, name = error.args or (signal.SIGINT, "Ctrl-C")
+        number, name = error.args if isinstance(error, _Ended) else (signal.SIGINT, "Ctrl-C")
         with suppress(OSError):  # after SIGHUP, the terminal is gone
             print(f"dcp-objstore: ended by {name}", *notes, sep="\n", file=sys.stderr)
         sys.exit(128 + number)
@@ -93,5 +93,9 @@ def exits() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+class _Ended(KeyboardInterrupt):
+    """A signal that ends the command: its number and name."""
+
+
 def _end(number: int, _frame: object) -> None:
-    raise KeyboardInterrupt(number, signal.Signals(number).name)
+    raise _Ended(number, signal.Signals(number).name)

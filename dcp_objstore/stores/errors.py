@@ -210,7 +210,7 @@ def kind_of_builtin(error: BaseException) -> type[DcpObjstoreError]:
 
 
 def by_type(error: BaseException, kinds: Mapping[str, T]) -> T | None:
-    """Return what is said of the first named type that an error has; see `is_of`."""
+    """Return the entry of the first named type that an error has; see `is_of`."""
     return next((kind for name, kind in kinds.items() if is_of(type(error), name)), None)
 
 

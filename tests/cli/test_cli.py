@@ -93,9 +93,12 @@ def test_the_notes_of_an_error_keep_their_lines(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.splitlines()[1:] == ["the log ends:", "first", "second"]
 
 
-def test_ctrl_c_is_130_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("said", [(), ("interrupted while waiting",)])
+def test_ctrl_c_is_130_and_no_traceback(
+    capsys: pytest.CaptureFixture[str], said: tuple[str, ...]
+) -> None:
     with pytest.raises(SystemExit) as caught, exits():
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*said)
     assert caught.value.code == 130
     assert len(capsys.readouterr().err.splitlines()) == 1
 
