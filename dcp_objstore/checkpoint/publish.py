@@ -1,6 +1,6 @@
 """Publish: write and remove `.metadata`, the object by which stock torch readers find a checkpoint.
 
-The code that imports torch knows its content (`DotMetadata`); this module decides when it may be
+`compat` knows its content (`DotMetadata`); this module decides when it may be
 put or removed. The rule of `commit` that this module implements:
 
  6. `.metadata` follows the marker: read its version, check that the marker is still ours, put
@@ -42,7 +42,7 @@ Change: TypeAlias = Literal["written", "removed"]
 
 
 class DotMetadata(Protocol):
-    """The content of `.metadata`, which only the code that imports torch knows."""
+    """The content of `.metadata`, which `compat` knows."""
 
     def derive(self, index: bytes) -> bytes:
         """Make the `.metadata` of a stored index.

@@ -1,12 +1,13 @@
 """`StockDotMetadata`: makes the `.metadata` of an index, and compares one with an index.
 
-Its methods import torch; this module does not, because most upkeep never calls them.
+A `.metadata` that differs from what this package writes is decoded, which imports torch.
 """
 
 from __future__ import annotations
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import parse_data_key
+from dcp_objstore.compat.dot_metadata import encode_metadata
 from dcp_objstore.errors import CorruptDataError, InputError
 
 
@@ -15,17 +16,15 @@ class StockDotMetadata:
 
     def derive(self, index: bytes) -> bytes:
         """Return the `.metadata` of an encoded index."""
-        from dcp_objstore.compat.dot_metadata import encode_metadata
-
         return encode_metadata(ix.decode(index))
 
     def describes(self, body: bytes, index: bytes) -> bool:
         """Return whether a `.metadata` leads stock torch to the items of an encoded index."""
-        from dcp_objstore.compat.foreign import decode_metadata
-
         derived = self.derive(index)
         if body == derived:
             return True
+        from dcp_objstore.compat.foreign import decode_metadata
+
         try:
             found, wanted = decode_metadata(body), decode_metadata(derived)
         except (CorruptDataError, InputError):

@@ -47,7 +47,7 @@ from dcp_objstore.inspect.verify import Piece, framing_pieces, payload_blocks
 from dcp_objstore.observe.events import Planned
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
-from dcp_objstore.state.dcp_metadata import StoredObject
+from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import CopySource, Version
 from dcp_objstore.transfer.copies import copy_objects

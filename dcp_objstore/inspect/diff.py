@@ -17,7 +17,7 @@ from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as ope
 from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, read_ahead
 from dcp_objstore.observe.report import Bar
-from dcp_objstore.state.dcp_metadata import constant_name
+from dcp_objstore.state.stored import constant_name
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.index import Index

@@ -37,8 +37,9 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     UnsupportedError,
 )
-from dcp_objstore.state.dcp_metadata import boxes_of, describe, known_dtype, unknown_dtype
+from dcp_objstore.state.dcp_metadata import boxes_of, describe
 from dcp_objstore.state.geometry import fills
+from dcp_objstore.state.stored import known_dtype, unknown_dtype
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch.utils.serialization import config as serialization_config
 
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
 from dcp_objstore.errors import UnsupportedError
-from dcp_objstore.state.dcp_metadata import constant_name
+from dcp_objstore.state.stored import constant_name
 from dcp_objstore.state.memory import byte_memory, is_quantized
 
 if TYPE_CHECKING:

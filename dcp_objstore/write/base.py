@@ -45,8 +45,8 @@ from dcp_objstore.checkpoint.read import open_committed, open_found
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError
 from dcp_objstore.observe.events import NotCopied
 from dcp_objstore.state import tensor_frame
-from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, constant_name, known_dtype
 from dcp_objstore.state.device import Outbound
+from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name, known_dtype
 from dcp_objstore.stores.protocol import CopySource, Version
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.transfer.copies import LEAST_PART_BYTES, copied_parts, copy_objects

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
 from dcp_objstore.state import tensor_frame
-from dcp_objstore.state.dcp_metadata import StoredItem, StoredObject, constant_name
 from dcp_objstore.state.memory import lend
+from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name
 from dcp_objstore.transfer.digests import block_digests, small_digest
 from dcp_objstore.transfer.parts import check_item_size
 

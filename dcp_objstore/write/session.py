@@ -13,7 +13,7 @@ from dcp_objstore.observe.report import SaveReport
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.commit import BeginToken
     from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.state.dcp_metadata import StoredObject
+    from dcp_objstore.state.stored import StoredObject
     from dcp_objstore.stores import ObjectStore, StoreSpec
 
 

@@ -18,8 +18,9 @@ from dcp_objstore.compat.values import warn_unsafe_value
 from dcp_objstore.config import AUTO_MOST, COPIED_MOST_BYTES
 from dcp_objstore.errors import InputError
 from dcp_objstore.observe.events import Hashed, Planned
-from dcp_objstore.state.dcp_metadata import StoredObject, WriteResults
+from dcp_objstore.state.dcp_metadata import WriteResults
 from dcp_objstore.state.device import Outbound, settle_streams
+from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.transfer.digests import block_digests

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.state.dcp_metadata import StoredObject
+    from dcp_objstore.state.stored import StoredObject
     from dcp_objstore.stores import ObjectStore, StoreSpec
 
 

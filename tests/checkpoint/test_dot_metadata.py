@@ -148,24 +148,9 @@ def test_every_property_survives(changes: dict[str, Any], properties: dict[str, 
         assert read.state_dict_metadata["w"].properties == TensorProperties(**plain | properties)
 
 
-class NewerProperties(TensorProperties):
-    """As torch 2.15 has it: one more field, at the end of the pickled state."""
-
-    def __getstate__(self) -> tuple[object, ...]:
-        return (*super().__getstate__(), (3, 1))
-
-
-def test_properties_of_a_newer_torch_are_written_as_the_five_fields_of_an_older_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def newer(stored: ix.Tensor) -> NewerProperties:
-        dtype = getattr(torch, stored.dtype)
-        made = NewerProperties(dtype, requires_grad=stored.requires_grad)
-        assert len(made.__getstate__()) == 6
-        return made
-
-    monkeypatch.setattr(dot_metadata, "properties_of", newer)
-    assert pickle.loads(encode_metadata(index())) == metadata()
+def test_the_layouts_are_those_of_torch() -> None:
+    layouts = {str(value) for value in vars(torch).values() if isinstance(value, torch.layout)}
+    assert layouts == {f"torch.{name}" for name in dot_metadata._LAYOUTS}
 
 
 def test_an_empty_checkpoint_is_written() -> None:

@@ -17,13 +17,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.state import dcp_metadata
-from dcp_objstore.state.dcp_metadata import (
-    StoredItem,
-    StoredObject,
-    WriteResults,
-    boxes_of,
-    describe,
-)
+from dcp_objstore.state.dcp_metadata import WriteResults, boxes_of, describe
+from dcp_objstore.state.stored import StoredItem, StoredObject
 from tests.support import indexes
 
 RANKS = 64
