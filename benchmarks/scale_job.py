@@ -34,7 +34,7 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, Version
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.ranges import grown_request_size, plan_requests
-from dcp_objstore.write import writer as writer_module
+from dcp_objstore.write import session as session_module, writer as writer_module
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ T = TypeVar("T")
 Found = dict[str, Any]
 _PAGE = 1000  # keys in one answer to a LIST
 # What `ObjectStoreWriter.finish` calls for each stage.
-_IN_FINISH = {
-    "build_index": "build_index",
-    "_read_back": "encode_index",
-    "commit_save": "commit",
-    "publish_for_stock_readers": "dot_metadata",
-}
+_IN_FINISH = (
+    (writer_module, "build_index", "build_index"),
+    (session_module, "_read_back", "encode_index"),
+    (session_module, "commit_save", "commit"),
+    (session_module, "publish_for_stock_readers", "dot_metadata"),
+)
 
 
 class Stages:
@@ -190,9 +190,9 @@ def coordinate_save(state: ScaledState, url: str) -> Found:
         bodies.clear()
         pretended |= {one.entry.key: one.entry.size_bytes for one in objects}
         with ExitStack() as stack:
-            for name, stage in _IN_FINISH.items():
-                timed = stages.timed(stage, getattr(writer_module, name))
-                stack.enter_context(patch.object(writer_module, name, timed))
+            for module, name, stage in _IN_FINISH:
+                timed = stages.timed(stage, getattr(module, name))
+                stack.enter_context(patch.object(module, name, timed))
             writer.finish(metadata=metadata, results=list(results))
         with stages.stage("send_metadata"):
             described = pickle.dumps(metadata)

@@ -32,9 +32,12 @@ import msgspec
 import numpy as np
 
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.names import data_key, new_nonce, parse_data_key
 from dcp_objstore.config import at_most
 from dcp_objstore.convert.names import options_of_other
+from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
@@ -44,6 +47,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect.slabs import ahead
 from dcp_objstore.inspect.verify import Piece, framing_pieces, payload_blocks
+from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
@@ -58,7 +62,7 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
 from dcp_objstore.transfer.upload import run_watched, upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for
-from dcp_objstore.write.writer import ObjectStoreWriter
+from dcp_objstore.write.session import Save
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -68,7 +72,6 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.transfer.upload import ByteArray
-    from dcp_objstore.write.session import Save
 
 _OBJECTS_AT_ONCE = 4
 _FINGERPRINT_DIGITS = 40  # with the 24 of a nonce, the 64 that a name has room for
@@ -160,27 +163,29 @@ def copy_checkpoint(
     source_options = options_of_other(source_storage_options, url, storage_options, source)
     spec = StoreSpec(source, source_options, config)
     stored = open_stored_checkpoint(spec)
-    if stored.marker is None:
+    marker = stored.marker
+    if marker is None:
         raise UnsupportedError(
             "another library wrote this checkpoint, without digests to compare a copy with;"
             " dcp_objstore.import_checkpoint (dcp-objstore import) saves it as one that has them",
             url=spec.url,
         )
-    writer = ObjectStoreWriter(
-        url,
-        overwrite=overwrite,
-        claim=claim,
-        storage_options=storage_options,
-        config=config,
-        progress=progress,
-        on_event=on_event,
-        trace=trace,
-        allow_unfenced=allow_unfenced,
-        user_metadata=stored.marker.user_metadata,
-    )
     target = StoreSpec(url, storage_options, config)
+    channel = EventSettings(on_event, trace).channel("save", target.url, *rank_and_world_size())
+    channel.show(bar=progress, summary=True)
+    save = Save(target, 0, True, channel, world_size=marker.world_size)
     copy = _Copy(spec, stored, on_store=not streamed and _on_one_store(spec, target))
-    report = writer.save_objects(copy.upload)
+    clock = Clock.of_job(target.config.stall_timeout_seconds)
+    try:
+        with channel.watching(), plugin_errors(0, target.url):
+            save.start(overwrite=overwrite, claim=claim, allow_unfenced=allow_unfenced, clock=clock)
+            copied = copy.upload(save)
+            save.commit(*copied, user_metadata=marker.user_metadata, claim=claim, clock=clock)
+    except BaseException as error:
+        save.abandon(error)
+        raise
+    report = save.committed
+    assert report is not None
     assert report.commit_id is not None
     return CopyReport(
         source=spec.url,
@@ -221,13 +226,11 @@ class _Copy:
         self._config = spec.config
         self._stored = stored
         self._index = stored.index
-        self._world_size = stored.marker.world_size
         self._fingerprint = stored.marker.index.sha256[:_FINGERPRINT_DIGITS]
         self.sent_bytes = 0
 
     def upload(self, save: Save) -> tuple[ix.Index, list[StoredObject]]:
         """Upload what is not there yet; return the index of the copy, and its objects."""
-        save.world_size = self._world_size
         channel, objects, config = save.channel, self._index.objects, self._config
         copied = wait_for(self._arrived, save)
         left = [number for number in range(len(objects)) if number not in copied]

@@ -12,8 +12,9 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_objstore.distributed.groups import current_rank, gone_error, has_gone, is_first
+from dcp_objstore.distributed.groups import gone_error, has_gone, is_first
 from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, RankFailedError
 
 T = TypeVar("T")

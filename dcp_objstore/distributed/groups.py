@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dcp_objstore import torch_private
 from dcp_objstore.config import TransferConfig
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, InputError, RankFailedError, UnsupportedError
 
 # Purposes of groups: the calls of the program's thread, and the saves in the background.
@@ -24,17 +25,6 @@ SAVES = "saves"
 # drop one, because all its ranks would have to make it again together. The key must not contain
 # anything that may differ between ranks, such as a setting.
 _own: WeakKeyDictionary[dist.ProcessGroup, dict[str, ref[dist.ProcessGroup]]] = WeakKeyDictionary()
-
-
-def current_rank() -> int | None:
-    """Return the global rank, or None without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else None
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """Return the global rank and the number of ranks; (0, 1) without a process group."""
-    rank = current_rank()
-    return (0, 1) if rank is None else (rank, dist.get_world_size())
 
 
 def world_group() -> dist.ProcessGroup | None:

@@ -31,7 +31,8 @@ import torch.distributed as dist
 
 from dcp_objstore import torch_private
 from dcp_objstore.distributed.failures import on_first
-from dcp_objstore.distributed.groups import count_ranks, current_rank
+from dcp_objstore.distributed.groups import count_ranks
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import RankFailedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.transfer.workers import spawn

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from dcp_objstore.distributed.groups import rank_and_world_size
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     AbsentKeyError,
     CheckpointCorruptError,

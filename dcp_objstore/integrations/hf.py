@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from dcp_objstore.compat.values import check_safe
-from dcp_objstore.distributed.groups import rank_and_world_size
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,

@@ -27,7 +27,8 @@ from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.values import check_safe
 from dcp_objstore.distributed.failures import on_first
-from dcp_objstore.distributed.groups import current_rank, sync_group
+from dcp_objstore.distributed.groups import sync_group
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CheckpointPinnedError,

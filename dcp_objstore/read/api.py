@@ -16,8 +16,9 @@ from dcp_objstore.distributed.failures import (
     raise_on_all,
     typed_failures,
 )
-from dcp_objstore.distributed.groups import count_ranks, current_rank, sync_group
+from dcp_objstore.distributed.groups import count_ranks, sync_group
 from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner

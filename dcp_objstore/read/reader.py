@@ -20,8 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_objstore.distributed.groups import current_rank, exchange_group, rank_and_world_size
+from dcp_objstore.distributed.groups import exchange_group
 from dcp_objstore.distributed.plugin import Target, plugin_errors
+from dcp_objstore.distributed.ranks import current_rank, rank_and_world_size
 from dcp_objstore.errors import (
     CheckpointGoneError,
     ConfigError,

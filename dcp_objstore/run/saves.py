@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
-from dcp_objstore.distributed.groups import current_rank, is_first
+from dcp_objstore.distributed.groups import is_first
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
     CheckpointExistsError,
     ConfigError,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_objstore.distributed.groups import current_rank
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError
 
 

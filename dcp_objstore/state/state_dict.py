@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
-from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.per_rank import PerRank

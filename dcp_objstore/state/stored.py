@@ -69,7 +69,7 @@ def unknown_dtype(name: str, key: str) -> UnsupportedError:
     """Return the error for a tensor whose dtype is unknown."""
     return UnsupportedError(
         f"the checkpoint has this tensor as {name[:100]!r}, a dtype that this version of"
-        f" dcp_objstore or of torch does not know: upgrade them, or leave the tensor out of what you"
-        " load",
+        " dcp_objstore or of torch does not know: upgrade them, or leave the tensor out of what"
+        " you load",
         key=key,
     )

@@ -21,8 +21,8 @@ from torch.utils.serialization import config as serialization_config
 
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
 from dcp_objstore.errors import UnsupportedError
-from dcp_objstore.state.stored import constant_name
 from dcp_objstore.state.memory import byte_memory, is_quantized
+from dcp_objstore.state.stored import constant_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,8 +24,9 @@ from dcp_objstore.distributed.failures import (
     typed_failures,
     without_frames,
 )
-from dcp_objstore.distributed.groups import CALLS, SAVES, current_rank, own_group
+from dcp_objstore.distributed.groups import CALLS, SAVES, own_group
 from dcp_objstore.distributed.plugin import reporting_failures, url_of
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
     ConfigError,
     DcpObjstoreError,

@@ -1,16 +1,37 @@
-"""`Save`: the state of one save on one rank, from its set-up to its end."""
+"""`Save`: the state of one save on one rank, from its set-up to its end.
+
+It needs no torch, because a copy of a checkpoint is a save, too.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
-from dcp_objstore.checkpoint.names import new_nonce
-from dcp_objstore.observe.report import SaveReport
+from dcp_objstore.checkpoint import commit, index as ix, probe
+from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
+from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.names import MARKER_KEY, new_nonce
+from dcp_objstore.checkpoint.publish import publish_dot_metadata
+from dcp_objstore.compat.dot_metadata import encode_metadata
+from dcp_objstore.errors import (
+    CorruptDataError,
+    InputError,
+    RankFailedError,
+    RetryableError,
+    UnsupportedError,
+)
+from dcp_objstore.observe.events import Committed, Saved
+from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.transfer import workers
+from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.claim import RunClaim
+    from dcp_objstore.checkpoint.clock import Clock
     from dcp_objstore.checkpoint.commit import BeginToken
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.state.stored import StoredObject
@@ -26,6 +47,7 @@ class Save:
         nonce: random part of the names of this save's objects and of its commit.
         begin: what was at the URL before the save; None until the coordinator has read it.
         fenced: whether the store keeps two writers of one checkpoint apart.
+        committed: the report, once the checkpoint is committed and counts in its run.
     """
 
     spec: StoreSpec
@@ -36,10 +58,90 @@ class Save:
     begin: BeginToken | None = None
     fenced: bool = True
     world_size: int = 1
+    committed: SaveReport | None = None
 
     def open(self) -> ObjectStore:
         """Open the store, rooted at the checkpoint."""
         return self.spec.open()
+
+    def start(
+        self, *, overwrite: bool, claim: RunClaim | None, allow_unfenced: bool, clock: Clock
+    ) -> None:
+        """Read the begin token, and check that this rank could commit."""
+        store, number = self.open(), check_claim(claim, self.spec)
+        self.begin = wait_for(
+            commit.begin,
+            store,
+            overwrite=overwrite,
+            claim=number or 0,
+            nonce=self.nonce,
+            check=partial(_refuse_uncounted, claim, self.spec),
+            clock=clock,
+        )
+        try:
+            found = wait_for(
+                probe.require_fencing,
+                store,
+                replaces=self.begin.version is not None,
+                # A claim protects nothing without conditional writes.
+                allow_unfenced=allow_unfenced and number is None,
+                clock=clock,
+            )
+        except UnsupportedError:
+            wait_for(commit.remove_beacon, store, self.begin.beacon)
+            raise
+        self.fenced = found.conditional_create
+
+    def commit(
+        self,
+        built: ix.Index,
+        objects: Sequence[StoredObject],
+        *,
+        user_metadata: Mapping[str, object] | None,
+        stock_metadata: bool = True,
+        claim: RunClaim | None,
+        clock: Clock,
+    ) -> ix.Index:
+        """Commit an index; return it as a reader decodes it."""
+        store, channel = self.open(), self.channel
+        index, index_body = _read_back(built)
+        assert self.begin is not None
+        committed = commit_save(self, store, index, index_body, user_metadata, clock)
+        report = self.report(objects, committed.commit_id)
+        if claim is None:
+            # Set now: the checkpoint is committed, and what follows may be interrupted.
+            self.committed = report
+        last: list[Callable[..., object]] = []
+        if stock_metadata:
+            last.append(partial(publish_for_stock_readers, self, store, committed, index, clock))
+        if claim is not None:
+            run = self.spec.at(claim.run_url).open()
+            last.append(partial(confirm, run, claim.number, clock=clock))
+        wait_for(
+            workers.at_once,
+            partial(commit.remove_beacon, store, self.begin.beacon),
+            *last,
+        )
+        self.committed = report
+        channel.emit(
+            Saved,
+            channel.began_at,
+            seconds=report.seconds,
+            size_bytes=report.total_bytes,
+            copied_bytes=report.copied_bytes,
+            objects=report.objects,
+            parts=report.parts,
+            commit_id=committed.commit_id,
+        )
+        return index
+
+    def abandon(self, error: BaseException) -> None:
+        """Report that the save has failed, and remove its beacon."""
+        if self.begin is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
+            # If the store may not answer, a sweep removes the beacon.
+            wait_for(commit.remove_beacon, self.open(), self.begin.beacon)
+        self.channel.fail(error)
+        self.channel.settle()
 
     def report(self, objects: Sequence[StoredObject], commit_id: str | None) -> SaveReport:
         """Report on all ranks' objects (on the coordinator) or on this rank's objects."""
@@ -52,3 +154,112 @@ class Save:
             parts=sum(stored.parts for stored in objects),
             commit_id=commit_id,
         )
+
+
+def commit_save(
+    save: Save,
+    store: ObjectStore,
+    index: ix.Index,
+    index_body: bytes,
+    user_metadata: Mapping[str, object] | None,
+    clock: Clock,
+) -> commit.CommitResult:
+    """Make the checkpoint exist, with the errors of `commit.commit`."""
+    assert save.begin is not None
+    began_at = time.monotonic()
+
+    def retried(attempt: int, error: Exception, first_at: float) -> None:
+        text = f"{type(error).__name__}: {error}"
+        save.channel.retried("commit", MARKER_KEY, attempt, text, first_at)
+
+    committed = wait_for(
+        commit.commit,
+        store,
+        save.begin,
+        index=index_body,
+        objects=[(entry.key, entry.size_bytes) for entry in index.objects],
+        counts=Counts(
+            tensors=len(index.tensors),
+            blobs=len(index.blobs),
+            objects=len(index.objects),
+            total_bytes=sum(entry.size_bytes for entry in index.objects),
+        ),
+        world_size=save.world_size,
+        user_metadata=user_metadata,
+        nonce=save.nonce,
+        fenced=save.fenced,
+        clock=clock,
+        on_retry=retried,
+    )
+    save.channel.emit(
+        Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
+    )
+    return committed
+
+
+def publish_for_stock_readers(
+    save: Save,
+    store: ObjectStore,
+    committed: commit.CommitResult,
+    index: ix.Index,
+    clock: Clock,
+) -> None:
+    """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
+    try:
+        publish_dot_metadata(
+            store,
+            committed.commit_id,
+            encode_metadata(index),
+            tries=clock.tries(),
+            seen=committed.dot_metadata,
+            fenced=save.fenced,
+        )
+    except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
+        logger.warning(
+            "%s is committed, but its .metadata, which stock torch readers need, could not be"
+            " written: %s",
+            store.url,
+            error,
+        )
+
+
+def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
+    """Raise, before a save, if its step would not count in its run. Costs one GET.
+
+    Without a claim, the run is the prefix above the checkpoint. If that cannot be read (for example
+    with rights to the checkpoint only), the save goes on: the prefix may well not be a run.
+
+    Raises:
+        SupersededError: another job has taken the run over.
+        DcpObjstoreError: the run's claim cannot be used, or the store failed.
+    """
+    if claim is not None:
+        refuse_uncounted(step.at(claim.run_url).open(), claim.number)
+        return
+    try:
+        run, _ = step.parent()
+        if run is not None:
+            refuse_uncounted(run.open(), 0)
+    except UnsupportedError:
+        raise
+    except InputError as error:
+        logger.debug(
+            "%s: cannot read the prefix above, so no claim is checked: %s", step.url, error
+        )
+
+
+def _read_back(index: ix.Index) -> tuple[ix.Index, bytes]:
+    """Encode the index; return it as a reader decodes it, and its stored form.
+
+    Raises:
+        RankFailedError: readers would refuse the index, so it must not be committed.
+    """
+    body = ix.encode(index)
+    try:
+        return ix.decode(body), body
+    except (CorruptDataError, UnsupportedError) as error:
+        raise RankFailedError(
+            f"the save is not committed, because its index could not be read back: {error.message}",
+            key=error.key,
+            object_key=error.object_key,
+        ) from error

@@ -8,45 +8,32 @@ save is kept in a `Save`, so a writer can be used for one save after another.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_objstore.checkpoint import commit, index as ix, probe
-from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.clock import Clock
-from dcp_objstore.checkpoint.marker import Counts, check_user_metadata
-from dcp_objstore.checkpoint.names import MARKER_KEY
-from dcp_objstore.checkpoint.publish import publish_dot_metadata
-from dcp_objstore.compat.dot_metadata import encode_metadata
+from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.failures import on_first
-from dcp_objstore.distributed.groups import rank_and_world_size
 from dcp_objstore.distributed.plugin import (
     Target,
     plugin_errors,
-    reporting_failures,
     same_url,
 )
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
-    CorruptDataError,
-    InputError,
-    RankFailedError,
-    RetryableError,
     UnsupportedError,
 )
 from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.observe.events import Committed, Saved
-from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import build_index, describe
 from dcp_objstore.stores.urls import is_supported_url
-from dcp_objstore.transfer import workers
-from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.session import Save
@@ -64,7 +51,6 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.state.stored import StoredObject
-    from dcp_objstore.stores import ObjectStore, StoreSpec
 
 
 class ObjectStoreWriter(KeptStager, StorageWriter):
@@ -248,33 +234,18 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                     "use_collectives=False makes every rank write a checkpoint of its own;"
                     " a commit needs all ranks together, so leave it at True"
                 )
-            number = check_claim(self._claim, self._target.spec)
+            check_claim(self._claim, self._target.spec)
             check_base(self._base, self._target.spec)
             save = self._begin_save(rank or 0, is_coordinator, channel)
-            store = save.open()
             if is_coordinator:
-                save.begin = wait_for(
-                    commit.begin,
-                    store,
+                save.start(
                     overwrite=self._overwrite,
-                    claim=number or 0,
-                    nonce=save.nonce,
-                    check=partial(_refuse_uncounted, self._claim, save.spec),
+                    claim=self._claim,
+                    allow_unfenced=self._allow_unfenced,
                     clock=self._clock,
                 )
-                try:
-                    found = wait_for(
-                        probe.require_fencing,
-                        store,
-                        replaces=save.begin.version is not None,
-                        # A claim protects nothing without conditional writes.
-                        allow_unfenced=self._allow_unfenced and number is None,
-                        clock=self._clock,
-                    )
-                except UnsupportedError:
-                    wait_for(commit.remove_beacon, store, save.begin.beacon)
-                    raise
-                save.fenced = found.conditional_create
+            else:
+                save.open()
 
     @property
     def _clock(self) -> Clock:
@@ -320,14 +291,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Report that this thread's save has failed outside of the methods of this class."""
         save = self._save
         if save is not None:
-            channel = save.channel
-            if save.begin is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
-                # If the store may not answer, a sweep removes the beacon.
-                wait_for(commit.remove_beacon, save.open(), save.begin.beacon)
-        else:
-            channel = self._event_settings.channel(
-                "save", str(self.checkpoint_id), *rank_and_world_size()
-            )
+            save.abandon(error)
+            return
+        channel = self._event_settings.channel(
+            "save", str(self.checkpoint_id), *rank_and_world_size()
+        )
         channel.fail(error)
         channel.settle()
 
@@ -396,164 +364,15 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             metadata.state_dict_metadata = described.state_dict_metadata
             metadata.version = described.version
 
-    def save_objects(
-        self, upload: Callable[[Save], tuple[ix.Index, Sequence[StoredObject]]]
-    ) -> SaveReport:
-        """Run a whole save in this process, of objects that need no plan.
-
-        Args:
-            upload: uploads the objects of the save; returns their index, and them.
-
-        Raises:
-            DcpObjstoreError: any error of a save, or of `upload`.
-        """
-        with reporting_failures(self):
-            self.set_up_storage_writer(is_coordinator=True)
-            with self._logged(), self._watched() as save:
-                self._commit(save, *upload(save))
-        assert self.last_save is not None
-        return self.last_save
-
     def _commit(self, save: Save, built: ix.Index, objects: Sequence[StoredObject]) -> ix.Index:
-        """Commit an index; return it as a reader decodes it."""
-        store, channel = save.open(), save.channel
-        index, index_body = _read_back(built)
-        assert save.begin is not None
-        clock = self._clock
-        committed = commit_save(save, store, index, index_body, self._user_metadata, clock)
-        report = save.report(objects, committed.commit_id)
-        if self._claim is None:
-            # Set now: the checkpoint is committed, and what follows may be interrupted.
-            self.last_save = report
-        last: list[Callable[..., object]] = []
-        if self._stock_metadata:
-            last.append(partial(publish_for_stock_readers, save, store, committed, index, clock))
-        if self._claim is not None:
-            run = save.spec.at(self._claim.run_url).open()
-            last.append(partial(confirm, run, self._claim.number, clock=clock))
-        wait_for(
-            workers.at_once,
-            partial(commit.remove_beacon, store, save.begin.beacon),
-            *last,
-        )
-        self.last_save = report
-        channel.emit(
-            Saved,
-            channel.began_at,
-            seconds=report.seconds,
-            size_bytes=report.total_bytes,
-            copied_bytes=report.copied_bytes,
-            objects=report.objects,
-            parts=report.parts,
-            commit_id=committed.commit_id,
-        )
-        return index
-
-
-def commit_save(
-    save: Save,
-    store: ObjectStore,
-    index: ix.Index,
-    index_body: bytes,
-    user_metadata: Mapping[str, object] | None,
-    clock: Clock,
-) -> commit.CommitResult:
-    """Make the checkpoint exist, with the errors of `commit.commit`."""
-    assert save.begin is not None
-    began_at = time.monotonic()
-
-    def retried(attempt: int, error: Exception, first_at: float) -> None:
-        text = f"{type(error).__name__}: {error}"
-        save.channel.retried("commit", MARKER_KEY, attempt, text, first_at)
-
-    committed = wait_for(
-        commit.commit,
-        store,
-        save.begin,
-        index=index_body,
-        objects=[(entry.key, entry.size_bytes) for entry in index.objects],
-        counts=Counts(
-            tensors=len(index.tensors),
-            blobs=len(index.blobs),
-            objects=len(index.objects),
-            total_bytes=sum(entry.size_bytes for entry in index.objects),
-        ),
-        world_size=save.world_size,
-        user_metadata=user_metadata,
-        nonce=save.nonce,
-        fenced=save.fenced,
-        clock=clock,
-        on_retry=retried,
-    )
-    save.channel.emit(
-        Committed, began_at, commit_id=committed.commit_id, attempts=committed.attempts
-    )
-    return committed
-
-
-def publish_for_stock_readers(
-    save: Save,
-    store: ObjectStore,
-    committed: commit.CommitResult,
-    index: ix.Index,
-    clock: Clock,
-) -> None:
-    """Write `.metadata`. The checkpoint is committed already, so a failure only warns."""
-    try:
-        publish_dot_metadata(
-            store,
-            committed.commit_id,
-            encode_metadata(index),
-            tries=clock.tries(),
-            seen=committed.dot_metadata,
-            fenced=save.fenced,
-        )
-    except Exception as error:  # noqa: BLE001 - whatever it is, the save has succeeded
-        logger.warning(
-            "%s is committed, but its .metadata, which stock torch readers need, could not be"
-            " written: %s",
-            store.url,
-            error,
-        )
-
-
-def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
-    """Raise, before a save, if its step would not count in its run. Costs one GET.
-
-    Without a claim, the run is the prefix above the checkpoint. If that cannot be read (for example
-    with rights to the checkpoint only), the save goes on: the prefix may well not be a run.
-
-    Raises:
-        SupersededError: another job has taken the run over.
-        DcpObjstoreError: the run's claim cannot be used, or the store failed.
-    """
-    if claim is not None:
-        refuse_uncounted(step.at(claim.run_url).open(), claim.number)
-        return
-    try:
-        run, _ = step.parent()
-        if run is not None:
-            refuse_uncounted(run.open(), 0)
-    except UnsupportedError:
-        raise
-    except InputError as error:
-        logger.debug(
-            "%s: cannot read the prefix above, so no claim is checked: %s", step.url, error
-        )
-
-
-def _read_back(index: ix.Index) -> tuple[ix.Index, bytes]:
-    """Encode the index; return it as a reader decodes it, and its stored form.
-
-    Raises:
-        RankFailedError: readers would refuse the index, so it must not be committed.
-    """
-    body = ix.encode(index)
-    try:
-        return ix.decode(body), body
-    except (CorruptDataError, UnsupportedError) as error:
-        raise RankFailedError(
-            f"the save is not committed, because its index could not be read back: {error.message}",
-            key=error.key,
-            object_key=error.object_key,
-        ) from error
+        try:
+            return save.commit(
+                built,
+                objects,
+                user_metadata=self._user_metadata,
+                stock_metadata=self._stock_metadata,
+                claim=self._claim,
+                clock=self._clock,
+            )
+        finally:
+            self.last_save = save.committed or self.last_save

@@ -30,6 +30,7 @@ from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.write import (
     layout,
+    session as session_module,
     upload_items as uploading,
     writer as writer_module,
 )
@@ -87,7 +88,7 @@ def test_metadata_that_cannot_be_encoded_only_warns(
     def fail(_: object) -> bytes:
         raise TypeError("no such field")
 
-    monkeypatch.setattr(writer_module, "encode_metadata", fail)
+    monkeypatch.setattr(session_module, "encode_metadata", fail)
     url = memory_url()
     dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
     assert "no such field" in logged.text
@@ -98,7 +99,7 @@ def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch: pytest.Mon
     def interrupt(_: object) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer_module, "encode_metadata", interrupt)
+    monkeypatch.setattr(session_module, "encode_metadata", interrupt)
     url = memory_url()
     writer = dos.ObjectStoreWriter(url)
     with pytest.raises((KeyboardInterrupt, CheckpointException)):

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from dcp_objstore.distributed.failures import typed_failures
-from dcp_objstore.distributed.groups import current_rank
 from dcp_objstore.distributed.plugin import typed
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, SharedRequest
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach

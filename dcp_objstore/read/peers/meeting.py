@@ -18,8 +18,9 @@ import xxhash
 
 from dcp_objstore import torch_private
 from dcp_objstore.distributed.failures import from_first, typed_failures
-from dcp_objstore.distributed.groups import current_rank, is_first
+from dcp_objstore.distributed.groups import is_first
 from dcp_objstore.distributed.plugin import typed
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.peers.exchange import Share, needs_of

@@ -15,14 +15,9 @@ from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
-from dcp_objstore.distributed.groups import (
-    count_ranks,
-    current_rank,
-    gone_error,
-    has_gone,
-    world_group,
-)
+from dcp_objstore.distributed.groups import count_ranks, gone_error, has_gone, world_group
 from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe.dispatch import staged_event
 from dcp_objstore.observe.report import log_failure
