@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -223,6 +223,11 @@ class Index:
     def payload_bytes(self) -> int:
         """Size of all tensors and pickled values in bytes, without framing."""
         return sum(self.columns.payload_length.tolist())
+
+    @property
+    def keys(self) -> KeysView[str]:
+        """The keys of all tensors and then of all values."""
+        return self._first_row.keys()
 
     def item(self, row: int) -> Item:
         """Return one row of the columns."""

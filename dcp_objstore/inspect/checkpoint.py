@@ -5,6 +5,8 @@
     ckpt.read("model.*")
 
 Opening reads only the marker and the index. Later reads fetch and verify only the needed blocks.
+To look into a checkpoint that this library wrote needs no torch: what reads tensors is imported by
+the methods that do.
 """
 
 from __future__ import annotations
@@ -14,9 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-
+from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     AbsentKeyError,
@@ -24,31 +24,31 @@ from dcp_objstore.errors import (
     ConfigError,
     StateMismatchError,
 )
-from dcp_objstore.inspect.fill import fill, new_tensor, new_tensors, whole
 from dcp_objstore.inspect.modules import Module, module_tree
-from dcp_objstore.inspect.rank_plan import RankPlan, plan_ranks
-from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested
+from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
 from dcp_objstore.inspect.slabs import Slab, cut
-from dcp_objstore.inspect.stats import TensorStats, tensor_stats
 from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import size_text
-from dcp_objstore.read.planner import nearest
+from dcp_objstore.read.nearest import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
-from dcp_objstore.state.dcp_metadata import boxes_of
 from dcp_objstore.state.geometry import Box
+from dcp_objstore.state.stored import known_dtype
 from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
     import os
     from datetime import datetime
 
+    import torch
+
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.inspect.rank_plan import RankPlan
+    from dcp_objstore.inspect.stats import TensorStats
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
-    from dcp_objstore.state.geometry import Box
 
 
 _Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -62,15 +62,15 @@ class TensorEntry:
         checkpoint: the opened checkpoint.
         key: name of the tensor, as DCP flattens state dicts ("model.embed.weight").
         shape: shape of the whole tensor.
-        dtype: dtype of the saved tensor; None if this version or this torch does not know it, and
-            the tensor cannot be read.
+        dtype_name: torch's name of the dtype of the saved tensor, such as "bfloat16"; "unknown" if
+            this version does not know it, and the tensor cannot be read.
         chunks: (offsets, sizes) of the boxes in which the tensor is stored.
     """
 
     checkpoint: Checkpoint
     key: str
     shape: tuple[int, ...]
-    dtype: torch.dtype | None
+    dtype_name: str
     chunks: tuple[_Chunk, ...]
 
     # Without these, Python would iterate by indices, with a request for each row.
@@ -78,12 +78,17 @@ class TensorEntry:
     __contains__: ClassVar[None] = None
 
     def __repr__(self) -> str:
-        return f"<TensorEntry {self.key} {self.shape} {self.dtype}>"
+        return f"<TensorEntry {self.key} {self.shape} {self.dtype_name}>"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the saved tensor; None if this version or this torch does not know it."""
+        return known_dtype(self.dtype_name)
 
     @property
     def nbytes(self) -> int:
         """Number of bytes of the whole tensor; 0 if its dtype is unknown."""
-        return math.prod(self.shape) * (self.dtype.itemsize if self.dtype is not None else 0)
+        return math.prod(self.shape) * ITEM_SIZE_BYTES.get(self.dtype_name, 0)
 
     def read(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Read the whole tensor.
@@ -124,6 +129,8 @@ class TensorEntry:
             UnsupportedError: its elements are no numbers, or this version cannot read them.
             DcpObjstoreError: any other error that `Checkpoint.read` raises.
         """
+        from dcp_objstore.inspect.stats import tensor_stats
+
         self.checkpoint.check_whole([self.key])
         return tensor_stats(self.key, self.slabs(), self.checkpoint.read_slabs, progress=progress)
 
@@ -136,20 +143,23 @@ class TensorEntry:
         Raises:
             UnsupportedError: the dtype is unknown or quantized.
         """
-        if self.dtype is None:
+        from dcp_objstore.inspect.fill import new_tensor
+
+        dtype = self.dtype
+        if dtype is None:
             self.read()  # raises the error that names the dtype
             raise AssertionError
-        new_tensor(self.key, (), self.dtype, "meta")  # refuses what no new tensor can hold
-        sizes_bytes = [math.prod(sizes) * self.dtype.itemsize for _, sizes in self.chunks]
+        new_tensor(self.key, (), dtype, "meta")  # refuses what no new tensor can hold
+        sizes_bytes = [math.prod(sizes) * dtype.itemsize for _, sizes in self.chunks]
         if self.checkpoint.commit_id is None and sum(sizes_bytes) == self.nbytes:  # no overlaps
             chunks = zip(self.chunks, sizes_bytes, strict=True)
             return [Slab(self.key, Box(*chunk), size) for chunk, size in chunks if size]
         starts = sorted({offsets[0] for offsets, _ in self.chunks if offsets})
-        return list(cut(self.key, self.shape, self.dtype, starts))
+        return list(cut(self.key, self.shape, dtype, starts))
 
     def _read(self, box: Box, device: torch.device | str) -> torch.Tensor:
-        tensor = new_tensor(self.key, box.sizes, self.dtype, device)
-        self.checkpoint._fill({self.key: (box, tensor)}, (), progress=False)
+        found = self.checkpoint._read({self.key: box}, (), device=device, progress=False)
+        tensor: torch.Tensor = found[self.key]
         return tensor
 
 
@@ -176,7 +186,7 @@ class ValueEntry:
         Raises:
             DcpObjstoreError: any error that `Checkpoint.read` raises.
         """
-        return self.checkpoint._fill({}, [self.key], progress=False)[self.key]
+        return self.checkpoint._read({}, [self.key], progress=False)[self.key]
 
 
 class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
@@ -255,29 +265,29 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     @property
     def paths(self) -> Mapping[str, tuple[str | int, ...]]:
         """The place of each key in the nested dict that was saved, as far as it is known."""
-        return self._stored.metadata.planner_data or {}
+        return self._stored.items.paths or {}
 
     def __len__(self) -> int:
-        return len(self._stored.metadata.state_dict_metadata)
+        return len(self._stored.items.keys)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored.metadata.state_dict_metadata)
+        return iter(self._stored.items.keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._stored.metadata.state_dict_metadata
+        return key in self._stored.items.keys
 
     def __getitem__(self, key: str) -> TensorEntry | ValueEntry:
-        saved = self._stored.metadata.state_dict_metadata.get(key)
-        if saved is None:
+        if key not in self:
             near = nearest(key, list(self)) if isinstance(key, str) else []
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise AbsentKeyError(f"the checkpoint has no key {key!r}{hint}", url=self.url)
-        if isinstance(saved, TensorStorageMetadata):
-            offsets, sizes = (map(tuple, rows.tolist()) for rows in boxes_of(saved))
-            chunks = tuple(zip(offsets, sizes, strict=True))
-            dtype = saved.properties.dtype
-            return TensorEntry(self, key, tuple(saved.size), dtype, chunks)
-        return ValueEntry(self, key, self._stored.item(MetadataIndex(key)).payload_length)
+        saved = self._stored.items.tensor(key)
+        if saved is None:
+            return ValueEntry(self, key, self._stored.item(key).payload_length)
+        offsets, sizes = (map(tuple, rows.tolist()) for rows in (saved.offsets, saved.sizes))
+        chunks = tuple(zip(offsets, sizes, strict=True))
+        name = saved.dtype if saved.dtype in ITEM_SIZE_BYTES else "unknown"
+        return TensorEntry(self, key, saved.shape, name, chunks)
 
     def matching(self, patterns: Patterns = None) -> list[str]:
         """Return the keys that match any of the patterns, in the order of the checkpoint.
@@ -332,6 +342,8 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             CheckpointCorruptError: the checkpoint lacks elements of a tensor.
             UnsupportedError: the dtype of a tensor is unknown.
         """
+        from dcp_objstore.inspect.rank_plan import plan_ranks
+
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ConfigError(f"ranks must be a number of ranks, at least 1, got {ranks!r}")
         keys = self.matching(patterns)
@@ -364,31 +376,18 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             StoreUnavailableError: the store did not answer, after all retries.
             PermissionDeniedError: the credentials do not allow the request.
         """
-        tensors: dict[str, tuple[Box, torch.Tensor]] = {}
-        values: list[str] = []
         keys = self.matching(patterns)
         self.check_whole(keys)  # before memory is allocated for missing elements
-        for key in keys:
-            entry = self[key]
-            if isinstance(entry, TensorEntry):
-                made = new_tensor(key, entry.shape, entry.dtype, device)
-                tensors[key] = whole(entry.shape), made
-            else:
-                values.append(key)
-        found = self._fill(tensors, values, progress=progress)
-        return {key: tensors[key][1] if key in tensors else found[key] for key in keys}
+        tensors = {key: self._stored.items.tensor(key) for key in keys}
+        boxes = {key: whole(saved.shape) for key, saved in tensors.items() if saved is not None}
+        values = [key for key in keys if key not in boxes]
+        found = self._read(boxes, values, device=device, progress=progress)
+        return {key: found[key] for key in keys}
 
     def read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs of different tensors into new CPU memory, in one parallel read."""
-        saved: Mapping[str, Any] = self._stored.metadata.state_dict_metadata
         boxes = {key: box for key, box, _ in slabs}
-        made = new_tensors([(box.sizes, saved[key].properties.dtype) for key, box in boxes.items()])
-        self._fill(
-            dict(zip(boxes, zip(boxes.values(), made, strict=True), strict=True)),
-            (),
-            progress=False,
-        )
-        return made
+        return list(self._read(boxes, (), device=None, progress=False).values())
 
     def check_whole(self, keys: Iterable[str]) -> None:
         """Raise if elements of these tensors are missing. See `StoredCheckpoint.check_whole`."""
@@ -451,31 +450,39 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             CheckpointCorruptError: the places that the checkpoint gives contradict each other.
         """
         try:
-            return nested(flat, self._stored.metadata.planner_data)
+            return nested(flat, self._stored.items.paths)
         except CheckpointCorruptError as error:
             raise error.at(url=self.url) from None
 
-    def _fill(
+    def _read(
         self,
-        tensors: Mapping[str, tuple[Box, torch.Tensor]],
+        boxes: Mapping[str, Box],
         values: Iterable[str],
         *,
+        device: torch.device | str | None = "cpu",
         progress: bool,
     ) -> dict[str, Any]:
-        """Read boxes into tensors; return the values."""
+        """Read boxes of tensors into new memory, and values; return all by key.
+
+        Args:
+            device: device to make the tensors on; None: on the CPU, in one piece of memory.
+        """
+        from dcp_objstore.inspect.fill import allocate, fill
+
+        made = allocate(self._stored, boxes, device)
         channel = self._event_settings.channel("read", self.url, *rank_and_world_size())
         channel.show(bar=progress, summary=False)
         with channel.watching():
             self.last_read, found = fill(
                 self._spec,
                 self._stored,
-                tensors,
+                {key: (box, made[key]) for key, box in boxes.items()},
                 values,
                 verify=self._verify,
                 trust_pickle=self._trust_pickle,
                 channel=channel,
             )
-        return found
+        return {**made, **found}
 
 
 def open(  # noqa: A001 - `dos.open`, like gzip.open

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_objstore.errors import UntrustedPickleError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, read_ahead
 from dcp_objstore.observe.report import Bar
-from dcp_objstore.state.stored import constant_name
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.index import Index
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.inspect.selection import Patterns
-
-# Elements that are compared at a time, so that the copies in float64 stay small.
-_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,14 +181,13 @@ def diff(
 
 
 def _is_tensor(checkpoint: Checkpoint, key: str) -> bool:
-    return isinstance(checkpoint._stored.metadata.state_dict_metadata[key], TensorStorageMetadata)
+    return checkpoint._stored.items.tensor(key) is not None
 
 
 def _shape_and_dtype(checkpoint: Checkpoint, key: str) -> tuple[tuple[int, ...], str]:
-    saved: Any = checkpoint._stored.metadata.state_dict_metadata[key]
-    index = checkpoint._stored.index  # also names dtypes that this torch does not know
-    dtype = saved.properties.dtype if index is None else index.tensors[key].dtype
-    return tuple(saved.size), constant_name(dtype)
+    saved = checkpoint._stored.items.tensor(key)
+    assert saved is not None
+    return saved.shape, saved.dtype  # also the name of a dtype that is unknown here
 
 
 class _Comparison:
@@ -256,6 +248,10 @@ class _Comparison:
 
     def read_tensors(self, *, progress: bool) -> None:
         """Read the tensors that have to be read, and compare them, in slabs."""
+        if not self._tensors_to_read:
+            return
+        from dcp_objstore.inspect.compare import Sum
+
         slabs: list[Slab] = []
         for checkpoint in self._pair:
             checkpoint.check_whole(self._tensors_to_read)
@@ -266,9 +262,9 @@ class _Comparison:
             assert isinstance(entry, TensorEntry)
             slabs += entry.slabs()
         self.read_bytes = sum(slab.size_bytes for slab in slabs)
-        sums = {key: _Sum(stats=self._stats) for key in self._tensors_to_read}
+        sums = {key: Sum(stats=self._stats) for key in self._tensors_to_read}
         bar = Bar("diff")
-        if progress and slabs and bar.is_seen():
+        if progress and bar.is_seen():
             bar.begin(2 * self.read_bytes)
         one, other = (read_ahead(slabs, checkpoint.read_slabs) for checkpoint in self._pair)
         try:
@@ -284,10 +280,14 @@ class _Comparison:
 
     def read_values(self) -> None:
         """Read the values that have to be read, and compare them."""
+        if not self._values_to_read:
+            return
+        from dcp_objstore.inspect.compare import same
+
         one, other = (_trusted(checkpoint, list(self._values_to_read)) for checkpoint in self._pair)
         for key, differs in self._values_to_read.items():
             if key in one and key in other:
-                if not _same(one[key], other[key]):
+                if not same(one[key], other[key]):
                     difference = ValueDifference(
                         key=key, is_known=True, value=one[key], other_value=other[key]
                     )
@@ -327,62 +327,3 @@ def _trusted(checkpoint: Checkpoint, keys: Sequence[str]) -> dict[str, Any]:
         if not half:
             return {}
         return {**_trusted(checkpoint, keys[:half]), **_trusted(checkpoint, keys[half:])}
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; NaN equals NaN."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    try:
-        return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124
-    except (TypeError, ValueError):  # an array
-        return bool(np.array_equal(one, other))
-
-
-class _Sum:
-    """How much the elements of a tensor differ, added up over its slabs."""
-
-    def __init__(self, *, stats: bool) -> None:
-        self.changed = 0
-        self._elements = 0
-        self._with_stats = stats
-        self._largest = self._total = 0.0
-
-    def add(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Compare a slab."""
-        self._elements += one.numel()
-        pieces = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (one, other))
-        for a, b in zip(*pieces, strict=True):
-            bits = (piece.view(torch.uint8).reshape(len(piece), -1) for piece in (a, b))
-            differs = torch.ne(*bits).any(1)
-            changed = int(differs.sum())
-            self.changed += changed
-            if changed and self._with_stats:
-                self._measure(a, b, differs)
-
-    def _measure(self, a: torch.Tensor, b: torch.Tensor, differs: torch.Tensor) -> None:
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        try:
-            distance = (b.to(wide)[differs] - a.to(wide)[differs]).abs()
-        except (RuntimeError, TypeError):  # two numbers in one element, such as float4_e2m1fn_x2
-            self._with_stats = False
-            return
-        largest = float(distance.max())
-        self._largest = largest if math.isnan(largest) else max(self._largest, largest)
-        self._total += float(distance.sum())
-
-    def stats(self) -> dict[str, float]:
-        """Return the fields of `TensorDifference` with `stats=True`."""
-        if not self._with_stats:
-            return {}
-        return {
-            "changed_elements": self.changed,
-            "max_difference": self._largest,
-            "mean_difference": self._total / self._elements,
-        }

@@ -21,6 +21,7 @@ from dcp_objstore.read.plan import plan_load
 from dcp_objstore.read.session import run_load
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import is_quantized, narrow
+from dcp_objstore.state.stored import known_dtype
 
 if TYPE_CHECKING:
     import io
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
 
 # Of what shares memory: a cache line, and more than the size of any element.
 _ALIGNMENT_BYTES = 64
-
-
-def whole(shape: tuple[int, ...]) -> Box:
-    """Return the box that covers a whole tensor."""
-    return Box((0,) * len(shape), shape)
 
 
 def new_tensor(
@@ -103,6 +99,26 @@ def new_tensors(
         places.append((begin, end, shape, dtype))
     memory = torch.empty(end, dtype=torch.uint8)
     return [memory[begin:end].view(dtype).view(shape) for begin, end, shape, dtype in places]
+
+
+def allocate(
+    stored: StoredCheckpoint, boxes: Mapping[str, Box], device: torch.device | str | None
+) -> dict[str, torch.Tensor]:
+    """Allocate a tensor for each box, with the errors of `new_tensor`.
+
+    Args:
+        stored: the opened checkpoint.
+        boxes: the box of each tensor.
+        device: device to make the tensors on; None: on the CPU, in one piece of memory.
+    """
+    wanted: dict[str, tuple[tuple[int, ...], Any]] = {}
+    for key, box in boxes.items():
+        saved = stored.items.tensor(key)
+        assert saved is not None
+        wanted[key] = box.sizes, known_dtype(saved.dtype)
+    if device is None:
+        return dict(zip(wanted, new_tensors(wanted.values()), strict=True))
+    return {key: new_tensor(key, *one, device) for key, one in wanted.items()}
 
 
 def fill(

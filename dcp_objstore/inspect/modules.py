@@ -58,8 +58,8 @@ class Module(Generic[E]):
 
 def dtype_name(entry: Entry) -> str:
     """Return torch's name of a tensor's dtype; "unknown", or "value" if it is none."""
-    dtype = getattr(entry, "dtype", "value")
-    return "unknown" if dtype is None else str(dtype).removeprefix("torch.")
+    name: str = getattr(entry, "dtype_name", "value")
+    return name
 
 
 def module_tree(entries: Mapping[str, E]) -> Module[E]:

@@ -10,10 +10,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
-from dcp_objstore.read.planner import nearest
+from dcp_objstore.read.nearest import nearest
 from dcp_objstore.state.geometry import Box, fills
 
 if TYPE_CHECKING:
@@ -72,6 +71,11 @@ def _hint(keys: Collection[str], pattern: str) -> str:
     return f" (nearest: {', '.join(near)})" if near else ""
 
 
+def whole(shape: tuple[int, ...]) -> Box:
+    """Return the box that covers a whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
 def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
     """Return the box that an index selects, and the sizes of the remaining dimensions.
 
@@ -112,7 +116,7 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
 def _integer(part: Any) -> int:
     as_index: Callable[[], int] | None = getattr(part, "__index__", None)
     # torch treats a tensor with one truth value as a mask, although it converts to 0 or 1.
-    is_bool = isinstance(part, bool | np.bool_) or getattr(part, "dtype", None) is torch.bool
+    is_bool = isinstance(part, bool | np.bool_) or str(getattr(part, "dtype", "")) == "torch.bool"
     if is_bool or as_index is None:
         raise IndexError(
             f"only integers, slices and Ellipsis select a part, got a {type(part).__name__}; read"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import heapq
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,14 +17,11 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from dcp_objstore.distributed.plugin import same_url
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
+from dcp_objstore.read.nearest import nearest
 from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.state_dict import AgreeingPlanner, Place
 
 _SHOWN = 10
-
-
-# Comparing two names takes some 50 microseconds, so only the likely ones are compared.
-_COMPARED = 200
 
 
 class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
@@ -218,27 +212,6 @@ def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
             hint = f" (nearest: {', '.join(near)})" if near else ""
             lines.append(f"{key}: not in the checkpoint{hint}")
     return lines
-
-
-def nearest(key: str, saved: list[str]) -> list[str]:
-    """Return up to three saved names that are most like `key`."""
-    inside = [name for name in saved if name.startswith(f"{key}.")]
-    if inside:
-        return inside[:3]
-    # Names with one prefix more or less, such as `model.` or `module.`; shortest prefix first.
-    shifted = [name for name in saved if name.endswith(f".{key}") or key.endswith(f".{name}")]
-    shifted.sort(key=lambda name: abs(len(name) - len(key)))
-
-    def in_common(name: str) -> int:
-        """Count the equal characters at the start and at the end."""
-        start = os.path.commonprefix((key, name))  # noqa: RUF071 - by character on purpose
-        end = os.path.commonprefix((key[::-1], name[::-1]))  # noqa: RUF071 - as above
-        return len(start) + len(end)
-
-    if len(saved) > _COMPARED:
-        saved = heapq.nlargest(_COMPARED, saved, key=in_common)
-    alike = [name for name in difflib.get_close_matches(key, saved, n=3) if name not in shifted]
-    return [*shifted, *alike][:3]
 
 
 def _listed(summary: str, lines: list[str]) -> StateMismatchError:

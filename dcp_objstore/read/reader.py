@@ -222,13 +222,14 @@ class ObjectStoreReader(StorageReader):
         try:
             with load.channel.current(), plugin_errors(None, load.spec.url):
                 load.checkpoint = self._open(load)
+                metadata = load.checkpoint.metadata
         except DcpObjstoreError as error:
             load.error = error
             return Metadata(state_dict_metadata={})
-        meta = load.checkpoint.metadata.storage_meta
+        meta = metadata.storage_meta
         self.load_id = None if meta is None else meta.load_id
         load.channel.emit(Opened, load.channel.began_at, commit_id=load.checkpoint.commit_id)
-        return load.checkpoint.metadata
+        return metadata
 
     def _open(self, load: _Load) -> StoredCheckpoint:
         def open_here() -> StoredCheckpoint:

@@ -1,28 +1,24 @@
 """`StoredCheckpoint`: a checkpoint opened for reading, written by this library or by stock torch.
 
 Both become the same here: the metadata for DCP's planners and, for each item, where its bytes lie,
-whether they are raw, and what they must hash to.
+whether they are raw, and what they must hash to. To look into a checkpoint of this library needs no
+torch: the metadata is made when it is asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+import numpy as np
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.checkpoint.read import explain_missing, explain_object, open_found, read_marker
-from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import (
     FRAMING_SIZE_BYTES,
     check_archive,
@@ -37,13 +33,14 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     UnsupportedError,
 )
-from dcp_objstore.state.dcp_metadata import boxes_of, describe
 from dcp_objstore.state.geometry import fills
-from dcp_objstore.state.stored import known_dtype, unknown_dtype
+from dcp_objstore.state.stored import constant_name, known_dtype, unknown_dtype
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     import io
+
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.stores import ObjectStore, StoreSpec
@@ -56,6 +53,22 @@ _MAX_UNEXPLAINED_BYTES = 64 * 1024**3
 # torch's FileSystemWriter writes this for rank 0 if dcp.save is called with
 # use_collectives=False.
 _RANK_METADATA_KEY = "__0.metadata"
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        dtype: torch's name of its dtype, which may be unknown to this version.
+        offsets: where its chunks begin, a row each.
+        sizes: sizes of its chunks, a row each.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: ix.Matrix
+    sizes: ix.Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +125,33 @@ class IndexItems:
                 yield key, self._location(key, row)
 
     @property
+    def keys(self) -> KeysView[str]:
+        """The keys of all tensors and values."""
+        return self._index.keys
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """The place of each key in the nested dict that was saved, if it is known."""
+        return self._index.flatten_mapping
+
+    @property
     def payload_bytes(self) -> int:
         """Size of all tensors and pickled values in bytes, without framing."""
         return self._index.payload_bytes
 
-    def find(self, place: MetadataIndex) -> ItemLocation | None:
+    def tensor(self, key: str) -> SavedTensor | None:
+        """Return the tensor of this key, or None if it is that of a value."""
+        tensor = self._index.tensors.get(key)
+        if tensor is None:
+            return None
+        return SavedTensor(tensor.shape, tensor.dtype, *self._index.boxes(key))
+
+    def find(
+        self, key: str, offset: Sequence[int] | None = None, number: int | None = None
+    ) -> ItemLocation | None:
         """Return the location of an item, or None if there is no such item."""
-        row = self._index.find(place.fqn, place.offset, place.index)
-        return None if row is None else self._location(place.fqn, row)
+        row = self._index.find(key, offset, number)
+        return None if row is None else self._location(key, row)
 
     def _location(self, key: str, row: int) -> ItemLocation:
         item, tensor = self._index.item(row), self._index.tensors.get(key)
@@ -145,11 +177,20 @@ class ForeignItems:
     """The items of a checkpoint that another library wrote; used like `IndexItems`.
 
     Args:
+        metadata: its `.metadata`.
+        tensors: its tensors.
         locations: location of each item, by key and the chunk's offsets (None for a value).
     """
 
-    def __init__(self, locations: dict[tuple[str, tuple[int, ...] | None], ItemLocation]) -> None:
+    def __init__(
+        self,
+        metadata: Metadata,
+        tensors: dict[str, SavedTensor],
+        locations: dict[tuple[str, tuple[int, ...] | None], ItemLocation],
+    ) -> None:
+        self.metadata = metadata
         self._locations = locations
+        self.tensor = tensors.get
 
     def __len__(self) -> int:
         return len(self._locations)
@@ -158,54 +199,93 @@ class ForeignItems:
         return ((key, location) for (key, _), location in self._locations.items())
 
     @property
+    def keys(self) -> KeysView[str]:
+        """The keys of all tensors and values."""
+        return self.metadata.state_dict_metadata.keys()
+
+    @property
+    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
+        """The place of each key in the nested dict that was saved, if it is known."""
+        paths: Mapping[str, tuple[str | int, ...]] | None = self.metadata.planner_data
+        return paths
+
+    @property
     def payload_bytes(self) -> int:
         """Size of all items in bytes; they are `torch.save` blobs, whose framing counts here."""
         return sum(location.payload_length for location in self._locations.values())
 
-    def find(self, place: MetadataIndex) -> ItemLocation | None:
+    def find(
+        self, key: str, offset: Sequence[int] | None = None, number: int | None = None
+    ) -> ItemLocation | None:
         """Return the location of an item, or None if the `.metadata` does not say it."""
-        return self._locations.get((place.fqn, place.offset))
+        del number
+        return self._locations.get((key, None if offset is None else tuple(offset)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint that was opened for reading.
 
     Attributes:
         marker: commit marker; None for a checkpoint that another library wrote.
         index: the index; None for a checkpoint that another library wrote.
+        load_id: for the StorageMeta of the metadata.
     """
 
-    metadata: Metadata
     object_keys: tuple[str, ...]
     items: IndexItems | ForeignItems
     marker: Marker | None = None
     index: ix.Index | None = None
+    load_id: str | None = None
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """What DCP's planners need.
+
+        Raises:
+            CheckpointCorruptError: torch does not have the layout or memory format of a tensor.
+        """
+        if isinstance(self.items, ForeignItems):
+            return self.items.metadata
+        from dcp_objstore.state.dcp_metadata import describe  # imports torch
+
+        assert self.index is not None
+        return describe(self.index, self.load_id)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the metadata, which each rank makes for itself."""
+        return {name: value for name, value in vars(self).items() if name != "metadata"}
 
     @property
     def commit_id(self) -> str | None:
         """Identifier of the commit; None for a checkpoint that another library wrote."""
         return None if self.marker is None else self.marker.commit_id
 
-    def item(self, place: MetadataIndex) -> ItemLocation:
+    def item(
+        self, key: str, offset: Sequence[int] | None = None, number: int | None = None
+    ) -> ItemLocation:
         """Return the location of the item that a read plan asks for.
+
+        Args:
+            offset: the chunk's offset in its tensor; None for a pickled value.
+            number: which of the tensor's chunks it probably is.
 
         Raises:
             CheckpointCorruptError: the checkpoint does not say where the item lies.
             UnsupportedError: the item went through a stream extension that cannot be undone here,
                 or its dtype is unknown.
         """
-        found = self.items.find(place)
+        found = self.items.find(key, offset, number)
         if found is None:
-            offset = None if place.offset is None else tuple(place.offset)
+            offset = None if offset is None else tuple(offset)
             raise CheckpointCorruptError(
                 f"the checkpoint describes a chunk at offset {offset} but not where it lies",
-                key=place.fqn,
+                key=key,
             )
         if found.dtype is not None and known_dtype(found.dtype) is None:
-            raise unknown_dtype(found.dtype, place.fqn)
+            raise unknown_dtype(found.dtype, key)
         if found.transforms:
-            check_transforms(found.transforms, place.fqn)
+            check_transforms(found.transforms, key)
         return found
 
     def check_whole(self, keys: Iterable[str]) -> None:
@@ -216,15 +296,15 @@ class StoredCheckpoint:
         """
         checked: set[tuple[object, ...]] = set()  # most tensors are cut alike
         for key in dict.fromkeys(keys):
-            saved = self.metadata.state_dict_metadata.get(key)
-            if not isinstance(saved, TensorStorageMetadata):
+            saved = self.items.tensor(key)
+            if saved is None:
                 continue
-            offsets, sizes = boxes_of(saved)
-            cut = saved.size, offsets.tobytes(), sizes.tobytes()
-            if cut not in checked and not fills(saved.size, offsets, sizes):
+            shape, _, offsets, sizes = saved
+            cut = shape, offsets.tobytes(), sizes.tobytes()
+            if cut not in checked and not fills(shape, offsets, sizes):
                 raise CheckpointCorruptError(
                     "the chunks in the checkpoint do not make up this tensor: they have"
-                    f" {sum(map(math.prod, sizes.tolist()))} of its {saved.size.numel()}"
+                    f" {sum(map(math.prod, sizes.tolist()))} of its {math.prod(shape)}"
                     " elements, or overlap and leave some out",
                     key=key,
                 )
@@ -274,15 +354,15 @@ def _open(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
         except ObjectNotFoundError:
             _check_no_rank_metadata(store)
         else:
-            return _foreign(decode_metadata(body), load_id)
+            return _foreign(body, load_id)
     marker, body = open_found(store, found)
     index = ix.decode(body)
     return StoredCheckpoint(
-        metadata=describe(index, load_id),
         object_keys=tuple(entry.key for entry in index.objects),
         items=IndexItems(index),
         marker=marker,
         index=index,
+        load_id=load_id,
     )
 
 
@@ -301,16 +381,24 @@ def _check_no_rank_metadata(store: ObjectStore) -> None:
     )
 
 
-def _foreign(metadata: Metadata, load_id: str | None) -> StoredCheckpoint:
+def _foreign(body: bytes, load_id: str | None) -> StoredCheckpoint:
     """Describe a checkpoint of stock torch: every item is a `torch.save` blob or pickled value."""
+    from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+    from dcp_objstore.compat.foreign import decode_metadata
+
+    metadata = decode_metadata(body)
     meta = metadata.storage_meta or StorageMeta()
     metadata.storage_meta = dataclasses.replace(meta, load_id=load_id)
-    chunks = {
-        (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
-        for key, item in metadata.state_dict_metadata.items()
-        if isinstance(item, TensorStorageMetadata)
-        for chunk in item.chunks
-    }
+    tensors: dict[str, SavedTensor] = {}
+    chunks: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}
+    for key, item in metadata.state_dict_metadata.items():
+        if isinstance(item, TensorStorageMetadata):
+            shape, dtype = tuple(item.size), item.properties.dtype
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
+            table = np.array(boxes, np.uint64).reshape(len(boxes), 2, len(shape))
+            tensors[key] = SavedTensor(shape, constant_name(dtype), table[:, 0], table[:, 1])
+            chunks |= {(key, offset): (size, dtype.itemsize) for offset, size in boxes}
     numbers: dict[str, int] = {}
     items: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {}
     unexplained_bytes = 0
@@ -339,4 +427,4 @@ def _foreign(metadata: Metadata, load_id: str | None) -> StoredCheckpoint:
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
-    return StoredCheckpoint(metadata, tuple(numbers), ForeignItems(items))
+    return StoredCheckpoint(tuple(numbers), ForeignItems(metadata, tensors, items))

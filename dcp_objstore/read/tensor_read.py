@@ -331,7 +331,8 @@ def location_of(checkpoint: StoredCheckpoint, item: ReadItem) -> ItemLocation:
     Raises:
         StateMismatchError: a tensor is stored where a value is requested, or the reverse.
     """
-    location = checkpoint.item(item.storage_index)
+    place = item.storage_index
+    location = checkpoint.item(place.fqn, place.offset, place.index)
     if (location.sizes is None) != is_value(item):
         have, want = ("a value", "a tensor") if location.sizes is None else ("a tensor", "a value")
         raise StateMismatchError(

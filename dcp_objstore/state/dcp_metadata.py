@@ -272,14 +272,9 @@ class Chunks(Sequence[ChunkStorageMetadata]):
         return type(self), (self._index, self._key, self._made)
 
     @property
-    def boxes(self) -> tuple[ix.Matrix, ix.Matrix]:
-        """The offsets and the sizes of the chunks, a row each. Makes no chunk."""
-        return self._index.boxes(self._key)
-
-    @property
     def _chunks(self) -> tuple[ChunkStorageMetadata, ...]:
         if self._own is None:
-            offsets, sizes = self.boxes
+            offsets, sizes = self._index.boxes(self._key)
             cut = offsets.shape, offsets.tobytes(), sizes.tobytes()
             if cut not in self._made:
                 self._made[cut] = tuple(
@@ -307,16 +302,6 @@ class Chunks(Sequence[ChunkStorageMetadata]):
 
     def __repr__(self) -> str:
         return repr(list(self._chunks))
-
-
-def boxes_of(saved: TensorStorageMetadata) -> tuple[ix.Matrix, ix.Matrix]:
-    """Return the offsets and the sizes of a saved tensor's chunks, a row each."""
-    if isinstance(saved.chunks, Chunks):
-        return saved.chunks.boxes
-    shape = len(saved.chunks), len(saved.size)
-    offsets = np.array([chunk.offsets for chunk in saved.chunks], dtype=np.uint64)
-    sizes = np.array([chunk.sizes for chunk in saved.chunks], dtype=np.uint64)
-    return offsets.reshape(shape), sizes.reshape(shape)
 
 
 def describe(index: ix.Index, load_id: str | None = None) -> Metadata:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.state import dcp_metadata
-from dcp_objstore.state.dcp_metadata import WriteResults, boxes_of, describe
+from dcp_objstore.state.dcp_metadata import WriteResults, describe
 from dcp_objstore.state.stored import StoredItem, StoredObject
 from tests.support import indexes
 
@@ -69,7 +69,6 @@ def test_chunks_are_made_of_the_tensors_that_a_planner_looks_at(
     metadata = describe(index())
     for key in "abc":
         assert len(saved(metadata, key).chunks) == RANKS
-        boxes_of(saved(metadata, key))
     assert not made
     wanted = ChunkStorageMetadata(torch.Size([10, 0]), torch.Size([2, 3]))
     (item,) = create_read_items_for_chunk_list("a", saved(metadata, "a"), [wanted])
