@@ -1,10 +1,8 @@
-"""`verify`: what it prints, its statuses, and that it needs no torch."""
+"""`verify`: what it prints, and its statuses."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,18 +13,9 @@ import dcp_objstore as dos
 from dcp_objstore.cli.app import app
 from dcp_objstore.cli.verify import verify
 from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, UnsupportedError
-from tests.support.command_line import run
+from tests.support.command_line import run, run_here
 from tests.support.servers import Bucket
 
-WITHOUT_TORCH = """
-import sys
-from dcp_objstore.cli import main
-sys.argv = ["dcp-objstore", *sys.argv[1:]]
-try:
-    main()
-finally:
-    assert "torch" not in sys.modules
-"""
 ALL = {
     "quick": False,
     "deep": False,
@@ -52,9 +41,8 @@ def url(tmp_path: Path) -> str:
     return url
 
 
-def test_a_run_is_verified_without_torch_and_each_step_gets_a_line(url: str) -> None:
-    command = [sys.executable, "-c", WITHOUT_TORCH, "verify", "--run", url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_run_is_verified_and_each_step_gets_a_line(url: str) -> None:
+    done = run_here("verify", "--run", url)
     assert done.returncode == 4
     lines = done.stdout.splitlines()
     assert [line.rpartition("/")[2] for line in lines if not line.startswith(" ")] == [

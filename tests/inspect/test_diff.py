@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError, UntrustedPickleError
-from dcp_objstore.inspect import diff as diff_module, slabs
+from dcp_objstore.inspect import compare, slabs
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import seeded
@@ -133,7 +133,7 @@ NUMBERS: dict[torch.dtype, list[list[complex]]] = {
 def test_stats_are_those_of_the_numbers(
     dtype: torch.dtype, saved: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diff_module, "_AT_ONCE", 2)
+    monkeypatch.setattr(compare, "_AT_ONCE", 2)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     a, b = (torch.tensor(row, dtype=wide).to(dtype) for row in NUMBERS[dtype])
     (tensor,) = dos.diff(saved("a", {"w": a}), saved("b", {"w": b}), stats=True).tensors

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.stores.local import LocalUploads
-from dcp_objstore.stores.uploads.gcs import GcsUploads
 from dcp_objstore.stores.uploads.s3 import S3Uploads, boto_errors
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
             f" 'dcp-objstore[{extras}]'"
         )
     if url.scheme == "gs":
+        from dcp_objstore.stores.uploads.gcs import GcsUploads
+
         return GcsUploads(spec)
     with boto_errors(spec.url):
         clients = spec.boto3_clients()
