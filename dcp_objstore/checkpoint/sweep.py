@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
@@ -71,7 +71,7 @@ SweepOutcome: TypeAlias = Literal[
 
 # A marker, and the metadata of its object.
 _Seen: TypeAlias = tuple[Marker, ObjectMeta]
-_LOST: Any = {"outcome": "lost", "reason": "another job changed the marker"}
+_LOST = "another job changed the marker"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ class _Sweep:
         if not self.dry_run:
             token = found[0], found[1].version
             if not rewrite_marker(self.store, token, "the deletion", self.tries, state="deleting"):
-                return CheckpointSweep(url=self.store.url, **_LOST)
+                return CheckpointSweep(url=self.store.url, outcome="lost", reason=_LOST)
             finish_deleting(self.store, token[0].commit_id, self.tries)
         return CheckpointSweep(
             url=self.store.url, outcome="mended", superseded=True, dry_run=self.dry_run
@@ -376,7 +376,7 @@ class _Sweep:
         if not self.dry_run:
             again = find_marker(self.store)
             if again is None or again[0].write_id != found[0].write_id:
-                return replace(done, **_LOST)
+                return replace(done, outcome="lost", reason=_LOST)
             found = again
         change = self._align(found).change
         if change is None:
@@ -394,7 +394,7 @@ class _Sweep:
             return _with_deleted(done, plan.candidates)
         fence = self._fence(found)
         if fence is None:
-            return replace(done, **_LOST)
+            return replace(done, outcome="lost", reason=_LOST)
         done = replace(done, fenced=True)
         # From here on, only the store's own time counts.
         oldest_kept = fence[1].last_modified - timedelta(seconds=self.grace_seconds)
@@ -420,7 +420,7 @@ class _Sweep:
         if aligned.change is not None:
             return replace(done, outcome="mended", dot_metadata=aligned.change)
         if aligned.found[0].write_id != fence[0].write_id:
-            return replace(done, **_LOST)
+            return replace(done, outcome="lost", reason=_LOST)
         if aligned.written_at is not None and aligned.written_at >= oldest_kept:
             reason = "'.metadata' is younger than the grace period: stock readers may use the old"
             return replace(done, outcome="waiting", reason=reason)

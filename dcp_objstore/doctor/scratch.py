@@ -71,7 +71,7 @@ class Scratch:
     """
 
     def __init__(self, spec: StoreSpec, name: str = ".doctor") -> None:
-        self.spec = spec.at(f"{spec.url}/{name}-{new_nonce()}")
+        self.spec = spec.child(f"{name}-{new_nonce()}")
         self._folder = Path(self.spec.parsed.prefix) if spec.parsed.scheme == "file" else None
         self._made = _absent_folders(self._folder) if self._folder is not None else ()
         self.store: ObjectStore = self.spec.open()

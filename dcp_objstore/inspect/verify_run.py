@@ -75,13 +75,10 @@ def verify_run(
     event_settings = EventSettings(on_event, trace)
     damaged: set[str] = set()
 
-    def step(name: str) -> StoreSpec:
-        return spec.at(f"{spec.url}/{name}")
-
     found = wait_for(
         list_steps,
         spec.open(),
-        lambda name: step(name).open(),
+        lambda name: spec.child(name).open(),
         on_damaged=lambda name, _: damaged.add(name),
     )
     names = sorted({*damaged, *(one.name for one in found)}, key=natural_order, reverse=True)
@@ -94,8 +91,7 @@ def verify_run(
     def reports() -> Iterator[VerifyReport]:
         for name in names:
             with suppress(CheckpointGoneError, CheckpointNotFoundError):
-                yield verify_at(
-                    step(name), event_settings, quick=quick, deep=deep, progress=progress
-                )
+                at = spec.child(name)
+                yield verify_at(at, event_settings, quick=quick, deep=deep, progress=progress)
 
     return reports()

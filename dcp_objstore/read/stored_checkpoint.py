@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -53,6 +53,9 @@ _MAX_UNEXPLAINED_BYTES = 64 * 1024**3
 # torch's FileSystemWriter writes this for rank 0 if dcp.save is called with
 # use_collectives=False.
 _RANK_METADATA_KEY = "__0.metadata"
+
+
+_Offset: TypeAlias = Sequence[int] | None  # of a chunk in its tensor; None for a value
 
 
 class SavedTensor(NamedTuple):
@@ -111,10 +114,15 @@ class ItemLocation:
 
 
 class IndexItems:
-    """The items of an index: keys and locations, which are made when they are asked for."""
+    """The items of an index: keys and locations, which are made when they are asked for.
+
+    Attributes:
+        paths: the place of each key in the nested dict that was saved, if it is known.
+    """
 
     def __init__(self, index: ix.Index) -> None:
         self._index = index
+        self.paths = index.flatten_mapping
 
     def __len__(self) -> int:
         return len(self._index.columns.offset)
@@ -130,11 +138,6 @@ class IndexItems:
         return self._index.keys
 
     @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        """The place of each key in the nested dict that was saved, if it is known."""
-        return self._index.flatten_mapping
-
-    @property
     def payload_bytes(self) -> int:
         """Size of all tensors and pickled values in bytes, without framing."""
         return self._index.payload_bytes
@@ -146,9 +149,7 @@ class IndexItems:
             return None
         return SavedTensor(tensor.shape, tensor.dtype, *self._index.boxes(key))
 
-    def find(
-        self, key: str, offset: Sequence[int] | None = None, number: int | None = None
-    ) -> ItemLocation | None:
+    def find(self, key: str, offset: _Offset, number: int | None) -> ItemLocation | None:
         """Return the location of an item, or None if there is no such item."""
         row = self._index.find(key, offset, number)
         return None if row is None else self._location(key, row)
@@ -189,8 +190,9 @@ class ForeignItems:
         locations: dict[tuple[str, tuple[int, ...] | None], ItemLocation],
     ) -> None:
         self.metadata = metadata
+        self.paths: dict[str, tuple[str | int, ...]] | None = metadata.planner_data
+        self._tensors = tensors
         self._locations = locations
-        self.tensor = tensors.get
 
     def __len__(self) -> int:
         return len(self._locations)
@@ -203,20 +205,16 @@ class ForeignItems:
         """The keys of all tensors and values."""
         return self.metadata.state_dict_metadata.keys()
 
-    @property
-    def paths(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        """The place of each key in the nested dict that was saved, if it is known."""
-        paths: Mapping[str, tuple[str | int, ...]] | None = self.metadata.planner_data
-        return paths
+    def tensor(self, key: str) -> SavedTensor | None:
+        """Return the tensor of this key, or None if it is that of a value."""
+        return self._tensors.get(key)
 
     @property
     def payload_bytes(self) -> int:
         """Size of all items in bytes; they are `torch.save` blobs, whose framing counts here."""
         return sum(location.payload_length for location in self._locations.values())
 
-    def find(
-        self, key: str, offset: Sequence[int] | None = None, number: int | None = None
-    ) -> ItemLocation | None:
+    def find(self, key: str, offset: _Offset, number: int | None) -> ItemLocation | None:
         """Return the location of an item, or None if the `.metadata` does not say it."""
         del number
         return self._locations.get((key, None if offset is None else tuple(offset)))
@@ -261,13 +259,12 @@ class StoredCheckpoint:
         """Identifier of the commit; None for a checkpoint that another library wrote."""
         return None if self.marker is None else self.marker.commit_id
 
-    def item(
-        self, key: str, offset: Sequence[int] | None = None, number: int | None = None
-    ) -> ItemLocation:
+    def item(self, key: str, offset: _Offset = None, number: int | None = None) -> ItemLocation:
         """Return the location of the item that a read plan asks for.
 
         Args:
-            offset: the chunk's offset in its tensor; None for a pickled value.
+            key: key of the tensor or value.
+            offset: the chunk's offset in its tensor; None for a value.
             number: which of the tensor's chunks it probably is.
 
         Raises:

@@ -137,12 +137,12 @@ def sweep(
         uploads, unseen = None, error.message
     names = {_above(key) for key in listed if _is_known(_name(key))}
     runs = {_above(key) for key in listed if _name(key) == CLAIM_KEY}
-    bases = {run: _base(spec.at(f"{spec.url}/{run}") if run else spec) for run in runs}
+    bases = {run: _base(spec.child(run)) for run in runs}
     if names and not dry_run:
         require_rewrites(store, "nothing can be swept")
     swept = tuple(
         _sweep_one(
-            spec.at(f"{spec.url}/{name}") if name else spec,
+            spec.child(name),
             uploads.below(name) if uploads is not None else None,
             grace_seconds,
             bases.get(_above(name), 0) if name else _base(spec.parent()[0]),

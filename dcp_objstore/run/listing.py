@@ -298,7 +298,7 @@ def _below_once(
     claims, unread = _claims_of(spec, runs)
 
     def describe(prefix: str) -> tuple[ListedCheckpoint, DcpObjstoreError | None]:
-        one = spec.at(f"{spec.url}/{prefix}") if prefix else spec
+        one = spec.child(prefix)
         opened = one.open()
         # The last segment is the step's name; the segments before it name the run.
         claim = claims.get(_above(prefix)) if prefix else None
@@ -335,7 +335,7 @@ def _claims_of(
 
     def read(run: str) -> tuple[ClaimRecord | None, DcpObjstoreError | None]:
         try:
-            found = read_claim(spec.at(f"{spec.url}/{run}" if run else spec.url).open())
+            found = read_claim(spec.child(run).open())
         except (CheckpointCorruptError, UnsupportedError) as error:
             return None, error
         return (found[0] if found is not None else None), None

@@ -136,7 +136,7 @@ def step_numbers(run: StoreSpec, newest: int | None = None) -> tuple[int, ...]:
 
 def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:
     """Return a function that opens the store of a step of the run, by the step's name."""
-    return lambda name: run.at(f"{run.url}/{name}").open()
+    return lambda name: run.child(name).open()
 
 
 def described_by(

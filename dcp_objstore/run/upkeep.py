@@ -126,7 +126,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
             return  # no job resumes from it
         # The last written first: mostly, the first one that is read decides.
         for _, other in sorted(listed, key=lambda pair: pair[0].last_modified, reverse=True):
-            if other and other != name and _is_newer(run.at(f"{run.url}/{other}"), marker, base):
+            if other and other != name and _is_newer(run.child(other), marker, base):
                 return
     raise InputError(
         "this is the newest committed checkpoint of its run, from which a job would resume; pass"

@@ -102,6 +102,10 @@ class StoreSpec:
         """
         return StoreSpec(url, self.storage_options, self.config, self.stripped)
 
+    def child(self, name: str) -> StoreSpec:
+        """Return a spec for a name below this URL; without a name, this one."""
+        return self.at(f"{self.url}/{name}") if name else self
+
     def parent(self) -> tuple[StoreSpec | None, str]:
         """Return the prefix that this one lies in, and its name there; None at a store's root."""
         url, _, name = self.url.rpartition("/")

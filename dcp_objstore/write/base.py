@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores import ObjectStore, StoreSpec
+    from dcp_objstore.stores import StoreSpec
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.write.session import Save
 
@@ -142,15 +141,10 @@ def _read_base(base: str, spec: StoreSpec) -> Base:
     run, _ = spec.parent()
     if run is None:
         return Base()
-    open_step = partial(_open_below, run)
-    for step in list_steps(run.open(), open_step, newest=1):
+    for step in list_steps(run.open(), lambda name: run.child(name).open(), newest=1):
         _, body = open_found(step.store, step.found)
         return Base(step.store.url, ix.decode(body))
     return Base()
-
-
-def _open_below(run: StoreSpec, name: str) -> ObjectStore:
-    return run.at(f"{run.url}/{name}").open()
 
 
 class _Kept(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 
 from tests.support import hostile as h, indexes, pickles as p
 from tests.support.hostile import add, add_all
+from tests.support.hostile_metadata import DAMAGED, EXECUTES
 
 BIG = 1 << 62
 HUGE8 = BIG.to_bytes(8, "little")
@@ -21,10 +22,8 @@ HUGE8 = BIG.to_bytes(8, "little")
 
 def add_metadata() -> None:
     """Those of the decoder's own tests, through the public doors, and more."""
-    from tests.compat import test_foreign_metadata as decoder
-
-    add_all(".metadata runs code", h.foreign, decoder.EXECUTES, h.REFUSED)
-    add_all(".metadata is damaged", h.foreign, decoder.DAMAGED, h.REFUSED)
+    add_all(".metadata runs code", h.foreign, EXECUTES, h.REFUSED)
+    add_all(".metadata is damaged", h.foreign, DAMAGED, h.REFUSED)
     canary = p.call(h.THIS, "fire", p.text("x"))
     metadata = p.name(p.METADATA, "Metadata")
     slots = p.tupled(p.NONE, p.mapped({p.text("__class__"): metadata}))

@@ -32,7 +32,7 @@ class Place:
 
     def step(self, number: int) -> StoreSpec:
         """Return the place of a step's checkpoint."""
-        return self.run.at(f"{self.run.url}/step-{number}")
+        return self.run.child(f"step-{number}")
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def in_bucket(url: str, *, keep: bool) -> Iterator[Place]:
     spec = StoreSpec(url)
     if spec.parsed.scheme == "memory":
         raise InputError("memory:// exists in one process only; the demo has many", url=url)
-    run = spec.at(f"{spec.url}/dcp-objstore-demo-{secrets.token_hex(4)}")
+    run = spec.child(f"dcp-objstore-demo-{secrets.token_hex(4)}")
     store = replace(run, config=_IMPATIENT).open()
     for _ in store.list():  # first, because the probe waits longer for a store that is away
         break
