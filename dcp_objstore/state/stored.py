@@ -1,4 +1,4 @@
-"""What a rank has stored of a state: objects, items in them, dtypes by name. Needs no torch."""
+"""What a rank has stored: objects, items in them, dtypes by name. Importing it needs no torch."""
 
 from __future__ import annotations
 
