@@ -53,7 +53,7 @@ for command in sys.argv[1:]:
     is_help = command.endswith(("-h", "--help", "--version"))
     heavy = never | ({"numpy", "obstore", "msgspec", "tqdm", "statistics"} if is_help else set())
     heavy |= {"numpy"} if command.startswith("ls file:") else set()
-    heavy |= {"boto3", "obstore", "tqdm", "asyncio"} if "file:" in command else set()
+    heavy |= {"boto3", "obstore"} if "file:" in command else set()
     assert not heavy & sys.modules.keys(), (command, heavy & sys.modules.keys())
 """
 
