@@ -43,7 +43,6 @@ IMPORTS = """
 import sys
 from dcp_objstore.cli import main
 assert "typer" not in sys.modules
-never = {"torch", "rich"}
 for command in sys.argv[1:]:
     sys.argv = ["dcp-objstore", *command.split()]
     try:
@@ -51,9 +50,9 @@ for command in sys.argv[1:]:
     except SystemExit as ended:
         assert not ended.code or sys.argv[1] == "diff", (command, ended.code)
     is_help = command.endswith(("-h", "--help", "--version"))
-    heavy = never | ({"numpy", "obstore", "msgspec", "tqdm", "statistics"} if is_help else set())
+    heavy = {"torch", "rich"} | ({"numpy", "msgspec", "tqdm", "statistics"} if is_help else set())
     heavy |= {"numpy"} if command.startswith("ls file:") else set()
-    heavy |= {"boto3", "obstore"} if "file:" in command else set()
+    heavy |= {"boto3", "obstore"} if is_help or "file:" in command else set()
     assert not heavy & sys.modules.keys(), (command, heavy & sys.modules.keys())
 """
 
