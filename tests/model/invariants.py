@@ -10,7 +10,7 @@ def what_is_wrong(store: Store) -> str | None:
     marker = store.marker
     if marker is not None and marker.is_committed:
         bit = 1 << marker.commit
-        data = 1 if store.borrowed & bit else bit
+        data = 1 if store.borrowed & bit else 1 << store.data_of(marker.commit)
         if not store.data & data:
             return f"live object deleted: {save_name(marker.commit)} is committed, its data is gone"
         if not store.index & bit:
