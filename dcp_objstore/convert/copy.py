@@ -266,7 +266,9 @@ class _Copy:
         assert save.begin is not None
         store = save.open()
         arrived: dict[int, StoredObject] = {}
-        fingerprints = {self._fingerprint, self._on_store and self._unread_fingerprint}
+        fingerprints = {self._fingerprint}
+        if self._on_store:
+            fingerprints.add(self._unread_fingerprint)
         if save.begin.version is not None or not save.fenced or not store.capabilities.atomic_put:
             return arrived
         for meta in store.list():

@@ -37,7 +37,11 @@ class IncrementalWriter(Writer):
 
     def base_index(self, me: Me, store: Store) -> Iterator[Move]:
         event, there = self.get(me, store, INDEX, me.base)
-        yield event, me._replace(at="copy" if there else "upload"), store
+        yield event, me._replace(at="copy" if there else "base_why"), store
+
+    def base_why(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, _, me in self.get_marker(was, store):
+            yield event, me._replace(at="upload"), store
 
     def copy(self, me: Me, store: Store) -> Iterator[Move]:
         yield from self._part(me, store, "copy_rest")
