@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 
 import msgspec
 
@@ -12,7 +11,7 @@ from dcp_objstore.checkpoint.marker import decode_marker, encode_marker, new_id
 from dcp_objstore.checkpoint.read import read_marker
 from tests.crash.process import KilledError
 from tests.model.faults import CRASH, Fault
-from tests.model.programs import FAILED, UNKNOWN, Program, copied, deleter, pinner, saver
+from tests.model.programs import FAILED, UNKNOWN, Program, copier, deleter, pinner, saver
 from tests.model.stage import HOUR_SECONDS, ROOT, SOURCE_URL, Actor, Request, Stage, StageClock
 from tests.model.world import DOT, MARKER
 from tests.support import upkeep
@@ -93,9 +92,7 @@ def interrupted(stage: Stage) -> None:
         return Fault(CRASH, False) if (request.verb, request.key[:5]) == ("put", "index") else None
 
     with suppress(KilledError):
-        saver(overwrite=False, prepare=partial(copied, streamed=False))(
-            Actor(stage, "before", die, save=4)
-        )
+        copier(streamed=False)(Actor(stage, "before", die, save=4))
     stage.bucket.seconds += 72 * HOUR_SECONDS
 
 

@@ -85,6 +85,5 @@ class Stranger(Actor):
         super().__init__("stranger", **options)
 
     def begin(self, me: Me, store: Store) -> Iterator[Move]:
-        if store.data & 1:
-            event = Event(self.name, "put", DATA)
-            yield event, self.end(me, "done"), store._replace(strange=store.strange | 1)
+        strange = store._replace(strange=store.strange | 1, data=store.data | 1)
+        yield Event(self.name, "put", DATA), self.end(me, "done"), strange

@@ -161,11 +161,15 @@ def _spec(actor: Actor, url: str) -> Any:
     return SimpleNamespace(url=url, config=TransferConfig(), open=connect, at=partial(_spec, actor))
 
 
-def copied(actor: Actor, *, streamed: bool) -> Upload:
-    """As `copy_checkpoint` does."""
-    spec = _spec(actor, SOURCE_URL)
-    copy = _Copy(spec, open_rooted(spec.open()), on_store=not streamed)
-    return lambda save: copy.upload(save)[0]
+def copier(*, streamed: bool, deadline_seconds: float = 60.0) -> Program:
+    """A copy."""
+
+    def prepare(actor: Actor) -> Upload:
+        spec = _spec(actor, SOURCE_URL)
+        copy = _Copy(spec, open_rooted(spec.open()), on_store=not streamed)
+        return lambda save: copy.upload(save)[0]
+
+    return saver(overwrite=False, deadline_seconds=deadline_seconds, prepare=prepare)
 
 
 def incremental(_actor: Actor) -> Upload:
@@ -203,9 +207,8 @@ def owner(actor: Actor) -> Answer:
 def stranger(actor: Actor) -> Answer:
     """Overwrites the data of the save that was here first."""
     bucket, key = actor.stage.bucket, actor.stage.names.data_of(0)
-    if found := bucket.objects.get(ROOT + key):
-        bucket.strange.add(key)
-        actor.connect().put(key, found[0][::-1])
+    bucket.strange.add(key)
+    actor.connect().put(key, bucket.written[key][::-1])
     return Answer(DONE, actor)
 
 

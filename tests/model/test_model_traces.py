@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import pytest
 
@@ -61,7 +60,7 @@ from tests.model.programs import (
     WHOLE,
     Answer,
     Program,
-    copied,
+    copier,
     deleter,
     heal,
     incremental,
@@ -222,8 +221,7 @@ def _cast(stage: Stage, play: Play, weak: frozenset[str]) -> list[ModelActor]:
         given = {"deadline_seconds": _deadline(rng), "ranks": 1, "prepare": prepare}
         add(kind(save, overwrite=overwrite, **settings), saver(overwrite=overwrite, **given), save)
     for save, streamed in enumerate(play.copies, 2):
-        prepare = partial(copied, streamed=streamed)
-        program = saver(overwrite=False, deadline_seconds=_deadline(rng), prepare=prepare)
+        program = copier(streamed=streamed, deadline_seconds=_deadline(rng))
         add(Copy(save, streamed=streamed, **settings), program, save)
     if play.owner:
         add(Owner(), owner)
@@ -297,7 +295,7 @@ def _told(stage: Stage, why: str, path: Path | None = None) -> str:
 
 
 def test_what_the_code_does_is_a_path_in_the_model() -> None:
-    for seed in range(400):
+    for seed in range(500):
         run(seed)
 
 
@@ -358,6 +356,8 @@ OPERATIONS = {
     "sweep a dead save": Operation(torn, sweeper()),
     "repair": Operation(unpublished, repairer()),
     "pin": Operation(committed, pinner("paper")),
+    "copy": Operation(interrupted, copier(streamed=True)),
+    "incremental save": Operation(committed, saver(overwrite=True, prepare=incremental)),
     "unpin": Operation(pinned, pinner("paper", remove=True)),
     "load": Operation(committed, reader),
 }
