@@ -76,9 +76,8 @@ def source(stage: Stage) -> None:
     for version, each in ((5, first[0]), (6, body)):
         ref = decode_marker(each).index
         assert ref
-        stage.sources[ref.sha256[:40]], stage.sources[ref.sha256[-40:]] = (
-            (version, unread) for unread in (False, True)
-        )
+        for digits, unread in ((ref.sha256[:40], False), (ref.sha256[-40:], True)):
+            stage.sources[digits] = version, unread
     deleted = msgspec.structs.replace(decode_marker(first[0]), state="deleted", write_id=new_id())
     stage.bucket.objects[place] = first
     stage.later = [body, encode_marker(deleted)]

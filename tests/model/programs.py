@@ -45,15 +45,7 @@ from dcp_objstore.transfer import workers
 from dcp_objstore.write.base import Unchanged, _Kept, _Run, open_base
 from dcp_objstore.write.session import Save
 from tests.model.faults import DAMAGED, ERROR_IN_200, TRUNCATED
-from tests.model.stage import (
-    HOUR_SECONDS,
-    ROOT,
-    SOURCE_URL,
-    URL,
-    Actor,
-    Stage,
-    StageClock,
-)
+from tests.model.stage import HOUR_SECONDS, ROOT, SOURCE_URL, URL, Actor, Stage, StageClock
 from tests.model.world import MARKER
 from tests.support import upkeep
 from tests.support.upkeep import DESCRIBED
