@@ -9,13 +9,15 @@ ETag that the source's index gives (rule 12). Otherwise, and where that fails, t
 through here and are compared with the source's digests.
 
 **What an interrupted copy has sent is not sent again.** The nonce in the names of a copy's objects
-is the save's own, followed by the first digits of the SHA-256 of the source's index. That index has
-the digests of every byte, and an object appears only after all its bytes were compared with them,
-or were copied from the object that they describe. So an object with these digits, its number and
-its size is the one that is to be copied, and the new copy names it in its index instead of sending
-it. This is done only if there is no marker at the destination when the copy begins. Then no sweep
-has put its fence since the object was written, and one that puts it later defeats this commit; so
-none removes an object that this commit names.
+is the save's own, followed by digits of the SHA-256 of the source's index. That index has the
+digests of every byte, and an object appears only after all its bytes were compared with them (the
+first digits), or were copied from the object that they describe (the last digits, which a copy that
+is to compare every byte does not take). So an object with these digits, its number and its size is
+the one that is to be copied, and the new copy names it in its index instead of sending it. This is
+done only if there is no marker at the destination when the copy begins. Then no sweep has put its
+fence since the object was written, and one that puts it later defeats this commit; so none removes
+an object that this commit names. (`tests/model/copies.py` explores this, with two copies at once
+and a source that changes meanwhile.)
 """
 
 from __future__ import annotations
@@ -129,7 +131,8 @@ def copy_checkpoint(
     `user_metadata` and `world_size` are kept, its pins are not.
 
     If a copy is interrupted, call it again: objects that have arrived are not sent again, unless a
-    sweep has removed them, or something is or was committed at `url`.
+    sweep has removed them, or something is or was committed at `url`. With `streamed`, objects that
+    the store had copied are sent again.
 
     Args:
         source: URL of the checkpoint to copy, which this library wrote.
@@ -226,7 +229,9 @@ class _Copy:
         self._config = spec.config
         self._stored = stored
         self._index = stored.index
-        self._fingerprint = stored.marker.index.sha256[:_FINGERPRINT_DIGITS]
+        digits = stored.marker.index.sha256
+        self._fingerprint = digits[:_FINGERPRINT_DIGITS]
+        self._unread_fingerprint = digits[-_FINGERPRINT_DIGITS:]
         self.sent_bytes = 0
 
     def upload(self, save: Save) -> tuple[ix.Index, list[StoredObject]]:
@@ -264,11 +269,14 @@ class _Copy:
         assert save.begin is not None
         store = save.open()
         arrived: dict[int, StoredObject] = {}
+        fingerprints = {self._fingerprint}
+        if self._on_store:
+            fingerprints.add(self._unread_fingerprint)
         if save.begin.version is not None or not save.fenced or not store.capabilities.atomic_put:
             return arrived
         for meta in store.list():
             name = parse_data_key(meta.key)
-            if name is None or name.nonce[len(save.nonce) :] != self._fingerprint:
+            if name is None or name.nonce[len(save.nonce) :] not in fingerprints:
                 continue
             for entry in self._index.objects[name.n : name.n + 1]:
                 if meta.size_bytes == entry.size_bytes:
@@ -281,7 +289,7 @@ class _Copy:
         objects = self._index.objects
         # Names of their own: a key is never written twice, and the answer of a copy that failed may
         # only have been lost.
-        nonce = new_nonce() + self._fingerprint
+        nonce = new_nonce() + self._unread_fingerprint
         keys = {data_key(0, number, nonce): number for number in numbers if objects[number].e_tag}
         made = copy_objects(
             save.open(),

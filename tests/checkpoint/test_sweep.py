@@ -477,14 +477,32 @@ def state_of(store: MemoryStore) -> str | None:
     return None if body is None else decode_marker(body[0]).state
 
 
-def test_mending_ends_with_a_fence_so_that_the_grace_period_begins_then(store: AgedStore) -> None:
-    save(store)
+@pytest.mark.parametrize("fences", [0, 1], ids=["nothing to remove", "replaced"])
+def test_mending_ends_with_a_fence_so_that_the_grace_period_begins_then(
+    store: AgedStore, fences: int
+) -> None:
+    if fences:
+        save(store)
     save(store, overwrite=True, publish=False)
     store.age()
     seen = RecordingStore(store)
     assert go(seen).outcome == "mended"
     puts = [one.key for one in seen.requests if one.verb == "put"]
-    assert puts == [MARKER_KEY, DOT_METADATA_KEY, MARKER_KEY]
+    assert puts == [MARKER_KEY] * fences + [DOT_METADATA_KEY, MARKER_KEY]
+
+
+def test_what_was_replaced_after_the_listing_is_left_to_the_next_sweep(store: AgedStore) -> None:
+    class Listed(AgedStore):
+        def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+            found = list(super().list(prefix))
+            save(self.inner, overwrite=True, publish=False)
+            return iter(found)
+
+    save(store, publish=False)
+    assert go(Listed(store)).outcome == "lost"
+    assert DOT_METADATA_KEY not in keys(store)
+    done = go(store)
+    assert (done.outcome, done.dot_metadata) == ("waiting", "written"), "what it replaced is young"
 
 
 def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real: AgedStore) -> None:

@@ -281,7 +281,9 @@ def test_an_object_that_was_overwritten_is_read_and_found_damaged(local: Folder)
     assert_nothing_visible(target, "step-7")
 
 
-def test_what_the_store_copies_is_as_good_as_the_source(local: Folder) -> None:
+def test_what_the_store_copies_is_as_good_as_the_source(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytes that rot under the same ETag are copied as they are, but for `streamed`."""
     save(local.at("step-7"))
     target = Folder("file", local.at("kept"), {})
@@ -293,9 +295,14 @@ def test_what_the_store_copies_is_as_good_as_the_source(local: Folder) -> None:
         file.seek(6 * MIB)
         file.write(bytes([byte ^ 1]))
     os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with monkeypatch.context() as patched:
+        faulty(patched, target, before_the_index)
+        with pytest.raises(KeyboardInterrupt):
+            copy(local, target)
     with pytest.raises(CheckpointCorruptError, match="wide"):
-        copy(local, target, streamed=True)
+        copy(local, target, streamed=True)  # takes nothing over that nobody has read
     report = copy(local, target)
+    assert report.sent_bytes == 0
     found = dos.open(report.url).verify(deep=True, progress=False)
     assert [one.key for one in found.damaged] == ["wide"]
 
@@ -420,6 +427,10 @@ def faulty(patched: pytest.MonkeyPatch, target: Bucket, plan: Plan) -> None:
     patched.setattr(StoreSpec, "open", opened)
 
 
+def before_the_index(verb: str, key: str, nth: int) -> Fault | None:
+    return Fault("before", KeyboardInterrupt()) if key.startswith("index") else None
+
+
 def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(
     local: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,15 +438,12 @@ def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(
     target = Folder("file", local.at("kept"), {})
     store, fences = StoreSpec(target.at("step-7"), None, None).open(), []
 
-    def interrupt(verb: str, key: str, nth: int) -> Fault | None:
-        return Fault("before", KeyboardInterrupt()) if key.startswith("index") else None
-
     def fence(verb: str, key: str, nth: int) -> Fault | None:
         if verb == "list" and not fences:
             fences.append(put_tombstone(store, Clock(10).tries()))
         return None
 
-    for plan, error in ((interrupt, KeyboardInterrupt), (fence, CommitLostError)):
+    for plan, error in ((before_the_index, KeyboardInterrupt), (fence, CommitLostError)):
         with monkeypatch.context() as patched:
             faulty(patched, target, plan)
             with pytest.raises(error):

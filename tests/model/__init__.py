@@ -2,10 +2,10 @@
 
 Read in this order: `world` (the store and the network), `actors` (requests, rules 5 and 6),
 `writers`, `removers`, `sweepers` and `readers` (whose steps carry the numbers of the rules at the
-top of `checkpoint/commit.py`), `invariants` (what must never be), `checker` (the search) and
-`configs` (what is searched, and the mutants: protocols with one rule weakened). `stage` and `paths`
-hold the code against the model. `claim` is a second, separate model, and `claim_sweeper` a part of
-it.
+top of `checkpoint/commit.py`), `incremental` and `copies` (saves that do not send everything),
+`invariants` (what must never be), `checker` (the search) and `configs` (what is searched, and the
+mutants: protocols with one rule weakened). `stage` and `paths` hold the code against the model.
+`claim` is a second, separate model, and `claim_sweeper` a part of it.
 
 What is left out: uploads of parts, pins, digests, unfenced stores (rule 11), refusals like 403 of
 anything but the marker, and a log that is too short (it holds 16 commits; who is away for longer is

@@ -7,6 +7,7 @@ from functools import partial
 
 from tests.model.actors import BELIEVED, NO_LOOK, Actor
 from tests.model.checker import Config
+from tests.model.copies import ANY_SOURCE, BEHIND_FENCE, UNREAD, Copy, Owner
 from tests.model.incremental import (
     BORROWED,
     PINNED_LATE,
@@ -47,6 +48,7 @@ def _writers(*faults: int, overwrite: str = "12", beacon: bool = False) -> list[
 # How the other actors are made; a call gives the options of one.
 _deleter, _sweeper = partial(partial, Deleter), partial(partial, Sweeper)
 _patient = partial(_sweeper, patient=True)
+_copy = partial(partial, Copy)
 _incremental = partial(partial, IncrementalWriter, 1, overwrite=True)
 _reader, _faulty_reader = partial(Reader, "reader"), partial(Reader, "reader", faults=1)
 _stock = [partial(StockReader, "stock"), Clock]
@@ -98,6 +100,16 @@ QUICK = [
         COMMITTED,
         *(_incremental(), _sweeper(rounds=2), Stranger),
     ),
+    _config(
+        "two copies, owner of the source, sweeper",
+        ABSENT,
+        *(_copy(1, beacon=False), _copy(2, beacon=False), Owner, _sweeper()),
+    ),
+    _config(
+        "save, copy, streamed copy of a rotten source",
+        ABSENT._replace(rotten=1 << 5),
+        *(*_writers(0), _copy(2, faults=1), _copy(3, streamed=True)),
+    ),
     _config("a sweep mends .metadata", STALE, _sweeper()),
     _config("overwrite, deleter, sweeper", COMMITTED, *_writers(1), _deleter(), _sweeper()),
     Config(
@@ -114,6 +126,22 @@ QUICK = [
     _config("patient sweeper of a tombstone, stock reader", STALE, _patient(rounds=3), *_stock),
 ]
 LARGE = [
+    _config(
+        "two copies with faults, owner of the source, sweeper",
+        ABSENT,
+        *(_copy(1, beacon=False, faults=1), _copy(2, beacon=False), Owner, _sweeper()),
+    ),
+    _config(
+        "copy, copy that overwrites, deleter, sweeper",
+        ABSENT,
+        *(_copy(1, beacon=False), _copy(2, beacon=False, overwrite=True)),
+        *(_deleter(), _sweeper(tries=0)),
+    ),
+    _config(
+        "two copies with faults, deleter, reader",
+        ABSENT,
+        *(_copy(1, beacon=False, faults=1), _copy(2, beacon=False), _deleter(), _reader),
+    ),
     _config(
         "overwrite, deleter, both with faults, reader",
         COMMITTED,
@@ -195,5 +223,8 @@ MUTANTS = {
     UNPINNED: "overwrite with itself as base, stranger, reader",
     PINNED_LATE: "overwrite with itself as base, stranger, reader",
     BORROWED: "overwrite with itself as base, sweeper, stranger",
+    ANY_SOURCE: "two copies, owner of the source, sweeper",
+    BEHIND_FENCE: "two copies, owner of the source, sweeper",
+    UNREAD: "save, copy, streamed copy of a rotten source",
     KEEPS_DOT: "create where a deletion is under way, deleter",
 }

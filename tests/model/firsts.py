@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import msgspec
+
 from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.marker import decode_marker, encode_marker, new_id
 from dcp_objstore.checkpoint.read import read_marker
-from tests.model.programs import FAILED, UNKNOWN, Program, deleter, pinner, saver
-from tests.model.stage import HOUR_SECONDS, ROOT, Actor, Stage, StageClock
+from tests.crash.process import KilledError
+from tests.model.faults import CRASH, Fault
+from tests.model.programs import FAILED, UNKNOWN, Program, copier, deleter, pinner, saver
+from tests.model.stage import HOUR_SECONDS, ROOT, SOURCE_URL, Actor, Request, Stage, StageClock
 from tests.model.world import DOT, MARKER
 from tests.support import upkeep
 
@@ -56,6 +63,43 @@ def deleting(stage: Stage) -> None:
 
 def orphan(stage: Stage) -> None:
     upkeep.upload(Actor(stage, "before", save=ORPHAN).connect(), ranks=1)
+
+
+def source(stage: Stage) -> None:
+    """Of a copy: version 5 stands. What may follow it is in `stage.later`."""
+    place = f"{ROOT}source/{MARKER}"
+    at = {"ranks": 1, "url": SOURCE_URL}
+    quietly(stage, saver(overwrite=False, **at), save=5)
+    first = stage.bucket.objects[place]
+    quietly(stage, saver(overwrite=True, **at), save=6)
+    body, _ = stage.bucket.objects[place]
+    for version, each in ((5, first[0]), (6, body)):
+        ref = decode_marker(each).index
+        assert ref
+        for digits, unread in ((ref.sha256[:40], False), (ref.sha256[-40:], True)):
+            stage.sources[digits] = version, unread
+    deleted = msgspec.structs.replace(decode_marker(first[0]), state="deleted", write_id=new_id())
+    stage.bucket.objects[place] = first
+    stage.later = [body, encode_marker(deleted)]
+
+
+def interrupted(stage: Stage) -> None:
+    """A copy of version 5 that died when all was sent."""
+    source(stage)
+
+    def die(_: int, request: Request) -> Fault | None:
+        return Fault(CRASH, False) if (request.verb, request.key[:5]) == ("put", "index") else None
+
+    with suppress(KilledError):
+        copier(streamed=False)(Actor(stage, "before", die, save=4))
+    stage.bucket.seconds += 72 * HOUR_SECONDS
+
+
+def fenced(stage: Stage) -> None:
+    """What an interrupted copy has left, and a sweep that died before it removed it."""
+    interrupted(stage)
+    clock = StageClock(stage.bucket)
+    assert commits.put_tombstone(Actor(stage, "before").connect(), clock.tries())
 
 
 def torn(stage: Stage) -> None:

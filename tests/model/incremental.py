@@ -37,7 +37,11 @@ class IncrementalWriter(Writer):
 
     def base_index(self, me: Me, store: Store) -> Iterator[Move]:
         event, there = self.get(me, store, INDEX, me.base)
-        yield event, me._replace(at="copy" if there else "upload"), store
+        yield event, me._replace(at="copy" if there else "base_why"), store
+
+    def base_why(self, was: Me, store: Store) -> Iterator[Move]:
+        for event, _, me in self.get_marker(was, store):
+            yield event, me._replace(at="upload"), store
 
     def copy(self, me: Me, store: Store) -> Iterator[Move]:
         yield from self._part(me, store, "copy_rest")
@@ -81,6 +85,5 @@ class Stranger(Actor):
         super().__init__("stranger", **options)
 
     def begin(self, me: Me, store: Store) -> Iterator[Move]:
-        if store.data & 1:
-            event = Event(self.name, "put", DATA)
-            yield event, self.end(me, "done"), store._replace(strange=store.strange | 1)
+        strange = store._replace(strange=store.strange | 1, data=store.data | 1)
+        yield Event(self.name, "put", DATA), self.end(me, "done"), strange

@@ -10,7 +10,7 @@ def what_is_wrong(store: Store) -> str | None:
     marker = store.marker
     if marker is not None and marker.is_committed:
         bit = 1 << marker.commit
-        data = 1 if store.borrowed & bit else bit
+        data = 1 if store.borrowed & bit else 1 << store.data_of(marker.commit)
         if not store.data & data:
             return f"live object deleted: {save_name(marker.commit)} is committed, its data is gone"
         if not store.index & bit:
@@ -30,6 +30,10 @@ def what_is_wrong_at_rest(store: Store) -> str | None:
     A process that dies after its commit leaves `.metadata` as it was, and so does one whose PUT of
     `.metadata` is held up by the network until a deletion has removed what it was conditioned on
     (`absent` comes back; `arrivals` counts that as giving up). The next sweep mends both.
+
+    It does not hold of three writers and a deleter: a save that was deleted may take back the
+    `.metadata` of the last one, and the one in between then put its own. A sweep mends that, too,
+    when it finds what the one in between has left.
     """
     marker = store.marker
     if marker is not None and marker.state == "deleting":

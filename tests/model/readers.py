@@ -47,7 +47,7 @@ class Reader(Actor):
         yield event, me._replace(at="data" if there else "why"), store
 
     def data(self, me: Me, store: Store) -> Iterator[Move]:
-        event, there = self.get(me, store, DATA, me.token.commit)
+        event, there = self.get(me, store, DATA, store.data_of(me.token.commit))
         yield event, self.end(me, "whole") if there else me._replace(at="why"), store
 
     def why(self, was: Me, store: Store) -> Iterator[Move]:
@@ -80,7 +80,7 @@ class StockReader(Actor):
                 yield event, me._replace(at="data"), store._replace(loading=True)
 
     def data(self, me: Me, store: Store) -> Iterator[Move]:
-        event, there = self.get(me, store, DATA, me.dot_token)
+        event, there = self.get(me, store, DATA, store.data_of(me.dot_token))
         yield event, self.end(me, "whole" if there else "torn"), store._replace(loading=False)
 
 

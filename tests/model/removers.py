@@ -133,7 +133,8 @@ class Deleter(Remover):
         save = me.token.commit
         event, there = self.get(me, store, INDEX, save)
         if there:
-            after = self.mark(me._replace(removing=((DATA, save), (INDEX, save))))
+            objects = (DATA, store.data_of(save)), (INDEX, save)
+            after = self.mark(me._replace(removing=objects))
         else:
             after = me._replace(at="why")
         yield event, after, store

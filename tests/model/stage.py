@@ -13,10 +13,10 @@ import hashlib
 import random
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -24,10 +24,18 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Marker as RealMarker, decode_marker
 from dcp_objstore.checkpoint.names import is_beacon_key, is_ours, parse_data_key, parse_index_key
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.errors import DcpObjstoreError, PreconditionFailedError
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta, Precondition, Version
+from dcp_objstore.errors import DcpObjstoreError, ObjectNotFoundError, PreconditionFailedError
+from dcp_objstore.stores.protocol import (
+    CopySource,
+    IfAbsent,
+    IfVersion,
+    ObjectMeta,
+    Precondition,
+    Version,
+)
 from tests.crash.process import Connection, KilledError, Process
 from tests.model import world
+from tests.model.copies import SOURCE
 from tests.model.faults import (
     BOTH_LATE,
     CRASH,
@@ -48,6 +56,7 @@ from tests.support.upkeep import DESCRIBED
 
 URL = "s3://stage/run/step-1"
 ROOT = "run/step-1/"
+SOURCE_URL = f"{URL}/source"  # of a copy; no other actor sees what is below
 HOUR_SECONDS = 3600.0
 DAYS_SECONDS = 48 * HOUR_SECONDS  # longer than the grace period
 _BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
@@ -70,6 +79,7 @@ class WatchedBucket(Bucket):
 
     Attributes:
         written: the first body of each data object and index; they never change.
+        strange: the keys of those that another program has overwritten.
         landed: who put the commits that took effect, by commit_id.
         forgotten: who replaced a marker that knew a commit by one that does not, by commit_id.
         before: the last metadata but one of each key, for stale answers.
@@ -82,6 +92,7 @@ class WatchedBucket(Bucket):
         super().__init__()
         self.now = self._time  # type: ignore[method-assign]
         self.written: dict[str, bytes] = {}
+        self.strange: set[str] = set()
         self.landed: dict[str, str] = {}
         self.forgotten: dict[str, str] = {}
         self.before: dict[str, ObjectMeta] = {}
@@ -98,7 +109,8 @@ class WatchedBucket(Bucket):
         if old is not None:
             self.before[key] = old[1]
         name = key.removeprefix(ROOT)
-        if is_ours(name) and self.written.setdefault(name, body) != body:
+        changed = is_ours(name) and self.written.setdefault(name, body) != body
+        if changed and name not in self.strange:
             raise BrokenPromiseError(f"{name} was written twice, differently")
         if name == MARKER:
             marker = _marker(body)
@@ -130,7 +142,7 @@ class WatchedBucket(Bucket):
             raise BrokenPromiseError(f"the index of commit {marker.commit_id} is not there")
         for name in _named(found[0]):
             held = self.objects.get(ROOT + name)
-            if held is None or held[0] != self.written[name]:
+            if held is None or (held[0] != self.written[name] and name not in self.strange):
                 raise BrokenPromiseError(f"{name} of commit {marker.commit_id} is not there")
 
     def loose(self) -> list[str]:
@@ -143,7 +155,7 @@ class WatchedBucket(Bucket):
             if published is None or published[0] != right:
                 return [".metadata is not in line"]
             known.add(DOT)
-        return [name for name in self.keys(ROOT) if name not in known]
+        return [name for name in self.keys(ROOT) if name not in known and "/" not in name]
 
 
 class StageClock(TickingClock):
@@ -185,11 +197,16 @@ class Names:
             self.dots[DESCRIBED.derive(body)] = save
         self.keys[key] = save
 
+    def data_of(self, save: int) -> str:
+        """The key of its one data object."""
+        return next(key for key, of in self.keys.items() if of == save and kind_of(key) == DATA)
+
     def commit(self, marker: RealMarker) -> int:
         return self.commits.get(marker.commit_id, NOBODY)
 
     def describe(self, verb: str, key: str, body: bytes | None) -> str:
         """What an answer to a GET or HEAD says, in the words of the model."""
+        key = key.rpartition("/")[2]
         if body is None:
             return "missing" if kind_of(key) in (DATA, INDEX) else "absent"
         if verb == "head":
@@ -266,8 +283,8 @@ class Actor(Process):
         self.faults: list[tuple[str, str, Fault]] = []
         self._sending: tuple[bytes | None, Precondition | None] = (None, None)
 
-    def connect(self) -> StagedStore:
-        return StagedStore(self.stage.bucket, self, URL)
+    def connect(self, url: str = URL) -> StagedStore:
+        return StagedStore(self.stage.bucket, self, url)
 
     def put(self, key: str, body: bytes, precondition: Precondition | None) -> None:
         """The next request is this PUT."""
@@ -304,6 +321,8 @@ class Actor(Process):
         if request.verb in ("get", "head"):
             found = stage.bucket.objects.get(ROOT + request.key)
             outcome = stage.names.describe(request.verb, request.key, found and found[0])
+        elif request.verb == "copy":
+            outcome = _judge_copy(effect)
         else:
             outcome = "ok" if request.holds else "refused"
         if request.verb not in ("list uploads", "abort"):  # there are none: the model knows none
@@ -363,8 +382,39 @@ class StagedStore(Connection):
         precondition: Precondition | None = None,
         retry: bool = True,
     ) -> Version:
-        self.process.put(key, bytes(data), precondition)
-        return super().put(key, data, precondition=precondition, retry=retry)
+        body = b"".join(data) if isinstance(data, list) else bytes(data)
+        self.process.put(key, body, precondition)
+        return super().put(key, body, precondition=precondition, retry=retry)
+
+    def copy(
+        self,
+        key: str,
+        sources: Sequence[CopySource],
+        *,
+        part_size_bytes: int,
+        max_concurrency: int,
+        moved: Callable[[int], None],
+    ) -> Version:
+        """A request for each source, and one that completes the object."""
+
+        def part(source: CopySource) -> bytes:
+            body, meta = self.bucket.get(source.url.partition("://stage/")[2])
+            if meta.version != source.version:
+                raise PreconditionFailedError("412")
+            return body[source.start : source.end]
+
+        request = partial(self.process.request, "copy", self.root + key)
+        return self.put(key, [request(partial(part, source)) for source in sources])
+
+
+def _judge_copy(effect: Callable[[], Any]) -> str:
+    try:
+        effect()  # it changes nothing
+    except ObjectNotFoundError:
+        return "missing"
+    except PreconditionFailedError:
+        return "refused"
+    return "ok"
 
 
 @dataclass
@@ -386,6 +436,8 @@ class Stage:
         events: what happened, in order.
         log: the same, with the faults.
         late: requests that are on their way.
+        later: markers that the source of a copy may have next.
+        sources: the version, and whether it was copied unread, that digits in a name stand for.
         jumps: how likely a day and more passes between two requests.
         crashes: how likely a process dies instead of sending a request.
     """
@@ -397,6 +449,8 @@ class Stage:
         self.events: list[Event] = []
         self.log: list[str] = []
         self.late: list[tuple[Request, Callable[[], Any]]] = []
+        self.later: list[bytes] = []
+        self.sources: dict[str, tuple[int, bool]] = {}
         self.players: dict[str, _Player] = {}
         self.jumps = self.crashes = self._burst = 0.0
         self._over = threading.Semaphore(0)
@@ -511,7 +565,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 @lru_cache(maxsize=4096)
 def kind_of(key: str) -> str:
-    """The model's word for an object."""
+    """The model's word for an object. One below is of the source of a copy."""
+    if "/" in key:
+        return SOURCE + kind_of(key.rpartition("/")[2])
     if parse_data_key(key):
         return DATA
     if is_beacon_key(key):

@@ -112,11 +112,12 @@ class Sweeper(Remover):
     def choose(self, me: Me, store: Store) -> Iterator[Move]:
         event = self.event("list", EVERYTHING)
         named = me.token.commit if me.token is not None and me.token.is_committed else None
+        data = None if named is None else store.data_of(named)
         loose = tuple(
             (kind, save)
-            for kind, there in ((DATA, store.data), (INDEX, store.index))
+            for kind, there, kept in ((DATA, store.data, data), (INDEX, store.index, named))
             for save in range(there.bit_length())
-            if there >> save & 1 and save != named
+            if there >> save & 1 and save != kept
         )
         # Nothing is old, or something young keeps the sweep off: then only `.metadata` is mended.
         if named is not None or (me.token is not None and store.dot is not None):

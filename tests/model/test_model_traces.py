@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import pytest
 
+from dcp_objstore.checkpoint.names import parse_data_key
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
@@ -26,19 +27,24 @@ from dcp_objstore.errors import (
 )
 from tests.model import reference
 from tests.model.actors import BELIEVED, Actor as ModelActor
+from tests.model.copies import ANY_SOURCE, BEHIND_FENCE, UNREAD, Copy, Owner
 from tests.model.faults import CRASH, KINDS, Fault
 from tests.model.firsts import (
     absent,
     committed,
     deleting,
+    fenced,
+    interrupted,
     orphan,
     pinned,
     replaced,
+    source,
     stale,
     tombstone,
     torn,
     unpublished,
 )
+from tests.model.incremental import UNPINNED, IncrementalWriter, Stranger
 from tests.model.paths import Path
 from tests.model.programs import (
     ABSENT,
@@ -54,12 +60,16 @@ from tests.model.programs import (
     WHOLE,
     Answer,
     Program,
+    copier,
     deleter,
     heal,
+    incremental,
+    owner,
     pinner,
     reader,
     repairer,
     saver,
+    stranger,
     sweeper,
     untrue,
 )
@@ -90,9 +100,12 @@ def seen(stage: Stage) -> Store:
     """The real store in the words of the model, but for write_ids."""
     bucket, names = stage.bucket, stage.names
     found = {DATA: 0, INDEX: 0, BEACON: 0}
+    copies = {}
     for key in bucket.keys(ROOT):
         if kind_of(key) in found:
             found[kind_of(key)] |= 1 << names.keys[key]
+        if data := parse_data_key(key):
+            copies[names.keys[key]] = stage.sources.get(data.nonce[24:], (0, False))
     marker, real = None, bucket.marker()
     if real is not None:
         log = sum(1 << names.commits[each] for each in real.log if each in names.commits)
@@ -100,7 +113,12 @@ def seen(stage: Stage) -> Store:
     published = bucket.objects.get(ROOT + DOT)
     dot = None if published is None else names.dots[published[0]]
     ever = 0 if marker is None else 1
-    return Store(marker, dot, found[DATA], found[INDEX], found[BEACON], committed=ever)
+    return Store(
+        *(marker, dot, found[DATA], found[INDEX], found[BEACON]),
+        committed=ever,
+        made_of=frozenset((save, version) for save, (version, _) in copies.items() if version),
+        unread=sum(unread << save for save, (_, unread) in copies.items()),
+    )
 
 
 # --- a path in the model
@@ -127,6 +145,10 @@ class Play:
     writers: tuple[bool, ...]  # whether each overwrites
     deleter: bool = False
     sweepers: int = 0
+    copies: tuple[bool, ...] = ()  # whether each compares every byte
+    owner: bool = False  # of the source of the copies
+    is_incremental: bool = False  # the writers have what is there as base
+    stranger: bool = False
 
 
 PLAYS = [
@@ -141,6 +163,11 @@ PLAYS = [
     Play(committed, (True, True), deleter=True, sweepers=2),
     Play(stale, (False,), sweepers=2),
     Play(deleting, (False, True), deleter=True, sweepers=1),
+    Play(source, (True,), copies=(False, True), owner=True, deleter=True),
+    Play(interrupted, (), copies=(False, True), owner=True, sweepers=1),
+    Play(fenced, (), copies=(False,), deleter=True, sweepers=1),
+    Play(committed, (True,), is_incremental=True, stranger=True, sweepers=1),
+    Play(committed, (True,), is_incremental=True, deleter=True, sweepers=1),
 ]
 
 
@@ -188,9 +215,18 @@ def _cast(stage: Stage, play: Play, weak: frozenset[str]) -> list[ModelActor]:
         actors.append(actor)
         stage.add(actor.name, program, _planned(stage), save)
 
+    kind = IncrementalWriter if play.is_incremental else Writer
+    prepare = incremental if play.is_incremental else None
     for save, overwrite in enumerate(play.writers, 1):
-        program = saver(overwrite=overwrite, deadline_seconds=_deadline(rng), ranks=1)
-        add(Writer(save, overwrite=overwrite, **settings), program, save)
+        given = {"deadline_seconds": _deadline(rng), "ranks": 1, "prepare": prepare}
+        add(kind(save, overwrite=overwrite, **settings), saver(overwrite=overwrite, **given), save)
+    for save, streamed in enumerate(play.copies, 2):
+        program = copier(streamed=streamed, deadline_seconds=_deadline(rng))
+        add(Copy(save, streamed=streamed, **settings), program, save)
+    if play.owner:
+        add(Owner(), owner)
+    if play.stranger:
+        add(Stranger(), stranger)
     if play.deleter:
         now = rng.random() < 0.7
         add(Deleter(now=now, **settings), deleter(now=now, deadline_seconds=_deadline(rng)))
@@ -259,7 +295,7 @@ def _told(stage: Stage, why: str, path: Path | None = None) -> str:
 
 
 def test_what_the_code_does_is_a_path_in_the_model() -> None:
-    for seed in range(400):
+    for seed in range(500):
         run(seed)
 
 
@@ -278,6 +314,10 @@ def test_what_the_code_does_is_a_path_in_the_model() -> None:
         LATE_BEACON,
         LATE_LOOK,
         KEEPS_DOT,
+        ANY_SOURCE,
+        BEHIND_FENCE,
+        UNREAD,
+        UNPINNED,
     ],
 )
 def test_a_mutant_is_no_model_of_the_code(mutant: str) -> None:
@@ -316,6 +356,8 @@ OPERATIONS = {
     "sweep a dead save": Operation(torn, sweeper()),
     "repair": Operation(unpublished, repairer()),
     "pin": Operation(committed, pinner("paper")),
+    "copy": Operation(interrupted, copier(streamed=True)),
+    "incremental save": Operation(committed, saver(overwrite=True, prepare=incremental)),
     "unpin": Operation(pinned, pinner("paper", remove=True)),
     "load": Operation(committed, reader),
 }

@@ -51,6 +51,17 @@ class Store(NamedTuple):
     under_way: Marks = 0  # not on the store: saves that have a begin token, and no answer yet
     strange: Marks = 0  # saves whose data has other bytes than their index says
     borrowed: Marks = 0  # saves whose index names the data of save 0; only in a mutant
+    # Of the checkpoint that is copied here, see `copies`; its versions are saves 5 and 6.
+    source: Marker = Marker("committed", 5, ("owner", 0))
+    source_data: Marks = 1 << 5 | 1 << 6
+    rotten: Marks = 0  # versions whose bytes have changed under their ETag
+    made_of: frozenset[tuple[int, int]] = frozenset()  # data of a copy, and the version in its name
+    unread: Marks = 0  # data that the store has copied, as its name says
+    reused: frozenset[tuple[int, int]] = frozenset()  # saves whose index names another's data
+
+    def data_of(self, save: int) -> int:
+        """The save whose data is named by the index of this one."""
+        return next((data for each, data in self.reused if each == save), save)
 
 
 class Request(NamedTuple):

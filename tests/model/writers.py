@@ -148,7 +148,7 @@ class Writer(Remover):
             yield event, me._replace(at=self.after["upload"]), store
 
     def check(self, me: Me, store: Store) -> Iterator[Move]:
-        whole = bool(store.data & self.bit)
+        whole = bool(store.data >> store.data_of(self.save) & 1)
         yield self.event("list", EVERYTHING), self.answered(me, "check", whole), store
 
     def missing(self, was: Me, store: Store) -> Iterator[Move]:

@@ -40,6 +40,7 @@ class Asked:
         number: which of all requests, from 0.
         size_bytes: of its body.
         access_key: that it was signed with, by the `SlowSink`'s account.
+        signed_at: when that was, in whole seconds since 1970; 0 from other servers.
     """
 
     method: str
@@ -48,6 +49,7 @@ class Asked:
     number: int
     size_bytes: int
     access_key: str = ""
+    signed_at: float = 0.0
 
     @property
     def name(self) -> str:

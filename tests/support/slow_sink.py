@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -48,7 +49,10 @@ class SlowSink:
             size_bytes = request.length_bytes
             signed = request.headers.get("authorization", "") + f"={_given(request)}"
             access_key = signed.partition("=")[2].partition("/")[0]
-            asked = Asked(request.method, key, query, len(self.asked), size_bytes, access_key)
+            date = request.headers.get("x-amz-date") or request.query["X-Amz-Date"]
+            signed_at = datetime.strptime(f"{date}+0000", "%Y%m%dT%H%M%SZ%z").timestamp()
+            number = len(self.asked)
+            asked = Asked(request.method, key, query, number, size_bytes, access_key, signed_at)
             self.asked.append(asked)
             fault = self.plan(asked)
         if fault is not None:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TypeAlias
 
 import pytest
+import xxhash
 
 from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
@@ -19,7 +20,6 @@ from dcp_objstore.checkpoint.read import find_marker, open_committed
 from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.wrappers import WrappedStore
-from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
 from tests.support import indexes
 from tests.support.wrapped_stores import Fault, FaultStore
 
@@ -82,8 +82,9 @@ def upload(store: ObjectStore, ranks: int = 2) -> ix.Index:
     entries = []
     for rank in range(ranks):
         key = data_key(rank, 0, new_nonce())
-        store.put(key, b"data of " + key.encode())
-        entries.append(ix.ObjectEntry(key, len(key) + 8, None, bytes(DIGEST_SIZE_BYTES)))
+        body = b"data of " + key.encode()
+        e_tag = store.put(key, body).e_tag
+        entries.append(ix.ObjectEntry(key, len(body), e_tag, xxhash.xxh3_128_digest(body)))
     return ix.decode(indexes.encode(indexes.Index(tuple(entries))))
 
 
