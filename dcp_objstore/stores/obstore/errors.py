@@ -171,6 +171,14 @@ _BY_TYPE: dict[str, type[DcpObjstoreError]] = {
 }
 
 
+class RefusedError(Exception):
+    """The answer to a request of our own, told in obstore's way."""
+
+    def __init__(self, what: str, status: int, code: str | None) -> None:
+        told = f"<Error><Code>{code}</Code><Message>{what}</Message></Error>" if code else what
+        super().__init__(f"status code: {status}, {told}")
+
+
 class _Told(NamedTuple):
     """An obstore error, taken apart; the dump is that of its causes, white space collapsed."""
 
