@@ -130,7 +130,7 @@ def open_base(base: str, spec: StoreSpec) -> Base:
         spec: the store of the checkpoint of the save.
     """
     if not spec.open().capabilities.copies:
-        return Base(base, None, "this store, or the transport to it, copies nothing by itself")
+        return Base(base, None, "this store copies nothing by itself, or not over this transport")
     try:
         return wait_for(_read_base, base, spec)
     except DcpObjstoreError as error:

@@ -84,7 +84,7 @@ def upload_items(
     order = upload_order(plan.items, unchanged.items)
     left = _without(unchanged.to_copy, order)
     part_plan = _part_plan(store, left, config)
-    left_bytes = sum(size_bytes for _, size_bytes in left)
+    left_bytes = [sum(size for _, size in group) for group in _groups(left, unchanged)]
     save.channel.emit(
         Planned,
         save.channel.began_at,
@@ -94,12 +94,10 @@ def upload_items(
         objects=len(unchanged.objects)
         + max(
             not unchanged.objects,
-            sum(
-                -(-sum(size for _, size in group) // part_plan.max_object_size_bytes)
-                for group in _groups(left, unchanged)
-            ),
+            sum(-(-size // part_plan.max_object_size_bytes) for size in left_bytes),
         ),
-        requests=unchanged.parts + part_count(left_bytes, part_plan.part_size_bytes),
+        requests=unchanged.parts
+        + sum(part_count(size, part_plan.part_size_bytes) for size in left_bytes if size),
     )
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)

@@ -176,8 +176,8 @@ class GcsDoor(OneAtATime):
         status, headers, _ = self.ask_moto(environ, source)
         if not status.startswith("200"):
             return refusal("404 Not Found", "notFound", "POST")
-        wanted = asked.get("ifSourceGenerationMatch", "0")
-        if self.generation({**environ, "PATH_INFO": source}) != int(wanted):
+        wanted = asked.get("ifSourceGenerationMatch")
+        if wanted and self.generation({**environ, "PATH_INFO": source}) != int(wanted):
             return refusal("412 Precondition Failed", "conditionNotMet", "POST")
         size = int(next(value for name, value in headers if name.lower() == "content-length"))
         token = asked.get("rewriteToken", "")

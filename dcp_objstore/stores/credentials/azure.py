@@ -2,7 +2,7 @@
 
 In this order: `anon`; `connection_string`; `account_key`; `sas_token`; `client_id` with
 `client_secret` and `tenant_id`; `credential`; AZURE_STORAGE_CONNECTION_STRING; the AZURE_*
-variables that obstore reads itself; azure-identity's DefaultAzureCredential (extra `azure`); a
+variables that obstore names; azure-identity's DefaultAzureCredential (extra `azure`); a
 machine's managed identity. The names are those of adlfs; `connection_string` is taken apart as the
 Azure documentation says ("Configure Azure Storage connection strings").
 """

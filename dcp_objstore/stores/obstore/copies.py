@@ -38,7 +38,7 @@ Steps = Generator[tuple[int, bool]]
 
 # The first version of Azure's REST API with access tokens is of 2017.
 AZURE_VERSION = "2023-11-03"
-# While a copy that Azure has begun does not go on. Within an account it hardly ever takes time.
+# For a copy that has begun and does not go on.
 _PENDING = RetryPolicy(None, 60.0)
 
 
@@ -95,13 +95,15 @@ def copy_object(
         raise CorruptDataError(f"{source.url} has only {size_bytes} bytes")
     if (source.start, source.end) != (0, size_bytes):
         raise UnsupportedError("this store copies whole objects, and this is a part of one")
-    copied_bytes, is_there = 0, False
+    copied_bytes, is_there, tries = 0, False, Tries(_PENDING)
     try:
         with closing(copier.steps(copier, ask, origin, target, found)) as steps:
             for now_bytes, is_there in steps:  # noqa: B007  for what follows
                 if now_bytes > copied_bytes:
                     moved(now_bytes - copied_bytes)
-                copied_bytes = now_bytes
+                    copied_bytes, tries = now_bytes, Tries(_PENDING)
+                elif not tries.pause():
+                    raise StoreUnavailableError("the store does not go on with a copy")
     except BaseException:
         if is_there:
             with suppress(Exception):
@@ -133,16 +135,11 @@ def azure_steps(
     condition = {"x-ms-source-if-match": found["ETag"]}
     url = copier.server + _path(source)
     answer, _ = ask("PUT", _path(target), {"x-ms-copy-source": url, **condition})
-    copied_bytes, tries = 0, Tries(_PENDING)
     try:
         while (status := answer["x-ms-copy-status"]) != "success":
-            before = copied_bytes
-            copied_bytes = int(answer.get("x-ms-copy-progress", "0").partition("/")[0])
-            yield copied_bytes, True
-            if copied_bytes > before:
-                tries = Tries(_PENDING)
-            if status != "pending" or not tries.pause():
-                raise StoreUnavailableError(f"Azure does not finish the copy (it is {status})")
+            yield int(answer.get("x-ms-copy-progress", "0").partition("/")[0]), True
+            if status != "pending":
+                raise StoreUnavailableError(f"Azure's copy is not a success: {status}")
             answer, _ = ask("HEAD", _path(target), {})
     except BaseException:
         with suppress(Exception):
