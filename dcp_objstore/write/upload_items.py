@@ -97,7 +97,7 @@ def upload_items(
             sum(-(-size // part_plan.max_object_size_bytes) for size in left_bytes),
         ),
         requests=unchanged.parts
-        + sum(part_count(size, part_plan.part_size_bytes) for size in left_bytes if size),
+        + sum(part_count(size, part_plan.part_size_bytes) for size in left_bytes),
     )
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
@@ -193,7 +193,8 @@ def _groups(
     if not unchanged.whole:
         return [deque(items)]
     changed = _without(unchanged.items, items)
-    return [deque(changed), deque(_without({item.index for item, _ in changed}, items))]
+    kept = _without({item.index for item, _ in changed}, items)
+    return [deque(group) for group in (changed, kept) if group]
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:

@@ -253,6 +253,23 @@ def test_a_copy_that_azure_does_not_finish_is_aborted_and_removed(
     assert bucket.keys() == ["from"]
 
 
+@pytest.mark.backends("gcs")
+def test_a_copy_that_gcs_does_not_go_on_with_is_given_up(
+    bucket: Bucket, proxy: TamperingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, stuck = put(bucket), b'{"done":false,"rewriteToken":"t","totalBytesRewritten":"4"}'
+    proxy.refuse(is_copy, Answer(200, {"Content-Type": "application/json"}, stuck))
+    monkeypatch.setattr(copies, "_PENDING", RetryPolicy(3, 60.0))
+    moved: list[int] = []
+    with pytest.raises(StoreUnavailableError, match="go on"):
+        copy(open_store(bucket.url, proxy.storage_options, ONCE), source, moved.append)
+    assert moved == [4]
+    assert [asked.query[-15:] for asked in proxy.asked if is_copy(asked)][1:] == [
+        "&rewriteToken=t"
+    ] * 4
+    assert bucket.keys() == ["from"]
+
+
 def test_another_server_of_gcs_takes_the_same_request(fake_gcs: FakeGcsServer) -> None:
     """fake-gcs-server has the JSON API, and copies whatever the condition is."""
     url = f"{fake_gcs.endpoint_url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name=a/b%20c"

@@ -198,12 +198,12 @@ class Clients(Requests):
                 self.proven = True
             raise
 
-    def ask(self, what: str, key: str, make: Callable[[], Request]) -> tuple[Message, bytes]:
+    def ask(self, key: str, what: str, make: Callable[[], Request]) -> tuple[Message, bytes]:
         """Send a request that obstore has no call for; return the answer's headers and body.
 
         Args:
-            what: it is about, in words.
             key: in the bucket.
+            what: what it is for, in words.
             make: makes the request, each time that it is sent.
         """
 
@@ -212,11 +212,10 @@ class Clients(Requests):
             try:
                 status, headers, body = answer_to(make(), self._trust(), seconds, what)
             except StoreUnavailableError as error:
-                raise (
-                    error.__cause__ or error
-                ) from None  # the loop sends it again, or translates it
-            except ValueError:  # its text may show the credential
-                raise CredentialsError("the credentials are such as cannot be sent") from None
+                # The loop judges what the transport raised.
+                raise error.__cause__ or error from None
+            except ValueError:  # its text may show them
+                raise CredentialsError("the credentials cannot be sent in a header") from None
             if status >= http.client.MULTIPLE_CHOICES:
                 raise RefusedError(what, status, headers["x-ms-error-code"])
             return headers, body

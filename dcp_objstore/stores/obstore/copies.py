@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from email.message import Message
 from email.utils import formatdate
@@ -28,12 +28,11 @@ from dcp_objstore.stores.retries import RetryPolicy, Tries
 from dcp_objstore.stores.urls import StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.obstore.clients import Clients
     from dcp_objstore.stores.protocol import CopySource
 
 # Sends a request of a method, a path and headers; returns the answer's headers and body.
 Ask = Callable[[str, str, Mapping[str, str]], tuple[Message, bytes]]
-# Again and again how many bytes are copied by now, and whether something is under the target's key.
+# Yields the bytes that are copied so far, and whether there is something under the target's key.
 Steps = Generator[tuple[int, bool]]
 
 # The first version of Azure's REST API with access tokens is of 2017.
@@ -58,8 +57,9 @@ class Copier(NamedTuple):
 
 
 def copy_object(
-    clients: Clients,
-    source: CopySource,
+    copier: Copier | None,
+    send: Callable[[str, Callable[[], Request]], tuple[Message, bytes]],
+    sources: Sequence[CopySource],
     target: StoreUrl,
     moved: Callable[[int], None],
     remove: Callable[[], None],
@@ -67,8 +67,9 @@ def copy_object(
     """Have the store copy an object, in the state in which its HEAD shows the ETag asked for.
 
     Args:
-        clients: of the target's bucket.
-        source: the object.
+        copier: knows the provider.
+        send: see `Clients.ask`.
+        sources: one whole object.
         target: the URL of the new one.
         moved: see `ObjectStore.copy`.
         remove: removes the new one, if the copy is stopped when it is there.
@@ -76,7 +77,8 @@ def copy_object(
     Raises:
         As `ObjectStore.copy`.
     """
-    copier, origin = clients.copier, parse_url(source.url)
+    source = sources[0]
+    origin = parse_url(source.url)
     if copier is None or origin.scheme != target.scheme or source.version.e_tag is None:
         raise UnsupportedError(f"{source.url} is not on this store, or its ETag is not known")
 
@@ -85,7 +87,7 @@ def copy_object(
             url = copier.server + path
             return Request(url, headers=dict(copier.sign(method, url, headers)), method=method)
 
-        return clients.ask(f"{method} in a copy of {source.url}", target.prefix, make)
+        return send(f"{method} in a copy of {source.url}", make)
 
     found, _ = ask("HEAD", _path(origin), {})
     size_bytes = int(found["Content-Length"])
@@ -93,8 +95,8 @@ def copy_object(
         raise PreconditionFailedError(f"{source.url} was changed by another writer")
     if source.end > size_bytes:
         raise CorruptDataError(f"{source.url} has only {size_bytes} bytes")
-    if (source.start, source.end) != (0, size_bytes):
-        raise UnsupportedError("this store copies whole objects, and this is a part of one")
+    if len(sources) > 1 or (source.start, source.end) != (0, size_bytes):
+        raise UnsupportedError("this store copies whole objects, one into one")
     copied_bytes, is_there, tries = 0, False, Tries(_PENDING)
     try:
         with closing(copier.steps(copier, ask, origin, target, found)) as steps:

@@ -172,7 +172,7 @@ _BY_TYPE: dict[str, type[DcpObjstoreError]] = {
 
 
 class RefusedError(Exception):
-    """The answer to a request of our own, told in obstore's way."""
+    """A refusal of a request that obstore did not send, in the form of obstore's errors."""
 
     def __init__(self, what: str, status: int, code: str | None) -> None:
         told = f"<Error><Code>{code}</Code><Message>{what}</Message></Error>" if code else what

@@ -28,7 +28,6 @@ from dcp_objstore.errors import (
     InputError,
     ObjectNotFoundError,
     StoreUnavailableError,
-    UnsupportedError,
 )
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers
@@ -207,10 +206,9 @@ class ObstoreStore(BaseStore[str]):
         moved: Callable[[int], None],
     ) -> Version:
         if self._copier is None:
-            if len(sources) > 1:
-                raise UnsupportedError("this store makes no object of several")
-            target, remove = replace(self._url, prefix=place), partial(self._delete, place)
-            copy_object(self._clients, sources[0], target, moved, remove)
+            clients, target = self._clients, replace(self._url, prefix=place)
+            send, remove = partial(clients.ask, place), partial(self._delete, place)
+            copy_object(clients.copier, send, sources, target, moved, remove)
             return self._head(place).version
         return self._copier().copy(
             place.removeprefix(self._root),
