@@ -122,12 +122,12 @@ def copy_checkpoint(
 ) -> CopyReport:
     """Copy a checkpoint between runs, buckets and providers, byte for byte.
 
-    If both URLs are on one store that can copy (`s3://`, `file://`) and have the same options, the
-    store copies the objects by itself, each on the condition that it has the ETag which the save
-    got for it; its bytes are not read. Otherwise the data streams through some 400 MiB of this
-    process's memory, however large it is, and each byte is compared with the source's digests on
-    the way; so are objects that the store does not copy. The copy is committed as `save` does it:
-    when this returns, the whole checkpoint exists. It has a commit of its own; the source's
+    If both URLs are on one store that can copy (`s3://`, `gs://`, `az://`, `file://`) and have the
+    same options, it copies the objects by itself, each on the condition that it has the ETag which
+    the save got for it; its bytes are not read. Otherwise the data streams through some 400 MiB of
+    this process's memory, however large it is, and each byte is compared with the source's digests
+    on the way; so are objects that the store does not copy. The copy is committed as `save` does
+    it: when this returns, the whole checkpoint exists. It has a commit of its own; the source's
     `user_metadata` and `world_size` are kept, its pins are not.
 
     If a copy is interrupted, call it again: objects that have arrived are not sent again, unless a

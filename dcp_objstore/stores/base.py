@@ -43,8 +43,9 @@ Place = TypeVar("Place")
 _log = logging.getLogger("dcp_objstore")
 
 _NO_COPIES = (
-    "this store makes no object of parts of others by itself; s3:// does (with boto3, from"
-    " 'dcp-objstore[s3]'), and file:// on Linux"
+    "this store copies nothing by itself, or not over this transport or with these credentials;"
+    " s3:// does (with boto3, from 'dcp-objstore[s3]'), gs:// and az:// do (az:// with a key or an"
+    " identity of azure-identity), and file:// on Linux"
 )
 
 

@@ -147,8 +147,10 @@ class Capabilities:
         ranges: `open_range` gives any part of an object. Without it (a server that ignores `Range`,
             as `rclone serve s3` does), a part is an error, never other bytes; nothing can be
             loaded from there.
-        copies: `copy` makes an object of ranges of others without their bytes passing through here.
-            Without it, `copy` raises `UnsupportedError`.
+        copies: `copy` makes an object of others without their bytes passing through here. Without
+            it, `copy` raises `UnsupportedError`.
+        range_copies: `copy` takes ranges, and several of them. Without it (GCS, Azure) it takes one
+            whole object. It says nothing where there are no copies.
     """
 
     conditional_create: bool = True
@@ -161,6 +163,7 @@ class Capabilities:
     modified_times: bool = True
     ranges: bool = True
     copies: bool = True
+    range_copies: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +329,7 @@ class ObjectStore(Protocol):
                 (a `DcpObjstoreError`, or what is no `Exception`) ends the copy.
 
         Raises:
-            UnsupportedError: the store does not copy, or not from there.
+            UnsupportedError: the store does not copy, or not from there, or not ranges.
             ObjectNotFoundError: a source is missing.
             PreconditionFailedError: a source is in another state.
             CorruptDataError: a source ends before its range.

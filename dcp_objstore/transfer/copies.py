@@ -1,4 +1,4 @@
-"""Copies that the store makes itself: objects out of ranges of others, without their bytes here.
+"""Copies that the store makes itself: objects out of others, without their bytes here.
 
 A copied part is a request that takes the store long and this process nothing. So many may be under
 way, of several objects at a time; but not so many that a store that copies with its own disks (as
@@ -53,7 +53,7 @@ def copy_objects(
     config: TransferConfig,
     progress: Progress,
 ) -> dict[str, Uploaded | DcpObjstoreError]:
-    """Have the store make objects of ranges of others; return each one, or why there is none.
+    """Have the store make objects of others; return each one, or why there is none.
 
     Nothing is visible under the key of one that failed, unless its answer was lost.
 
@@ -91,10 +91,11 @@ def _copy(
     progress: Progress,
 ) -> Uploaded:
     progress.check_stopped()
-    sizes = copied_parts(sources)
+    sizes: list[int] = []
 
     def moved(size_bytes: int) -> None:
         progress.check_stopped()
+        sizes.append(size_bytes)
         progress.moved(size_bytes)
         limiter_of(store).succeeded()
         if progress.channel is not None:

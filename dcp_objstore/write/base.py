@@ -15,6 +15,8 @@ this.
   is made of one has equal parts, as some servers want (Cloudflare R2).
 - A run that is too short for a part of an upload is uploaded, together with others that have not
   changed. So the next save finds one long run where this one has found many short ones.
+- A store that copies only whole objects copies a run if it is one. What has not changed is uploaded
+  into objects of its own there, so that the next save finds whole ones.
 - The base is read like any checkpoint (rule 7 of `checkpoint.read`), but nothing holds it: it may
   be deleted or swept in the meantime, or something else may overwrite its objects. So the store
   copies an object only if it has the ETag that the base's index gives (rule 12 of
@@ -26,6 +28,7 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -126,7 +129,7 @@ def open_base(base: str, spec: StoreSpec) -> Base:
         spec: the store of the checkpoint of the save.
     """
     if not spec.open().capabilities.copies:
-        return Base(base, None, "this store, or the transport to it, copies nothing by itself")
+        return Base(base, None, "this store copies nothing by itself, or not over this transport")
     try:
         return wait_for(_read_base, base, spec)
     except DcpObjstoreError as error:
@@ -166,14 +169,15 @@ class _Run(NamedTuple):
     source: ix.ObjectEntry
     items: Sequence[_Kept]
     framing: bytes
-
-    @property
-    def start(self) -> int:
-        return self.items[0].stored.offset
+    start: int  # of the padding before the first item
 
     @property
     def end(self) -> int:
         return self.items[-1].end
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.start, self.end) == (0, self.source.size_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -188,6 +192,7 @@ class Unchanged:
         items: all that have not changed, also what cannot be copied.
         objects: what the store is to make: for each object the runs of which it consists.
         refused: why other runs are not copied, and their size.
+        whole: the store copies whole objects alone.
         copied: set by `copy`: the items that were copied.
         results: set by `copy`: a result for each of these.
         stored: set by `copy`: the objects that were made.
@@ -197,6 +202,7 @@ class Unchanged:
     items: set[MetadataIndex] = field(default_factory=set)
     objects: list[Sequence[_Run]] = field(default_factory=list)
     refused: list[tuple[str, int]] = field(default_factory=list)
+    whole: bool = False
     copied: set[MetadataIndex] = field(default_factory=set)
     results: list[WriteResult] = field(default_factory=list)
     stored: list[StoredObject] = field(default_factory=list)
@@ -204,6 +210,8 @@ class Unchanged:
     @property
     def parts(self) -> int:
         """The number of parts to copy."""
+        if self.whole:
+            return len(self.objects)
         return sum(len(copied_parts(self._sources(runs))) for runs in self.objects)
 
     @property
@@ -282,6 +290,8 @@ def find_unchanged(
     known_digests: Mapping[tuple[int, int], bytes],
     config: TransferConfig,
     digests_of: Callable[[ByteArray], bytes] = block_digests,
+    *,
+    whole: bool = False,
 ) -> Unchanged:
     """Compare a rank's items with those of the base. Sends no request.
 
@@ -291,6 +301,7 @@ def find_unchanged(
     Args:
         known_digests: digests that staging has computed, by the address and size of the memory.
         digests_of: `block_digests` or a wrapper of it; called in the threads that hash.
+        whole: the store copies whole objects alone.
     """
     assert base.index is not None
     stop = Progress(config.stall_timeout_seconds)
@@ -333,11 +344,14 @@ def find_unchanged(
                 settle()
         while waiting:
             settle()
-    found = Unchanged(base, {one.item.index for one in same})
+    found = Unchanged(base, {one.item.index for one in same}, whole=whole)
     most_bytes = config.max_object_size_bytes
-    runs = _runs(base.index, same, found, most_bytes)
+    runs = _runs(base.index, same, found, sys.maxsize if whole else most_bytes)
     long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
-    found.objects.extend(_shares(long, most_bytes))
+    if whole:
+        found.objects = [[run] for run in long if run.is_whole]
+    else:
+        found.objects.extend(_shares(long, most_bytes))
     return found
 
 
@@ -410,16 +424,18 @@ def _runs(
             continue
         kept: list[_Kept] = []
         between: list[bytes] = []
+        start = 0
         for row, (padding, frame) in zip(rows.tolist(), framing, strict=True):
             one = kept_at.get(row)
-            if kept and (one is None or one.end - kept[0].stored.offset > most_bytes):
-                yield _Run(entry, kept, b"".join(between))
+            if kept and (one is None or one.end - start > most_bytes):
+                yield _Run(entry, kept, b"".join(between), start)
                 kept, between = [], []
             if one is not None:
-                between += [padding, frame] if kept else [frame]
+                start = start if kept else one.stored.offset - len(padding)
+                between += [padding, frame]
                 kept.append(one)
         if kept:
-            yield _Run(entry, kept, b"".join(between))
+            yield _Run(entry, kept, b"".join(between), start)
 
 
 def _framing(

@@ -80,11 +80,12 @@ def upload_items(
             known_digests,
             config,
             digests_of,
+            whole=not store.capabilities.range_copies,
         )
     order = upload_order(plan.items, unchanged.items)
     left = _without(unchanged.to_copy, order)
     part_plan = _part_plan(store, left, config)
-    left_bytes = sum(size_bytes for _, size_bytes in left)
+    left_bytes = [sum(size for _, size in group) for group in _groups(left, unchanged)]
     save.channel.emit(
         Planned,
         save.channel.began_at,
@@ -92,25 +93,29 @@ def upload_items(
         items=len(order),
         size_bytes=sum(size_bytes for _, size_bytes in order),
         objects=len(unchanged.objects)
-        + max(not unchanged.objects, -(-left_bytes // part_plan.max_object_size_bytes)),
-        requests=unchanged.parts + part_count(left_bytes, part_plan.part_size_bytes),
+        + max(
+            not unchanged.objects,
+            sum(-(-size // part_plan.max_object_size_bytes) for size in left_bytes),
+        ),
+        requests=unchanged.parts
+        + sum(part_count(size, part_plan.part_size_bytes) for size in left_bytes),
     )
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
-    pending = deque(_without(unchanged.copied, order))
-    if len(pending) > len(left):
-        part_plan = _part_plan(store, pending, config)
+    uploads = _without(unchanged.copied, order)
+    if len(uploads) > len(left):
+        part_plan = _part_plan(store, uploads, config)
     # Parts of copied payload take memory; other parts are views of the tensors.
     is_copied = isinstance(planner, AgreeingSavePlanner) and planner.is_copied
-    copied_bytes = sum(size for _, size in pending if is_copied or size <= SMALL_BYTES)
+    copied_bytes = sum(size for _, size in uploads if is_copied or size <= SMALL_BYTES)
     most = AUTO_MOST
     if copied_bytes > COPIED_MOST_BYTES:
         most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
-    numbers = itertools.count(len(unchanged.objects))
+    numbers, groups = itertools.count(len(unchanged.objects)), _groups(uploads, unchanged)
     with DaemonPool(config.hash_threads, "hash") as hashers:
         progress = Progress(config.stall_timeout_seconds, save.channel)
         outbound = Outbound(part_plan, config, progress.check_stopped)
-        while pending:
+        while pending := next(filter(None, groups), None):
             layout = Layout(
                 pending,
                 planner.resolve_data,
@@ -177,6 +182,20 @@ def _without(
 ) -> list[tuple[WriteItem, int]]:
     # Most saves have no base, and the hash of an index costs as much as a tenth of the item.
     return [one for one in order if one[0].index not in indices] if indices else order
+
+
+def _groups(
+    items: list[tuple[WriteItem, int]], unchanged: Unchanged
+) -> list[deque[tuple[WriteItem, int]]]:
+    """Return what is uploaded into separate objects: what has changed, and what has not.
+
+    It is one group, unless the next save can only copy whole objects.
+    """
+    if not unchanged.whole:
+        return [deque(items)]
+    changed = _without(unchanged.items, items)
+    kept = _without({item.index for item, _ in changed}, items)
+    return [deque(group) for group in (changed, kept) if group]
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:

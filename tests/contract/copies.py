@@ -27,6 +27,22 @@ LARGEST = PART + MIB
 
 class CopiesContract(Endpoint):
     @guarantee("copies")
+    def test_another_object_becomes_one(
+        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
+    ) -> None:
+        if not capabilities.copies:
+            return
+        data, key = random_bytes(SIZE), "a b/#?%20+é"
+        source = CopySource(url_of(store, key), 0, SIZE, put(store, key, data))
+        moved: list[int] = []
+        store.put("copy", b"something else")
+        version = copy(store, source, moved=moved.append)
+        assert read(store, "copy") == side_door.read("copy") == data.tobytes()
+        assert store.head("copy").version == version
+        assert sum(moved) == SIZE
+        assert side_door.leavings() == []
+
+    @guarantee("copied ranges")
     def test_ranges_of_other_objects_become_one(
         self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
     ) -> None:
@@ -36,11 +52,12 @@ class CopiesContract(Endpoint):
             CopySource(url_of(store, "small"), 2, 5, store.put("small", b"0123456")),
         ]
         moved: list[int] = []
-        if not capabilities.copies:
-            with pytest.raises(DcpObjstoreError) as refused:
-                copy(store, *sources)
-            # A server may lack what its adapter has a request for.
-            assert isinstance(refused.value, UnsupportedError) or store.capabilities.copies
+        if not (capabilities.copies and capabilities.range_copies):
+            for some in (sources, sources[:1], sources[1:]):
+                with pytest.raises(DcpObjstoreError) as refused:
+                    copy(store, *some)
+                # A server may lack what its adapter has a request for.
+                assert isinstance(refused.value, UnsupportedError) or store.capabilities.copies
             assert "copy" not in side_door.sizes()
             return
         store.put("copy", b"something else")
@@ -67,7 +84,7 @@ class CopiesContract(Endpoint):
         for error, sources in {
             PreconditionFailedError: [CopySource(url, 0, SIZE, version)],
             ObjectNotFoundError: [
-                CopySource(url, 0, SIZE, now),
+                *([CopySource(url, 0, SIZE, now)] if capabilities.range_copies else []),
                 CopySource(f"{url}-not", 0, 1, now),
             ],
             (CorruptDataError, InputError): [CopySource(url, SIZE - 9, SIZE + 1, now)],

@@ -43,6 +43,8 @@ def large() -> dict[str, Any]:
 def save(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
     keywords: Any = {"storage_options": options, "config": CONFIG, "progress": False}
     dos.save(large(), bucket.at("run/step-1"), **keywords)
+    copied = dos.save(large(), bucket.at("based"), base=bucket.at("run/step-1"), **keywords)
+    assert copied.uploaded_bytes == 0
     dos.save(small(), bucket.at("run/step-1"), overwrite=True, **keywords)
     dos.async_save(small(), bucket.at("run/step-2"), **keywords).result()
     denied = fault_answer(DIALECTS[bucket.url[:2]], "forbidden")

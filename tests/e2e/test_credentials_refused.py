@@ -19,6 +19,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.protocol import CopySource
 from tests.contract import PART
 from tests.support.azurite import ACCOUNT, HOUR_SECONDS, KEY, AzureBucket, Azurite, Identity
 from tests.support.gcs_tokens import ShortLived, is_valid, post
@@ -202,6 +203,18 @@ def test_azure_fresh_tokens_that_are_refused_too_say_what_to_do(
     check(caught.value, store, verb)
     assert identity.handed_out[-1] not in f"{caught.value} {caught.value.__cause__}"
     assert container.keys() == []
+
+
+def test_azure_a_copy_is_made_with_a_fresh_token(container: AzureBucket) -> None:
+    container.put("k", b"as it was")
+    store = opened(container, Identity(HOUR_SECONDS))
+    source = CopySource(f"{store.url}/k", 0, 9, store.head("k").version)
+    identity = Identity(-10, HOUR_SECONDS)
+    opened(container, identity).copy(
+        "copy", [source], part_size_bytes=9, max_concurrency=1, moved=lambda _: None
+    )
+    assert container.get("copy") == b"as it was"
+    assert len(identity.handed_out) > 1
 
 
 def test_azure_an_upload_that_is_refused_in_a_part_can_be_tried_again(

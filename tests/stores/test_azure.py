@@ -36,7 +36,7 @@ azure = pytest.mark.backends("azure")
 @azure
 class TestAzure(StoreContract):
     endpoint = "Azurite (`az://`)"
-    lacks = frozenset({"clean_abort", "copies"})
+    lacks = frozenset({"clean_abort", "range_copies"})
     dialect = "azure"
     below = "pre fix #1"
 

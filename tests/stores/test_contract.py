@@ -72,7 +72,7 @@ class TestBucket(BucketContract):
 @pytest.mark.backends("gcs")
 class TestGcs(BucketContract):
     endpoint = "moto (`gs://`)"
-    lacks = frozenset({"listed_versions", "copies"})
+    lacks = frozenset({"listed_versions", "range_copies"})
     dialect = "gcs-xml"
     below = "pre fix"
 

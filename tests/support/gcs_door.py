@@ -15,7 +15,7 @@ For tests of tokens that expire, `POST /o/token?lifetime=SECONDS` hands one out,
 A listing has 1,000 keys a page; `POST /o/pages?bucket=BUCKET&keys=N` makes it fewer for a bucket.
 
 Of the JSON API it has the bucket ("Buckets: get" and "patch"), with its lifecycle and versioning:
-`/storage/v1/b/BUCKET`.
+`/storage/v1/b/BUCKET`; and "Objects: rewrite", in two requests from `LONG_BYTES` on.
 
 GCS takes one write of an object in a second ("Quotas & limits") and answers 429 to more, though not
 always: `POST /o/limit?prefix=/bucket/prefix&seconds=S` makes it so below a prefix, for each write
@@ -38,6 +38,8 @@ Answer = tuple[str, list[tuple[str, str]], bytes]
 WsgiApp = Callable[..., Iterable[bytes]]
 # moto checks no signatures, but treats a caller without one as the anonymous public.
 SOMEBODY = "AWS4-HMAC-SHA256 Credential=gcs/20260101/us-east-1/s3/aws4_request"
+# An object that is not rewritten in one request.
+LONG_BYTES = 8 << 20
 HANDED_OUT = "ya29.handed-out-"
 
 
@@ -91,6 +93,7 @@ class GcsDoor(OneAtATime):
         self.buckets: dict[str, Any] = {}
         self.limits: dict[str, float] = {}
         self.written_at: dict[str, float] = {}
+        self.rewrites: set[str] = set()
 
     def __call__(
         self, environ: dict[str, Any], start_response: Callable[..., object]
@@ -157,12 +160,39 @@ class GcsDoor(OneAtATime):
         return self.hand_out(float(asked["lifetime"]))
 
     def of_bucket(self, environ: dict[str, Any], method: str, bucket: str) -> Answer:
+        if "/rewriteTo/b/" in bucket:
+            return self.rewrite(environ, *bucket.split("/rewriteTo/b"))
         if not self.ask_moto(environ, bucket)[0].startswith("200"):
             return refusal("404 Not Found", "notFound", method)
         if method == "PATCH":
             self.buckets[bucket] = json.loads(environ["wsgi.input"].read())
         found = self.buckets.get(bucket, {})
         return "200 OK", [("Content-Type", "application/json")], json.dumps(found).encode()
+
+    def rewrite(self, environ: dict[str, Any], *places: str) -> Answer:
+        """Copy an object, if its generation is the one that is asked for."""
+        source, target = (place.replace("/o/", "/", 1) for place in places)
+        asked = {name: one[0] for name, one in parse_qs(environ["QUERY_STRING"]).items()}
+        status, headers, _ = self.ask_moto(environ, source)
+        if not status.startswith("200"):
+            return refusal("404 Not Found", "notFound", "POST")
+        wanted = asked.get("ifSourceGenerationMatch")
+        if wanted and self.generation({**environ, "PATH_INFO": source}) != int(wanted):
+            return refusal("412 Precondition Failed", "conditionNotMet", "POST")
+        size = int(next(value for name, value in headers if name.lower() == "content-length"))
+        token = asked.get("rewriteToken", "")
+        answer: dict[str, object] = {"done": True, "totalBytesRewritten": str(size)}
+        if size >= LONG_BYTES and not token:
+            self.rewrites.add(token := secrets.token_hex(8) + "+/=")
+            answer = {"done": False, "totalBytesRewritten": str(size // 2), "rewriteToken": token}
+        elif token and token not in self.rewrites:
+            return refusal("400 Bad Request", "invalid", "POST")
+        else:
+            self.known.pop(target, None)
+            copy_source = {"HTTP_X_AMZ_COPY_SOURCE": quote(source.encode("latin-1"))}
+            status, _, body = self.ask_moto({**environ, **copy_source}, target, "PUT")
+            assert status.startswith("200"), body
+        return "200 OK", [("Content-Type", "application/json")], json.dumps(answer).encode()
 
     def hand_out(self, lifetime_seconds: float) -> Answer:
         token = HANDED_OUT + secrets.token_hex(8)
@@ -199,13 +229,14 @@ class GcsDoor(OneAtATime):
         bucket = "/" + environ["PATH_INFO"].lstrip("/").partition("/")[0]
         return self.ask_moto(environ, bucket)[0].startswith("200")
 
-    def ask_moto(self, environ: dict[str, Any], path: str) -> Answer:
-        """A HEAD of our own."""
+    def ask_moto(self, environ: dict[str, Any], path: str, method: str = "HEAD") -> Answer:
+        """A request of our own."""
         probe = {
             **{name: environ[name] for name in environ if not name.startswith("HTTP_")},
+            **{name: environ[name] for name in environ if name == "HTTP_X_AMZ_COPY_SOURCE"},
             "HTTP_HOST": environ["HTTP_HOST"],
             "HTTP_AUTHORIZATION": SOMEBODY,
-            "REQUEST_METHOD": "HEAD",
+            "REQUEST_METHOD": method,
             "PATH_INFO": path,
             "QUERY_STRING": "",
             "RAW_URI": quote(path.encode("latin-1")),

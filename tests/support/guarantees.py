@@ -62,7 +62,8 @@ GUARANTEES = (
         ("listed_versions", "conditional_update"),
     ),
     Guarantee("true times", "an object's time is when it was written", ("modified_times",)),
-    Guarantee("copies", "makes an object of ranges of others, in known states", ("copies",)),
+    Guarantee("copies", "makes an object of another one, in a known state", ("copies",)),
+    Guarantee("copied ranges", "makes an object of ranges of others", ("copies", "range_copies")),
 )
 BY_NAME = {one.name: one for one in GUARANTEES}
 

@@ -42,6 +42,8 @@ def s3_resource(asked: Asked) -> str:
 
 def _gcs(asked: Asked) -> set[str]:
     """Permissions of Cloud Storage."""
+    if "/rewriteTo/" in asked.key:
+        return {"storage.objects.get", "storage.objects.create"}
     if asked.key.startswith("/storage/v1/b/"):
         assert asked.method == "GET"
         return {"storage.buckets.get"}

@@ -2,7 +2,7 @@
 
 In this order: `anon`; `connection_string`; `account_key`; `sas_token`; `client_id` with
 `client_secret` and `tenant_id`; `credential`; AZURE_STORAGE_CONNECTION_STRING; the AZURE_*
-variables that obstore reads itself; azure-identity's DefaultAzureCredential (extra `azure`); a
+variables that obstore names; azure-identity's DefaultAzureCredential (extra `azure`); a
 machine's managed identity. The names are those of adlfs; `connection_string` is taken apart as the
 Azure documentation says ("Configure Azure Storage connection strings").
 """
@@ -35,12 +35,12 @@ _EMULATOR = (
     "AccountName=devstoreaccount1;AccountKey=Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVEr"
     "Cz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==;BlobEndpoint=http://127.0.0.1:10000/devstoreaccount1"
 )
-# With one of these in the environment obstore has all it needs.
-_KEYS = (
-    "AZURE_STORAGE_TOKEN",
-    *AzureOptions.option("account_key").environment,
-    *AzureOptions.option("sas_token").environment,
-)
+# One of these is enough, and what obstore calls it.
+_KEYS = {
+    "AZURE_STORAGE_TOKEN": "token",
+    **dict.fromkeys(AzureOptions.option("account_key").environment, "access_key"),
+    **dict.fromkeys(AzureOptions.option("sas_token").environment, "sas_token"),
+}
 # With all of one of these it asks Azure AD for tokens.
 _APPLICATION = ("client_id", "client_secret", "tenant_id")
 _IDENTITIES = (
@@ -154,9 +154,9 @@ def _from_connection(parts: Mapping[str, str]) -> Credentials | None:
 
 
 def _from_environment(endpoint: str | None) -> Credentials | None:
-    for name in _KEYS:
-        if os.environ.get(name):
-            return Credentials(f"{name} in the environment")
+    for name, kind in _KEYS.items():
+        if value := os.environ.get(name):
+            return fixed(f"{name} in the environment", **{kind: value.removeprefix("?")})
     for names in _IDENTITIES:
         if all(os.environ.get(name) for name in names):
             return Credentials(f"{names[0]} in the environment", renew=asked_by_clients)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
 import ssl
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import CredentialsError
+from dcp_objstore.errors import CredentialsError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.find import find_credentials
-from dcp_objstore.stores.endpoint import tls_context
+from dcp_objstore.stores.endpoint import answer_to, tls_context
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.obstore.errors import (
+    RefusedError,
     http_code,
     judge_obstore,
     refusal_of,
@@ -32,6 +34,9 @@ from dcp_objstore.stores.obstore.makers import (
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests, Tries
 
 if TYPE_CHECKING:
+    from email.message import Message
+    from urllib.request import Request
+
     from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
 
@@ -58,6 +63,7 @@ class Clients(Requests):
 
     Attributes:
         lane: for reads whose requests can be signed here; None if there is none.
+        copier: see `Maker`.
         ordered: whether a listing may begin behind a key.
         proven: whether an answer was such as only a store gives.
         has_put: whether an object was put, so that a 404 means the key and not the bucket.
@@ -76,7 +82,7 @@ class Clients(Requests):
     ) -> None:
         super().__init__(config, judge_obstore, maker.endpoint_url, url.scheme, url.bucket)
         self._maker = maker
-        self.ordered = maker.ordered
+        self.ordered, self.copier = maker.ordered, maker.copier
         self._credentials = credentials
         self._trust = trust
         self._renewals = 0
@@ -192,6 +198,30 @@ class Clients(Requests):
                 self.proven = True
             raise
 
+    def ask(self, key: str, what: str, make: Callable[[], Request]) -> tuple[Message, bytes]:
+        """Send a request that obstore has no call for; return the answer's headers and body.
+
+        Args:
+            key: in the bucket.
+            what: what it is for, in words.
+            make: makes the request, each time that it is sent.
+        """
+
+        def send() -> tuple[Message, bytes]:
+            seconds = self._config.request_timeout_seconds
+            try:
+                status, headers, body = answer_to(make(), self._trust(), seconds, what)
+            except StoreUnavailableError as error:
+                # The loop judges what the transport raised.
+                raise error.__cause__ or error from None
+            except ValueError:  # its text may show them
+                raise CredentialsError("the credentials cannot be sent in a header") from None
+            if status >= http.client.MULTIPLE_CHOICES:
+                raise RefusedError(what, status, headers["x-ms-error-code"])
+            return headers, body
+
+        return self.run(self.tries("copy", key), send)
+
     def _judged(self, tries: Tries, error: Exception) -> Failure:
         lane = self.lane
         self.reached = self.reached or (lane is not None and lane.answered)
@@ -226,6 +256,6 @@ def make_clients(
     if url.scheme == "memory":
         return Clients(url, memory_maker(url), config)
     settings, found = find_credentials(url.scheme, options, stripped)
-    trust = partial(tls_context, settings.verify)
+    trust = cache(partial(tls_context, settings.verify))
     maker = _MAKERS[url.scheme](url, settings, found)
     return Clients(url, maker, config, trust=trust, credentials=found)

@@ -171,6 +171,14 @@ _BY_TYPE: dict[str, type[DcpObjstoreError]] = {
 }
 
 
+class RefusedError(Exception):
+    """A refusal of a request that obstore did not send, in the form of obstore's errors."""
+
+    def __init__(self, what: str, status: int, code: str | None) -> None:
+        told = f"<Error><Code>{code}</Code><Message>{what}</Message></Error>" if code else what
+        super().__init__(f"status code: {status}, {told}")
+
+
 class _Told(NamedTuple):
     """An obstore error, taken apart; the dump is that of its causes, white space collapsed."""
 

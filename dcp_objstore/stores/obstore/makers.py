@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -24,6 +25,13 @@ from dcp_objstore.stores.endpoint import (
     s3_server,
     server_url,
     virtual_url,
+)
+from dcp_objstore.stores.obstore.copies import (
+    AZURE_VERSION,
+    Copier,
+    azure_headers,
+    azure_steps,
+    gcs_steps,
 )
 from dcp_objstore.stores.obstore.direct import LaneError, SignedGet
 from dcp_objstore.stores.options.s3 import CHECKSUM_VARIABLE
@@ -48,8 +56,6 @@ _OF_BOTO3 = ("CRC32", "CRC32C")
 _SIGNED_FOR = timedelta(minutes=30)
 # A token is not used so shortly before its end.
 _LEAST_LEFT_SECONDS = 60.0
-# The first version of Azure's REST API with access tokens is of 2017.
-_AZURE_VERSION = "2023-11-03"
 
 _memory: PerProcess[dict[str, MemoryStore]] = PerProcess(dict)
 _environ_lock = PerProcess(threading.Lock)
@@ -64,12 +70,14 @@ class Maker(NamedTuple):
         sign: makes a GET for the direct lane; None if it takes more than that.
         ordered: whether a listing may begin behind a key. Directory buckets and Azure's
             hierarchical namespaces list in an order of their own.
+        copier: how copies of whole objects are asked for; None where there are none.
     """
 
     make: Make
     endpoint_url: str | None = None
     sign: Sign | None = None
     ordered: bool = True
+    copier: Copier | None = None
 
 
 def memory_maker(url: StoreUrl) -> Maker:
@@ -146,8 +154,9 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> Maker:
         config["base_url"] = endpoint
     # "HTTP headers" of the XML API: the project that is billed.
     headers = {"x-goog-user-project": options.payer} if options.payer else {}
-    place = f"{endpoint or 'https://storage.googleapis.com'}/{url.bucket}"
-    provider = found.provider
+    server = endpoint or "https://storage.googleapis.com"
+    place = f"{server}/{url.bucket}"
+    provider, copier = found.provider, None
 
     def sign(_client: Any, key: str) -> SignedGet:
         # A token, because a signed URL takes a private key or another request.
@@ -155,8 +164,10 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> Maker:
         return _with_token(f"{place}/{_quoted(key)}", provider(), headers)
 
     signs = sign if provider is not None else _unsigned(place) if found.anonymous else None
+    if provider is not None:
+        copier = Copier(server, lambda *_: _with_token("", provider(), headers).headers, gcs_steps)
     make = _make(GCSStore, config, found, endpoint, options.verify, headers)
-    return Maker(make, endpoint, signs)
+    return Maker(make, endpoint, signs, copier=copier)
 
 
 def azure_maker(url: StoreUrl, options: AzureOptions, found: Credentials) -> Maker:
@@ -171,8 +182,9 @@ def azure_maker(url: StoreUrl, options: AzureOptions, found: Credentials) -> Mak
     endpoint = found.endpoint_url and server_url(found.endpoint_url, use_ssl=True)
     if endpoint is not None:
         config["endpoint"] = endpoint
-    place = f"{endpoint or f'https://{found.account_name}.blob.core.windows.net'}/{url.bucket}"
-    provider = found.provider
+    server = endpoint or f"https://{found.account_name}.blob.core.windows.net"
+    place = f"{server}/{url.bucket}"
+    provider, copier = found.provider, None
 
     def sign(client: Any, key: str) -> SignedGet:
         assert provider is not None
@@ -184,12 +196,16 @@ def azure_maker(url: StoreUrl, options: AzureOptions, found: Credentials) -> Mak
             return _signed_url(client, key)
         if "sas_token" in given:
             return SignedGet(f"{place}/{quoted}?{given['sas_token']}")
-        return _with_token(f"{place}/{quoted}", given, {"x-ms-version": _AZURE_VERSION})
+        return _with_token(f"{place}/{quoted}", given, {"x-ms-version": AZURE_VERSION})
 
     # Without a provider obstore finds credentials of its own.
     signs = sign if provider is not None else _unsigned(place) if found.anonymous else None
+    # A shared access signature would have to be in the URL of the source, which is kept among the
+    # properties of the copy. (To look at what cannot be renewed asks nobody.)
+    if provider is not None and (found.renew is not None or "sas_token" not in provider()):
+        copier = Copier(server, partial(azure_headers, found.account_name, provider), azure_steps)
     make = _make(AzureStore, config, found, endpoint, options.verify)
-    return Maker(make, endpoint, signs, ordered=False)
+    return Maker(make, endpoint, signs, ordered=False, copier=copier)
 
 
 def _make(

@@ -16,6 +16,8 @@ from __future__ import annotations
 import http.client
 import os
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
@@ -30,6 +32,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers
 from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
+from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
     http_code,
     no_store,
@@ -89,8 +92,8 @@ class ObstoreStore(BaseStore[str]):
     Args:
         url: the root.
         clients: of its bucket.
-        copier: opens the same root over another transport, which copies: obstore has no call for a
-            part of an object. None where there is none.
+        copier: opens the same root over another transport, which copies ranges: obstore has no call
+            for a part of an object. None where there is none.
     """
 
     def __init__(
@@ -114,15 +117,16 @@ class ObstoreStore(BaseStore[str]):
         """Everything; `checkpoint.probe` finds out if the server keeps it.
 
         But memory has no parts, GCS lists no generations, and Azure keeps the blocks of an upload
-        that was given up for a week. Only S3 copies ranges: GCS composes whole objects alone, and
-        Azure wants the source to be authorized in another way than the request.
+        that was given up for a week. Only S3 copies ranges: GCS copies whole objects alone, and
+        Azure wants the source of a range to be authorized in another way than the request.
         """
         scheme = self._url.scheme
         return Capabilities(
             multipart=scheme != "memory",
             listed_versions=scheme != "gs",
             clean_abort=scheme != "az",
-            copies=self._copier is not None,
+            copies=self._copier is not None or self._clients.copier is not None,
+            range_copies=scheme not in ("gs", "az"),
         )
 
     @property
@@ -201,7 +205,11 @@ class ObstoreStore(BaseStore[str]):
         max_concurrency: int,
         moved: Callable[[int], None],
     ) -> Version:
-        assert self._copier is not None
+        if self._copier is None:
+            clients, target = self._clients, replace(self._url, prefix=place)
+            send, remove = partial(clients.ask, place), partial(self._delete, place)
+            copy_object(clients.copier, send, sources, target, moved, remove)
+            return self._head(place).version
         return self._copier().copy(
             place.removeprefix(self._root),
             sources,

@@ -1,0 +1,382 @@
+"""Copies that GCS and Azure make: of whole objects, on a condition that the store itself keeps."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import (
+    BucketNotFoundError,
+    CredentialsError,
+    DcpObjstoreError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.observe.events import NotCopied
+from dcp_objstore.stores import ObjectStore, Version, open_store
+from dcp_objstore.stores.obstore import copies
+from dcp_objstore.stores.protocol import CopySource
+from dcp_objstore.stores.retries import RetryPolicy
+from dcp_objstore.stores.urls import parse_url
+from tests.support.azurite import ACCOUNT, KEY, Azurite
+from tests.support.gcs_tokens import ShortLived, is_valid, post
+from tests.support.scripted import Answer, fault_answer
+from tests.support.servers import BUCKET, Bucket, FakeGcsServer, MotoServer
+from tests.support.states import same_bits, seeded
+from tests.support.tampering import Asked, TamperingProxy
+from tests.support.verbs import ONCE
+from tests.support.wrapped_stores import Request as Recorded
+
+whole = pytest.mark.backends("gcs", "azure")
+DATA = b"the object"
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Iterator[TamperingProxy]:
+    with TamperingProxy(bucket.storage_options) as proxy:
+        yield proxy
+
+
+def is_copy(asked: Asked) -> bool:
+    return "/rewriteTo/" in asked.key or "x-ms-copy-source" in asked.headers
+
+
+def is_answer_to_copy(answer: Answer) -> bool:
+    return "x-ms-copy-id" in answer.headers or b'"done"' in answer.body
+
+
+def put(bucket: Bucket, key: str = "from", data: bytes = DATA) -> CopySource:
+    version = open_store(bucket.url, bucket.storage_options).put(key, data)
+    return CopySource(bucket.at(key), 0, len(data), version)
+
+
+def copy(
+    store: ObjectStore, source: CopySource, moved: Callable[[int], None] = lambda _: None
+) -> Version:
+    return store.copy("to", [source], part_size_bytes=1, max_concurrency=1, moved=moved)
+
+
+# --- the condition
+
+
+@whole
+def test_the_store_itself_keeps_the_condition(bucket: Bucket, proxy: TamperingProxy) -> None:
+    """The source is overwritten when it has been looked at, before the copy comes."""
+    source = put(bucket)
+    proxy.before(is_copy, lambda: bucket.put("from", b"other bytes"))
+    store = open_store(bucket.url, proxy.storage_options, ONCE)
+    with pytest.raises(PreconditionFailedError, match="in a copy of "):
+        copy(store, source)
+    assert bucket.keys() == ["from"]
+    proxy.before(is_copy, lambda: bucket.delete("from"))
+    with pytest.raises(ObjectNotFoundError, match="in a copy of "):
+        copy(store, put(bucket))
+    assert bucket.keys() == []
+
+
+@whole
+def test_what_was_looked_at_and_has_another_etag_is_not_asked_for(
+    bucket: Bucket, proxy: TamperingProxy
+) -> None:
+    source = put(bucket)
+    bucket.put("from", DATA[::-1])
+    with pytest.raises(PreconditionFailedError):
+        copy(open_store(bucket.url, proxy.storage_options, ONCE), source)
+    assert not any(map(is_copy, proxy.asked))
+
+
+@whole
+def test_a_copy_whose_answer_is_lost_is_made_again(bucket: Bucket, proxy: TamperingProxy) -> None:
+    source, lost = put(bucket), []
+
+    def lose(answer: Answer) -> Any:
+        if is_answer_to_copy(answer) and not lost:
+            lost.append(answer)
+            return None
+        return answer
+
+    proxy.rewrite = lose
+    store = open_store(bucket.url, proxy.storage_options)
+    version = copy(store, source)
+    assert lost
+    assert sum(map(is_copy, proxy.asked)) == 2
+    assert bucket.get("to") == DATA
+    assert store.head("to").version == version
+
+
+@whole
+def test_what_a_copy_is_refused_for_is_told_apart(bucket: Bucket, proxy: TamperingProxy) -> None:
+    source = put(bucket)
+    store = open_store(bucket.url, proxy.storage_options, ONCE)
+    for fault, error in {
+        "forbidden": PermissionDeniedError,
+        "no object": ObjectNotFoundError,
+        "precondition": PreconditionFailedError,
+        "internal": StoreUnavailableError,
+        "expired": CredentialsError,
+    }.items():
+        dialect: Any = "azure" if bucket.kind == "azure" else "gcs-json"
+        answer = fault_answer(dialect, fault)  # type: ignore[arg-type]
+        proxy.refuse(is_copy, answer)
+        with pytest.raises(DcpObjstoreError) as caught:
+            copy(store, source)
+        assert type(caught.value) is error
+        assert caught.value.object_key == "to"
+        proxy.refuse(lambda asked: asked.method == "HEAD" and asked.key.endswith("/from"), answer)
+        with pytest.raises(error):
+            copy(store, source)
+    proxy.refuse(is_copy, None)
+    with pytest.raises(StoreUnavailableError):
+        copy(store, source)
+    assert bucket.keys() == ["from"]
+
+
+# --- from where, with which credentials
+
+
+@whole
+def test_another_bucket_of_the_same_provider_is_a_source(bucket: Bucket) -> None:
+    other = f"copies-{secrets.token_hex(4)}"
+    create_bucket(bucket, other)
+    scheme = bucket.url[:2]
+    source = open_store(f"{scheme}://{other}/a b=#?%20+é", bucket.storage_options)
+    version = source.put("k", DATA)
+    store = open_store(bucket.url, bucket.storage_options)
+    copy(store, CopySource(f"{source.url}/k", 0, len(DATA), version))
+    assert bucket.get("to") == DATA
+    missing = CopySource(f"{scheme}://no-such-bucket/k", 0, len(DATA), version)
+    with pytest.raises((ObjectNotFoundError, BucketNotFoundError)):
+        copy(store, missing)
+    with pytest.raises(UnsupportedError):
+        copy(store, CopySource("s3://bucket/k", 0, len(DATA), version))
+
+
+def create_bucket(bucket: Bucket, name: str) -> None:
+    if bucket.kind == "azure":
+        bucket.server.service.create_container(name)  # type: ignore[attr-defined]
+    else:
+        bucket.client().create_bucket(Bucket=name)
+
+
+@pytest.mark.backends("gcs")
+def test_each_request_names_the_project_that_pays_and_has_a_token_that_is_valid_then(
+    bucket: Bucket, proxy: TamperingProxy, gcs_server: MotoServer
+) -> None:
+    source, tokens = put(bucket), ShortLived(gcs_server, 600)
+    options = {**proxy.storage_options, "token": tokens, "requester_pays": "payer"}
+    store = open_store(bucket.url, options)
+    copy(store, source)
+    post(f"{gcs_server.gcs_endpoint_url}/o/revoke?token={tokens.handed_out[0]}")
+    assert not is_valid(gcs_server, tokens.handed_out[0])
+    copy(store, source)
+    assert len(tokens.handed_out) == 2
+    assert {asked.headers.get("x-goog-user-project") for asked in proxy.asked} == {"payer"}
+    stale = open_store(bucket.url, {**proxy.storage_options, "token": tokens.handed_out[0]}, ONCE)
+    with pytest.raises(CredentialsError) as caught:
+        copy(stale, source)
+    assert tokens.handed_out[0] not in f"{caught.value} {caught.value.__cause__}"
+    broken = open_store(bucket.url, {**proxy.storage_options, "token": "tökén\u20ac"}, ONCE)
+    with pytest.raises(CredentialsError) as caught:
+        copy(broken, source)
+    assert "\u20ac" not in f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
+
+
+@pytest.mark.backends("azure")
+def test_a_key_copies_and_a_signature_does_not(
+    bucket: Bucket, azurite: Azurite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = {"account_name": ACCOUNT, "endpoint_url": azurite.endpoint_url}
+    for options in ({**account, "sas_token": "sp=rw&sig=x"}, {**account, "anon": True}):
+        assert not open_store(bucket.url, options).capabilities.copies
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+    source = put(bucket)
+    copy(open_store(bucket.url, account), source)
+    assert bucket.get("to") == DATA
+    wrong = {**account, "account_key": "d3Jvbmcta2V5"}
+    for options in (wrong, {**account, "account_key": "no base64"}):
+        with pytest.raises((CredentialsError, PermissionDeniedError)) as caught:
+            copy(open_store(bucket.url, options, ONCE), source)
+        assert str(options["account_key"]) not in f"{caught.value} {caught.value.__cause__}"
+
+
+# --- what takes long
+
+
+@pytest.mark.backends("azure")
+def test_a_copy_that_azure_has_only_begun_is_waited_for(
+    bucket: Bucket, proxy: TamperingProxy
+) -> None:
+    source, told = put(bucket), iter(["0/10", "4/10", "4/10"])
+
+    def pending(answer: Answer) -> Answer:
+        if answer.headers.get("x-ms-copy-status") and (progress := next(told, None)):
+            now = {"x-ms-copy-status": "pending", "x-ms-copy-progress": progress}
+            return answer._replace(headers={**answer.headers, **now})
+        return answer
+
+    proxy.rewrite = pending
+    moved: list[int] = []
+    store = open_store(bucket.url, proxy.storage_options)
+    version = copy(store, source, moved.append)
+    assert moved == [4, 6]
+    assert store.head("to").version == version
+
+
+@pytest.mark.backends("azure")
+@pytest.mark.parametrize("status", ["pending", "failed"])
+def test_a_copy_that_azure_does_not_finish_is_aborted_and_removed(
+    status: str, bucket: Bucket, proxy: TamperingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = put(bucket)
+    proxy.rewrite = lambda answer: (
+        answer._replace(headers={**answer.headers, "x-ms-copy-status": status})
+        if is_answer_to_copy(answer)
+        else answer
+    )
+    monkeypatch.setattr(copies, "_PENDING", RetryPolicy(3, 60.0))
+    with pytest.raises(StoreUnavailableError):
+        copy(open_store(bucket.url, proxy.storage_options, ONCE), source)
+    aborted = [asked for asked in proxy.asked if "comp=copy" in asked.query]
+    assert len(aborted) == 1
+    assert bucket.keys() == ["from"]
+
+
+@pytest.mark.backends("gcs")
+def test_a_copy_that_gcs_does_not_go_on_with_is_given_up(
+    bucket: Bucket, proxy: TamperingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, stuck = put(bucket), b'{"done":false,"rewriteToken":"t","totalBytesRewritten":"4"}'
+    proxy.refuse(is_copy, Answer(200, {"Content-Type": "application/json"}, stuck))
+    monkeypatch.setattr(copies, "_PENDING", RetryPolicy(3, 60.0))
+    moved: list[int] = []
+    with pytest.raises(StoreUnavailableError, match="go on"):
+        copy(open_store(bucket.url, proxy.storage_options, ONCE), source, moved.append)
+    assert moved == [4]
+    assert [asked.query[-15:] for asked in proxy.asked if is_copy(asked)][1:] == [
+        "&rewriteToken=t"
+    ] * 4
+    assert bucket.keys() == ["from"]
+
+
+def test_another_server_of_gcs_takes_the_same_request(fake_gcs: FakeGcsServer) -> None:
+    """fake-gcs-server has the JSON API, and copies whatever the condition is."""
+    url = f"{fake_gcs.endpoint_url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name=a/b%20c"
+    with urlopen(Request(url, DATA), timeout=30):
+        pass
+
+    def ask(method: str, path: str, _: object) -> tuple[Message, bytes]:
+        with urlopen(Request(fake_gcs.endpoint_url + path, method=method), timeout=30) as answer:
+            return answer.headers, answer.read()
+
+    found = Message()
+    found["x-goog-generation"] = "1"
+    ends = [parse_url(f"gs://{BUCKET}/{key}") for key in ("a/b c", "d/é")]
+    assert list(copies.gcs_steps(copies.Copier("", dict, None), ask, *ends, found)) == [(10, True)]  # type: ignore[arg-type]
+    assert fake_gcs.keys("d/") == ["é"]
+
+
+# --- saves with a base
+
+
+FROZEN = [f"frozen.{number}" for number in range(3)]
+
+
+def save(bucket: Bucket, step: int, options: object = None, **settings: Any) -> Any:
+    state = {key: seeded(key, (2 * MIB // 4,)) for key in FROZEN}
+    state |= {"head": seeded(f"head {step}", (MIB // 4,)), "small": torch.ones(7)}
+    settings = {"storage_options": options or bucket.storage_options, **settings}
+    return dos.save(
+        {**state, "step": step},
+        bucket.at(f"step-{step}"),
+        base="latest",
+        progress=False,
+        **settings,
+    )
+
+
+def assert_holds(bucket: Bucket, step: int) -> None:
+    ckpt = dos.open(bucket.at(f"step-{step}"), storage_options=bucket.storage_options)
+    assert ckpt.verify(deep=True, progress=False).ok
+    found = ckpt.read(progress=False)
+    assert all(same_bits(found[key], seeded(key, (2 * MIB // 4,))) for key in FROZEN)
+    assert same_bits(found["head"], seeded(f"head {step}", (MIB // 4,)))
+    assert found["step"] == step
+
+
+def body_bytes(asked: Sequence[Asked]) -> int:
+    return sum(int(one.headers.get("content-length", 0)) for one in asked)
+
+
+@whole
+def test_a_save_has_whole_objects_copied_that_hold_nothing_else(
+    bucket: Bucket, proxy: TamperingProxy
+) -> None:
+    events: list[Any] = []
+    first, second = (save(bucket, step, on_event=events.append) for step in (1, 2))
+    assert not any(isinstance(one, NotCopied) for one in events), "no part was asked for"
+    assert first.copied_bytes == second.copied_bytes == 0
+    assert (first.objects, second.objects) == (1, 2)
+    assert_holds(bucket, 2)
+    third = save(bucket, 3, proxy.storage_options)
+    assert 6 * MIB < third.copied_bytes < 6 * MIB + 8192
+    assert third.uploaded_bytes < MIB + 8192
+    assert body_bytes(proxy.asked) < MIB + 64 * 1024
+    assert third.objects == 2
+    for key in bucket.keys("step-2"):
+        bucket.delete(f"step-2/{key}")
+    assert_holds(bucket, 3)
+    fourth = save(bucket, 4)
+    assert fourth.copied_bytes == third.copied_bytes
+    assert bucket.uploads() == []
+    assert_holds(bucket, 4)
+
+
+@whole
+def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(
+    bucket: Bucket, proxy: TamperingProxy
+) -> None:
+    for step in (1, 2):
+        save(bucket, step)
+
+    def remove() -> None:
+        for key in bucket.keys("step-2"):
+            bucket.delete(f"step-2/{key}")
+
+    proxy.before(is_copy, remove)
+    events: list[Any] = []
+    report = save(bucket, 3, proxy.storage_options, on_event=events.append)
+    (told,) = [one for one in events if isinstance(one, NotCopied)]
+    assert re.search("no such object.*step-2", told.reason)
+    assert (report.copied_bytes, report.uploaded_bytes) == (0, report.total_bytes)
+    assert report.objects == 2, "the next save finds whole objects again"
+    assert_holds(bucket, 3)
+    assert save(bucket, 4).copied_bytes > 6 * MIB
+
+
+@whole
+def test_between_urls_of_one_store_no_byte_of_data_comes_here(
+    bucket: Bucket, proxy: TamperingProxy, requests: list[Recorded]
+) -> None:
+    save(bucket, 1, config=TransferConfig(max_object_size_bytes=5 * MIB))
+    requests.clear()
+    settings: Any = {"storage_options": proxy.storage_options, "progress": False}
+    report = dos.copy_checkpoint(bucket.at("step-1"), bucket.at("step-5"), **settings)
+    assert report.objects == 2
+    assert report.copied_bytes == report.total_bytes > 7 * MIB
+    assert not {"open_range", "put_stream"} & {one.verb for one in requests}
+    assert body_bytes(proxy.asked) < 64 * 1024
+    ckpt = dos.open(report.url, storage_options=bucket.storage_options)
+    assert ckpt.verify(deep=True, progress=False).ok
+    assert ckpt.read("step", progress=False)["step"] == 1
