@@ -99,14 +99,19 @@ def new_tensors(
 
 
 def allocate(
-    stored: StoredCheckpoint, boxes: Mapping[str, Box], device: torch.device | str | None
+    stored: StoredCheckpoint,
+    boxes: Mapping[str, Box],
+    device: torch.device | str,
+    *,
+    in_one_piece: bool,
 ) -> dict[str, torch.Tensor]:
     """Allocate a tensor for each box, with the errors of `new_tensor`.
 
     Args:
         stored: the opened checkpoint.
         boxes: the box of each tensor.
-        device: device to make the tensors on; None: on the CPU, in one piece of memory.
+        device: device to make the tensors on.
+        in_one_piece: make them in one piece of CPU memory.
 
     Raises:
         UnsupportedError: the dtype of a tensor is unknown.
@@ -119,7 +124,7 @@ def allocate(
         if dtype is None:
             raise unknown_dtype(saved.dtype, key)
         wanted[key] = box.sizes, dtype
-    if device is None:
+    if in_one_piece:
         return dict(zip(wanted, new_tensors(wanted.values()), strict=True))
     return {key: new_tensor(key, *one, device) for key, one in wanted.items()}
 
