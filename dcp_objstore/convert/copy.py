@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.observe.report import SaveReport
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.transfer.upload import ByteArray
 
@@ -177,18 +178,24 @@ def copy_checkpoint(
     channel = EventSettings(on_event, trace).channel("save", target.url, *rank_and_world_size())
     channel.show(bar=progress, summary=True)
     save = Save(target, 0, True, channel, world_size=marker.world_size)
+    reports: list[SaveReport] = []
     copy = _Copy(spec, stored, on_store=not streamed and _on_one_store(spec, target))
     clock = Clock.of_job(target.config.stall_timeout_seconds)
     try:
-        with channel.watching(), plugin_errors(0, target.url):
+        with channel.watching(), plugin_errors(None, target.url):
             save.start(overwrite=overwrite, claim=claim, allow_unfenced=allow_unfenced, clock=clock)
             copied = copy.upload(save)
-            save.commit(*copied, user_metadata=marker.user_metadata, claim=claim, clock=clock)
+            save.commit(
+                *copied,
+                user_metadata=marker.user_metadata,
+                claim=claim,
+                clock=clock,
+                keep=reports.append,
+            )
     except BaseException as error:
         save.abandon(error)
         raise
-    report = save.committed
-    assert report is not None
+    report = reports[-1]
     assert report.commit_id is not None
     return CopyReport(
         source=spec.url,

@@ -387,7 +387,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     def read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs of different tensors into new CPU memory, in one parallel read."""
         boxes = {key: box for key, box, _ in slabs}
-        return list(self._read(boxes, (), device=None, progress=False).values())
+        return list(self._read(boxes, (), in_one_piece=True, progress=False).values())
 
     def check_whole(self, keys: Iterable[str]) -> None:
         """Raise if elements of these tensors are missing. See `StoredCheckpoint.check_whole`."""
@@ -459,17 +459,19 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         boxes: Mapping[str, Box],
         values: Iterable[str],
         *,
-        device: torch.device | str | None = "cpu",
+        device: torch.device | str = "cpu",
+        in_one_piece: bool = False,
         progress: bool,
     ) -> dict[str, Any]:
         """Read boxes of tensors into new memory, and values; return all by key.
 
         Args:
-            device: device to make the tensors on; None: on the CPU, in one piece of memory.
+            device: device to make the tensors on.
+            in_one_piece: make them in one piece of CPU memory.
         """
         from dcp_objstore.inspect.fill import allocate, fill
 
-        made = allocate(self._stored, boxes, device)
+        made = allocate(self._stored, boxes, device, in_one_piece=in_one_piece)
         channel = self._event_settings.channel("read", self.url, *rank_and_world_size())
         channel.show(bar=progress, summary=False)
         with channel.watching():

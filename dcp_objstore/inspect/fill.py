@@ -21,7 +21,7 @@ from dcp_objstore.read.plan import plan_load
 from dcp_objstore.read.session import run_load
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import is_quantized, narrow
-from dcp_objstore.state.stored import known_dtype
+from dcp_objstore.state.stored import known_dtype, unknown_dtype
 
 if TYPE_CHECKING:
     import io
@@ -37,23 +37,20 @@ _ALIGNMENT_BYTES = 64
 
 
 def new_tensor(
-    key: str, shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device | str
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
     """Allocate a tensor to read `key` into.
 
     Args:
         key: key of the tensor, for errors.
         shape: shape of the tensor.
-        dtype: dtype of the tensor; None if it is unknown. Then no memory is allocated, and a read
-            raises.
+        dtype: dtype of the tensor.
         device: device to make the tensor on.
 
     Raises:
         ConfigError: torch or this host does not have the device.
         UnsupportedError: the tensor is quantized, or the host does not have enough memory.
     """
-    if dtype is None:
-        return torch.empty(shape, device="meta")
     if is_quantized(dtype):
         raise UnsupportedError(
             "a quantized tensor can only be loaded into one with the same scale and zero point:"
@@ -102,21 +99,32 @@ def new_tensors(
 
 
 def allocate(
-    stored: StoredCheckpoint, boxes: Mapping[str, Box], device: torch.device | str | None
+    stored: StoredCheckpoint,
+    boxes: Mapping[str, Box],
+    device: torch.device | str,
+    *,
+    in_one_piece: bool,
 ) -> dict[str, torch.Tensor]:
     """Allocate a tensor for each box, with the errors of `new_tensor`.
 
     Args:
         stored: the opened checkpoint.
         boxes: the box of each tensor.
-        device: device to make the tensors on; None: on the CPU, in one piece of memory.
+        device: device to make the tensors on.
+        in_one_piece: make them in one piece of CPU memory.
+
+    Raises:
+        UnsupportedError: the dtype of a tensor is unknown.
     """
-    wanted: dict[str, tuple[tuple[int, ...], Any]] = {}
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for key, box in boxes.items():
         saved = stored.items.tensor(key)
         assert saved is not None
-        wanted[key] = box.sizes, known_dtype(saved.dtype)
-    if device is None:
+        dtype = known_dtype(saved.dtype)
+        if dtype is None:
+            raise unknown_dtype(saved.dtype, key)
+        wanted[key] = box.sizes, dtype
+    if in_one_piece:
         return dict(zip(wanted, new_tensors(wanted.values()), strict=True))
     return {key: new_tensor(key, *one, device) for key, one in wanted.items()}
 

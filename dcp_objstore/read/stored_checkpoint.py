@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -179,19 +179,16 @@ class ForeignItems:
 
     Args:
         metadata: its `.metadata`.
-        tensors: its tensors.
         locations: location of each item, by key and the chunk's offsets (None for a value).
     """
 
     def __init__(
         self,
         metadata: Metadata,
-        tensors: dict[str, SavedTensor],
         locations: dict[tuple[str, tuple[int, ...] | None], ItemLocation],
     ) -> None:
         self.metadata = metadata
         self.paths: dict[str, tuple[str | int, ...]] | None = metadata.planner_data
-        self._tensors = tensors
         self._locations = locations
 
     def __len__(self) -> int:
@@ -207,7 +204,14 @@ class ForeignItems:
 
     def tensor(self, key: str) -> SavedTensor | None:
         """Return the tensor of this key, or None if it is that of a value."""
-        return self._tensors.get(key)
+        saved: Any = self.metadata.state_dict_metadata.get(key)
+        if not hasattr(saved, "chunks"):
+            return None
+        shape = len(saved.chunks), len(saved.size)
+        offsets = np.array([chunk.offsets for chunk in saved.chunks], np.uint64).reshape(shape)
+        sizes = np.array([chunk.sizes for chunk in saved.chunks], np.uint64).reshape(shape)
+        dtype = constant_name(saved.properties.dtype)
+        return SavedTensor(tuple(saved.size), dtype, offsets, sizes)
 
     @property
     def payload_bytes(self) -> int:
@@ -387,15 +391,12 @@ def _foreign(body: bytes, load_id: str | None) -> StoredCheckpoint:
     metadata = decode_metadata(body)
     meta = metadata.storage_meta or StorageMeta()
     metadata.storage_meta = dataclasses.replace(meta, load_id=load_id)
-    tensors: dict[str, SavedTensor] = {}
-    chunks: dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], int]] = {}
-    for key, item in metadata.state_dict_metadata.items():
-        if isinstance(item, TensorStorageMetadata):
-            shape, dtype = tuple(item.size), item.properties.dtype
-            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
-            table = np.array(boxes, np.uint64).reshape(len(boxes), 2, len(shape))
-            tensors[key] = SavedTensor(shape, constant_name(dtype), table[:, 0], table[:, 1])
-            chunks |= {(key, offset): (size, dtype.itemsize) for offset, size in boxes}
+    chunks = {
+        (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
+        for key, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+        for chunk in item.chunks
+    }
     numbers: dict[str, int] = {}
     items: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {}
     unexplained_bytes = 0
@@ -424,4 +425,4 @@ def _foreign(body: bytes, load_id: str | None) -> StoredCheckpoint:
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
-    return StoredCheckpoint(tuple(numbers), ForeignItems(metadata, tensors, items))
+    return StoredCheckpoint(tuple(numbers), ForeignItems(metadata, items))

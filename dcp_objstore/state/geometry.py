@@ -249,20 +249,23 @@ def fills(
     rows = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
     if sum(map(math.prod, rows)) < math.prod(shape):
         return False
-    if len(sizes) < 2 or not shape:
+    if len(sizes) < 2 or 0 in shape:
         return True
     starts = np.array(offsets, dtype=np.int64)
     ends = starts + np.array(sizes, dtype=np.int64)
-    dims = len(shape)
-    edges = [
-        np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, shape[dim]]]))
-        for dim in range(dims)
-    ]
-    if math.prod(len(cuts) - 1 for cuts in edges) > _MAX_CELLS:
+    covering = (ends > starts).all(axis=1)
+    starts, ends = starts[covering], ends[covering]
+    edges = {
+        dim: np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, extent]]))
+        for dim, extent in enumerate(shape)
+    }
+    # NumPy has not as many dimensions as torch; those that are not cut do not count.
+    edges = {dim: cuts for dim, cuts in edges.items() if len(cuts) > 2}
+    if math.prod(len(cuts) - 1 for cuts in edges.values()) > _MAX_CELLS:
         return True
-    cells = np.zeros([len(cuts) - 1 for cuts in edges], dtype=bool)
-    first = [np.searchsorted(cuts, starts[:, dim]) for dim, cuts in enumerate(edges)]
-    after = [np.searchsorted(cuts, ends[:, dim]) for dim, cuts in enumerate(edges)]
+    cells = np.zeros([len(cuts) - 1 for cuts in edges.values()], dtype=bool)
+    first = [np.searchsorted(cuts, starts[:, dim]) for dim, cuts in edges.items()]
+    after = [np.searchsorted(cuts, ends[:, dim]) for dim, cuts in edges.items()]
     if all(np.array_equal(f + 1, a) for f, a in zip(first, after, strict=True)):
         cells[tuple(first)] = True  # a regular grid, as ranks make it
     else:

@@ -47,7 +47,6 @@ class Save:
         nonce: random part of the names of this save's objects and of its commit.
         begin: what was at the URL before the save; None until the coordinator has read it.
         fenced: whether the store keeps two writers of one checkpoint apart.
-        committed: the report, once the checkpoint is committed and counts in its run.
     """
 
     spec: StoreSpec
@@ -58,7 +57,6 @@ class Save:
     begin: BeginToken | None = None
     fenced: bool = True
     world_size: int = 1
-    committed: SaveReport | None = None
 
     def open(self) -> ObjectStore:
         """Open the store, rooted at the checkpoint."""
@@ -101,16 +99,21 @@ class Save:
         stock_metadata: bool = True,
         claim: RunClaim | None,
         clock: Clock,
+        keep: Callable[[SaveReport], object],
     ) -> ix.Index:
-        """Commit an index; return it as a reader decodes it."""
+        """Commit an index; return it as a reader decodes it.
+
+        Args:
+            keep: called with the report when the checkpoint is committed and counts in its run.
+        """
         store, channel = self.open(), self.channel
         index, index_body = _read_back(built)
         assert self.begin is not None
         committed = commit_save(self, store, index, index_body, user_metadata, clock)
         report = self.report(objects, committed.commit_id)
         if claim is None:
-            # Set now: the checkpoint is committed, and what follows may be interrupted.
-            self.committed = report
+            # Now, because what follows may be interrupted.
+            keep(report)
         last: list[Callable[..., object]] = []
         if stock_metadata:
             last.append(partial(publish_for_stock_readers, self, store, committed, index, clock))
@@ -122,7 +125,7 @@ class Save:
             partial(commit.remove_beacon, store, self.begin.beacon),
             *last,
         )
-        self.committed = report
+        keep(report)
         channel.emit(
             Saved,
             channel.began_at,

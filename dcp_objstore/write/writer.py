@@ -8,28 +8,22 @@ save is kept in a `Save`, so a writer can be used for one save after another.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.failures import on_first
-from dcp_objstore.distributed.plugin import (
-    Target,
-    plugin_errors,
-    same_url,
-)
+from dcp_objstore.distributed.plugin import Target, plugin_errors, same_url
 from dcp_objstore.distributed.ranks import rank_and_world_size
-from dcp_objstore.errors import (
-    UnsupportedError,
-)
+from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import build_index, describe
@@ -50,7 +44,6 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.state.stored import StoredObject
 
 
 class ObjectStoreWriter(KeptStager, StorageWriter):
@@ -357,22 +350,16 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             own = save.spec.url
             same_url([found[0].storage_data.object.url if found else own for found in results])
             metadata.storage_meta = StorageMeta(checkpoint_id=own, save_id=save.nonce)
-            index = self._commit(save, *build_index(metadata, results))
+            index = save.commit(
+                *build_index(metadata, results),
+                user_metadata=self._user_metadata,
+                stock_metadata=self._stock_metadata,
+                claim=self._claim,
+                clock=self._clock,
+                keep=partial(setattr, self, "last_save"),
+            )
             # DCP pickles it for all ranks, which takes seconds where there are many chunks as
             # objects.
             described = describe(index)
             metadata.state_dict_metadata = described.state_dict_metadata
             metadata.version = described.version
-
-    def _commit(self, save: Save, built: ix.Index, objects: Sequence[StoredObject]) -> ix.Index:
-        try:
-            return save.commit(
-                built,
-                objects,
-                user_metadata=self._user_metadata,
-                stock_metadata=self._stock_metadata,
-                claim=self._claim,
-                clock=self._clock,
-            )
-        finally:
-            self.last_save = save.committed or self.last_save

@@ -209,8 +209,9 @@ def test_what_stands_in_the_way_is_refused(local: Folder, tmp_path: Path) -> Non
     shutil.rmtree(local.at("step-7").removeprefix("file://"))
     save(local.at("step-7"))
     first = copy(local, target)
-    with pytest.raises(CheckpointExistsError, match="overwrite"):
+    with pytest.raises(CheckpointExistsError, match="overwrite") as refused:
         copy(local, target)
+    assert refused.value.rank is None, "a copy has no ranks"
     assert dos.open(first.url).commit_id == first.commit_id
     again = copy(local, target, overwrite=True)
     assert again.sent_bytes == again.total_bytes, "nothing that a sweep may remove is used"

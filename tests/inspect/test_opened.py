@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 import warnings
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
     AbsentKeyError,
@@ -29,7 +31,8 @@ from dcp_objstore.errors import (
     UnsupportedError,
     UntrustedPickleError,
 )
-from tests.support import hostile
+from tests.support import hostile, pickles
+from tests.support.hostile_cases import many_times_one_chunk
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import ALL_DTYPES, same_bits, seeded
@@ -255,6 +258,36 @@ def test_what_another_library_wrote_opens_too(tmp_path: Path) -> None:
     assert isinstance(entry, dos.TensorEntry)
     assert same_bits(entry[2:4], state["model"]["w"][2:4])  # type: ignore[index]
     assert ckpt.nested(ckpt.read())["step"] == 3
+
+
+def test_opening_what_another_library_wrote_takes_no_memory_beyond_its_metadata(
+    tmp_path: Path,
+) -> None:
+    body = many_times_one_chunk(3000)
+    (tmp_path / ".metadata").write_bytes(body)
+    url = tmp_path.as_uri()
+    dos.open(url)  # imports
+    peaks = []
+    for read in (lambda: decode_metadata(body), lambda: dos.open(url)):
+        tracemalloc.start()
+        read()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] + MIB
+
+
+@pytest.mark.parametrize("name", ["bits8", "uint3", "quint4x2"])
+def test_a_dtype_that_another_library_cannot_have_saved_is_named(tmp_path: Path, name: str) -> None:
+    properties = pickles.properties(pickles.name("torch", name))
+    tensor = pickles.mapped({pickles.text("w"): pickles.tensor(properties)})
+    info = pickles.mapped({pickles.index(): pickles.info()})
+    for key, body in hostile.foreign(pickles.metadata(tensor, info)).items():
+        (tmp_path / key).write_bytes(body)
+    opened = dos.open(tmp_path.as_uri())
+    for read in (opened.read, opened["w"].read, opened["w"].slabs):  # type: ignore[union-attr]
+        with pytest.raises(UnsupportedError, match=name) as caught:
+            read()
+        assert caught.value.key == "w"
 
 
 @pytest.mark.parametrize("name", ["float3", "quint4x2"])

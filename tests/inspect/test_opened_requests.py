@@ -140,7 +140,7 @@ def test_tensors_are_made_on_the_device_that_was_asked_for() -> None:
     with pytest.raises(UnsupportedError, match="meta"):  # so it was made there, not moved there
         ckpt.read("w", device="meta")
     absent = "mps" if torch.cuda.is_available() else "cuda"
-    for device in ("gpu", "cuda:x", absent, object()):
+    for device in ("gpu", "cuda:x", absent, object(), None):
         with pytest.raises(ConfigError, match="device"):
             ckpt.read("w", device=device)  # type: ignore[arg-type]
 

@@ -128,6 +128,28 @@ def test_a_run_hands_its_listeners_to_every_save_and_load(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {"step-1.json", "step-2.json"}
 
 
+def test_the_report_is_there_when_saved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_on, seen = Channel.pass_on, threading.Event()
+    reports: list[tuple[str, dos.SaveReport | None]] = []
+
+    def hear(event: AnyEvent) -> None:
+        if isinstance(event, events.Saved):
+            reports.append((event.commit_id, writer.last_save))
+            seen.set()
+
+    def heard_at_once(channel: Channel, event: Any) -> None:
+        pass_on(channel, event)
+        if isinstance(event, events.Saved):
+            assert seen.wait(60)
+
+    monkeypatch.setattr(Channel, "pass_on", heard_at_once)
+    writer = dos.ObjectStoreWriter(memory_url(), progress=False, on_event=hear)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    ((commit_id, report),) = reports
+    assert report is not None
+    assert report.commit_id == commit_id
+
+
 def test_every_event_can_be_pickled_and_says_what_it_is() -> None:
     for kind in get_args(AnyEvent):
         assert issubclass(kind, events.Event)

@@ -20,6 +20,16 @@ HUGE8 = BIG.to_bytes(8, "little")
 # --- .metadata -----------------------------------------------------------------------------------
 
 
+def many_times_one_chunk(count: int) -> bytes:
+    offsets, sizes = p.size(*[0] * 64), p.size(*[1] * 64)
+    chunks = b"](" + p.chunk(offsets, sizes) + b"q\1" + b"h\1" * count + b"e"
+    return p.metadata(
+        p.mapped({p.text("w"): p.tensor(shape=sizes, chunks=chunks)}),
+        p.mapped({p.index(p.text("w"), offsets): p.info()}),
+        mcore_data=p.text("x" * 3 * count),  # a body of that size may have so many entries
+    )
+
+
 def add_metadata() -> None:
     """Those of the decoder's own tests, through the public doors, and more."""
     add_all(".metadata runs code", h.foreign, EXECUTES, h.REFUSED)
@@ -112,6 +122,7 @@ def add_metadata() -> None:
         "tensor of 64 TiB in one chunk": p.metadata(
             p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 44, 1), chunks=p.listed(p.chunk(sizes=p.size(1 << 44, 1))))}),
             p.mapped({p.index(): p.info(length=h.long_number(1 << 46))})),
+        "one chunk of 64 dimensions, 20 times": many_times_one_chunk(20),
     }, h.REFUSED)  # fmt: skip
     paths = {
         "up": "../x", "up and down": "a/../../x", "absolute": "/etc/passwd", "two slashes": "//host/x",
