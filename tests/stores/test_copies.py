@@ -378,6 +378,15 @@ def test_a_save_has_whole_objects_copied_that_hold_nothing_else(
 
 
 @whole
+def test_a_little_that_has_not_changed_gets_no_object_of_its_own(bucket: Bucket) -> None:
+    for step in (1, 2):
+        state = {"changes": torch.full((7,), float(step)), "stays": torch.ones(MIB)}
+        settings: Any = {"storage_options": bucket.storage_options, "progress": False}
+        report = dos.save(state, bucket.at(f"step-{step}"), base="latest", **settings)
+    assert report.objects == 1
+
+
+@whole
 def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(
     bucket: Bucket, proxy: TamperingProxy
 ) -> None:
