@@ -156,7 +156,11 @@ def answer_to(
         StoreUnavailableError: no answer came in time. It names `url`, of the store.
     """
     https = urllib.request.HTTPSHandler(context=context)
-    opener = urllib.request.build_opener(https, _NoRedirects)
+    proxies = urllib.request.getproxies()
+    if proxies.get("all", "").startswith("http"):  # obstore takes ALL_PROXY, Python does not
+        proxies = {**dict.fromkeys(("http", "https"), proxies["all"]), **proxies}
+    proxy = urllib.request.ProxyHandler(proxies)
+    opener = urllib.request.build_opener(https, proxy, _NoRedirects)
     try:
         with opener.open(request, timeout=timeout_seconds) as answer:
             return answer.status, answer.headers, answer.read()

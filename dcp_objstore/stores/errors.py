@@ -65,7 +65,7 @@ _CODES: dict[type[DcpObjstoreError], str] = {
     ),
     StoreUnavailableError: (
         "OperationAborted RequestTimeout SlowDown InternalError ServiceUnavailable"
-        " InvalidBucketState ServerBusy OperationTimedOut"
+        " InvalidBucketState ServerBusy OperationTimedOut PendingCopyOperation"
     ),
     UnsupportedError: "NotImplemented",
     InputError: "EntityTooLarge KeyTooLongError KeyTooLong BlockCountExceedsLimit"

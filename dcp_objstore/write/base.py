@@ -15,8 +15,8 @@ this.
   is made of one has equal parts, as some servers want (Cloudflare R2).
 - A run that is too short for a part of an upload is uploaded, together with others that have not
   changed. So the next save finds one long run where this one has found many short ones.
-- A store that copies only whole objects copies a run if it is one. What has not changed is uploaded
-  into objects of its own there, so that the next save finds whole ones.
+- A store that copies only whole objects copies a run if it is one. What has not changed, if it is
+  long enough, is uploaded into objects of its own there, so that the next save finds whole ones.
 - The base is read like any checkpoint (rule 7 of `checkpoint.read`), but nothing holds it: it may
   be deleted or swept in the meantime, or something else may overwrite its objects. So the store
   copies an object only if it has the ETag that the base's index gives (rule 12 of

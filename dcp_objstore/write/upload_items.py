@@ -23,6 +23,7 @@ from dcp_objstore.state.device import Outbound, settle_streams
 from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.transfer.copies import LEAST_PART_BYTES
 from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
@@ -189,13 +190,12 @@ def _groups(
 ) -> list[deque[tuple[WriteItem, int]]]:
     """Return what is uploaded into separate objects: what has changed, and what has not.
 
-    It is one group, unless the next save can only copy whole objects.
+    It is one group, unless the next save could only copy the second as whole objects.
     """
-    if not unchanged.whole:
+    kept = [one for one in items if unchanged.whole and one[0].index in unchanged.items]
+    if sum(size for _, size in kept) < LEAST_PART_BYTES:
         return [deque(items)]
-    changed = _without(unchanged.items, items)
-    kept = _without({item.index for item, _ in changed}, items)
-    return [deque(group) for group in (changed, kept) if group]
+    return [deque(group) for group in (_without(unchanged.items, items), kept) if group]
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:

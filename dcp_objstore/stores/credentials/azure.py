@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -48,6 +49,8 @@ _IDENTITIES = (
     ("AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID"),
     ("AZURE_USE_AZURE_CLI",),
 )
+# obstore asks for a new token 5 minutes before the end of the last one.
+_LEAST_LEFT = timedelta(minutes=10)
 _ADVICE = (
     "log in again (az login), or use a source that renews them itself: a managed identity, an"
     " application's client_secret, credentials of azure-identity"
@@ -197,7 +200,24 @@ class _TokenProvider:
         """
         from obstore.auth.azure import AzureCredentialProvider
 
-        self._ask = AzureCredentialProvider(self._credential)
+        self._ask = _kept(AzureCredentialProvider(self._credential))
+
+
+def _kept(ask: Callable[[], Any]) -> Callable[[], Any]:
+    """Keep a token until shortly before its end.
+
+    obstore does so by itself. Other requests ask one by one, and some objects of azure-identity
+    start a process (`az`) each time.
+    """
+    given: Any = None
+
+    def token() -> Any:
+        nonlocal given
+        if given is None or (given["expires_at"] - datetime.now(UTC)) < _LEAST_LEFT:
+            given = ask()
+        return given
+
+    return token
 
 
 def _sas(source: str, token: str) -> Credentials:

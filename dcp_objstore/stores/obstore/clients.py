@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import CredentialsError, StoreUnavailableError
+from dcp_objstore.errors import ConfigError, CredentialsError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS
 from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.credentials.find import find_credentials
@@ -210,10 +210,18 @@ class Clients(Requests):
         def send() -> tuple[Message, bytes]:
             seconds = self._config.request_timeout_seconds
             try:
-                status, headers, body = answer_to(make(), self._trust(), seconds, what)
+                request = make()
+            except Exception as error:
+                # The libraries that ask for tokens raise errors of any kind.
+                raise CredentialsError(f"{type(error).__name__}: {error}") from error
+            try:
+                status, headers, body = answer_to(request, self._trust(), seconds, what)
             except StoreUnavailableError as error:
-                # The loop judges what the transport raised.
-                raise error.__cause__ or error from None
+                reason = getattr(error.__cause__, "reason", None)
+                if isinstance(reason, ssl.SSLCertVerificationError):
+                    raise ConfigError(f"the TLS certificate is not valid here: {reason}") from error
+                # The loop takes a `DcpObjstoreError` for an answer.
+                raise ConnectionError(error.message) from error
             except ValueError:  # its text may show them
                 raise CredentialsError("the credentials cannot be sent in a header") from None
             if status >= http.client.MULTIPLE_CHOICES:
