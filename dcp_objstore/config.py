@@ -81,7 +81,7 @@ class TransferConfig:
         memory_budget_bytes: memory for the requests in flight, per rank. Each thread that reads
             takes one block (4 MiB) and what the transport holds: 4 MiB at most, over fsspec twice
             the request (up to 16 MiB). One request is always made, whatever its size. Default
-            256 MiB, enough for 64 requests in flight by 32 threads.
+            128 MiB, enough for 64 requests in flight by 16 threads.
         hash_threads: threads that compute block digests during a save. Default 2.
         connect_timeout_seconds: time to establish a connection. Default 10.
         request_timeout_seconds: deadline for one request with its body. For an upload it must
@@ -111,7 +111,7 @@ class TransferConfig:
     max_object_size_bytes: int = 256 * 1024 * MIB
     request_size_bytes: int = 8 * MIB
     download_concurrency: Concurrency = "auto"
-    memory_budget_bytes: int = 256 * MIB
+    memory_budget_bytes: int = 128 * MIB
     hash_threads: int = 2
     connect_timeout_seconds: float = 10.0
     request_timeout_seconds: float = 150.0

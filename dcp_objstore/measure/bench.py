@@ -40,7 +40,7 @@ from dcp_objstore.observe.report import GIB, StatusLine, counted
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
-from dcp_objstore.transfer.workers import DaemonPool, in_waves, run_into, spawn
+from dcp_objstore.transfer.workers import DaemonPool, in_waves, processors, run_into, spawn
 from dcp_objstore.waiting import result_of
 from dcp_objstore.write.api import save
 
@@ -243,7 +243,7 @@ class _Bench:
             url=url,
             size_bytes=len(self._memory),
             seconds=self._elapsed_seconds,
-            processors=_processors(),
+            processors=processors(),
             copy_gib_per_second=copied,
             hash_gib_per_second=hashed,
             put_ms=put_ms,
@@ -535,16 +535,11 @@ def _doubts(what: str, compared: _Compared) -> Iterator[str]:
 def _busy() -> Iterator[str]:
     """Say if other programs use the processors."""
     load_average = os.getloadavg()[0]
-    if load_average > _processors():
+    if load_average > processors():
         yield (
             f"the machine was busy when this began: load {load_average:.1f} on"
-            f" {counted(_processors(), 'processor')}"
+            f" {counted(processors(), 'processor')}"
         )
-
-
-def _processors() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _memory_bytes() -> int:

@@ -1,8 +1,9 @@
 """Parallel ranged GETs within a memory budget; each body is consumed in the thread that fetched it.
 
-Worker threads take requests in order, read each body piece by piece into memory that they keep, and
-pass each piece to `consume`, which verifies it and copies it out while it is in the processor's
-cache. If the store can do it, the next request is sent ahead. So the number of workers bounds the
+Worker threads take requests in order, read the bodies piece by piece into memory that they keep,
+and pass each piece to `consume`, which verifies it and copies it out while it is in the processor's
+cache. If the store can do it, a worker has several requests under way and reads a piece of each in
+turn: what comes meanwhile waits in the buffers of the kernel. So the number of workers bounds the
 memory in use, whatever the size of the load. The calling thread receives the finished requests as
 an iterator and can be interrupted at any time. It watches for requests that take far longer than
 the others, and has them asked for again.
@@ -31,7 +32,7 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
-from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.transfer.workers import processors, spawn
 from dcp_objstore.waiting import STEP_SECONDS, take
 
 if TYPE_CHECKING:
@@ -43,10 +44,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Requests that a worker has in flight if they can be sent ahead. So half as many threads keep as
-# many connections busy with half of the memory: 0.7 instead of 0.8 CPU-seconds per GiB (2 cores,
-# loopback).
-_AHEAD = 2
+# Requests that a worker has in flight, if they can be sent ahead: threads that have no processor of
+# their own wait for one another and for the GIL (docs/design/few-threads-read-many-connections.md).
+_LEAST_AHEAD, _MOST_AHEAD = 2, 4
 # A request that is slow is asked for again so often: in a large load, a few are slow twice.
 _MOST_AGAIN = 2
 
@@ -72,6 +72,12 @@ def worker_count(
     piece_bytes = max(map(_largest_piece, requests), default=0)
     fitting = max(1, budget_bytes // max(1, piece_bytes + reading.memory_bytes))
     return min(-(-min(concurrency, len(requests)) // depth), fitting)
+
+
+def _depth(concurrency: int) -> int:
+    """Return how many requests a worker has in flight: few if each worker has a processor."""
+    workers = min(processors(), _MOST_AHEAD)
+    return min(_MOST_AHEAD, max(_LEAST_AHEAD, concurrency // workers))
 
 
 def _largest_piece(request: RangeRequest[T]) -> int:
@@ -127,7 +133,7 @@ def fetch_ranges(
 
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
-    depth = _AHEAD if admit is None and reading.ahead else 1
+    depth = _depth(slot.concurrency) if admit is None and reading.ahead else 1
     most = worker_count(
         requests,
         at_most(config.download_concurrency),
@@ -189,6 +195,7 @@ class _Begun(Generic[T]):
         at: when it began (monotonic).
         worker: its number in a trace.
         rest: the pieces that were not consumed yet.
+        read_at: when the last piece was read, or when it began.
         again: how often it was asked for again, being slow.
         is_left: its worker is to leave it to another one.
     """
@@ -199,6 +206,7 @@ class _Begun(Generic[T]):
     body: RangeBody
     worker: int
     rest: deque[RangeRequest[T]]
+    read_at: float
     again: int = 0
     is_left: bool = False
 
@@ -318,20 +326,18 @@ class _Worker(Generic[T]):
         shared = self.shared
         ahead = deque(left)
         try:
+            for taken_over in ahead:
+                taken_over.body = shared.open(taken_over.request, taken_over.rest[0].start)
             while True:
                 shared.progress.check_stopped()
-                with suppress(IndexError):
-                    while len(ahead) < shared.depth:
-                        begun = self._begin(shared.tasks.popleft(), wait=not ahead)
-                        if begun is None:
-                            break
-                        ahead.append(begun)
+                self._send_ahead(ahead)
                 if not ahead:
                     return
-                begun = ahead.popleft()
-                self._finish(begun)
-                shared.done.put(begun.request)
-                del begun
+                self._read_piece(ahead[0])
+                if ahead[0].rest:
+                    ahead.rotate(-1)
+                else:
+                    self._end(ahead.popleft())
         except StragglerError:
             return
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -339,6 +345,14 @@ class _Worker(Generic[T]):
                 shared.slot.end(id(unread.request), answered=False)
                 unread.body.close()
             shared.done.put(error)
+
+    def _send_ahead(self, ahead: deque[_Begun[T]]) -> None:
+        with suppress(IndexError):
+            while len(ahead) < self.shared.depth:
+                begun = self._begin(self.shared.tasks.popleft(), wait=not ahead)
+                if begun is None:
+                    return
+                ahead.append(begun)
 
     def _begin(self, request: RangeRequest[T], *, wait: bool) -> _Begun[T] | None:
         """Begin a request; put it back and return None if it has no place and `wait` is False."""
@@ -352,16 +366,53 @@ class _Worker(Generic[T]):
         # In a trace, each request that one thread has under way gets its own row.
         self._begun += 1
         worker = shared.depth * self.number + self._begun % shared.depth
-        return _Begun(request, into, time.monotonic(), body, worker, deque(rest))
+        now = time.monotonic()
+        return _Begun(request, into, now, body, worker, deque(rest), now)
 
-    def _finish(self, begun: _Begun[T]) -> None:
-        request, progress, answered = begun.request, self.shared.progress, False
+    def _read_piece(self, begun: _Begun[T]) -> None:
+        """Read the next piece and consume it. If it is damaged or slow, ask for it again."""
+        shared, piece, is_damaged = self.shared, begun.rest[0], False
+        size_bytes = piece.end - piece.start
+        came = self._memory(size_bytes) if begun.into is None else begun.into[:size_bytes]
+        while True:
+            began_at = time.monotonic()
+            try:
+                self._receive(begun, piece, came)
+                shared.pass_on(piece, came)
+                break
+            except CorruptDataError as error:
+                key = shared.key(begun.request)
+                if is_damaged:
+                    raise error.at(object_key=key) from None
+                is_damaged = True
+                if (channel := current_channel()) is not None:
+                    text = f"{type(error).__name__}: {error.message}"
+                    channel.retried("range", key, 2, text, began_at)
+            except StragglerError:
+                if begun.is_left:
+                    begun.body.close()
+                    raise
+            begun.body.close()
+            begun.body = shared.open(begun.request, piece.start)
+        begun.rest.popleft()
+        begun.read_at = time.monotonic()
+        shared.slot.moved(size_bytes)
+        shared.staff()
+        shared.progress.alive()
+
+    def _receive(self, begun: _Begun[T], piece: RangeRequest[T], came: memoryview) -> None:
         try:
-            self._fetch(begun)
-            answered = True
-        finally:
-            if not begun.is_left:
-                self.shared.slot.end(id(request), answered=answered)
+            with self.shared.stragglers.waiting(begun, len(came), since=begun.read_at):
+                begun.body.readinto(came)
+        except DcpObjstoreError as error:
+            if self.shared.explain is None:
+                raise
+            raise self.shared.explain(piece, error) from error
+
+    def _end(self, begun: _Begun[T]) -> None:
+        request, progress = begun.request, self.shared.progress
+        begun.body.close()
+        self.shared.slot.end(id(request), answered=True)
         progress.moved(request.end - request.start)
         if progress.channel is not None:
             progress.channel.emit(
@@ -372,51 +423,7 @@ class _Worker(Generic[T]):
                 size_bytes=request.end - request.start,
                 worker=begun.worker,
             )
-
-    def _fetch(self, begun: _Begun[T]) -> None:
-        """Read a request and consume it: as a whole if it has memory, otherwise in pieces."""
-        shared, request, into, damaged = self.shared, begun.request, begun.into, None
-        if into is None:
-            into = self._memory(max(piece.end - piece.start for piece in begun.rest))
-        if begun.again:
-            begun.body = shared.open(request, begun.rest[0].start)
-        while begun.rest:
-            began_at = time.monotonic()
-            try:
-                self._consume(begun, into)
-            except CorruptDataError as error:
-                key = shared.key(request)
-                if begun.rest[0] is damaged:
-                    raise error.at(object_key=key) from None
-                damaged = begun.rest[0]
-                if (channel := current_channel()) is not None:
-                    text = f"{type(error).__name__}: {error.message}"
-                    channel.retried("range", key, 2, text, began_at)
-                begun.body = shared.open(request, damaged.start)
-            except StragglerError:
-                if begun.is_left:
-                    raise
-                begun.body = shared.open(request, begun.rest[0].start)
-
-    def _consume(self, begun: _Begun[T], into: memoryview) -> None:
-        """Read pieces and consume them, and take each off `begun.rest` once it was consumed."""
-        shared, rest = self.shared, begun.rest
-        with begun.body as body:
-            while rest:
-                piece = rest[0]
-                came = into[: piece.end - piece.start]
-                try:
-                    with shared.stragglers.waiting(begun, len(came)):
-                        body.readinto(came)
-                except DcpObjstoreError as error:
-                    if shared.explain is None:
-                        raise
-                    raise shared.explain(piece, error) from error
-                shared.pass_on(piece, came)
-                rest.popleft()
-                shared.slot.moved(len(came))
-                shared.staff()
-                shared.progress.alive()
+        self.shared.done.put(request)
 
     def _memory(self, size_bytes: int) -> memoryview:
         """Return memory for a body or its largest piece.

@@ -6,6 +6,7 @@ that watches the transfer takes a wait away from its worker if that is to be ask
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -45,8 +46,13 @@ class Stragglers(Generic[T]):
         self._usual: deque[float] = deque(maxlen=_LATEST)  # seconds per counted byte
 
     @contextmanager
-    def waiting(self, key: T, size_bytes: int) -> Iterator[None]:
+    def waiting(self, key: T, size_bytes: int, since: float = math.inf) -> Iterator[None]:
         """Wait for bytes in this block.
+
+        Args:
+            since: when the bytes began to come, if that was before the block. How long they usually
+                take is counted from then: of those that came into a buffer meanwhile, the block
+                waits for none.
 
         Raises:
             StragglerError: the wait was taken away meanwhile, whatever the block raised.
@@ -59,7 +65,7 @@ class Stragglers(Generic[T]):
         finally:
             with self._lock:
                 mine = self._waits.pop(key, None) is not None
-                self._usual.append((self._clock() - began_at) / counted_bytes)
+                self._usual.append((self._clock() - min(since, began_at)) / counted_bytes)
             if not mine:
                 raise StragglerError
 

@@ -69,6 +69,18 @@ def test_a_wait_far_longer_than_the_others_is_taken_byte_for_byte() -> None:
             assert waits.taken() is None
 
 
+def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow() -> None:
+    """A worker that reads four slow connections in turn waits for a quarter of the pieces only."""
+    waits = Waits(ended=0)
+    clock, read_at = waits.clock, dict.fromkeys("abcd", 0.0)
+    for key in "abcd" * 4:
+        with waits.stragglers.waiting(key, 4 * MIB, since=read_at[key]):
+            if key == "a":
+                clock.now += 2.5
+                assert waits.taken() is None
+        read_at[key] = clock.now
+
+
 def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used() -> None:
     waits = Waits()
     with pytest.raises(StragglerError), waits.stragglers.waiting("a", MIB):

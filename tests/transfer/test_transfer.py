@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
-from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
 from dcp_objstore.stores.ranges import FetchedSource, Range
+from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
 from dcp_objstore.transfer.download import fetch_ranges, worker_count
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
@@ -43,6 +45,9 @@ from dcp_objstore.transfer.workers import at_once, spawn, wait_for
 from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
 from tests.support.wrapped_stores import ChangingStore, RecordingStore
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 PART = 5 * MIB
 
@@ -188,8 +193,64 @@ def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib: int) -> None:
     ]
     requests = plan_requests(spans, request_size_bytes=size)
     reading = RangeReading(ahead=True, memory_bytes=4 * MIB)
-    workers = worker_count(requests, AUTO_MOST, settings.memory_budget_bytes, reading, depth=2)
-    assert 2 * workers == AUTO_MOST
+    workers = worker_count(requests, AUTO_MOST, settings.memory_budget_bytes, reading, depth=4)
+    assert 4 * workers == AUTO_MOST
+
+
+class _InTurn(WrappedStore):
+    """Its ranges can be sent ahead; it notes when each is opened and read."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        super().__init__(inner)
+        self.seen: list[tuple[str, int]] = []
+
+    @property
+    def range_reading(self) -> RangeReading:
+        return RangeReading(ahead=True, memory_bytes=0)
+
+    def open_range(self, key: str, start: int, end: int) -> RangeBody:
+        self.seen.append(("open", start))
+        body = super().open_range(key, start, end)
+        fill = body.readinto
+
+        def readinto(into: memoryview) -> None:
+            self.seen.append(("read", start))
+            fill(into)
+
+        body.readinto = readinto  # type: ignore[method-assign]
+        return body
+
+
+@pytest.mark.parametrize(("cores", "ahead"), [(1, 4), (2, 4), (4, 2), (64, 2)])
+def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
+    cores: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: cores)
+    monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
+    data = np.random.default_rng(0).integers(0, 256, 8 * 8 * MIB, dtype=np.uint8).tobytes()
+    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
+    store.put("x", [data])
+    requests = [
+        RangeRequest(
+            0, at, at + 8 * MIB, [Span(0, n, n + 4 * MIB, None) for n in (at, at + 4 * MIB)]
+        )
+        for at in range(0, len(data), 8 * MIB)
+    ]
+    came = bytearray(len(data))
+
+    def consume(piece: RangeRequest[None], body: Buffer) -> None:
+        came[piece.start : piece.end] = body
+
+    config = TransferConfig(download_concurrency=8)
+    fetched = fetch_ranges(store, ["x"], requests, consume, config, Progress(60))
+    with contextlib.closing(fetched) as arriving:
+        assert [request for request in arriving if request is not None] == requests
+    assert came == data
+    starts = [request.start for request in requests]
+    turns = [("open", start) for start in starts[:ahead]]
+    turns += [("read", start) for start in starts[:ahead]]
+    assert store.seen[: len(turns)] == turns
+    assert store.seen.count(("open", starts[-1])) == 1
 
 
 def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker() -> None:
