@@ -174,7 +174,8 @@ def incremental(_actor: Actor) -> Upload:
             (entry,) = base.index.objects
             whole = b"data of " + entry.key.encode()
             cuts = pairwise((0, 20, len(whole)))
-            unchanged.objects = [[_Run(entry, [_kept(*cut)], whole[slice(*cut)]) for cut in cuts]]
+            runs = [_Run(entry, [_kept(*cut)], whole[slice(*cut)], cut[0]) for cut in cuts]
+            unchanged.objects = [runs]
         unchanged.copy(save, TransferConfig())
         if base.index is None or not unchanged.stored:
             return upkeep.upload(save.open(), ranks=1)

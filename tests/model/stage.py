@@ -404,7 +404,11 @@ class StagedStore(Connection):
             return body[source.start : source.end]
 
         request = partial(self.process.request, "copy", self.root + key)
-        return self.put(key, [request(partial(part, source)) for source in sources])
+        parts = []
+        for source in sources:
+            parts.append(request(partial(part, source)))
+            moved(source.end - source.start)
+        return self.put(key, parts)
 
 
 def _judge_copy(effect: Callable[[], Any]) -> str:
