@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -315,7 +316,6 @@ class _Worker(Generic[T]):
 
     def __post_init__(self) -> None:
         self._scratch = memoryview(b"")
-        self._begun = 0
 
     def run(self, left: Sequence[_Begun[T]]) -> None:
         """Fetch requests until there are none left. On an error, put it into `done` and stop.
@@ -349,12 +349,17 @@ class _Worker(Generic[T]):
     def _send_ahead(self, ahead: deque[_Begun[T]]) -> None:
         with suppress(IndexError):
             while len(ahead) < self.shared.depth:
-                begun = self._begin(self.shared.tasks.popleft(), wait=not ahead)
+                # In a trace, each request that one thread has under way gets its own row.
+                taken = {begun.worker for begun in ahead}
+                row = next(
+                    row for row in count(self.shared.depth * self.number) if row not in taken
+                )
+                begun = self._begin(self.shared.tasks.popleft(), row, wait=not ahead)
                 if begun is None:
                     return
                 ahead.append(begun)
 
-    def _begin(self, request: RangeRequest[T], *, wait: bool) -> _Begun[T] | None:
+    def _begin(self, request: RangeRequest[T], row: int, *, wait: bool) -> _Begun[T] | None:
         """Begin a request; put it back and return None if it has no place and `wait` is False."""
         shared = self.shared
         into = None if shared.admit is None else shared.admit(request, shared.progress)
@@ -363,11 +368,8 @@ class _Worker(Generic[T]):
             return None
         body = shared.open(request, request.start)
         rest = [request] if into is not None else cut(request, BLOCK_SIZE_BYTES)
-        # In a trace, each request that one thread has under way gets its own row.
-        self._begun += 1
-        worker = shared.depth * self.number + self._begun % shared.depth
         now = time.monotonic()
-        return _Begun(request, into, now, body, worker, deque(rest), now)
+        return _Begun(request, into, now, body, row, deque(rest), now)
 
     def _read_piece(self, begun: _Begun[T]) -> None:
         """Read the next piece and consume it. If it is damaged or slow, ask for it again."""

@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
+from dcp_objstore.observe.events import ObjectUploaded, PartUploaded, RangeRead
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
@@ -251,6 +251,33 @@ def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
     turns += [("read", start) for start in starts[:ahead]]
     assert store.seen[: len(turns)] == turns
     assert store.seen.count(("open", starts[-1])) == 1
+
+
+def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
+    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
+    store.put("x", [bytes(48 * MIB)])
+    ends = [0, 24 * MIB, *range(28 * MIB, 49 * MIB, 4 * MIB)]  # the first one takes six turns
+    requests = [
+        RangeRequest(
+            0, start, end, [Span(0, at, at + 4 * MIB, None) for at in range(start, end, 4 * MIB)]
+        )
+        for start, end in pairwise(ends)
+    ]
+    channel, heard = heard_channel()
+    progress = Progress(60, channel)
+    config = TransferConfig(download_concurrency=8)
+    for _ in fetch_ranges(store, ["x"], requests, lambda *_: None, config, progress):
+        pass
+    channel.settle()
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for read in of(RangeRead, heard):
+        rows.setdefault(read.worker, []).append((read.start_ns, read.end_ns))
+    assert len(rows) > 1
+    for times in rows.values():
+        assert all(earlier[1] <= later[0] for earlier, later in pairwise(sorted(times)))
 
 
 def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker() -> None:
