@@ -1,7 +1,7 @@
 """Publish: write and remove `.metadata`, the object by which stock torch readers find a checkpoint.
 
-`compat` knows its content (`DotMetadata`); this module decides when it may be
-put or removed. The rule of `commit` that this module implements:
+`compat` knows its content (`DotMetadata`); this module decides when it may be put or removed. The
+rule of `commit` that this module implements:
 
  6. `.metadata` follows the marker: read its version, check that the marker is still ours, put
     `.metadata` against that version, and start again if that failed. So the writer that commits

@@ -48,6 +48,9 @@ T = TypeVar("T")
 # Requests that a worker has in flight, if they can be sent ahead: threads that have no processor of
 # their own wait for one another and for the GIL (docs/design/few-threads-read-many-connections.md).
 _LEAST_AHEAD, _MOST_AHEAD = 2, 4
+# With so many, each worker of a near store has one. Counting more would only give a far store
+# threads, and take their memory from requests in flight.
+_MOST_PROCESSORS = 4
 # A request that is slow is asked for again so often: in a large load, a few are slow twice.
 _MOST_AGAIN = 2
 
@@ -77,8 +80,8 @@ def worker_count(
 
 def _depth(concurrency: int) -> int:
     """Return how many requests a worker has in flight: few if each worker has a processor."""
-    workers = min(processors(), _MOST_AHEAD)
-    return min(_MOST_AHEAD, max(_LEAST_AHEAD, concurrency // workers))
+    share = concurrency // min(processors(), _MOST_PROCESSORS)
+    return min(_MOST_AHEAD, max(_LEAST_AHEAD, share))
 
 
 def _largest_piece(request: RangeRequest[T]) -> int:
@@ -428,9 +431,9 @@ class _Worker(Generic[T]):
         self.shared.done.put(request)
 
     def _memory(self, size_bytes: int) -> memoryview:
-        """Return memory for a body or its largest piece.
+        """Return memory for a piece.
 
-        It is kept for the next request, because memory that is new to the process costs as much as
+        It is kept for the next one, because memory that is new to the process costs as much as
         copying into it.
         """
         if len(self._scratch) < size_bytes:

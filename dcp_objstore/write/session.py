@@ -104,7 +104,8 @@ class Save:
         """Commit an index; return it as a reader decodes it.
 
         Args:
-            keep: called with the report when the checkpoint is committed and counts in its run.
+            keep: called with the report when the checkpoint is committed and counts in its run;
+                without a claim also before `.metadata` is written.
         """
         store, channel = self.open(), self.channel
         index, index_body = _read_back(built)
