@@ -174,11 +174,14 @@ class RangeReading:
         ahead: `open_range` sends the request at once and returns before the answer has come. Then
             a few threads keep many connections busy: while one body is worked on, the next ones
             arrive in the memory of the kernel.
+        takes_gil: a thread that reads takes the GIL for every few KiB, as over TLS. Then threads
+            that read at the same time wait for one another, and fewer of them cost less.
         memory_bytes: an opened range takes at most this much memory besides the caller's while it
             is read, and none before.
     """
 
     ahead: bool = False
+    takes_gil: bool = False
     memory_bytes: int = 0
 
 

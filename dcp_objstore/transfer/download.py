@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Requests that a worker has in flight, if they can be sent ahead: threads that have no processor of
-# their own wait for one another and for the GIL (docs/design/few-threads-read-many-connections.md).
-_LEAST_AHEAD, _MOST_AHEAD = 2, 4
+# their own wait for one another and for the GIL. More than the most would wait too long for one
+# that is slow (docs/design/few-threads-read-many-connections.md).
+_LEAST_AHEAD, _MOST_AHEAD = 2, 8
 # With so many, each worker of a near store has one. Counting more would only give a far store
 # threads, and take their memory from requests in flight.
 _MOST_PROCESSORS = 4
@@ -78,9 +79,18 @@ def worker_count(
     return min(-(-min(concurrency, len(requests)) // depth), fitting)
 
 
-def _depth(concurrency: int) -> int:
-    """Return how many requests a worker has in flight: few if each worker has a processor."""
-    share = concurrency // min(processors(), _MOST_PROCESSORS)
+def _depth(concurrency: int, reading: RangeReading) -> int:
+    """Return how many requests a worker has in flight: few if each worker has a processor.
+
+    Args:
+        concurrency: how many all workers have in flight.
+        reading: how the store reads ranges. If threads wait for the GIL, a worker has two
+            processors: a second worker on two of them costs a fifth more, and moves no more.
+    """
+    if not reading.ahead:
+        return 1
+    usable = processors() // 2 if reading.takes_gil else processors()
+    share = concurrency // min(max(usable, 1), _MOST_PROCESSORS)
     return min(_MOST_AHEAD, max(_LEAST_AHEAD, share))
 
 
@@ -137,7 +147,7 @@ def fetch_ranges(
 
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
-    depth = _depth(slot.concurrency) if admit is None and reading.ahead else 1
+    depth = _depth(slot.concurrency, reading) if admit is None else 1
     most = worker_count(
         requests,
         at_most(config.download_concurrency),

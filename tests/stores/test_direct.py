@@ -471,6 +471,7 @@ def test_plain_aws_is_read_directly_at_the_host_and_path_that_were_signed(
         monkeypatch.setattr(socket, "getaddrinfo", partial(_here, server.server_port))
         store = open_store("s3://a-bucket/run", options)
         assert store.range_reading.ahead
+        assert store.range_reading.takes_gil
         assert read_range(store, "an object/ü +%.bin", 3, 500_000) == BODY[3:500_000]
     ((asked_host, asked_path),) = server.places
     assert asked_host == host
@@ -589,6 +590,7 @@ def test_a_range_is_asked_ahead_while_the_lane_is_used(bucket: Bucket, asks: Ask
     bucket.put("key", BODY)
     store = open_store(bucket.url, bucket.storage_options)
     assert store.range_reading.ahead
+    assert not store.range_reading.takes_gil
     opened = [store.open_range("key", 0, len(BODY)) for _ in range(3)]
     assert len(asks.over_lane) == 3
     for body in opened:

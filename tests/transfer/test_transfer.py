@@ -193,20 +193,21 @@ def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib: int) -> None:
     ]
     requests = plan_requests(spans, request_size_bytes=size)
     reading = RangeReading(ahead=True, memory_bytes=4 * MIB)
-    workers = worker_count(requests, AUTO_MOST, settings.memory_budget_bytes, reading, depth=4)
-    assert 4 * workers == AUTO_MOST
+    workers = worker_count(requests, AUTO_MOST, settings.memory_budget_bytes, reading, depth=8)
+    assert 8 * workers == AUTO_MOST
 
 
 class _InTurn(WrappedStore):
     """Its ranges can be sent ahead; it notes when each is opened and read."""
 
-    def __init__(self, inner: ObjectStore) -> None:
+    def __init__(self, inner: ObjectStore, *, takes_gil: bool = False) -> None:
         super().__init__(inner)
         self.seen: list[tuple[str, int]] = []
+        self._takes_gil = takes_gil
 
     @property
     def range_reading(self) -> RangeReading:
-        return RangeReading(ahead=True, memory_bytes=0)
+        return RangeReading(ahead=True, takes_gil=self._takes_gil)
 
     def open_range(self, key: str, start: int, end: int) -> RangeBody:
         self.seen.append(("open", start))
@@ -221,14 +222,26 @@ class _InTurn(WrappedStore):
         return body
 
 
-@pytest.mark.parametrize(("cores", "ahead"), [(1, 4), (2, 4), (4, 2), (64, 2)])
+@pytest.mark.parametrize(
+    ("cores", "takes_gil", "ahead"),
+    [
+        (1, False, 8),
+        (2, False, 4),
+        (4, False, 2),
+        (64, False, 2),
+        (1, True, 8),
+        (2, True, 8),
+        (4, True, 4),
+        (64, True, 2),
+    ],
+)
 def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
-    cores: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+    cores: int, takes_gil: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: cores)
     monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
     data = np.random.default_rng(0).integers(0, 256, 8 * 8 * MIB, dtype=np.uint8).tobytes()
-    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
+    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"), takes_gil=takes_gil)
     store.put("x", [data])
     requests = [
         RangeRequest(

@@ -65,6 +65,7 @@ class Clients(Requests):
         lane: for reads whose requests can be signed here; None if there is none.
         copier: see `Maker`.
         ordered: whether a listing may begin behind a key.
+        is_secure: whether requests go over TLS.
         proven: whether an answer was such as only a store gives.
         has_put: whether an object was put, so that a 404 means the key and not the bucket.
     """
@@ -83,6 +84,7 @@ class Clients(Requests):
         super().__init__(config, judge_obstore, maker.endpoint_url, url.scheme, url.bucket)
         self._maker = maker
         self.ordered, self.copier = maker.ordered, maker.copier
+        self.is_secure = not (maker.endpoint_url or "").startswith("http:")
         self._credentials = credentials
         self._trust = trust
         self._renewals = 0

@@ -133,7 +133,9 @@ class ObstoreStore(BaseStore[str]):
     def range_reading(self) -> RangeReading:
         """How ranges are read: ahead, as long as the direct lane works."""
         lane = self._clients.lane
-        return RangeReading(ahead=lane is not None and lane.is_used, memory_bytes=MEMORY_BYTES)
+        ahead = lane is not None and lane.is_used
+        takes_gil = ahead and self._clients.is_secure
+        return RangeReading(ahead=ahead, takes_gil=takes_gil, memory_bytes=MEMORY_BYTES)
 
     def _range_source(self, place: str) -> ObstoreSource:
         return ObstoreSource(self._clients, place, in_memory=self._url.scheme == "memory")
