@@ -62,7 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
 # The files that take longest (80 to 15 s): begun first, so that no process is left alone with one
 # of them at the end.
 LONGEST = (
-    "tests/frameworks/test_torchrun.py",
     "tests/faults/test_network_faults.py",
     "tests/cli/test_demo.py",
     "tests/stores/test_contract.py",

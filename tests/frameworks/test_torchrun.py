@@ -49,6 +49,7 @@ def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_si
     assert assert_only_whole_steps(bucket, url, tmp_path)[-1] == 70
 
 
+@pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
 def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_last_save(
