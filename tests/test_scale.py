@@ -104,6 +104,9 @@ def test_the_requests_of_a_simulated_save_are_those_of_a_real_one(tmp_path: Path
     data = {verb: counted.pop(verb) for verb in ("BEGIN", "PART", "COMPLETE")}
     assert data == {"BEGIN": 1, "PART": 3, "COMPLETE": 1}
     assert found["data_puts"] == sum(data.values())
+    # The HEAD and the first PUT are under way together. What is answered 404 before anything was
+    # put may be a missing bucket: a GET asks again.
+    assert counted.pop("GET") - found["requests"].pop("GET") in (0, 1)
     assert found["requests"] == counted
 
 
