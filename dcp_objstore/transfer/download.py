@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Requests that a worker has in flight, if they can be sent ahead: threads that have no processor of
-# their own wait for one another and for the GIL. More than the most would wait too long for one
-# that is slow (docs/design/few-threads-read-many-connections.md).
+# their own wait for one another and for the GIL. With more, too many would wait behind one that is
+# slow (docs/design/few-threads-read-many-connections.md).
 _LEAST_AHEAD, _MOST_AHEAD = 2, 8
 # With so many, each worker of a near store has one. Counting more would only give a far store
 # threads, and take their memory from requests in flight.
