@@ -109,8 +109,7 @@ class Wire:
     def receive_body(self, view: memoryview) -> None:
         """Fill memory with the next bytes of a body."""
         while view:
-            got = self._arrived(self._socket.recv_into(view[: self._most_bytes]))
-            view = view[got:]
+            view = view[self._arrived(self._fill(view[: self._most_bytes])) :]
 
     def discard_body(self, size_bytes: int) -> None:
         """Drop the next bytes of a body."""
@@ -145,7 +144,12 @@ class Wire:
         if self._shared is not None:
             self._shared.take(size_bytes)
 
+    def _fill(self, view: memoryview) -> int:
+        """Fill memory; return fewer bytes only if the client closes."""
+        return self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+
     def _discard(self, size_bytes: int) -> int:
+        """Drop bytes; return fewer only if the client closes."""
         return self._socket.recv_into(self._scratch, size_bytes, _DISCARD)
 
     def _send_all(self, views: Iterable[memoryview]) -> None:
@@ -183,8 +187,20 @@ class TlsWire(Wire):
         tls = context.wrap_socket(connection, server_side=True)
         super().__init__(tls, bytes_per_second=bytes_per_second, shared=shared)
 
+    def _fill(self, view: memoryview) -> int:
+        at = 0
+        while at < len(view) and (count := self._socket.recv_into(view[at:])):
+            at += count
+        return at
+
     def _discard(self, size_bytes: int) -> int:
-        return self._socket.recv_into(self._scratch, min(size_bytes, _SOME_BYTES))
+        left_bytes = size_bytes
+        while left_bytes:
+            count = self._socket.recv_into(self._scratch, min(left_bytes, _SOME_BYTES))
+            if not count:
+                break
+            left_bytes -= count
+        return size_bytes - left_bytes
 
     def _send_all(self, views: Iterable[memoryview]) -> None:
         for view in views:

@@ -75,6 +75,11 @@ def test_the_first_transfer_has_085_of_the_best_fixed_numbers_throughput(
     assert to_best(store, gib, FAR, piece_mib, mib) >= 0.85
 
 
+def test_a_small_transfer_before_a_large_one_says_nothing_of_the_line() -> None:
+    after_a_small_one = FAR.begun(0.0, 1).moved(0.03, 4096, 1)
+    assert to_best(S3, 1, after_a_small_one, None, 16) >= 0.85
+
+
 def test_the_next_transfers_begin_with_what_the_last_one_found() -> None:
     store = dataclasses.replace(S3, link_mib_per_second=5000)
     rank = transfer(store, 4, FAR, piece_mib=None)

@@ -177,7 +177,9 @@ class Window(msgspec.Struct, frozen=True):
         )
         seconds = now - found.began_at
         known = self.bytes_per_second.get(verb, 0.0)
-        is_short = not known or (self.trying and not self.trying.settled)
+        # A small transfer says nothing of the line.
+        is_known = known > _ASSUMED_BYTES_PER_SECOND
+        is_short = not is_known or (self.trying is not None and not self.trying.settled)
         # What is asked for may be so large that fewer are allowed.
         answers = min(self.size, found.in_flight) * (1 if is_short else _ROUNDS)
         if found.answers < answers or seconds < _LEAST_ROUND_SECONDS:
