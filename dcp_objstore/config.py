@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,12 @@ TRANSPORTS = ("native", "boto3", "fsspec")
 def at_most(concurrency: Concurrency, most: int = AUTO_MOST) -> int:
     """Return the largest number of requests in flight: the number given, or `most` for "auto"."""
     return most if concurrency == "auto" else concurrency
+
+
+def processors() -> int:
+    """Return the number of processors that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)

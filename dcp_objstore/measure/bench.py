@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
-from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.config import MIB, TransferConfig, processors
 from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.measure import plain
@@ -40,7 +40,7 @@ from dcp_objstore.observe.report import GIB, StatusLine, counted
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
-from dcp_objstore.transfer.workers import DaemonPool, in_waves, processors, run_into, spawn
+from dcp_objstore.transfer.workers import DaemonPool, in_waves, run_into, spawn
 from dcp_objstore.waiting import result_of
 from dcp_objstore.write.api import save
 

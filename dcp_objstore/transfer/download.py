@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from dcp_objstore.config import at_most
+from dcp_objstore.config import at_most, processors
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
@@ -33,7 +33,7 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
-from dcp_objstore.transfer.workers import processors, spawn
+from dcp_objstore.transfer.workers import spawn
 from dcp_objstore.waiting import STEP_SECONDS, take
 
 if TYPE_CHECKING:

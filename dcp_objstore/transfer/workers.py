@@ -8,7 +8,6 @@ here are not joined.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +26,6 @@ R = TypeVar("R")
 AT_ONCE = 16
 # Ctrl-C takes effect between two waves. The requests of a wave that has begun go on, harmlessly.
 WAVE = 4 * AT_ONCE
-
-
-def processors() -> int:
-    """Return the number of processors that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 class DaemonPool:

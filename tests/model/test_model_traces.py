@@ -295,7 +295,7 @@ def _told(stage: Stage, why: str, path: Path | None = None) -> str:
 
 
 def test_what_the_code_does_is_a_path_in_the_model() -> None:
-    for seed in range(500):
+    for seed in range(200):
         run(seed)
 
 
@@ -476,7 +476,7 @@ def play(seed: int) -> Stage:
 
 
 def test_drawn_faults_of_every_kind_are_answered_truly_and_heal() -> None:
-    for seed in range(300):
+    for seed in range(150):
         play(seed)
 
 

@@ -47,9 +47,9 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
+        how = self.server.how
         self.server.seen.append(self.headers["Range"])
         self.server.places.append((self.headers["Host"], self.path))
-        how = self.server.how
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = BODY[first : last + 1]
         status = {"whole": 200, "refused": 403, "moved": 307}.get(how, 206)
@@ -79,7 +79,7 @@ class Handler(BaseHTTPRequestHandler):
                 raw.sendall(b"\x17\x03\x03" + of_record[how].to_bytes(2) + bytes(99))
         if how == "stalled":
             self.server.released.wait()
-        if how in ("broken", "closing", *of_record):
+        if how in ("broken", "stalled", "closing", *of_record):
             self.close_connection = True
 
     def setup(self) -> None:
@@ -211,6 +211,33 @@ def test_one_call_receives_many_records_and_waits_for_no_more_than_come(
     assert all(asked == came for asked, came in waits)
     if how == "right":
         assert len(calls) < len(BODY) // 16384, "handshake and head included"
+
+
+def test_who_waits_for_a_server_lets_others_decrypt(
+    certificate: Certificate, make_lane: Lanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = threading.Semaphore(1)
+    monkeypatch.setattr("dcp_objstore.stores.obstore.tls._turns.here", turn)
+    with running(Server(certificate.context())) as server, ThreadPoolExecutor(4) as threads:
+        lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=60)
+        server.how = "stalled"
+        stalled = [threads.submit(read, lane) for _ in range(2)]
+        while len(server.seen) < 2:
+            time.sleep(0.01)
+        server.how = "right"
+        try:
+            for _ in range(5):
+                assert threads.submit(read, lane).result(20) == BODY[1000:500_000]
+            assert not any(one.done() for one in stalled)
+            turn.acquire()  # so it was given back
+            kept = threads.submit(read, lane)
+            with pytest.raises(TimeoutError):
+                kept.result(0.5)
+            turn.release()
+            assert kept.result(20) == BODY[1000:500_000]
+        finally:
+            server.released.set()
+        assert [one.result(20) for one in stalled] == [None, None]
 
 
 def test_a_connection_that_the_server_closed_while_idle_is_replaced(

@@ -1,10 +1,14 @@
-"""`TlsSocket`: TLS that receives many records with one call of the kernel."""
+"""`TlsSocket`: TLS that receives many records with one call of the kernel, and decrypts in turn."""
 
 from __future__ import annotations
 
 import socket
 import ssl
+import threading
 from typing import TYPE_CHECKING
+
+from dcp_objstore.config import processors
+from dcp_objstore.forking import PerProcess
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -13,6 +17,10 @@ if TYPE_CHECKING:
 _RECEIVED_BYTES = 256 * 1024
 # RFC 5246, section 6.2.3: 16 KiB, 2 KiB of expansion, and the head. TLS 1.3 has less.
 _MOST_RECORD_BYTES = 16384 + 2048 + 5
+# Python's `ssl` gives the GIL away and takes it back for each record. Threads that decrypt at the
+# same time wait for one another each time, which costs as much as decrypting. So they take turns,
+# and who waits for the server lets the next one go on.
+_turns = PerProcess(lambda: threading.Semaphore(max(1, processors() // 2)))
 
 
 class TlsSocket(socket.socket):
@@ -74,34 +82,36 @@ class TlsSocket(socket.socket):
             closed or lost, or was silent for the time-out.
         """
         into, at, read = memoryview(buffer)[: nbytes or None], 0, self._tls.read
-        try:
-            while True:
-                try:
-                    # A record a call.
-                    while at < len(into) and (count := read(len(into) - at, into[at:])):
-                        at += count  # type: ignore[operator]  # typeshed says bytes
-                except ssl.SSLWantReadError:
-                    if at and not flags:
+        with _turns.here:
+            try:
+                while True:
+                    try:
+                        # A record a call.
+                        while at < len(into) and (count := read(len(into) - at, into[at:])):
+                            at += count  # type: ignore[operator]  # typeshed says bytes
+                    except ssl.SSLWantReadError:
+                        if at and not flags:
+                            return at
+                        if not self._receive(len(into) - at if flags else 0):
+                            return at
+                    else:
                         return at
-                    if not self._receive(len(into) - at if flags else 0):
-                        return at
-                else:
-                    return at
-        except OSError:
-            if not at:
-                raise
-            return at
+            except OSError:
+                if not at:
+                    raise
+                return at
 
     def _shake_hands(self) -> None:
-        while True:
-            try:
-                self._tls.do_handshake()
-            except ssl.SSLWantReadError:
-                if not self._receive():
-                    raise ConnectionError("the server closed during the handshake") from None
-            else:
-                self._send()
-                return
+        with _turns.here:
+            while True:
+                try:
+                    self._tls.do_handshake()
+                except ssl.SSLWantReadError:
+                    if not self._receive():
+                        raise ConnectionError("the server closed during the handshake") from None
+                else:
+                    self._send()
+                    return
 
     def _send(self, flags: int = 0) -> None:
         if self._to_send.pending:
@@ -117,13 +127,22 @@ class TlsSocket(socket.socket):
             How many bytes of records were received; 0 if the connection was closed.
         """
         self._send()
+        try:
+            some = self.recv(_RECEIVED_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            _turns.here.release()
+            try:
+                some = self._wait(least_bytes)
+            finally:
+                _turns.here.acquire()
+        return self._arrived.write(some)
+
+    def _wait(self, least_bytes: int) -> bytes:
         # No record is shorter than what it decrypts to, and OpenSSL has at most one in part.
         least_bytes = min(least_bytes - _MOST_RECORD_BYTES, _RECEIVED_BYTES)
         try:
             if least_bytes > 0:
-                some = self.recv(least_bytes, socket.MSG_WAITALL)
-            else:
-                some = self.recv(_RECEIVED_BYTES)
+                return self.recv(least_bytes, socket.MSG_WAITALL)
+            return self.recv(_RECEIVED_BYTES)
         except BlockingIOError as error:
             raise TimeoutError("the server is silent") from error
-        return self._arrived.write(some)
