@@ -456,6 +456,7 @@ def test_a_header_that_lies_is_refused(header: bytes, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.campaign  # several processes import torch
 def test_the_commands_convert_there_and_back(url: str, tmp_path: Path) -> None:
     out, new = str(tmp_path / "model"), (tmp_path / "new").as_uri()
     strip = ("--keys", "model.*", "--rename", "^model[.]=")

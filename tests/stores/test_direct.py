@@ -221,19 +221,23 @@ def test_who_waits_for_a_server_lets_others_decrypt(
     with running(Server(certificate.context())) as server, ThreadPoolExecutor(4) as threads:
         lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=60)
         server.how = "stalled"
-        stalled = [threads.submit(read, lane) for _ in range(2)]
-        while len(server.seen) < 2:
-            time.sleep(0.01)
-        server.how = "right"
         try:
+            stalled = [threads.submit(read, lane) for _ in range(2)]
+            ends_at = time.monotonic() + 20
+            while len(server.seen) < 2:
+                assert time.monotonic() < ends_at
+                time.sleep(0.01)
+            server.how = "right"
             for _ in range(5):
                 assert threads.submit(read, lane).result(20) == BODY[1000:500_000]
             assert not any(one.done() for one in stalled)
-            turn.acquire()  # so it was given back
-            kept = threads.submit(read, lane)
-            with pytest.raises(TimeoutError):
-                kept.result(0.5)
-            turn.release()
+            assert turn.acquire(timeout=20)
+            try:
+                kept = threads.submit(read, lane)
+                with pytest.raises(TimeoutError):
+                    kept.result(0.5)
+            finally:
+                turn.release()
             assert kept.result(20) == BODY[1000:500_000]
         finally:
             server.released.set()

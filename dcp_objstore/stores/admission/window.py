@@ -43,6 +43,8 @@ OPEN_AFTER_SECONDS = 60.0
 _FAR_SECONDS = 0.005
 _NEAR_MOST = 8
 _LEAST_ROUND_SECONDS = 0.02
+# So few bytes say nothing of a line.
+_LEAST_ROUND_BYTES = 8 * MIB
 # So long without a request is between two transfers.
 _PAUSE_SECONDS = 0.1
 _GAIN = 2.0
@@ -177,12 +179,11 @@ class Window(msgspec.Struct, frozen=True):
         )
         seconds = now - found.began_at
         known = self.bytes_per_second.get(verb, 0.0)
-        # A small transfer says nothing of the line.
-        is_known = known > _ASSUMED_BYTES_PER_SECOND
-        is_short = not is_known or (self.trying is not None and not self.trying.settled)
+        is_short = not known or (self.trying and not self.trying.settled)
         # What is asked for may be so large that fewer are allowed.
         answers = min(self.size, found.in_flight) * (1 if is_short else _ROUNDS)
-        if found.answers < answers or seconds < _LEAST_ROUND_SECONDS:
+        is_small = not known and found.size_bytes < _LEAST_ROUND_BYTES
+        if found.answers < answers or seconds < _LEAST_ROUND_SECONDS or is_small:
             return replace(self, round=found)
         moved = found.size_bytes / seconds
         lines = {**self.bytes_per_second, verb: max(moved, known)}
