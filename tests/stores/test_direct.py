@@ -213,7 +213,7 @@ def test_one_call_receives_many_records_and_waits_for_no_more_than_come(
         assert len(calls) < len(BODY) // 16384, "handshake and head included"
 
 
-def test_who_waits_for_a_server_lets_others_decrypt(
+def test_a_thread_that_waits_for_a_server_lets_others_decrypt(
     certificate: Certificate, make_lane: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = threading.Semaphore(1)

@@ -19,7 +19,7 @@ _RECEIVED_BYTES = 256 * 1024
 _MOST_RECORD_BYTES = 16384 + 2048 + 5
 # Python's `ssl` gives the GIL away and takes it back for each record. Threads that decrypt at the
 # same time wait for one another each time, which costs as much as decrypting. So they take turns,
-# and who waits for the server lets the next one go on.
+# and a thread that waits for the server lets the next one go on.
 _turns = PerProcess(lambda: threading.Semaphore(max(1, processors() // 2)))
 
 
@@ -119,6 +119,8 @@ class TlsSocket(socket.socket):
 
     def _receive(self, least_bytes: int = 0) -> int:
         """Receive records. Send first what TLS has to say by itself.
+
+        The thread has a turn, and gives it up while it waits.
 
         Args:
             least_bytes: so much is still to come, decrypted. Default 0: wait for any byte.
