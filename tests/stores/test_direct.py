@@ -197,6 +197,8 @@ def test_one_call_receives_many_records_and_waits_for_no_more_than_come(
     calls: list[tuple[int, int, int]] = []
 
     def counted(sock: socket.socket, size: int, flags: int = 0) -> bytes:
+        if flags & socket.MSG_DONTWAIT:
+            raise BlockingIOError  # as if the server were always late: each call waits
         came = socket.socket.recv(sock, size, flags)
         calls.append((size, len(came), flags))
         return came
