@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from http.client import HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         if how == "silent":
             self.server.released.wait()
+        if how.startswith("paused"):
+            self.flush_headers()
+            self.wfile.write(b"" if how == "paused between fields" else b"X-A-Field: of no")
+            self.server.released.wait()
+            self.wfile.write(b"" if how == "paused between fields" else b" matter\r\n")
         self.end_headers()
         of_record = {"in a record": 16384, "forged": 99}
         some = how in ("broken", "stalled", *of_record)
@@ -271,6 +277,26 @@ def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
     lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=0.5)
     server.how = how
     assert read(lane) is None
+    server.how = "right"
+    assert read(lane) == BODY[1000:500_000]
+
+
+@pytest.mark.parametrize("how", ["paused between fields", "paused in a field"])
+def test_a_pause_inside_the_head_of_an_answer_is_not_its_end(
+    server: Server, make_lane: Lanes, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    begin = HTTPResponse.begin
+
+    def begin_and_release(answer: HTTPResponse) -> None:
+        try:
+            begin(answer)
+        finally:
+            server.released.set()  # the rest of the head comes, when the client has gone on
+
+    monkeypatch.setattr(HTTPResponse, "begin", begin_and_release)
+    lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=0.2)
+    server.how = how
+    assert received(lane, 1000, 500_000) == b""
     server.how = "right"
     assert read(lane) == BODY[1000:500_000]
 

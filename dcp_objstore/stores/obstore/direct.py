@@ -23,12 +23,16 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
 from dcp_objstore.stores.obstore.tls import TlsSocket
 from dcp_objstore.stores.ranges import Answer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -202,6 +206,7 @@ class DirectLane:
         # One call of the kernel waits for a whole body. Under a time-out of its own, Python polls
         # and receives piece by piece.
         timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
+        connection.sock = _Socket(fileno=connection.sock.detach())
         connection.sock.settimeout(None)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -211,6 +216,22 @@ class DirectLane:
                 session = self._sessions.get(origin)
             connection.sock = TlsSocket(connection.sock, tls, host, session)
         return connection
+
+
+class _Socket(socket.socket):
+    """A blocking socket, connected, whose time-outs are the kernel's."""
+
+    def recv_into(self, buffer: Buffer, nbytes: int = 0, flags: int = 0) -> int:
+        """Receive bytes.
+
+        Raises:
+            TimeoutError: none came in time. As a `BlockingIOError`, `http.client` would take it
+                for the end of the head, and we the rest of the head for the body.
+        """
+        try:
+            return super().recv_into(buffer, nbytes, flags)
+        except BlockingIOError as error:
+            raise TimeoutError("the server is silent") from error
 
 
 class DirectAnswer(Answer):
