@@ -16,9 +16,11 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     InputError,
     ObjectNotFoundError,
+    StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
+from dcp_objstore.stores.errors import SAME_PAGE
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
@@ -177,7 +179,22 @@ class BaseStore(ABC, Generic[Place]):
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """Iterate over the objects below a prefix."""
-        return self._list(check_prefix(prefix))
+        return self._without_repeats(self._list(check_prefix(prefix)))
+
+    def _without_repeats(self, listed: Iterator[ObjectMeta]) -> Iterator[ObjectMeta]:
+        """Yield what is listed; raise where it repeats itself, as it then might for ever.
+
+        In most stores keys ascend, so only those that do not are kept.
+        """
+        last: str | None = None
+        steps_back: set[str] = set()
+        for meta in listed:
+            if last is not None and meta.key <= last:
+                if meta.key == last or meta.key in steps_back:
+                    raise StoreUnavailableError(SAME_PAGE, object_key=meta.key, url=self.url)
+                steps_back.add(meta.key)
+            last = meta.key
+            yield meta
 
     def delete(self, key: str) -> None:
         """Remove an object; an absent one is no error."""

@@ -144,6 +144,8 @@ NO_STORE = (
     " it does; check endpoint_url and any proxy"
 )
 
+SAME_PAGE = "the store answers with the same page of a listing again"
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

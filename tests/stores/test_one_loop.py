@@ -146,26 +146,84 @@ def test_unfinished_uploads_are_asked_for_as_often_page_by_page(
     assert len(server.requests) == 1 + RETRIES
 
 
+def _page(keys: range, token: str = "") -> bytes:
+    """A page of a listing, as S3 and GCS give it; without a token it is the last one."""
+    entries = "".join(
+        f"<Contents><Key>run/{number:04d}</Key><Size>1</Size><ETag>e</ETag>"
+        "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+        for number in keys
+    )
+    more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{token}</NextContinuationToken>"
+    return f"<ListBucketResult>{entries}{more if token else ''}</ListBucketResult>".encode()
+
+
+def _azure_page(keys: range, token: str) -> bytes:
+    entries = "".join(
+        f"<Blob><Name>run/{number:04d}</Name><Properties><Content-Length>1</Content-Length>"
+        "<Content-Type>a/b</Content-Type><Last-Modified>Thu, 01 Jan 2026 00:00:00 GMT"
+        "</Last-Modified><Etag>e</Etag></Properties></Blob>"
+        for number in keys
+    )
+    more = f"<NextMarker>{token}</NextMarker>"
+    return f"<EnumerationResults><Blobs>{entries}</Blobs>{more}</EnumerationResults>".encode()
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs", "azure"])
+def test_a_listing_that_repeats_its_pages_ends_with_an_error(
+    server: ScriptedServer, adapter: str, is_new: bool
+) -> None:
+    """One page with one token, or two pages by turns with ever new tokens."""
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        if nth > 50:
+            return Answer(400, {}, b"")
+        number = nth if is_new else 0
+        numbers = range(500 * (number % 2), 500 * (number % 2) + 500)
+        make = _azure_page if adapter == "azure" else _page
+        return Answer(200, {"Content-Type": "application/xml"}, make(numbers, f"t{number}"))
+
+    server.answer = answer
+    if adapter == "azure":
+        options = {"account_name": "a", "anon": True, "endpoint_url": server.endpoint_url}
+        store = open_store("az://bucket/run", options, TransferConfig(max_retries=RETRIES))
+    else:
+        store = store_over(adapter, server.endpoint_url)
+    with pytest.raises(StoreUnavailableError, match="again"):
+        list(store.list())
+    assert len(server.requests) <= 10
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_listing_of_uploads_that_repeats_its_pages_ends_with_an_error(
+    server: ScriptedServer, scheme: str
+) -> None:
+    def answer(method: str, target: str, nth: int) -> Answer:
+        page = (
+            "<ListMultipartUploadsResult><IsTruncated>true</IsTruncated><NextKeyMarker>run/a"
+            f"</NextKeyMarker><NextUploadIdMarker>u{nth % 2}</NextUploadIdMarker>"
+            "</ListMultipartUploadsResult>"
+        )
+        return Answer(200 if nth < 50 else 400, {"Content-Type": "application/xml"}, page.encode())
+
+    server.answer = answer
+    options = {**(KEYS if scheme == "s3" else {"anon": True}), "endpoint_url": server.endpoint_url}
+    spec = StoreSpec(f"{scheme}://bucket/run", options, TransferConfig(max_retries=RETRIES))
+    with pytest.raises(StoreUnavailableError, match="again"):
+        open_uploads(spec).list()
+    assert len(server.requests) <= 5
+
+
 @pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs"])
 def test_a_listing_that_breaks_off_goes_on_behind_the_last_key(
     server: ScriptedServer, adapter: str
 ) -> None:
-    def page(keys: range, more: str) -> bytes:
-        entries = "".join(
-            f"<Contents><Key>run/{number:04d}</Key><Size>1</Size><ETag>e</ETag>"
-            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for number in keys
-        )
-        return f"<ListBucketResult>{entries}{more}</ListBucketResult>".encode()
-
-    more = "<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
-
     def answer(method: str, target: str, nth: int) -> Answer:
         headers = {"Content-Type": "application/xml"}
         if nth == 2:
             return 500, headers, b""
         goes_on = "continuation-token=t" in target or "start-after=run%2F0999" in target
-        return 200, headers, page(range(1000, 1500), "") if goes_on else page(range(1000), more)
+        return 200, headers, _page(range(1000, 1500)) if goes_on else _page(range(1000), "t")
 
     server.answer = answer
     found = [meta.key for meta in store_over(adapter, server.endpoint_url).list()]

@@ -31,7 +31,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers
-from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
+from dcp_objstore.stores.errors import NO_STORE, SAME_PAGE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
     http_code,
@@ -266,15 +266,22 @@ class ObstoreStore(BaseStore[str]):
         # All that came, where a listing cannot begin behind the last one. There obstore would drop
         # the keys that compare less, of which some are still to come.
         came: set[str] = set()
+        may_repeat = 0  # how many keys of `came` the present listing has yet to give again
 
         def new(page: Any) -> Any:
-            return [meta for meta in page if meta["path"] not in came]
+            nonlocal may_repeat
+            found = [meta for meta in page if meta["path"] not in came]
+            may_repeat -= len(page) - len(found)
+            if may_repeat < 0:
+                raise StoreUnavailableError(SAME_PAGE)
+            return found
 
         def more() -> Any:
             """The next page; after one that failed, of a new listing that starts there."""
-            nonlocal pages
+            nonlocal pages, may_repeat
             found, pages = pages, None
             if found is None:
+                may_repeat = len(came)
                 listed = obstore.list(
                     clients.get("list"), prefix, offset=last, chunk_size=_PAGE_KEYS
                 )

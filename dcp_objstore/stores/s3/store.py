@@ -24,7 +24,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts, cut_range
-from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
+from dcp_objstore.stores.errors import NO_STORE, SAME_PAGE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
@@ -326,7 +326,7 @@ class S3Store(BaseStore["dict[str, str]"]):
                 if not page.get("IsTruncated") or token is None:
                     return
                 if after.get("ContinuationToken") == token:
-                    raise StoreUnavailableError("the store answers with the same page again")
+                    raise StoreUnavailableError(SAME_PAGE)
                 after = {"ContinuationToken": token}
 
     def _listed(self, entry: Mapping[str, Any], start: str) -> ObjectMeta:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from dcp_objstore.errors import DcpObjstoreError, StoreUnavailableError, UnsupportedError
+from dcp_objstore.stores.errors import SAME_PAGE
 from dcp_objstore.stores.protocol import UnfinishedUpload
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, translate_botocore
 
@@ -133,14 +134,16 @@ class S3Uploads:
             marks: for each argument that says where a page begins, its name in the page before.
         """
         after: dict[str, Any] = {}
+        begun: set[tuple[Any, ...]] = set()
         while True:
             page = self._ask(operation, **arguments, **after)
             yield page
             if not page.get("IsTruncated"):
                 return
-            before, after = after, {name: page.get(mark, "") for name, mark in marks.items()}
-            if after == before:
-                raise StoreUnavailableError("the store answers with the same page again")
+            after = {name: page.get(mark, "") for name, mark in marks.items()}
+            if (place := tuple(after.values())) in begun:
+                raise StoreUnavailableError(SAME_PAGE)
+            begun.add(place)
 
     @property
     def prefix(self) -> str:
