@@ -29,6 +29,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -56,10 +57,13 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.ranges import Answer, RangeSource
+from dcp_objstore.stores.retries import Tries, policies
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from dcp_objstore.config import TransferConfig
 
 _OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are no objects
 _LOCK_NAME = f"{_OURS}lock"
@@ -75,11 +79,20 @@ _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST)
 
 
 class LocalStore(BaseStore[Path]):
-    """A store rooted at one folder, which is made by the first write."""
+    """A store rooted at one folder, which is made by the first write.
 
-    def __init__(self, url: StoreUrl) -> None:
+    Args:
+        url: the root.
+        config: its time-outs bound the wait for a folder's lock.
+    """
+
+    def __init__(self, url: StoreUrl, config: TransferConfig) -> None:
         super().__init__(url)
         self._root = Path(url.prefix)
+        _, small = policies(config)
+        self._patience = replace(
+            small, max_retries=None, first_pause_seconds=0.001, longest_pause_seconds=0.02
+        )
 
     @property
     def capabilities(self) -> Capabilities:
@@ -163,7 +176,7 @@ class LocalStore(BaseStore[Path]):
 
     def _delete(self, place: Path) -> None:
         try:
-            with _locked(place.parent):
+            with self._locked(place.parent):
                 if not place.is_dir():  # the prefix of other keys, and no object
                     place.unlink()
                     _sync_folder(place.parent)
@@ -178,9 +191,9 @@ class LocalStore(BaseStore[Path]):
         try:
             status = _write_synced(temporary, write)
             if isinstance(precondition, IfAbsent):
-                _link(temporary, path)
+                self._link(temporary, path)
             else:
-                with _locked(path.parent):
+                with self._locked(path.parent):
                     if precondition is not None:
                         _check_version(path, precondition.version)
                     temporary.replace(path)
@@ -188,6 +201,42 @@ class LocalStore(BaseStore[Path]):
         finally:
             temporary.unlink(missing_ok=True)
         return _version(status)
+
+    def _link(self, temporary: Path, path: Path) -> None:
+        try:
+            os.link(temporary, path)
+        except FileExistsError as error:
+            raise PreconditionFailedError("there is such an object already") from error
+        except OSError as error:
+            # File systems without hard links: the lock is all there is.
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            with self._locked(path.parent):
+                if path.exists():
+                    raise PreconditionFailedError("there is such an object already") from None
+                temporary.replace(path)
+
+    @contextmanager
+    def _locked(self, folder: Path) -> Iterator[None]:
+        """Hold a folder's lock.
+
+        Raises:
+            StoreUnavailableError: another process has held it all the time.
+        """
+        # A lock of the open file description: it excludes threads of this process as well.
+        fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            tries = Tries(self._patience)
+            while not _lock(fd):
+                if not tries.pause():
+                    raise StoreUnavailableError(
+                        f"another process has held the lock {folder / _LOCK_NAME} for"
+                        f" {self._patience.patience_seconds:.0f} s; end that process ('fuser -v'"
+                        " with this path names it), or wait for it, and try again"
+                    )
+            yield
+        finally:
+            os.close(fd)
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """In the order of the keys' segments."""
@@ -308,21 +357,6 @@ def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
         os.close(fd)
 
 
-def _link(temporary: Path, path: Path) -> None:
-    try:
-        os.link(temporary, path)
-    except FileExistsError as error:
-        raise PreconditionFailedError("there is such an object already") from error
-    except OSError as error:
-        # File systems without hard links: the lock is all there is.
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        with _locked(path.parent):
-            if path.exists():
-                raise PreconditionFailedError("there is such an object already") from None
-            temporary.replace(path)
-
-
 def _check_version(path: Path, expected: Version) -> None:
     try:
         found = _version(path.stat())
@@ -332,15 +366,13 @@ def _check_version(path: Path, expected: Version) -> None:
         raise PreconditionFailedError("the object was changed by another writer")
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    # A lock of the open file description: it excludes threads of this process as well.
-    fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _lock(fd: int) -> bool:
+    """Take the lock of an open file; return False if it is taken."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class _LocalSource(RangeSource):

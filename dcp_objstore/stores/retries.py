@@ -84,6 +84,17 @@ class RetryPolicy:
         return most * random.uniform(0.5, 1.0)
 
 
+def policies(config: TransferConfig) -> tuple[RetryPolicy, RetryPolicy]:
+    """Return the policies of transfers and of small requests (marker, index, listing).
+
+    A small request is given up within a third of the stall time-out, so that a save fails soon if
+    the store stalls.
+    """
+    large = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
+    seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
+    return large, replace(large, patience_seconds=seconds)
+
+
 class Tries:
     """The tries of one request, or of one change that takes several requests.
 
@@ -213,11 +224,8 @@ class Tries:
 class Requests:
     """What the requests to one bucket share.
 
-    A small request (marker, index, listing) is given up within a third of the stall time-out, so
-    that a save fails soon if the store stalls. Ranges and parts have `retry_timeout_seconds`.
-
     Args:
-        config: time-outs and retries.
+        config: time-outs and retries; see `policies`.
         judge: says what an exception of the transport means.
         endpoint_url: the server; None for the provider's own.
         scheme, bucket: of the URL.
@@ -243,9 +251,7 @@ class Requests:
         self.endpoint_url = endpoint_url
         self._judge = judge
         self._bucket = (scheme, bucket)
-        self._policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
-        small_seconds = min(config.retry_timeout_seconds, config.stall_timeout_seconds / 3)
-        self._small_policy = replace(self._policy, patience_seconds=small_seconds)
+        self._policy, self._small_policy = policies(config)
         self.small_timeout_seconds = min(
             config.request_timeout_seconds,
             max(config.stall_timeout_seconds / 3, _LEAST_SMALL_TIMEOUT_SECONDS),

@@ -205,7 +205,7 @@ def checked_config(config: TransferConfig | None) -> TransferConfig:
 def _open_local(spec: StoreSpec) -> ObjectStore:
     from dcp_objstore.stores.local import LocalStore
 
-    return LocalStore(spec.parsed)
+    return LocalStore(spec.parsed, spec.config)
 
 
 def _open_obstore(spec: StoreSpec) -> ObjectStore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import multiprocessing
@@ -9,7 +10,7 @@ import os
 import stat
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -18,8 +19,22 @@ import numpy as np
 import pytest
 
 from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
-from dcp_objstore.errors import InputError, PermissionDeniedError, PreconditionFailedError
-from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.errors import (
+    InputError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
+from dcp_objstore.stores import (
+    IfAbsent,
+    IfVersion,
+    ObjectStore,
+    StoreSpec,
+    Version,
+    local,
+    open_store,
+)
 from dcp_objstore.stores.uploads.open import open_uploads
 from tests.contract import ExpectedError, keys, read
 
@@ -174,6 +189,48 @@ def test_every_change_of_an_object_holds_the_folders_lock(
     store.put("k", b"3")
     store.delete("k")
     assert held == ["_check_version", "replace", "replace", "unlink"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store, _: store.put("k", b"2"),
+        lambda store, version: store.put("k", b"2", precondition=IfVersion(version)),
+        lambda store, _: store.put_stream("k", iter([b"2"]), part_size_bytes=1, max_concurrency=1),
+        lambda store, _: store.delete("k"),
+    ],
+    ids=["put", "update", "put_stream", "delete"],
+)
+def test_a_lock_that_another_process_keeps_is_waited_for_no_longer_than_a_small_request(
+    root: Path, change: Callable[[ObjectStore, Version], object]
+) -> None:
+    store = open_store(f"file://{root}", config=TransferConfig(stall_timeout_seconds=0.3))
+    version = store.put("k", b"1")
+    # Of an open file description, so this thread is as good as another process.
+    with (root / ".dcp-objstore.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreUnavailableError, match="fuser") as caught:
+            change(store, version)
+        assert caught.value.object_key == "k"
+        assert names(root) == [".dcp-objstore.lock", "k"]
+        assert read(store, "k") == b"1", "to read takes no lock"
+    change(store, version)
+
+
+def test_where_nothing_is_linked_a_create_waits_no_longer_for_the_lock(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = open_store(f"file://{root}", config=TransferConfig(stall_timeout_seconds=0.3))
+    store.put("k", b"1", precondition=IfAbsent())
+    with (root / ".dcp-objstore.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreUnavailableError, match="fuser"):
+            store.put("l", b"1", precondition=IfAbsent())
+        assert names(root) == [".dcp-objstore.lock", "k"]
 
 
 def _create(spec: StoreSpec, barrier: Barrier, rounds: int, told: Connection) -> None:
