@@ -55,6 +55,7 @@ from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, ahead, cut, read_ahead, stop
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.errors import of_os
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.api import run_save
@@ -316,9 +317,12 @@ def _local_file(spec: StoreSpec, name: str) -> Iterator[Path]:
             lambda start: read_range(store, name, start, min(size_bytes, start + _DOWNLOAD_BYTES)),
             _DOWNLOADS_AT_ONCE,
         )
-        with closing(pieces), path.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
+        try:
+            with closing(pieces), path.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+        except OSError as error:
+            raise of_os(error).at(object_key=name, url=f"file://{folder}") from error
         yield path
 
 

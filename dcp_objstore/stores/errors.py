@@ -86,6 +86,7 @@ _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     416: CorruptDataError,
     429: StoreUnavailableError,
     501: UnsupportedError,
+    507: InputError,
 }
 _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
     errno.ENOENT: ObjectNotFoundError,
@@ -100,7 +101,11 @@ _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
     errno.ENAMETOOLONG: InputError,
     errno.ENOSYS: UnsupportedError,
     errno.EOPNOTSUPP: UnsupportedError,
+    errno.ENOSPC: InputError,
+    errno.EDQUOT: InputError,
+    errno.EFBIG: InputError,
 }
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
     (FileNotFoundError, ObjectNotFoundError),
     (NotADirectoryError, ObjectNotFoundError),
@@ -219,6 +224,12 @@ def by_type(error: BaseException, kinds: Mapping[str, T]) -> T | None:
 def is_full(status: int | None, code: str | None) -> bool:
     """Whether an answer says that the store is full, or a quota reached."""
     return status == _FULL_STATUS or code in _FULL_CODES
+
+
+def of_os(error: OSError) -> DcpObjstoreError:
+    """Return the error for one of the operating system's, without the path of a file."""
+    text = error.strerror or str(error)
+    return kind_of_builtin(error)(f"{_FULL}: {text}" if error.errno in FULL_ERRNOS else text)
 
 
 def advice_on(

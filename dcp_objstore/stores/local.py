@@ -46,7 +46,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_range
-from dcp_objstore.stores.errors import kind_of_builtin
+from dcp_objstore.stores.errors import kind_of_builtin, of_os
 from dcp_objstore.stores.protocol import (
     Capabilities,
     CopySource,
@@ -111,12 +111,11 @@ class LocalStore(BaseStore[Path]):
         return path
 
     def _translate(self, error: Exception) -> DcpObjstoreError:
-        kind = kind_of_builtin(error)
         if not isinstance(error, OSError):
-            return kind(f"{type(error).__name__}: {error}")
+            return kind_of_builtin(error)(f"{type(error).__name__}: {error}")
         if error.errno in _IN_THE_WAY:
-            kind = InputError
-        return kind(error.strerror or str(error))
+            return InputError(error.strerror)
+        return of_os(error)
 
     def _put(
         self,
@@ -279,6 +278,7 @@ class LocalUploads:
         """Return the temporary objects: of saves in progress, and orphaned.
 
         Raises:
+            PermissionDeniedError: a folder may not be read.
             StoreUnavailableError: the file system failed.
         """
         found = []
@@ -288,7 +288,7 @@ class LocalUploads:
             except FileNotFoundError:
                 continue  # renamed or removed since the folder was read
             except OSError as error:
-                raise StoreUnavailableError(f"{error}", url=f"file://{self._root}") from error
+                raise of_os(error).at(url=f"file://{self._root}") from error
             upload_id = place.relative_to(self._root)
             # Its own name where the object's was too long for both.
             name = place.name.removeprefix(_TEMPORARY).partition(".")[2] or place.name
@@ -301,12 +301,13 @@ class LocalUploads:
         """Remove a temporary object; one that has gone meanwhile is no error.
 
         Raises:
-            StoreUnavailableError: it cannot be removed.
+            PermissionDeniedError: it may not be removed.
+            StoreUnavailableError: the file system failed.
         """
         try:
             (self._root / upload.upload_id).unlink(missing_ok=True)
         except OSError as error:
-            raise StoreUnavailableError(f"{error}", url=f"file://{self._root}") from error
+            raise of_os(error).at(url=f"file://{self._root}") from error
 
     def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
         """A folder has none."""

@@ -189,7 +189,7 @@ def test_a_full_store_is_not_asked_again(scripted: Scripted, transport: Any, cod
     body = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
     scripted.answer = lambda *_: (507, {}, body)
     store = scripted.store(TransferConfig(max_retries=2, transport=transport))
-    with pytest.raises(StoreUnavailableError, match="full"):
+    with pytest.raises(InputError, match="full"):
         store.put("k", b"x")
     assert len(scripted.requests) == 1
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from dcp_objstore.errors import (
     InputError,
     PermissionDeniedError,
     PreconditionFailedError,
+    RetryableError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores import (
@@ -122,6 +124,27 @@ def test_a_folder_without_the_right_to_write(store: ObjectStore, root: Path) -> 
         assert read(store, "k") == b"x"
     finally:
         root.chmod(0o700)
+
+
+@pytest.mark.parametrize("transport", ["native", "fsspec"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_says_so_and_to_try_again_does_not_help(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, transport: Any
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "write", refuse)  # of both
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileOpener.write", refuse)
+    store = open_store(f"file://{root}", config=TransferConfig(transport=transport))
+    with pytest.raises(InputError, match=r"full, or a quota is reached.*remove") as put:
+        store.put("k", b"x")
+    with pytest.raises(InputError, match=r"full, or a quota is reached.*remove") as streamed:
+        store.put_stream("k", iter([b"x"]), part_size_bytes=1, max_concurrency=1)
+    for caught in (put, streamed):
+        assert not isinstance(caught.value, RetryableError)
+        assert caught.value.object_key == "k"
+    assert names(root) == []
 
 
 def test_a_stream_holds_one_buffer_at_a_time(store: ObjectStore) -> None:

@@ -16,12 +16,14 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores.errors import (
+    FULL_ERRNOS,
     Failure,
     causes,
     failure,
     is_of,
     kind_of_answer,
     kind_of_builtin,
+    of_os,
     redact,
 )
 from dcp_objstore.stores.s3.errors import judge_botocore, translate_botocore
@@ -56,6 +58,8 @@ def translate_fsspec(error: Exception) -> DcpObjstoreError:
     redact(error)
     status = _http_status(error)
     kind = kind_of_answer(status, None) or _kind(error)
+    if isinstance(error, OSError) and error.errno in FULL_ERRNOS:
+        return of_os(error)
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     if kind is StoreUnavailableError and status is None and _is_from(error, *_UNREACHED, _LATE):
         text += "; check endpoint_url, that the server runs, and any proxy or firewall"
