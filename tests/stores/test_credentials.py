@@ -80,6 +80,30 @@ def test_the_default_profile(bucket: Bucket, bare_environment: Path) -> None:
     assert works(bucket)
 
 
+@pytest.mark.parametrize("section", ["default", "profile default", 'profile "default"'])
+def test_the_default_profile_goes_by_each_of_its_names_in_the_config_file(
+    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    write_profile(bare_environment, "default", bucket)
+    credentials = bare_environment / "credentials"
+    config = bare_environment / "config"
+    text = credentials.read_text() + config.read_text().partition("\n")[2]
+    config.write_text(text.replace("[default]", f"[{section}]"))
+    credentials.unlink()
+    monkeypatch.setenv("HERE", str(bare_environment))
+    monkeypatch.setenv("AWS_CONFIG_FILE", "$HERE/config")  # botocore expands variables in it
+    assert works(bucket)
+
+
+def test_in_the_credentials_file_the_default_profile_has_no_other_name(
+    bucket: Bucket, bare_environment: Path
+) -> None:
+    write_profile(bare_environment, "profile default", bucket)
+    (bare_environment / "config").unlink()
+    with pytest.raises(CredentialsError, match="no credentials"):
+        open_store(bucket.url)
+
+
 def test_keys_of_the_environment_come_before_aws_profile(
     bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

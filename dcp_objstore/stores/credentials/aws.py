@@ -12,6 +12,7 @@ import configparser
 import importlib.util
 import logging
 import os
+import shlex
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -219,7 +220,7 @@ def _default_profile_has_credentials() -> bool:
         ("AWS_CONFIG_FILE", "~/.aws/config"),
     ):
         parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
-        path = Path(os.environ.get(variable) or default).expanduser()
+        path = Path(os.path.expandvars(os.environ.get(variable) or default)).expanduser()
         wrong = None
         try:
             parser.read(path, encoding="utf-8")
@@ -227,11 +228,25 @@ def _default_profile_has_credentials() -> bool:
             wrong = f"the AWS settings in {path.name} cannot be read: {without_text(error)}"
         if wrong is not None:
             raise CredentialsError(wrong)
-        if parser.has_section("default") and any(
-            parser.has_option("default", name) for name in _PROFILE_CREDENTIALS
+        named = [["default"]]
+        if variable == "AWS_CONFIG_FILE":
+            named.append(["profile", "default"])
+        if any(
+            parser.has_option(section, name)
+            for section in parser.sections()
+            if _words(section) in named
+            for name in _PROFILE_CREDENTIALS
         ):
             return True
     return False
+
+
+def _words(section: str) -> list[str]:
+    """Split the name of a section, as botocore does."""
+    try:
+        return shlex.split(section)
+    except ValueError:
+        return []
 
 
 class Renewing:
