@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import ssl
@@ -21,7 +22,7 @@ import pytest
 
 from dcp_objstore.errors import ConfigError, CorruptDataError, InputError, ObjectNotFoundError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.obstore import ranges
+from dcp_objstore.stores.obstore import direct, ranges
 from dcp_objstore.stores.obstore.direct import (
     WORTHWHILE_BYTES,
     DirectAnswer,
@@ -739,6 +740,29 @@ def test_the_project_that_pays_is_named_over_the_lane_too(bucket: Bucket) -> Non
     (asked,) = [asked for asked in proxy.asked if asked.start == 0]
     assert asked.headers["x-goog-user-project"] == "payer"
     assert "user-agent" not in asked.headers, "it is not the transport that asks"
+
+
+def test_of_many_objects_only_the_last_signed_urls_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(direct, "_MOST_SIGNED", 3)
+    signed: list[str] = []
+
+    def sign(path: str) -> SignedGet:
+        signed.append(path)
+        return SignedGet(f"http://127.0.0.1/{path}", until=0.0 if path == "over" else math.inf)
+
+    lane = DirectLane(sign, timeout_seconds=1)
+    for path in "abca":
+        lane._get(path)
+    assert signed == ["a", "b", "c"]
+    for path in "dbcda":  # the first one made way
+        lane._get(path)
+    assert signed == ["a", "b", "c", "d", "a"]
+    for path in ("over", "d", "over", "d", "a", "over", "d"):  # one that is signed again is young
+        lane._get(path)
+    assert signed[5:] == ["over"] * 3
+    assert len(lane._signed) == 3
 
 
 def test_what_holds_a_secret_does_not_show_it() -> None:

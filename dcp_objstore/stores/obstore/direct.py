@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_objstore")
 
 _USED_FOR_SECONDS = 600.0
+# Of so many objects a signed URL is kept, less than 1 KiB each. To sign takes some 50 us.
+_MOST_SIGNED = 1024
 # Servers close connections that they have not heard of for a while; AWS after about 20 s.
 _IDLE_SECONDS = 10.0
 _MOST_FAILURES = 3  # in a row, after which we stop trying
@@ -174,7 +176,10 @@ class DirectLane:
         made = self._sign(path)
         made = replace(made, until=min(made.until, now + _USED_FOR_SECONDS))
         with self._lock:
-            self._signed[path] = made
+            self._signed.pop(path, None)
+            self._signed[path] = made  # behind the others, which are older
+            if len(self._signed) > _MOST_SIGNED:
+                del self._signed[next(iter(self._signed))]
         return made
 
     def _connection(self, origin: str) -> tuple[_Connection, bool]:
