@@ -175,10 +175,10 @@ def explain_absence(store: ObjectStore) -> str:
     if not keys:
         return "there is nothing here: no object at all under this URL"
     if any(is_ours(key) or is_beacon_key(key) for key in keys):
-        return (
-            "a save began here but was never committed: it failed before its end or is still"
-            " running; load another checkpoint"
-        )
+        why = "it failed before its end or is still running"
+        if DOT_METADATA_KEY in keys:
+            why += f"; or it was committed, and its marker ({MARKER_KEY}) was removed"
+        return f"a save began here but was never committed: {why}; load another checkpoint"
     if below:
         nearest = f"{store.url.rstrip('/')}/{below[-1]}"
         return f"there is no checkpoint here, but there is one below, for example {nearest}"

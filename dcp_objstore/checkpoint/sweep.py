@@ -235,7 +235,10 @@ def plan_sweep(
     reason = None
     if marker_written_at is None and any(meta.key == DOT_METADATA_KEY for meta in here):
         outcome = "foreign"
-        reason = "there is a '.metadata' without a marker: another library's checkpoint"
+        reason = (
+            "there is a '.metadata' without a marker: another library's checkpoint, or one whose"
+            " marker was removed"
+        )
     elif young:
         objects = "an object is" if len(young) == 1 else f"{len(young)} objects are"
         reason = f"{objects} younger than the grace period: a save may be under way"

@@ -505,7 +505,7 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
             `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
         verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
-            that are needed, and do not check them.
+            that are needed, and do not check them, also if the marker is gone.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         on_event: callable that receives each event of a read or verification, in a thread of its
@@ -536,7 +536,7 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     event_settings = EventSettings(on_event, trace)
     channel = event_settings.channel("open", spec.url, *rank_and_world_size())
     with channel.watching():
-        stored = open_stored_checkpoint(spec)
+        stored = open_stored_checkpoint(spec, verify=verify == "strict")
         channel.emit(Opened, channel.began_at, commit_id=stored.commit_id)
     return Checkpoint(
         spec,
@@ -577,7 +577,7 @@ def load_state_dict(
             `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
         verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
-            that are needed, and do not check them.
+            that are needed, and do not check them, also if the marker is gone.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         on_event: callable that receives each event of the read, in a thread of its own.

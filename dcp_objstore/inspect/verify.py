@@ -298,7 +298,10 @@ def _refuse_foreign(store: ObjectStore) -> None:
 
 def without_digests(url: str) -> UnsupportedError:
     """Return the error for a checkpoint that cannot be verified."""
-    text = "another library wrote this checkpoint, without digests to verify it with"
+    text = (
+        "this checkpoint is without digests to verify it with: another library wrote it, or its"
+        f" marker ({MARKER_KEY}) is gone"
+    )
     return UnsupportedError(text, url=url)
 
 

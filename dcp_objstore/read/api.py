@@ -78,7 +78,7 @@ def load(
         trace: name of a local file to write a trace of the load to. `ObjectStoreWriter` describes
             how ranks name their files.
         verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
-            that are needed, and do not check them.
+            that are needed, and do not check them, also if the marker is gone.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         read_once: bytes that several ranks need are fetched by one of them, which hands them to

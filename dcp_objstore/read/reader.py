@@ -94,7 +94,8 @@ class ObjectStoreReader(StorageReader):
         trace: name of a local file to write a trace of each load to. `ObjectStoreWriter` describes
             how ranks and loads name their files.
         verify: "strict" (default): no unverified byte reaches a tensor; reads are widened to
-            whole 4 MiB blocks. "off": read only the bytes that are needed, and do not check them.
+            whole 4 MiB blocks. "off": read only the bytes that are needed, and do not check them;
+            a checkpoint that has lost its marker, and with it its digests, is then read, too.
         trust_pickle: unpickle every value, which may run code that the checkpoint's author chose.
             Default False: values load if `torch.load(weights_only=True)` allows them, including
             what you declared with `torch.serialization.add_safe_globals`, or if they are of a few
@@ -233,7 +234,7 @@ class ObjectStoreReader(StorageReader):
 
     def _open(self, load: _Load) -> StoredCheckpoint:
         def open_here() -> StoredCheckpoint:
-            return open_stored_checkpoint(load.spec, load_id=str(uuid.uuid4()))
+            return open_stored_checkpoint(load.spec, load_id=str(uuid.uuid4()), verify=self._verify)
 
         load.together = self._read_once and current_rank() is not None
         if not load.together or self._process_group is None:

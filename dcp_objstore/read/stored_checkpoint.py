@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
-from dcp_objstore.checkpoint.read import explain_missing, explain_object, open_found, read_marker
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_data_key
+from dcp_objstore.checkpoint.read import (
+    explain_missing,
+    explain_object,
+    open_found,
+    read_marker,
+)
 from dcp_objstore.compat.transforms import (
     FRAMING_SIZE_BYTES,
     check_archive,
@@ -50,6 +55,12 @@ _MAX_DOT_METADATA_BYTES = 4 * 1024**3
 # `.metadata` says. Bytes that no tensor's shape accounts for have no other bound. (A length of
 # 2**42 took 25 s and 600 MB before it was found to be wrong.)
 _MAX_UNEXPLAINED_BYTES = 64 * 1024**3
+_LOST_MARKER = (
+    f"dcp_objstore wrote this checkpoint, but its marker ({MARKER_KEY}) is gone: it was removed, or"
+    " left out of a copy, or the checkpoint is not whole; without it nothing can be verified. Copy"
+    f" {MARKER_KEY} here, too ('dcp-objstore cp' copies checkpoints as a whole), or load another"
+    ' checkpoint; verify="off" reads what is here, unverified'
+)
 # torch's FileSystemWriter writes this for rank 0 if dcp.save is called with
 # use_collectives=False.
 _RANK_METADATA_KEY = "__0.metadata"
@@ -319,18 +330,25 @@ class StoredCheckpoint:
         return explain_missing(store, self.commit_id, key)
 
 
-def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> StoredCheckpoint:
+def open_stored_checkpoint(
+    spec: StoreSpec, load_id: str | None = None, *, verify: bool = True
+) -> StoredCheckpoint:
     """Open the checkpoint at a URL. Ctrl-C ends the wait for the store at once.
 
+    Args:
+        load_id: for the StorageMeta of the metadata.
+        verify: refuse a checkpoint of this library whose marker is gone, and with it the digests.
+
     Raises:
-        CheckpointNotFoundError: there is no checkpoint, or it was never committed.
+        CheckpointNotFoundError: there is no checkpoint, or it was never committed, or its marker
+            was removed.
         UnsupportedError: a newer version wrote it, or stock torch with use_collectives=False.
         CheckpointCorruptError: the marker, the index or `.metadata` is damaged.
         CheckpointGoneError: the checkpoint was deleted or replaced while it was opened.
         UntrustedPickleError: its `.metadata` needs classes that are not safe to unpickle.
     """
     try:
-        return wait_for(open_rooted, spec.open(), load_id)
+        return wait_for(open_rooted, spec.open(), load_id, verify=verify)
     except CheckpointNotFoundError:
         reason = explain_object(spec)
         if reason is None:
@@ -338,16 +356,18 @@ def open_stored_checkpoint(spec: StoreSpec, load_id: str | None = None) -> Store
         raise CheckpointNotFoundError(reason, url=spec.url) from None
 
 
-def open_rooted(store: ObjectStore, load_id: str | None = None) -> StoredCheckpoint:
+def open_rooted(
+    store: ObjectStore, load_id: str | None = None, *, verify: bool = True
+) -> StoredCheckpoint:
     """Open the checkpoint at the store's root, with the errors of `open_stored_checkpoint`."""
     try:
-        return _open(store, load_id)
+        return _open(store, load_id, verify=verify)
     except CheckpointCorruptError:
         # Try once more: the answer may be damaged, not the object.
-        return _open(store, load_id)
+        return _open(store, load_id, verify=verify)
 
 
-def _open(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
+def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
     found = read_marker(store)
     if found is None:
         try:
@@ -355,7 +375,10 @@ def _open(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
         except ObjectNotFoundError:
             _check_no_rank_metadata(store)
         else:
-            return _foreign(body, load_id)
+            stored = _foreign(body, load_id)
+            if verify and stored.object_keys and all(map(parse_data_key, stored.object_keys)):
+                raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
+            return stored
     marker, body = open_found(store, found)
     index = ix.decode(body)
     return StoredCheckpoint(
