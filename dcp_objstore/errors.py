@@ -187,7 +187,7 @@ class LostRaceError(DcpObjstoreError):
 
 
 class PreconditionFailedError(LostRaceError):
-    """The object is not in the state that the write was conditioned on."""
+    """The object is not in the state that the request was conditioned on."""
 
 
 class CommitLostError(LostRaceError):

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from dcp_objstore.convert.sources import (
     TensorInfo,
     TorchSource,
 )
+from dcp_objstore.distributed.plugin import reporting_failures
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -57,6 +59,7 @@ from dcp_objstore.state.geometry import Box
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.errors import of_os
 from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.api import run_save
 from dcp_objstore.write.planner import AgreeingSavePlanner
@@ -129,6 +132,8 @@ def import_checkpoint(
     Raises:
         CheckpointNotFoundError: there is nothing to import at the source.
         CheckpointCorruptError: the source is damaged or cut off.
+        PreconditionFailedError, CheckpointGoneError: another writer replaced the source while it
+            was read; nothing was committed.
         UntrustedPickleError: the source needs `trust_pickle=True`.
         InputError: two keys get the same name, or an argument is wrong.
         DcpObjstoreError: any error of `save`, or of reading the source.
@@ -148,7 +153,7 @@ def import_checkpoint(
     with _opened(source, keys, source_options, config, trust_pickle) as found:
         names = renamed(matching(dict.fromkeys(found.keys), keys), rename)
         planner = _ImportPlanner(str(writer.checkpoint_id), found, names)
-        with closing(planner):
+        with closing(planner), reporting_failures(writer):
             return run_save(writer, planner.flat, None, planner)
 
 
@@ -249,15 +254,22 @@ def _opened(
     """Open whatever the source is."""
     folder, name = folder_and_name(source, (*TORCH_SUFFIXES, ".safetensors"))
     spec = StoreSpec(folder, storage_options, config)
+    store = PinnedStore(spec.open(), {})
     if name is not None and name.endswith(TORCH_SUFFIXES):
-        with _local_file(spec, name) as path:
+        if spec.parsed.scheme == "file":
+            path, check = Path(spec.url.removeprefix("file://")) / name, partial(store.head, name)
+            check()
+            state = _loaded(path, trust_pickle)
+            check()
+            yield TorchSource(f"{spec.url}/{name}", state, check)
+            return
+        with _downloaded(store, name) as path:
             yield TorchSource(f"{spec.url}/{name}", _loaded(path, trust_pickle))
         return
-    store = spec.open()
     files, weight_map = wait_for(_safetensors_files, store, name)
     if files:
         headers = {one: wait_for(read_header, store, one) for one in files}
-        yield SafetensorsSource(spec, headers, weight_map)
+        yield SafetensorsSource(spec, store, headers, weight_map)
         return
     try:
         checkpoint = open_checkpoint(
@@ -303,12 +315,8 @@ def _safetensors_files(
 
 
 @contextmanager
-def _local_file(spec: StoreSpec, name: str) -> Iterator[Path]:
-    """Return the path of a file, downloaded to a temporary folder if it is not local."""
-    if spec.parsed.scheme == "file":
-        yield Path(spec.url.removeprefix("file://")) / name
-        return
-    store = spec.open()
+def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
+    """Return the path of an object, downloaded to a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         size_bytes = wait_for(store.head, name).size_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.inspect.selection import Patterns
     from dcp_objstore.inspect.slabs import Slab
-    from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.transfer.upload import ByteArray
 
 # The place of each flattened key in the nested dict, as DCP's planners have it.
@@ -110,13 +110,17 @@ class TorchSource(Source):
     Args:
         url: where it comes from, for errors.
         state: the state dict.
+        check: raises if somebody has changed the mapped file. Default: nobody can.
 
     Raises:
         StateMismatchError: two of its keys get the same name.
         RankFailedError: it cannot be flattened: it contains itself, for example.
     """
 
-    def __init__(self, url: str, state: dict[str, Any]) -> None:
+    def __init__(
+        self, url: str, state: dict[str, Any], check: Callable[[], object] | None = None
+    ) -> None:
+        self._check_unchanged = check
         planner = AgreeingSavePlanner(url, state, ranks=1)
         planner.set_up_planner(state, StorageMeta(), is_coordinator=True)
         flat = planner.state_dict
@@ -127,8 +131,13 @@ class TorchSource(Source):
         self.paths = planner.mappings
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
-        """Return views of the tensors in memory."""
-        return [narrow(self._tensors[slab.key], slab.box) for slab in slabs]
+        """Return views of the tensors in memory; copies if the file may change."""
+        views = [narrow(self._tensors[slab.key], slab.box) for slab in slabs]
+        if self._check_unchanged is None:
+            return views
+        copies = [view.clone() for view in views]
+        self._check_unchanged()
+        return copies
 
 
 class SafetensorsSource(Source):
@@ -136,6 +145,7 @@ class SafetensorsSource(Source):
 
     Args:
         spec: the folder and how to read it.
+        store: the folder, opened, in which the headers were read.
         headers: the header of each file, by its name.
         weight_map: the file of each tensor, from the index. Default: there is no index.
 
@@ -146,11 +156,12 @@ class SafetensorsSource(Source):
     def __init__(
         self,
         spec: StoreSpec,
+        store: ObjectStore,
         headers: Mapping[str, FileHeader],
         weight_map: Mapping[str, str] | None = None,
     ) -> None:
         self._spec = spec
-        self._store = spec.open()
+        self._store = store
         self._names = list(headers)
         self._at = {
             key: (number, place)

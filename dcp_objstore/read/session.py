@@ -14,9 +14,11 @@ from dcp_objstore.compat.values import check_safe
 from dcp_objstore.config import at_most
 from dcp_objstore.errors import (
     CheckpointCorruptError,
+    CheckpointGoneError,
     CorruptDataError,
     DcpObjstoreError,
     ObjectNotFoundError,
+    PreconditionFailedError,
 )
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
@@ -32,6 +34,7 @@ from dcp_objstore.read.tensor_read import (
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
 from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -73,6 +76,8 @@ def run_load(
         UnsupportedError: a destination cannot be written in place.
         DcpObjstoreError: any error of the store.
     """
+    if planned.checkpoint.versions is not None:
+        store = PinnedStore(store, planned.checkpoint.versions)
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
     destinations = _bind(planned, planner, completed)
@@ -258,6 +263,11 @@ def _explained(
     """Say what a GET's error means for the checkpoint, and add what the GET was for."""
     if isinstance(error, ObjectNotFoundError):
         error = checkpoint.explain(store, error)
+    elif isinstance(error, PreconditionFailedError):
+        error = CheckpointGoneError(
+            "while it was being read, another writer replaced the checkpoint; load it again",
+            *(error.rank, error.key, error.object_key, error.url),
+        )
     elif isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
         error = CheckpointCorruptError(
             error.message, error.rank, error.key, error.object_key, error.url

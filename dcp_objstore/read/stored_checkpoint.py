@@ -10,11 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, KeysView, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
+import xxhash
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_data_key
@@ -33,13 +36,16 @@ from dcp_objstore.compat.transforms import (
 )
 from dcp_objstore.errors import (
     CheckpointCorruptError,
+    CheckpointGoneError,
     CheckpointNotFoundError,
     DcpObjstoreError,
+    InputError,
     ObjectNotFoundError,
     UnsupportedError,
 )
 from dcp_objstore.state.geometry import fills
 from dcp_objstore.state.stored import constant_name, known_dtype, unknown_dtype
+from dcp_objstore.stores.wrappers import is_same_state
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.stores import ObjectStore, StoreSpec
+    from dcp_objstore.stores.protocol import ObjectMeta, Version
 
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
 # A read is planned in blocks before the first byte shows whether an object is as large as the
@@ -61,6 +68,8 @@ _LOST_MARKER = (
     f" {MARKER_KEY} here, too ('dcp-objstore cp' copies checkpoints as a whole), or load another"
     ' checkpoint; verify="off" reads what is here, unverified'
 )
+# A page of S3.
+_LISTED_KEYS = 1000
 # torch's FileSystemWriter writes this for rank 0 if dcp.save is called with
 # use_collectives=False.
 _RANK_METADATA_KEY = "__0.metadata"
@@ -243,6 +252,9 @@ class StoredCheckpoint:
         marker: commit marker; None for a checkpoint that another library wrote.
         index: the index; None for a checkpoint that another library wrote.
         load_id: for the StorageMeta of the metadata.
+        versions: the state of each object by its key, to which all reads are held; added to as it
+            becomes known. None for a checkpoint of this library, whose objects never change.
+        fingerprint: stands for the state in which another library's checkpoint was opened.
     """
 
     object_keys: tuple[str, ...]
@@ -250,6 +262,8 @@ class StoredCheckpoint:
     marker: Marker | None = None
     index: ix.Index | None = None
     load_id: str | None = None
+    versions: dict[str, Version] | None = None
+    fingerprint: str | None = None
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -371,14 +385,15 @@ def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredChe
     found = read_marker(store)
     if found is None:
         try:
-            body, _ = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)
+            body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)
         except ObjectNotFoundError:
             _check_no_rank_metadata(store)
         else:
             stored = _foreign(body, load_id)
             if verify and stored.object_keys and all(map(parse_data_key, stored.object_keys)):
                 raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
-            return stored
+            versions, fingerprint = _present_state(store, body, meta, stored.object_keys)
+            return dataclasses.replace(stored, versions=versions, fingerprint=fingerprint)
     marker, body = open_found(store, found)
     index = ix.decode(body)
     return StoredCheckpoint(
@@ -388,6 +403,40 @@ def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredChe
         index=index,
         load_id=load_id,
     )
+
+
+def _present_state(
+    store: ObjectStore, body: bytes, dot_metadata: ObjectMeta, keys: Iterable[str]
+) -> tuple[dict[str, Version], str]:
+    """Return the state of the objects, as far as a page of a listing says it; and a fingerprint.
+
+    Another library replaces its objects in place, one after the other, and `.metadata` last. So an
+    object that is first read late in a load may be newer than the others.
+
+    Args:
+        body: the `.metadata`.
+        dot_metadata: what the store says of it.
+        keys: of the objects that it names.
+
+    Raises:
+        CheckpointGoneError: the checkpoint was replaced just now.
+    """
+    listed: dict[str, ObjectMeta] = {}
+    can = store.capabilities
+    if can.listed_versions and can.conditional_update:
+        with suppress(InputError):  # not allowed
+            listed = {meta.key: meta for meta in islice(store.list(), _LISTED_KEYS)}
+    found = listed.get(DOT_METADATA_KEY, dot_metadata)
+    if not is_same_state(found.version, dot_metadata.version):
+        raise CheckpointGoneError(
+            "another writer replaced the checkpoint while it was opened; load it again",
+            url=store.url,
+        )
+    metas = [dot_metadata, *(listed[key] for key in keys if key in listed)]
+    # Not the versions: on file:// hosts may number files differently.
+    told = [(one.key, one.size_bytes, can.modified_times and one.last_modified) for one in metas]
+    fingerprint = xxhash.xxh3_128_hexdigest(body) + xxhash.xxh3_128_hexdigest(repr(told).encode())
+    return {one.key: one.version for one in metas[1:]}, fingerprint
 
 
 def _check_no_rank_metadata(store: ObjectStore) -> None:

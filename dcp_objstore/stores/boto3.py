@@ -32,7 +32,7 @@ from dcp_objstore.stores.credentials.base import Credentials
 from dcp_objstore.stores.endpoint import is_virtual, s3_server
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import parse
-from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.stores.protocol import RangeReading, Version
 from dcp_objstore.stores.ranges import Answer, BrokenOffError, RetriedSource
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import checksums_for
@@ -117,7 +117,7 @@ class Boto3Store(S3Store):
         except BaseException:
             answer["Body"].close()
             raise
-        return ReceivedBody(answer["Body"])
+        return ReceivedBody(answer["Body"], Version.of(answer.get("ETag"), answer.get("VersionId")))
 
 
 @dataclass
@@ -296,8 +296,13 @@ def body_of(
 class ReceivedBody(Answer):
     """An `Answer` whose body botocore receives."""
 
-    def __init__(self, body: Any) -> None:
+    def __init__(self, body: Any, version: Version | None = None) -> None:
         self._body = body
+        self._version = version
+
+    def version(self) -> Version | None:
+        """Return the state of the object that the bytes are of."""
+        return self._version
 
     def readinto(self, into: memoryview) -> int:
         """Read the next bytes to the front of `into`; return how many.

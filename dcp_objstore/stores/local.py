@@ -56,7 +56,7 @@ from dcp_objstore.stores.protocol import (
     UnfinishedUpload,
     Version,
 )
-from dcp_objstore.stores.ranges import Answer, RangeSource
+from dcp_objstore.stores.ranges import REPLACED, Answer, RangeSource
 from dcp_objstore.stores.retries import Tries, policies
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
@@ -390,15 +390,22 @@ class _LocalSource(RangeSource):
             raise CorruptDataError(
                 f"bytes [{start}, {end}) asked for, but they end at {status.st_size}"
             )
-        return _LocalAnswer(fd, start)
+        return _LocalAnswer(fd, start, _version(status))
 
 
 class _LocalAnswer(Answer):
     """An `Answer` from an open file."""
 
-    def __init__(self, fd: int, start: int) -> None:
+    def __init__(self, fd: int, start: int, version: Version) -> None:
         self._fd = fd
         self._at = start
+        self._version = version
+
+    def version(self) -> Version:
+        """Return the state of the file, unless it was written to since it was opened."""
+        if _version(os.fstat(self._fd)) != self._version:
+            raise PreconditionFailedError(REPLACED)
+        return self._version
 
     def readinto(self, into: memoryview) -> int:
         """Read the next bytes to the front of `into`; return how many."""

@@ -210,6 +210,15 @@ class RangeBody(Protocol):
         """
         ...
 
+    def hold(self, check: Callable[[Version], None]) -> None:
+        """Have the state of the object checked with each answer, before any bytes are handed over.
+
+        Args:
+            check: called in `readinto` with the state that the answer is of; it may raise. It is
+                not called where the store does not say the state.
+        """
+        ...
+
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error. Any thread may call this.
 

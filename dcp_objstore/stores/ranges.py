@@ -15,8 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import CorruptDataError, InputError
-from dcp_objstore.stores.protocol import RangeReading
+from dcp_objstore.errors import CorruptDataError, InputError, PreconditionFailedError
+from dcp_objstore.stores.protocol import RangeReading, Version
 
 if TYPE_CHECKING:
     from typing import Self
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
     from dcp_objstore.stores.retries import Requests
 
+REPLACED = "another writer replaced the object while it was being read; read it again"
 _FETCHED_BYTES = 8 * MIB
 # A body counts twice: libraries collect its pieces before they join them.
 FETCHED_READING = RangeReading(memory_bytes=2 * _FETCHED_BYTES)
@@ -49,6 +50,14 @@ class Answer(Protocol):
         """
         ...
 
+    def version(self) -> Version | None:
+        """Return the state of the object that the bytes so far are of; None if it is not known.
+
+        Raises:
+            PreconditionFailedError: the object was changed meanwhile.
+        """
+        return None
+
     def cancel(self) -> bool:
         """End a `readinto` of another thread at once if that is possible; return whether it is."""
         return False
@@ -59,7 +68,13 @@ class Answer(Protocol):
 
 
 class RangeSource(ABC):
-    """How one object is asked for ranges."""
+    """How one object is asked for ranges.
+
+    Attributes:
+        is_held: whether the answers will be asked for their version.
+    """
+
+    is_held = False
 
     @abstractmethod
     def ask(self, start: int, end: int) -> Answer:
@@ -113,6 +128,7 @@ class Range:
         self._at, self._end = start, end
         self._errors = errors
         self._answer = ahead
+        self._check_version: Callable[[Version], None] | None = None
         self._asked_at = time.monotonic()
         self._asked_from = start
         self._closed = False
@@ -128,6 +144,11 @@ class Range:
         """Give up what was not read."""
         self._closed = True
         self._drop()
+
+    def hold(self, check: Callable[[Version], None]) -> None:
+        """Have the state of the object checked with each answer."""
+        self._check_version = check
+        self._source.is_held = True
 
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error."""
@@ -177,6 +198,10 @@ class Range:
             self._check_open()  # a request that was cancelled has not failed
             self._source.failed(error, self._asked_at, came=self._at > self._asked_from)
             return 0
+        if came_bytes and self._check_version is not None:
+            version = self._answer.version()
+            if version is not None:
+                self._check_version(version)
         if not came_bytes:
             self._drop()
         return came_bytes
@@ -220,17 +245,25 @@ class FetchedSource(RangeSource):
 
     Args:
         fetch: called with the start and end of a range; returns its bytes.
+        look: returns the present state of the object. Default: it is not known.
     """
 
-    def __init__(self, fetch: Callable[[int, int], Buffer]) -> None:
+    def __init__(
+        self, fetch: Callable[[int, int], Buffer], look: Callable[[], Version] | None = None
+    ) -> None:
         self._fetch = fetch
+        self._look = look
 
     def ask(self, start: int, end: int) -> Answer:
         """Ask for bytes `[start, end)`, or for the first part of them."""
         end = min(end, start + _FETCHED_BYTES)
+        look = self._look if self.is_held else None
+        version = None if look is None else look()
         body = memoryview(self._fetch(start, end))
         check_came(len(body), start, end)
-        return ReceivedChunks(iter((body,)))
+        if look is not None and look() != version:
+            raise PreconditionFailedError(REPLACED)
+        return ReceivedChunks(iter((body,)), version)
 
 
 class ReceivedChunks(Answer):
@@ -238,11 +271,17 @@ class ReceivedChunks(Answer):
 
     Args:
         chunks: the bytes, in their order; none is empty.
+        version: the state of the object that they are of. Default: it is not known.
     """
 
-    def __init__(self, chunks: Iterator[Buffer]) -> None:
+    def __init__(self, chunks: Iterator[Buffer], version: Version | None = None) -> None:
         self._chunks = chunks
+        self._version = version
         self._rest = memoryview(b"")
+
+    def version(self) -> Version | None:
+        """Return the state of the object that the bytes are of."""
+        return self._version
 
     def readinto(self, into: memoryview) -> int:
         """Read the next bytes to the front of `into`; return how many."""

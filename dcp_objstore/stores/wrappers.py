@@ -1,10 +1,12 @@
-"""`WrappedStore`: a store around a store, of which subclasses change single verbs."""
+"""`WrappedStore`: a store around a store, of which subclasses change verbs; `PinnedStore`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from dcp_objstore.errors import PreconditionFailedError
 from dcp_objstore.stores.protocol import (
     Capabilities,
     CopySource,
@@ -15,6 +17,7 @@ from dcp_objstore.stores.protocol import (
     RangeReading,
     Version,
 )
+from dcp_objstore.stores.ranges import REPLACED
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -115,3 +118,55 @@ class WrappedStore:
     def delete(self, key: str) -> None:
         """Remove an object; an absent one is no error."""
         self.inner.delete(key)
+
+
+class PinnedStore(WrappedStore):
+    """Reads each object in one state only: that of the first answer to a `head` or a range.
+
+    An object that is read in many ranges, and that others may replace meanwhile, is then read as it
+    was or not at all.
+
+    Args:
+        inner: the store.
+        versions: the state of each object by its key, as far as it is known. Those that become
+            known are added.
+    """
+
+    def __init__(self, inner: ObjectStore, versions: dict[str, Version]) -> None:
+        super().__init__(inner)
+        self._versions = versions
+
+    def head(self, key: str) -> ObjectMeta:
+        """Return the metadata of an object.
+
+        Raises:
+            PreconditionFailedError: another writer replaced the object.
+        """
+        found = self.inner.head(key)
+        self._check(key, found.version)
+        return found
+
+    def open_range(self, key: str, start: int, end: int) -> RangeBody:
+        """Open a range of an object. `readinto` raises if the object is in another state.
+
+        Raises:
+            PreconditionFailedError: by `readinto`: another writer replaced the object.
+        """
+        body = self.inner.open_range(key, start, end)
+        body.hold(partial(self._check, key))
+        return body
+
+    def _check(self, key: str, version: Version) -> None:
+        # Of dicts this is atomic.
+        if not is_same_state(self._versions.setdefault(key, version), version):
+            raise PreconditionFailedError(REPLACED, object_key=key, url=self.url)
+
+
+def is_same_state(one: Version, other: Version) -> bool:
+    """Whether two tokens are of the same state, by ETag if both have one.
+
+    Some servers send ETags with quotes in one kind of answer, and without them in another.
+    """
+    if one.e_tag is None or other.e_tag is None:
+        return one.version == other.version
+    return one.e_tag.strip('"') == other.e_tag.strip('"')

@@ -12,11 +12,13 @@ from dcp_objstore.errors import (
     CorruptDataError,
     InputError,
     ObjectNotFoundError,
+    PreconditionFailedError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.stores.wrappers import PinnedStore
 from tests.contract.common import Endpoint
 from tests.support.guarantees import guarantee
 from tests.support.scripted import Answer, ScriptedServer
@@ -90,6 +92,30 @@ class ReadingContract(Endpoint):
             with pytest.raises(InputError):
                 body.readinto(memoryview(bytearray(1)))
             assert read_range(store, "k", 0, len(data)) == data
+
+    def test_an_object_that_is_replaced_is_read_in_one_state_only_where_it_is_pinned(
+        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
+    ) -> None:
+        size = 300_000  # enough for a lane of its own; a few bytes are read in the other way
+        before, after = (np.random.default_rng(seed).bytes(size) for seed in (3, 4))
+        ends = (size, 100) if capabilities.ranges else (size,)
+        side_door.write("k", before)
+        for first in ("head", *ends):
+            pinned = PinnedStore(store, {})
+            if isinstance(first, int):
+                assert read_range(pinned, "k", 0, first) == before[:first]
+            assert pinned.head("k").size_bytes == size
+            for end in ends:
+                assert read_range(pinned, "k", 0, end) == before[:end]
+            side_door.write("k", after)
+            for end in ends:
+                with pytest.raises(PreconditionFailedError, match="replaced") as caught:
+                    read_range(pinned, "k", 0, end)
+                assert (caught.value.object_key, caught.value.url) == ("k", store.url)
+            with pytest.raises(PreconditionFailedError, match="replaced"):
+                pinned.head("k")
+            assert read_range(store, "k", 0, size) == after
+            before, after = after, before
 
     def test_memory_that_a_range_cannot_fill_is_refused_and_nothing_is_read(
         self, store: ObjectStore

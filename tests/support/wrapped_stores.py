@@ -173,6 +173,10 @@ class WatchedRange:
             if not self._entered.__exit__(type(error), error, error.__traceback__):
                 raise
 
+    def hold(self, check: Callable[[Version], None]) -> None:
+        """Have the state of the object checked with each answer."""
+        self._inner.hold(check)
+
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error."""
         return self._inner.cancel(at_once=at_once)

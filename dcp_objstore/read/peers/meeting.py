@@ -50,6 +50,8 @@ class Offer:
     """What a rank sends the coordinator with its plan.
 
     Attributes:
+        commit_id: of the checkpoint that the rank has opened; its fingerprint if another library
+            wrote it.
         group: `group_digest` of the ranks among which the rank would exchange blocks; None if it
             loads by itself.
         needs: the bytes that the rank needs, as `needs_of` returns them.
@@ -77,7 +79,7 @@ def make_offer(
     verify: bool,
 ) -> Offer:
     """Make this rank's offer; `group_ranks` or `planned` is None if it loads by itself."""
-    commit_id = None if checkpoint is None else checkpoint.commit_id
+    commit_id = None if checkpoint is None else checkpoint.commit_id or checkpoint.fingerprint
     if planned is None or group_ranks is None:
         return Offer(url, commit_id, current_rank())
     needs, selections = needs_of(planned.reads, planned.spans)

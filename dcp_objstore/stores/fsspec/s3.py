@@ -96,7 +96,7 @@ class S3fsStore(S3Store):
         return FETCHED_READING
 
     def _range_source(self, place: Mapping[str, str]) -> FetchedSource:
-        return FetchedSource(partial(self._fetch, place))
+        return FetchedSource(partial(self._fetch, place), lambda: self._head(dict(place)).version)
 
     def _fetch(self, target: Mapping[str, str], start: int, end: int) -> bytes:
         asked = {**target, "Range": f"bytes={start}-{end - 1}"}

@@ -99,7 +99,7 @@ class FsspecStore(BaseStore[str]):
         return FETCHED_READING
 
     def _range_source(self, place: str) -> FetchedSource:
-        return FetchedSource(partial(self._fetch, place))
+        return FetchedSource(partial(self._fetch, place), lambda: _version(self._info(place)))
 
     # How the filesystem is used; gcsfs has other ways.
 

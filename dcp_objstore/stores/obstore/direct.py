@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
 from dcp_objstore.stores.obstore.tls import TlsSocket
+from dcp_objstore.stores.protocol import Version
 from dcp_objstore.stores.ranges import Answer
 
 if TYPE_CHECKING:
@@ -290,6 +291,11 @@ class DirectAnswer(Answer):
             raise LaneError(type(error).__name__, broke_off=True) from error
         self._left_bytes -= count
         return count
+
+    def version(self) -> Version | None:
+        """Return the state of the object that the bytes are of: its ETag."""
+        e_tag = None if self._answer is None else self._answer.getheader("ETag")
+        return None if e_tag is None else Version(e_tag)
 
     def cancel(self) -> bool:
         """End a read that another thread is in; return True."""

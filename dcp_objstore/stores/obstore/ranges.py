@@ -12,6 +12,7 @@ from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.errors import failure
 from dcp_objstore.stores.obstore.direct import LaneError, PutOffError
 from dcp_objstore.stores.obstore.errors import sent_whole
+from dcp_objstore.stores.protocol import Version
 from dcp_objstore.stores.ranges import Answer, ReceivedChunks, RetriedSource, check_came
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: 
         raise CorruptDataError(
             f"bytes [{start}, {end}) asked for, of an object of {answer.meta['size']} bytes"
         )
-    return ReceivedChunks(_chunks(answer, start, end))
+    version = Version.of(answer.meta["e_tag"], answer.meta["version"])
+    return ReceivedChunks(_chunks(answer, start, end), version)
 
 
 def _chunks(answer: Any, start: int, end: int) -> Iterator[Buffer]:

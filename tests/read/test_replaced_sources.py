@@ -1,0 +1,265 @@
+"""What others wrote and replace in place is read in one state, or not at all."""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_objstore as dos
+from dcp_objstore.convert import import_checkpoint
+from dcp_objstore.convert.sources import TorchSource
+from dcp_objstore.errors import (
+    CheckpointGoneError,
+    LostRaceError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+)
+from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
+from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
+from tests.support.wrapped_stores import Request, Through, WatchedStore
+
+KEYS = ("a", "b", "c", "d")
+ELEMENTS = 800_000  # a request each
+ONE_BY_ONE = dos.TransferConfig(request_size_bytes=4 * 1024 * 1024, download_concurrency=1)
+Editions = tuple[dict[str, bytes], dict[str, bytes]]
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {key: torch.full((ELEMENTS,), value) for key in KEYS}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Editions:
+    """The objects of two editions of a checkpoint of stock torch: two of data and `.metadata`."""
+    made = []
+    for value in (1.0, 2.0):
+        folder = tmp_path_factory.mktemp("stock")
+        writer = dcp.FileSystemWriter(folder, thread_count=2)
+        dcp.save(state(value), storage_writer=writer, no_dist=True)
+        made.append({path.name: path.read_bytes() for path in folder.iterdir()})
+        assert len(made[-1]) == 3
+    return made[0], made[1]
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{secrets.token_hex(6)}/source"
+
+
+def write(url: str, objects: dict[str, bytes]) -> None:
+    store = open_store(url)
+    for key, body in objects.items():
+        store.put(key, body)
+
+
+class Replacing(WatchedStore):
+    """Has objects replaced before a request."""
+
+    def __init__(self, inner: ObjectStore, before: Callable[[Request], None]) -> None:
+        super().__init__(inner)
+        self._before = before
+
+    @contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        self._before(request)
+        yield
+
+
+def replaced_at(through: Through, verb: str, nth: int, replace: Callable[[], None]) -> None:
+    """Have `replace` called before the n-th request (from 0) of a kind, of all stores together."""
+    seen: list[Request] = []
+
+    def before(request: Request) -> None:
+        if request.verb == verb:
+            seen.append(request)
+            if len(seen) == nth + 1:
+                replace()
+
+    through(lambda store: Replacing(store, before))
+
+
+LOADS: dict[str, Callable[[str, dict[str, torch.Tensor]], object]] = {
+    "load": lambda url, to: dos.load(to, url, config=ONE_BY_ONE, progress=False),
+    "load_state_dict": lambda url, to: to.update(
+        dos.load_state_dict(url, config=ONE_BY_ONE, progress=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ["all", "data", "one object"])
+@pytest.mark.parametrize("nth", range(4))
+@pytest.mark.parametrize("load", LOADS)
+def test_a_checkpoint_of_another_library_that_is_replaced_is_no_mixture(
+    through: Through, stock: Editions, url: str, load: str, nth: int, what: str
+) -> None:
+    """Of one object: the one that is read last, also before its first byte is."""
+    write(url, stock[0])
+    last = max(key for key in stock[1] if key.endswith("distcp"))
+    is_new = {
+        "all": lambda _: True,
+        "data": lambda key: key != ".metadata",
+        "one object": lambda key: key == last,
+    }[what]
+    new = {key: body for key, body in stock[1].items() if is_new(key)}
+    store = open_store(url)
+    replaced_at(
+        through, "open_range", nth, lambda: [store.put(*one) for one in new.items()] and None
+    )
+    to = state(0.0)
+    with pytest.raises(CheckpointGoneError, match="load it again"):
+        LOADS[load](url, to)
+
+
+def test_one_that_is_not_replaced_loads_in_each_way(stock: Editions, url: str) -> None:
+    write(url, stock[0])
+    for load in LOADS.values():
+        to = state(0.0)
+        load(url, to)
+        assert all(torch.equal(to[key], value) for key, value in state(1.0).items())
+
+
+def test_an_opened_checkpoint_stays_in_the_state_in_which_it_was_opened(
+    stock: Editions, url: str
+) -> None:
+    write(url, stock[0])
+    opened = dos.open(url)
+    write(url, stock[1])
+    for key in KEYS:
+        with pytest.raises(CheckpointGoneError):
+            opened.read(key, progress=False)
+    assert dos.open(url)["a"][:2].tolist() == [2.0, 2.0]
+
+
+def test_one_that_is_replaced_while_it_is_opened_is_not_opened(
+    through: Through, stock: Editions, url: str
+) -> None:
+    write(url, stock[0])
+    replaced_at(through, "list", 0, lambda: write(url, stock[1]))
+    with pytest.raises(CheckpointGoneError, match="opened"):
+        dos.open(url)
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_without_the_right_to_list_the_first_answer_counts(
+    through: Through, stock: Editions, url: str, nth: int
+) -> None:
+    write(url, stock[0])
+    store, asked = open_store(url), []
+
+    def before(request: Request) -> None:
+        if request.verb == "list":
+            raise PermissionDeniedError("no listing")
+        asked.extend([request] * (request.verb == "open_range"))
+        if len(asked) == nth + 1:
+            store.put(request.key, stock[1][request.key])
+
+    through(lambda store: Replacing(store, before))
+    with pytest.raises(CheckpointGoneError):
+        dos.load(state(0.0), url, config=ONE_BY_ONE, progress=False)
+
+
+def test_ranks_that_open_different_states_are_told_apart(stock: Editions, url: str) -> None:
+    """Each rank opens the checkpoint itself, and the coordinator compares."""
+    write(url, stock[0])
+    spec = StoreSpec(url)
+    first, again = (open_stored_checkpoint(spec).fingerprint for _ in range(2))
+    assert first == again is not None
+    changed = []
+    for key, body in stock[1].items():  # also where `.metadata` is the old one
+        open_store(url).put(key, body)
+        changed.append(open_stored_checkpoint(spec).fingerprint)
+    assert len({first, *changed}) == 4
+
+
+def safetensors_objects(value: float) -> dict[str, bytes]:
+    return {"m.safetensors": safetensors.torch.save(state(value))}
+
+
+def torch_objects(folder: Path, value: float) -> dict[str, bytes]:
+    torch.save(state(value), folder / "m.pt")
+    return {"m.pt": (folder / "m.pt").read_bytes()}
+
+
+@pytest.mark.parametrize("nth", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "stock"])
+def test_a_source_that_is_replaced_is_not_imported(
+    through: Through,
+    monkeypatch: pytest.MonkeyPatch,
+    stock: Editions,
+    url: str,
+    tmp_path: Path,
+    kind: str,
+    nth: int,
+) -> None:
+    monkeypatch.setattr(import_checkpoint, "_DOWNLOAD_BYTES", 1024 * 1024)
+    monkeypatch.setattr(import_checkpoint, "_DOWNLOADS_AT_ONCE", 1)
+    old, new = {
+        "safetensors": (safetensors_objects(1.0), safetensors_objects(2.0)),
+        "pt": (torch_objects(tmp_path, 1.0), torch_objects(tmp_path, 2.0)),
+        "stock": stock,
+    }[kind]
+    write(url, old)
+    replaced_at(through, "open_range", nth, lambda: write(url, new))
+    source = url if kind == "stock" else f"{url}/{min(old)}"
+    target = f"{url}/imported"
+    with pytest.raises(LostRaceError):
+        dos.import_checkpoint(source, target, config=ONE_BY_ONE, progress=False)
+    assert [meta.key for meta in open_store(target).list()] == []
+
+
+@pytest.mark.parametrize("when", ["loaded", "first read", "second read"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_torch_file_that_is_rewritten_while_it_is_mapped_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str, in_place: bool
+) -> None:
+    """Renamed over it, the old file would still be read, but which one is meant is not known."""
+    torch_objects(tmp_path, 1.0)
+    new = tmp_path / "new"
+    new.mkdir()
+    torch_objects(new, 2.0)
+    source = tmp_path / "m.pt"
+
+    def rewrite() -> None:
+        if in_place:
+            with source.open("r+b") as file:
+                file.write((new / "m.pt").read_bytes())
+        else:
+            (new / "m.pt").replace(source)
+
+    loaded, read, reads = import_checkpoint._loaded, TorchSource.read, []
+
+    def load(*given: object) -> object:
+        found = loaded(*given)  # type: ignore[arg-type]
+        if when == "loaded":
+            rewrite()
+        return found
+
+    def read_and_rewrite(self: TorchSource, slabs: list[object]) -> list[torch.Tensor]:
+        reads.append(slabs)
+        if when == ("first read", "second read")[len(reads) - 1]:
+            rewrite()
+        return read(self, slabs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(import_checkpoint, "_loaded", load)
+    monkeypatch.setattr(TorchSource, "read", read_and_rewrite)
+    monkeypatch.setattr("dcp_objstore.inspect.slabs.WINDOW_BYTES", 2 * 1024 * 1024)
+    monkeypatch.setattr("dcp_objstore.inspect.slabs._READ_AT_ONCE", 1)
+    with pytest.raises(PreconditionFailedError, match="replaced"):
+        dos.import_checkpoint(source, (tmp_path / "to").as_uri(), progress=False)
+    assert not (tmp_path / "to" / "_COMMIT").exists()
+
+
+def test_the_state_that_was_opened_travels_to_the_other_ranks(stock: Editions, url: str) -> None:
+    write(url, stock[0])
+    opened = open_stored_checkpoint(StoreSpec(url))
+    again = pickle.loads(pickle.dumps(opened))
+    assert again.versions == opened.versions
+    assert set(opened.versions or ()) == {key for key in stock[0] if key != ".metadata"}
