@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, KeysView, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -41,11 +40,12 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     InputError,
     ObjectNotFoundError,
+    PreconditionFailedError,
     UnsupportedError,
 )
 from dcp_objstore.state.geometry import fills
 from dcp_objstore.state.stored import constant_name, known_dtype, unknown_dtype
-from dcp_objstore.stores.wrappers import is_same_state
+from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
@@ -421,17 +421,20 @@ def _present_state(
     Raises:
         CheckpointGoneError: the checkpoint was replaced just now.
     """
+    versions = {DOT_METADATA_KEY: dot_metadata.version}
     listed: dict[str, ObjectMeta] = {}
     can = store.capabilities
     if can.listed_versions and can.conditional_update:
-        with suppress(InputError):  # not allowed
-            listed = {meta.key: meta for meta in islice(store.list(), _LISTED_KEYS)}
-    found = listed.get(DOT_METADATA_KEY, dot_metadata)
-    if not is_same_state(found.version, dot_metadata.version):
-        raise CheckpointGoneError(
-            "another writer replaced the checkpoint while it was opened; load it again",
-            url=store.url,
-        )
+        listing = islice(PinnedStore(store, versions).list(), _LISTED_KEYS)
+        try:
+            listed = {meta.key: meta for meta in listing}
+        except PreconditionFailedError as error:
+            raise CheckpointGoneError(
+                "another writer replaced the checkpoint while it was opened; load it again",
+                url=store.url,
+            ) from error
+        except InputError:  # not allowed
+            pass
     metas = [dot_metadata, *(listed[key] for key in keys if key in listed)]
     # Not the versions: on file:// hosts may number files differently.
     told = [(one.key, one.size_bytes, can.modified_times and one.last_modified) for one in metas]

@@ -114,7 +114,7 @@ class LocalStore(BaseStore[Path]):
         if not isinstance(error, OSError):
             return kind_of_builtin(error)(f"{type(error).__name__}: {error}")
         if error.errno in _IN_THE_WAY:
-            return InputError(error.strerror)
+            return InputError(error.strerror or str(error))
         return of_os(error)
 
     def _put(

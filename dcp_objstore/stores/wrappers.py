@@ -121,7 +121,7 @@ class WrappedStore:
 
 
 class PinnedStore(WrappedStore):
-    """Reads each object in one state only: that of the first answer to a `head` or a range.
+    """Reads each object in one state only: that of the first answer that tells it.
 
     An object that is read in many ranges, and that others may replace meanwhile, is then read as it
     was or not at all.
@@ -156,13 +156,25 @@ class PinnedStore(WrappedStore):
         body.hold(partial(self._check, key))
         return body
 
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        """Iterate over the objects below a prefix. What it tells of versions counts, too.
+
+        Raises:
+            PreconditionFailedError: another writer replaced an object.
+        """
+        tells = self.capabilities.listed_versions and self.capabilities.conditional_update
+        for found in self.inner.list(prefix):
+            if tells:
+                self._check(found.key, found.version)
+            yield found
+
     def _check(self, key: str, version: Version) -> None:
         # Of dicts this is atomic.
-        if not is_same_state(self._versions.setdefault(key, version), version):
+        if not _is_same_state(self._versions.setdefault(key, version), version):
             raise PreconditionFailedError(REPLACED, object_key=key, url=self.url)
 
 
-def is_same_state(one: Version, other: Version) -> bool:
+def _is_same_state(one: Version, other: Version) -> bool:
     """Whether two tokens are of the same state, by ETag if both have one.
 
     Some servers send ETags with quotes in one kind of answer, and without them in another.

@@ -100,8 +100,17 @@ class ReadingContract(Endpoint):
         before, after = (np.random.default_rng(seed).bytes(size) for seed in (3, 4))
         ends = (size, 100) if capabilities.ranges else (size,)
         side_door.write("k", before)
-        for first in ("head", *ends):
+        tells = capabilities.listed_versions and capabilities.conditional_update
+        for first in ("head", *ends, *(["list"] if tells else [])):
             pinned = PinnedStore(store, {})
+            if first == "list":
+                assert [meta.key for meta in pinned.list()] == ["k"]
+                side_door.write("k", after)
+                with pytest.raises(PreconditionFailedError):
+                    read_range(pinned, "k", 0, size)
+                with pytest.raises(PreconditionFailedError):
+                    list(pinned.list())
+                return
             if isinstance(first, int):
                 assert read_range(pinned, "k", 0, first) == before[:first]
             assert pinned.head("k").size_bytes == size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import secrets
 from collections.abc import Callable, Iterator
@@ -213,6 +214,18 @@ def test_a_source_that_is_replaced_is_not_imported(
     with pytest.raises(LostRaceError):
         dos.import_checkpoint(source, target, config=ONE_BY_ONE, progress=False)
     assert [meta.key for meta in open_store(target).list()] == []
+
+
+def test_files_of_one_model_are_imported_in_one_state(through: Through, url: str) -> None:
+    """The last one is replaced before any of it is read."""
+    files = {f"m-{key}.safetensors": {key: value} for key, value in state(1.0).items()}
+    index = {"weight_map": {key: name for name, one in files.items() for key in one}}
+    write(url, {"m.safetensors.index.json": json.dumps(index).encode()})
+    write(url, {name: safetensors.torch.save(one) for name, one in files.items()})
+    new = {"m-d.safetensors": safetensors.torch.save({"d": state(2.0)["d"]})}
+    replaced_at(through, "head", 0, lambda: write(url, new))
+    with pytest.raises(PreconditionFailedError, match="replaced"):
+        dos.import_checkpoint(url, f"{url}/imported", progress=False)
 
 
 @pytest.mark.parametrize("when", ["loaded", "first read", "second read"])
