@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -223,7 +224,7 @@ def _made(cls: Any, /, *args: Any, **options: Any) -> Any:
 
         class OnceSession(AIOHTTPSession):  # type: ignore[misc]
             async def _get_session(self, proxy_url: Any) -> Any:
-                return _without_resending(await super()._get_session(proxy_url))
+                return _without_redirects(_without_resending(await super()._get_session(proxy_url)))
 
         options["config_kwargs"] = {
             "http_session_cls": OnceSession,
@@ -250,6 +251,16 @@ def _without_resending(session: Any) -> Any:
     """
     if hasattr(session, "_retry_connection"):
         session._retry_connection = False
+    return session
+
+
+def _without_redirects(session: Any) -> Any:
+    """Keep a session of aiohttp from following redirects, to any host, with AWS's session token.
+
+    aiohttp has a switch for each request only, and leaves out no header but `Authorization`.
+    """
+    if not isinstance(session._request, partial):
+        session._request = partial(session._request, allow_redirects=False)
     return session
 
 

@@ -71,7 +71,7 @@ class S3fsStore(S3Store):
         return b"".join(part)
 
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
-        if is_of_botocore(error) or isinstance(error, KeyError):
+        if is_of_botocore(error) or isinstance(error, (KeyError, RecursionError)):
             return translate_botocore(error, conditional=conditional)
         return translate_fsspec(error)
 

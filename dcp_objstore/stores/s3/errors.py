@@ -66,6 +66,12 @@ _NO_ANSWERS: tuple[tuple[str, type[DcpObjstoreError], str], ...] = (
         "the connection to the store was lost",
     ),
     (
+        # botocore asks which region a redirect means, and is redirected again.
+        "builtins.RecursionError",
+        ConfigError,
+        "the store redirects every request; check endpoint_url and the region",
+    ),
+    (
         "botocore.BotoCoreError builtins.ValueError builtins.TypeError",
         ConfigError,
         "boto3 refused the request",
