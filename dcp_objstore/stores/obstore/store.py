@@ -6,6 +6,7 @@ Facts about obstore 0.12 that shape this module (each is pinned by a test):
 - It does not reply to HEAD with more than a status, so a failed HEAD is asked again as a GET.
 - Azure has no call that aborts: blocks of an upload that was given up are unseen, and gone a week
   after the last of them (docs: "Put Block"). Its listing gives ETags without their quotes.
+- It follows redirects to any host, with an S3 session token (docs/design/redirects-of-obstore.md).
 - It raises `PanicException`, a `BaseException` that does not pickle, for hosts, ports, headers of
   which it can make no request.
 - A client hangs in a forked child, also one made there, once the parent has used the runtime.
