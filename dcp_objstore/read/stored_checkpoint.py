@@ -38,7 +38,6 @@ from dcp_objstore.errors import (
     CheckpointGoneError,
     CheckpointNotFoundError,
     DcpObjstoreError,
-    InputError,
     ObjectNotFoundError,
     PreconditionFailedError,
     UnsupportedError,
@@ -433,8 +432,8 @@ def _present_state(
                 "another writer replaced the checkpoint while it was opened; load it again",
                 url=store.url,
             ) from error
-        except InputError:  # not allowed
-            pass
+        except DcpObjstoreError:  # not allowed, or no such call: the first answers count
+            listed = {}
     metas = [dot_metadata, *(listed[key] for key in keys if key in listed)]
     # Not the versions: on file:// hosts may number files differently.
     told = [(one.key, one.size_bytes, can.modified_times and one.last_modified) for one in metas]

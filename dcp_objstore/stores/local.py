@@ -91,7 +91,7 @@ class LocalStore(BaseStore[Path]):
         self._root = Path(url.prefix)
         _, small = policies(config)
         self._patience = replace(
-            small, max_retries=None, first_pause_seconds=0.001, longest_pause_seconds=0.02
+            small, max_retries=None, first_pause_seconds=0.001, longest_pause_seconds=0.25
         )
 
     @property

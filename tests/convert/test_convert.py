@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from dcp_objstore.errors import (
     ConfigError,
     InputError,
     ObjectNotFoundError,
+    RetryableError,
     StateMismatchError,
     UnsupportedError,
     UntrustedPickleError,
 )
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
+from dcp_objstore.stores import open_store
 from tests.support.command_line import run, run_here
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -423,6 +426,26 @@ def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(
         dos.import_checkpoint(bucket.at("m.safetensors"), place, storage_options=options)
     assert bucket.keys() == ["m.safetensors"]
     assert bucket.uploads() == []
+
+
+def test_a_full_disk_ends_an_import_that_downloads_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{secrets.token_hex(6)}"
+    torch.save({"w": torch.ones(2000)}, tmp_path / "state.pt")
+    open_store(url).put("state.pt", (tmp_path / "state.pt").read_bytes())
+    opened = Path.open
+
+    def open_full(path: Path, mode: str = "r", **how: Any) -> Any:
+        if path.name == "state.pt" and mode == "wb":
+            return opened(Path("/dev/full"), mode, **how)
+        return opened(path, mode, **how)
+
+    monkeypatch.setattr(Path, "open", open_full)
+    with pytest.raises(InputError, match=r"full.*No space left") as caught:
+        dos.import_checkpoint(f"{url}/state.pt", f"{url}/step-1", progress=False)
+    assert not isinstance(caught.value, RetryableError)
+    assert [meta.key for meta in open_store(f"{url}/step-1").list()] == []
 
 
 @pytest.mark.parametrize(
