@@ -370,11 +370,11 @@ class _Export:
         return present
 
     def _write(self, file: _File) -> int:
-        slabs = [
+        slabs = (
             slab
             for key in file.keys
             for slab in cut(key, *self._source.tensors[key][:2], self._source.tensors[key].starts)
-        ]
+        )
         plan = plan_parts(file.size_bytes, self._config.part_size_bytes)
         tensors = read_ahead(slabs, self._source.read)
 

@@ -179,6 +179,15 @@ class _ImportPlanner(AgreeingSavePlanner):
         }
         self._tensors = read_ahead((), source.read)
 
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Override `DefaultSavePlanner.set_up_planner`: what is flat stays as it is.
+
+        A value may be a dict (of a checkpoint that was not flattened), or contain itself.
+        """
+        self.flatten_state_dict = self.flatten_sharded_tensors = False
+        super().set_up_planner(*args, **kwargs)
+        self.flatten_state_dict = True
+
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
         whole = super().create_local_plan()

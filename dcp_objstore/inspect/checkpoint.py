@@ -22,6 +22,7 @@ from dcp_objstore.errors import (
     AbsentKeyError,
     CheckpointCorruptError,
     ConfigError,
+    ObjectNotFoundError,
     StateMismatchError,
 )
 from dcp_objstore.inspect.modules import Module, module_tree
@@ -36,6 +37,7 @@ from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.stored import known_dtype
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.workers import in_waves
 
 if TYPE_CHECKING:
     import os
@@ -50,6 +52,11 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.report import LoadReport
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
+
+# What a `.metadata` of another library may claim before the sizes of the objects are asked for, and
+# how many bytes of a tensor a stored byte may stand for.
+_BELIEVED_BYTES = 64 << 30
+_MOST_PACKED = 1000
 
 _Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -389,9 +396,30 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         boxes = {key: box for key, box, _ in slabs}
         return list(self._read(boxes, (), in_one_piece=True, progress=False).values())
 
-    def check_whole(self, keys: Iterable[str]) -> None:
-        """Raise if elements of these tensors are missing. See `StoredCheckpoint.check_whole`."""
+    def check_whole(self, keys: Sequence[str]) -> None:
+        """Raise if elements of these tensors are missing, or the objects cannot hold so many.
+
+        What reads tensors plans each part of them, and a `.metadata` of a few bytes may claim one
+        of any size. (The digests in an index bound what it may claim.) If much is claimed, this
+        takes a HEAD for each object.
+        """
         self._stored.check_whole(keys)
+        if self.commit_id is not None:
+            return
+        saved = filter(None, map(self._stored.items.tensor, keys))
+        claimed = sum(math.prod(one.shape) * ITEM_SIZE_BYTES.get(one.dtype, 0) for one in saved)
+        if claimed <= _BELIEVED_BYTES:
+            return
+        store = self._spec.open()
+        try:
+            stored = sum(meta.size_bytes for meta in in_waves(store.head, self.objects))
+        except ObjectNotFoundError as error:
+            raise self._stored.explain(store, error).at(url=self.url) from error
+        if claimed > _MOST_PACKED * stored:
+            raise CheckpointCorruptError(
+                f"the .metadata claims tensors of {claimed} bytes, and its objects have {stored}",
+                url=self.url,
+            )
 
     def verify(
         self,
