@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -34,6 +35,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
+from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 from tests.support.command_line import run, run_here
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -259,6 +261,66 @@ def test_a_torch_file_that_is_no_zip_is_imported(tmp_path: Path) -> None:
     source.write_bytes(b"<html>" * 100)
     with pytest.raises(CheckpointCorruptError, match="zip"):
         dos.import_checkpoint(source, place, overwrite=True)
+
+
+def repacked(source: Path) -> None:
+    """Pack a file's records again, as `zip` does."""
+    with zipfile.ZipFile(source) as file:
+        records = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, body in records.items():
+            file.writestr(name, body)
+
+
+def test_a_torch_file_of_packed_records_is_imported_right(tmp_path: Path) -> None:
+    source, place = tmp_path / "packed.pt", (tmp_path / "step-0").as_uri()
+    # Noise does not get smaller: as large a record as the tensor, and other bytes.
+    state = {**training_state(), "noise": torch.randn(1000), "zeros": torch.zeros(1000)}
+    torch.save(state, source)
+    repacked(source)
+    dos.import_checkpoint(source, place, progress=False)
+    assert_same(dos.load_state_dict(place), state)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        hostile.v2(hostile.called("builtins.bytearray", hostile.long_number(2**33))),
+        hostile.v2(b"})" + b"\x85" * 1_000_000 + b"Ns"),
+        hostile.overlapping(5_000),
+        hostile.claims(
+            hostile.archive(b"\x80\x02K\7.", {"data/0": b"x" * 99}, packed=True),
+            b"archive/data/0",
+            3 << 30,
+        ),
+    ],
+    ids=["bytearray(2**33)", "a million tuples as a key", "overlapping", "a record says 3 GiB"],
+)
+def test_a_torch_file_that_asks_for_what_no_save_needs_is_refused(
+    body: bytes, tmp_path: Path
+) -> None:
+    source, place = tmp_path / "hostile.pt", tmp_path / "step-0"
+    source.write_bytes(body)
+    with pytest.raises(CheckpointCorruptError):
+        dos.import_checkpoint(source, place.as_uri(), progress=False)
+    assert not place.exists()
+
+
+def test_values_that_are_dicts_are_imported_as_they_are(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "meta": {"a": 1, "t": torch.zeros(2)}, "list": [1, {"a": 2}]}
+    whole = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "stock", planner=whole)
+    place = (tmp_path / "step-0").as_uri()
+    dos.import_checkpoint(tmp_path / "stock", place, progress=False)
+    assert_same(dos.load_state_dict(place), state)
+
+
+def test_a_value_too_deep_for_pickle_is_refused(tmp_path: Path) -> None:
+    for key, body in hostile.CASES["our value is odd: lists, 200,000 deep"].build().items():
+        (tmp_path / key).write_bytes(body)
+    with pytest.raises(UnsupportedError, match="deep"):
+        dos.export_checkpoint(tmp_path.as_uri(), tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_a_torch_file_is_planned_for_a_tensor_larger_than_the_memory() -> None:
