@@ -74,8 +74,12 @@ class _Digester:
             return _hash(kind.__name__, sorted(map(self.digest, value)))
         if kind in _TENSORS and value.layout is torch.strided and not value.is_quantized:
             # A copy is contiguous and has its bits in memory, also if it was a conjugated view.
-            memory = value.detach().cpu().resolve_conj().resolve_neg().clone(
-                memory_format=torch.contiguous_format
+            memory = (
+                value.detach()
+                .cpu()
+                .resolve_conj()
+                .resolve_neg()
+                .clone(memory_format=torch.contiguous_format)
             )
             bits = memory.reshape(-1).view(torch.uint8).numpy()
             return self._joined("tensor", (kind, value.dtype, tuple(value.shape)), bits)
@@ -84,6 +88,10 @@ class _Digester:
             return self._joined("storage", (kind,), bits)
         if kind is np.ndarray and not value.dtype.hasobject:
             return self._joined("array", (value.dtype, value.shape), value.tobytes())
+        return self._of_reduced(value)
+
+    def _of_reduced(self, value: Any) -> bytes:
+        kind = type(value)
         reducer = copyreg.dispatch_table.get(kind)
         reduced = reducer(value) if reducer else value.__reduce_ex__(_PROTOCOL)
         if isinstance(reduced, str):  # a constant of a module

@@ -504,6 +504,7 @@ def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(
         b' "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
         b' "b": {"dtype": "F32", "shape": [0, 4611686018427387904, 9], "data_offsets": [8, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [%s 0], "data_offsets": [0, 0]}}' % (b"9," * 9_000),
         b"[" * 100_000,
     ],
 )

@@ -240,6 +240,7 @@ def add_index() -> None:
         "short framing digest": {"framing_digest": b""},
         "long framing digest": {"framing_digest": b"x" * 1_000_000},
     })  # fmt: skip
+
     def placed(place: tuple[str | int, ...], *keys: str) -> h.Objects:
         data = h.PAYLOAD + h.STEP * len(keys)
         places = range(len(h.PAYLOAD), len(data), len(h.STEP))

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def doors(url: str) -> dict[str, str]:
 
 
 # Where stored sizes, places and names decide what a conversion plans.
-CONVERTED = "index places keys", "key of many parts", ".metadata claims much", "valid", "our value"
+CONVERTED = "index places keys", "key of many parts", ".metadata claims much", "valid"
 
 
 def conversions(url: str) -> dict[str, str]:
@@ -190,7 +191,8 @@ def conversions(url: str) -> dict[str, str]:
     found["diff"] = outcome(lambda: dos.diff(url, url, stats=True, progress=False))
     with tempfile.TemporaryDirectory(prefix="hostile-") as out:
         for name in ("m.pt", "m.safetensors"):
-            found[name] = outcome(lambda: dos.export_checkpoint(url, f"{out}/{name}", progress=False))
+            export = partial(dos.export_checkpoint, url, f"{out}/{name}", progress=False)
+            found[name] = outcome(export)
     target = "memory://hostile/imported"
     found["import"] = outcome(
         lambda: dos.import_checkpoint(url, target, overwrite=True, progress=False)
