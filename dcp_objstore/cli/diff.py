@@ -14,7 +14,7 @@ import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Checkpoint, Json, Keys, TrustPickle, chosen
-from dcp_objstore.cli.terminal import columns
+from dcp_objstore.cli.terminal import columns, say
 from dcp_objstore.observe.report import counted, size_text
 
 _DIFFERENT_STATUS = 1
@@ -69,17 +69,17 @@ def print_diff(
 
 
 def _print(report: dos.DiffReport) -> None:
-    print(f"from  {report.url}")
-    print(f"to    {report.other_url}")
+    say(f"from  {report.url}")
+    say(f"to    {report.other_url}")
     lines = list(_lines(report))
     for word, key, text in lines:
         line = f"{word.ljust(_WORD_WIDTH)}{key}"
         if text and len(line) + 2 + len(text) > columns():
-            print(f"{line}\n{' ' * _WORD_WIDTH}  {text}")
+            say(line, f"{' ' * _WORD_WIDTH}  {text}")
         else:
-            print(f"{line}  {text}".rstrip())
+            say(f"{line}  {text}".rstrip())
     read = f"{size_text(report.read_bytes)} read" if report.read_bytes else "no tensor read"
-    print(f"{counted(len(lines), 'difference')}, {report.equal} equal ({read})")
+    say(f"{counted(len(lines), 'difference')}, {report.equal} equal ({read})")
 
 
 def _lines(report: dos.DiffReport) -> Iterator[tuple[str, str, str]]:

@@ -24,6 +24,7 @@ from dcp_objstore.errors import (
     ConfigError,
     ObjectNotFoundError,
     StateMismatchError,
+    printable,
 )
 from dcp_objstore.inspect.modules import Module, module_tree
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
@@ -31,7 +32,7 @@ from dcp_objstore.inspect.slabs import Slab, cut
 from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
-from dcp_objstore.observe.report import size_text
+from dcp_objstore.observe.report import first_few, size_text
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.geometry import Box
@@ -85,7 +86,7 @@ class TensorEntry:
     __contains__: ClassVar[None] = None
 
     def __repr__(self) -> str:
-        return f"<TensorEntry {self.key} {self.shape} {self.dtype_name}>"
+        return f"<TensorEntry {printable(self.key)} {self.shape} {self.dtype_name}>"
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -185,7 +186,7 @@ class ValueEntry:
     nbytes: int
 
     def __repr__(self) -> str:
-        return f"<ValueEntry {self.key}, {self.nbytes} bytes>"
+        return f"<ValueEntry {printable(self.key)}, {self.nbytes} bytes>"
 
     def read(self) -> Any:
         """Read the value.
@@ -286,7 +287,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     def __getitem__(self, key: str) -> TensorEntry | ValueEntry:
         if key not in self:
             near = nearest(key, list(self)) if isinstance(key, str) else []
-            hint = f"; nearest: {', '.join(near)}" if near else ""
+            hint = f"; nearest: {first_few(near, 3)}" if near else ""
             raise AbsentKeyError(f"the checkpoint has no key {key!r}{hint}", url=self.url)
         saved = self._stored.items.tensor(key)
         if saved is None:

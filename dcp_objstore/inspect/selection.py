@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
+from dcp_objstore.observe.report import first_few
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.state.geometry import Box, fills
 
@@ -68,7 +69,7 @@ def _hint(keys: Collection[str], pattern: str) -> str:
     if below:
         return f"; '{pattern}.*' matches {below}"
     near = nearest(_WILDCARDS.split(pattern, maxsplit=1)[0].rstrip(".") or pattern, list(keys))
-    return f" (nearest: {', '.join(near)})" if near else ""
+    return f" (nearest: {first_few(near, 3)})" if near else ""
 
 
 def whole(shape: tuple[int, ...]) -> Box:

@@ -26,6 +26,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     RetryableError,
     UnsupportedError,
+    printable,
 )
 from dcp_objstore.observe.events import Planned, Verified
 from dcp_objstore.observe.report import first_few
@@ -70,6 +71,10 @@ class Damage:
     block: int = -1
     elements: tuple[str, ...] = ()
     text: str = ""
+
+    def __post_init__(self) -> None:
+        """Let no key in the text act on a terminal."""
+        object.__setattr__(self, "text", printable(self.text))
 
 
 @dataclass(frozen=True, kw_only=True)
