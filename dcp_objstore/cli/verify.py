@@ -29,7 +29,11 @@ def verify(
     ] = False,
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Compare also what lies around the tensors, and the counts."),
+        typer.Option(
+            "--deep",
+            help="Compare also what only stock torch reads (.metadata, what lies around the"
+            " tensors), and the counts.",
+        ),
     ] = False,
     run: Annotated[
         bool,

@@ -29,7 +29,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.inspect.modules import Module, module_tree
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
 from dcp_objstore.inspect.slabs import Slab, cut
-from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint, without_digests
+from dcp_objstore.inspect.verify import VerifyReport, verify_at, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import first_few, size_text
@@ -432,14 +432,16 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     ) -> VerifyReport:
         """Read everything, compare it with its digests, and report all damage.
 
+        The marker and the index are read again, too: they may be damaged since this was opened.
         Damage is reported and never raised, and the report lists all of it, not only the first. The
         bytes are not kept, so this takes the memory of a load (see `TransferConfig`). ETags are not
         compared: they change when a checkpoint is copied, and the digests cover every byte.
 
         Args:
             quick: read nothing; only check that all objects exist, with their sizes. Default False.
-            deep: also compare the bytes around the payloads (framing and padding), which only stock
-                torch's readers use, and the marker's counts with those of the index. Default False.
+            deep: also compare the bytes around the payloads (framing and padding) and `.metadata`,
+                which only stock torch's readers use, and the marker's counts with those of the
+                index. Default False.
             from_byte: leave out the blocks before this position, to go on where an earlier
                 verification ended: a note of what it raised (Ctrl-C, too) gives the position and
                 the damage that it had found. Default 0: all blocks.
@@ -453,22 +455,17 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             StoreUnavailableError: the store did not answer, after all retries.
             PermissionDeniedError: the credentials do not allow the request.
         """
-        marker, index = self._stored.marker, self._stored.index
-        if marker is None or index is None:
+        if self.commit_id is None:
             raise without_digests(self.url)
-        channel = self._event_settings.channel("verify", self.url, *rank_and_world_size())
-        channel.show(bar=progress, summary=False)
-        with channel.watching():
-            return verify_checkpoint(
-                self._spec.open(),
-                marker,
-                index,
-                self._spec.config,
-                channel,
-                quick=quick,
-                deep=deep,
-                from_byte=from_byte,
-            )
+        return verify_at(
+            self._spec,
+            self._event_settings,
+            quick=quick,
+            deep=deep,
+            progress=progress,
+            from_byte=from_byte,
+            commit_id=self.commit_id,
+        )
 
     def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a result of `read` to the nested dict that was saved.
