@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.convert import import_checkpoint
+from dcp_objstore.convert.export import _staged
 from dcp_objstore.convert.sources import TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import (
@@ -35,6 +37,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
+from dcp_objstore.stores import StoreSpec
 from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 from tests.support.command_line import run, run_here
 from tests.support.ranks import run_ranks
@@ -460,7 +463,39 @@ def test_ctrl_c_ends_an_export_and_leaves_no_file(
     with pytest.raises(KeyboardInterrupt):
         dos.export_checkpoint(url, tmp_path / "hf", max_shard_size_bytes=20)
     assert len(reads) > 5
-    assert list((tmp_path / "hf").iterdir()) == []
+    assert not (tmp_path / "hf").exists()
+
+
+def test_the_next_export_removes_what_a_killed_one_left_and_no_other(
+    url: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "hf"
+    if not (child := os.fork()):
+        with _staged(StoreSpec(out.as_uri())) as staging:
+            Path(staging.url.removeprefix("file://"), "half").write_bytes(b"x")
+            os._exit(0)  # as if killed: nothing is cleaned up
+    os.waitpid(child, 0)
+    assert [path.name for path in out.rglob("half")] == ["half"]
+    with _staged(StoreSpec(out.as_uri())) as staging:
+        mine = Path(staging.url.removeprefix("file://"))
+        assert list(out.iterdir()) == [mine]
+        (mine / "mine").write_bytes(b"x")
+        dos.export_checkpoint(url, out, progress=False)
+        assert (mine / "mine").exists()
+    assert sorted(path.name for path in out.iterdir()) == ["mine", "model.safetensors"]
+
+
+def test_a_failed_export_leaves_no_new_folder_and_those_that_were_there(
+    url: str, tmp_path: Path
+) -> None:
+    (data,) = (tmp_path / "run" / "step-7").glob("__0_0*")
+    data.write_bytes(data.read_bytes()[:100])
+    (tmp_path / "there").mkdir()
+    for name in ("new/deep/hf", "new/m.pt", "there/deeper/hf", "there/m.pt"):
+        with pytest.raises(CheckpointCorruptError):
+            dos.export_checkpoint(url, tmp_path / name, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(
