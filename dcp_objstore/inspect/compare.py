@@ -84,8 +84,8 @@ class _Digester:
             bits = memory.reshape(-1).view(torch.uint8).numpy()
             return self._joined("tensor", (kind, value.dtype, tuple(value.shape)), bits)
         if torch.is_storage(value):  # a pickle of it would not always have the same bytes
-            bits = torch.empty(0, dtype=torch.uint8).set_(untyped_storage(value).cpu()).numpy()
-            return self._joined("storage", (kind,), bits)
+            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+            return self._joined("storage", (kind,), empty.set_(untyped_storage(value)).numpy())
         if kind is np.ndarray and not value.dtype.hasobject:
             return self._joined("array", (value.dtype, value.shape), value.tobytes())
         return self._of_reduced(value)
