@@ -29,6 +29,25 @@ different collectives and hangs the job, so every class here is rebuilt from pla
 from __future__ import annotations
 
 
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Return a text with an escape such as `\x1b` in place of each character that is not printed.
+
+    Names and messages from a store are shown like this. On a terminal, control characters could
+    overwrite what stands there, line feeds could begin a line that looks like a result, and
+    characters that change the direction of text could reorder it.
+
+    Args:
+        text: the text.
+        keep: characters that stay, although they are not printed.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
 class DcpObjstoreError(Exception):
     """The base class of every error that this package raises.
 
@@ -56,9 +75,13 @@ class DcpObjstoreError(Exception):
         self.url = url
 
     def __str__(self) -> str:
-        """Return the message, followed by the rank, key, object and URL that are known."""
+        """Return the message, followed by the rank, key, object and URL that are known.
+
+        Nothing in it acts on a terminal: see `printable`.
+        """
+        message = printable(self.message, keep="\n\t")
         where = [
-            f"{label} {value}"
+            f"{label} {printable(str(value))}"
             for label, value in (
                 ("rank", self.rank),
                 ("key", self.key),
@@ -67,7 +90,7 @@ class DcpObjstoreError(Exception):
             )
             if value is not None
         ]
-        return f"{self.message} [{', '.join(where)}]" if where else self.message
+        return f"{message} [{', '.join(where)}]" if where else message
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from positional plain values; `__cause__` does not survive pickling anyway."""

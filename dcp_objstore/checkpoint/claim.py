@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096
 _WHAT = "the run's _CLAIM"
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("dcp_objstore")
 
 OpenStep: TypeAlias = Callable[[str], ObjectStore]
 OnDamaged: TypeAlias = Callable[[str, CheckpointCorruptError], object]

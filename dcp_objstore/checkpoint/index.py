@@ -46,6 +46,8 @@ ITEM_SIZE_BYTES: Final[dict[str, int]] = {
 }
 _MAX_SIZE = 2**63 - 1
 _MAX_DIMENSIONS = 64
+# Steps of a place in the nested dict: DCP descends by recursion, in Python, to make them.
+MAX_PLACE_LENGTH: Final = 1000
 # The widths of a column in bytes; each column has the narrowest that holds its largest number.
 _WIDTHS = (1, 2, 4, 8)
 _HALF = np.uint64(32)
@@ -370,6 +372,10 @@ def decode(body: bytes) -> Index:
         _check_tensor(tensor)
     tensors = {tensor.key: tensor for tensor in stored.tensors}
     _check_keys([*(tensor.key for tensor in stored.tensors), *stored.blobs])
+    for key, place in (stored.flatten_mapping or {}).items():
+        if len(place) > MAX_PLACE_LENGTH:
+            text = f"the index places it {len(place)} deep, at most {MAX_PLACE_LENGTH} are possible"
+            raise CheckpointCorruptError(text, key=key)
     chunks = sum(tensor.chunk_count for tensor in stored.tensors)
     numbers = sum(tensor.chunk_count * len(tensor.shape) for tensor in stored.tensors)
     items = chunks + len(stored.blobs)

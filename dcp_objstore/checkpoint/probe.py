@@ -30,7 +30,7 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer.workers import DaemonPool
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("dcp_objstore")
 _RACERS = 4
 _DEADLINE_SECONDS = 30.0
 

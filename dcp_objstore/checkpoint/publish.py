@@ -36,7 +36,7 @@ from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Preco
 from dcp_objstore.stores.retries import Tries
 
 # A `.metadata` of another commit may have any size; one that is larger than this is not ours.
-_MAX_SIZE_BYTES = 4 * 1024**3
+MAX_SIZE_BYTES = 4 * 1024**3
 
 Change: TypeAlias = Literal["written", "removed"]
 
@@ -138,7 +138,7 @@ def _judge(
     """Return the change that is needed, the body to write, and when the present one was written."""
     index = read_index(store, marker) if marker.is_committed else None
     try:
-        body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_SIZE_BYTES)
+        body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=MAX_SIZE_BYTES)
     except (ObjectNotFoundError, CorruptDataError):
         body = None  # missing, or larger than this package writes
     if index is None:

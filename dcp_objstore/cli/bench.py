@@ -9,7 +9,7 @@ import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Json, chosen, size_bytes
-from dcp_objstore.cli.terminal import aligned, columns, print_json, wrapped
+from dcp_objstore.cli.terminal import aligned, columns, print_json, say, wrapped
 from dcp_objstore.observe.report import counted, size_text
 
 _HEAD = ("GiB/s", "lowest", "highest", "CPU-s/GiB", "requests", "at once")
@@ -44,13 +44,13 @@ def measure(
 
 
 def _print(report: dos.BenchReport) -> None:
-    print(report.url)
-    print(f"{size_text(report.size_bytes)} of tensors, one process, {report.seconds:.0f} s in all")
+    say(report.url)
+    say(f"{size_text(report.size_bytes)} of tensors, one process, {report.seconds:.0f} s in all")
     machine = f"{counted(report.processors, 'processor')}, copy"
-    print(f"machine        {machine} {_spread(report.copy_gib_per_second)} GiB/s,")
-    print(f"               hash {_spread(report.hash_gib_per_second)} GiB/s")
-    print(f"small requests GET {_spread(report.get_ms)} ms, PUT {_spread(report.put_ms)} ms")
-    print()
+    say(f"machine        {machine} {_spread(report.copy_gib_per_second)} GiB/s,")
+    say(f"               hash {_spread(report.hash_gib_per_second)} GiB/s")
+    say(f"small requests GET {_spread(report.get_ms)} ms, PUT {_spread(report.put_ms)} ms")
+    say()
     lines: list[tuple[str, ...]] = [("", *_HEAD)]
     for name, found in (
         ("save", report.save),
@@ -64,8 +64,8 @@ def _print(report: dos.BenchReport) -> None:
         figures = (speed.median, speed.lowest, speed.highest, found.cpu_seconds_per_gib)
         counts = str(found.requests), str(found.connections)
         lines.append((name, *map(_figure, figures), *counts))
-    print(*aligned(lines, _HEAD), sep="\n")
-    print()
+    say(*aligned(lines, _HEAD))
+    say()
     for past, noun, gain in (
         ("saved", "saves", report.save_settings),
         ("loaded", "loads", report.load_settings),
@@ -102,4 +102,4 @@ def _figure(value: float) -> str:
 
 
 def _print_wrapped(text: str) -> None:
-    print(*wrapped(text, columns(), "  "), sep="\n")
+    say(*wrapped(text, columns(), "  "))

@@ -17,7 +17,7 @@ from dcp_objstore.cli.options import (
     chosen,
     size_bytes,
 )
-from dcp_objstore.cli.terminal import print_json
+from dcp_objstore.cli.terminal import print_json, say
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
@@ -88,12 +88,12 @@ def export(
         print_json(report)
         return
     tensors = counted(report.tensors, "tensor")
-    print(f"exported {tensors}, {size_text(report.total_bytes)}, in {report.seconds:.1f} s to")
+    say(f"exported {tensors}, {size_text(report.total_bytes)}, in {report.seconds:.1f} s to")
     for file in report.files:
-        print(f"  {file}")
+        say(f"  {file}")
     if report.left_out:
         left = counted(len(report.left_out), "value")
-        print(f"left out {left} that safetensors cannot hold, such as {report.left_out[0]}")
+        say(f"left out {left} that safetensors cannot hold, such as {report.left_out[0]}")
 
 
 def import_(
@@ -129,8 +129,8 @@ def import_(
         print_json(report)
         return
     size = size_text(report.total_bytes)
-    print(f"imported {size} in {report.seconds:.1f} s to {report.url}")
-    print(f"commit {report.commit_id}")
+    say(f"imported {size} in {report.seconds:.1f} s to {report.url}")
+    say(f"commit {report.commit_id}")
 
 
 def copy(
@@ -157,13 +157,13 @@ def copy(
         print_json(report)
         return
     size = size_text(report.total_bytes)
-    print(f"copied {size} in {report.seconds:.1f} s to {report.url}")
-    print(f"commit {report.commit_id}")
+    say(f"copied {size} in {report.seconds:.1f} s to {report.url}")
+    say(f"commit {report.commit_id}")
     if report.sent_bytes < report.total_bytes:
         sent = size_text(report.sent_bytes)
-        print(f"sent {sent}; an interrupted copy had sent the rest")
+        say(f"sent {sent}; an interrupted copy had sent the rest")
     if report.copied_bytes:
-        print(f"the store copied {size_text(report.copied_bytes)} by itself, without a check here")
+        say(f"the store copied {size_text(report.copied_bytes)} by itself, without a check here")
 
 
 def _rules(rename: Sequence[str] | None) -> list[tuple[str, str]]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
-from typing import Annotated
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Annotated, Any
 
 import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Checkpoint, Json, Keys, TrustPickle, chosen
-from dcp_objstore.cli.terminal import columns
+from dcp_objstore.cli.terminal import columns, say
 from dcp_objstore.observe.report import counted, size_text
 
 _DIFFERENT_STATUS = 1
 _WORD_WIDTH = len("reshaped") + 2
 _MOST_OF_A_VALUE = 60
+_MOST_PARTS = 200
 
 
 def print_diff(
@@ -48,7 +51,17 @@ def print_diff(
         trust_pickle=trust_pickle,
     )
     if as_json:
-        print(json.dumps({"same": report.same, **dataclasses.asdict(report)}, default=repr))
+        values = [
+            {
+                "key": one.key,
+                "is_known": one.is_known,
+                "value": _plain(one.value),
+                "other_value": _plain(one.other_value),
+            }
+            for one in report.values
+        ]
+        fields = dataclasses.asdict(dataclasses.replace(report, values=()))
+        print(json.dumps({"same": report.same, **fields, "values": values}))
     else:
         _print(report)
     if not report.same:
@@ -56,17 +69,17 @@ def print_diff(
 
 
 def _print(report: dos.DiffReport) -> None:
-    print(f"from  {report.url}")
-    print(f"to    {report.other_url}")
+    say(f"from  {report.url}")
+    say(f"to    {report.other_url}")
     lines = list(_lines(report))
     for word, key, text in lines:
         line = f"{word.ljust(_WORD_WIDTH)}{key}"
         if text and len(line) + 2 + len(text) > columns():
-            print(f"{line}\n{' ' * _WORD_WIDTH}  {text}")
+            say(line, f"{' ' * _WORD_WIDTH}  {text}")
         else:
-            print(f"{line}  {text}".rstrip())
+            say(f"{line}  {text}".rstrip())
     read = f"{size_text(report.read_bytes)} read" if report.read_bytes else "no tensor read"
-    print(f"{counted(len(lines), 'difference')}, {report.equal} equal ({read})")
+    say(f"{counted(len(lines), 'difference')}, {report.equal} equal ({read})")
 
 
 def _lines(report: dos.DiffReport) -> Iterator[tuple[str, str, str]]:
@@ -99,5 +112,36 @@ def _tensor_text(tensor: dos.TensorDifference) -> str:
 def _value_text(value: dos.ValueDifference) -> str:
     if not value.is_known:
         return "needs --trust-pickle to be shown"
-    text = f"{value.value!r} -> {value.other_value!r}"
+    text = f"{_shown(value.value)} -> {_shown(value.other_value)}"
     return text if len(text) <= _MOST_OF_A_VALUE and "\n" not in text else ""
+
+
+def _plain(value: object) -> Any:
+    """Return a value as JSON has it, or else its text."""
+    try:
+        return json.loads(json.dumps(value, default=repr)) if _is_small(value) else _shown(value)
+    except (TypeError, ValueError):  # keys that are no text, or a number of thousands of digits
+        return _shown(value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value) if _is_small(value) else f"<{type(value).__name__}, too large to show>"
+    except ValueError:  # Python writes no number of thousands of digits
+        return f"<{type(value).__name__}, too large to show>"
+
+
+def _is_small(value: object) -> bool:
+    """Whether a value has few parts, counted as often as they would be printed.
+
+    A few nested lists can stand for more parts than there is memory for.
+    """
+    left, parts = [value], 0
+    while left and parts < _MOST_PARTS:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            left += [part for entry in islice(one.items(), _MOST_PARTS) for part in entry]
+        elif isinstance(one, list | tuple | set | frozenset | deque):
+            left += islice(one, _MOST_PARTS)
+        parts += 1
+    return not left

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcp_objstore.cli.options import Json, chosen
-from dcp_objstore.cli.terminal import coloured, columns, wrapped
+from dcp_objstore.cli.terminal import coloured, columns, say, wrapped
 
 if TYPE_CHECKING:
     from dcp_objstore.doctor import Finding, Status
@@ -53,7 +53,8 @@ def diagnose(
 
     shown = StoreSpec(url, chosen()).url
     if not as_json:
-        print(f"{shown}\n", flush=True)
+        say(shown, "")
+        sys.stdout.flush()
     findings: list[Finding] = []
     with closing(check_up(url, chosen())) as stream:
         for finding in stream:
@@ -65,7 +66,7 @@ def diagnose(
         checks = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({"url": shown, "ok": ok, "checks": checks}))
     else:
-        print(f"\n{_summary(findings)}")
+        say("", _summary(findings))
     if not ok:
         sys.exit(_FAILED_STATUS)
 
@@ -80,13 +81,14 @@ def _print(finding: Finding, so_far: list[Finding]) -> None:
     width = max(columns() - len(indent), _LEAST_TEXT_WIDTH)
     first, *rest = wrapped(finding.text, width)
     padding = " " * (_STATUS_WIDTH - len(word))
-    print(f"{finding.check.ljust(_NAME_WIDTH)}{coloured(word, colour)}{padding}{first}")
+    lead = f"{finding.check.ljust(_NAME_WIDTH)}{coloured(word, colour)}"
+    say(f"{padding}{first}", lead=lead)
     for line in rest:
-        print(f"{indent}{line}")
+        say(f"{indent}{line}")
     if finding.advice:
         advice = _wrapped(finding.advice, width - 3)
         for number, line in enumerate(advice):
-            print(f"{indent}{'-> ' if number == 0 else '   '}{line}")
+            say(f"{indent}{'-> ' if number == 0 else '   '}{line}")
     sys.stdout.flush()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from dcp_objstore.cli.terminal import columns, wrapped
+from dcp_objstore.cli.terminal import columns, say, wrapped
 from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,
@@ -55,8 +55,12 @@ def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoR
     line = f"dcp-objstore: {' '.join(text.split())}"
     if sys.stderr.isatty():
         line = "\n".join(wrapped(line, columns(), "  ", break_words=False))
-    print(line, *notes, sep="\n", file=sys.stderr)
+    say(*line.splitlines(), *_lines(notes), to_errors=True)
     sys.exit(status)
+
+
+def _lines(notes: Sequence[str]) -> list[str]:
+    return [line for note in notes for line in note.splitlines()]
 
 
 @contextmanager
@@ -81,7 +85,7 @@ def exits() -> Iterator[None]:
         notes = getattr(error, "__notes__", ())
         number, name = error.args if isinstance(error, _Ended) else (signal.SIGINT, "Ctrl-C")
         with suppress(OSError):  # after SIGHUP, the terminal is gone
-            print(f"dcp-objstore: ended by {name}", *notes, sep="\n", file=sys.stderr)
+            say(f"dcp-objstore: ended by {name}", *_lines(notes), to_errors=True)
         sys.exit(128 + number)
     except BrokenPipeError:
         # The reader of the output has gone; nothing more can be written, not even at exit.

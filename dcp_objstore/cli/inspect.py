@@ -13,7 +13,7 @@ import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Checkpoint, Json, chosen
-from dcp_objstore.cli.terminal import aligned, columns
+from dcp_objstore.cli.terminal import aligned, columns, say
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
@@ -74,16 +74,16 @@ def _inspect_tensor(checkpoint: dos.Checkpoint, name: str, *, as_json: bool) -> 
     if as_json:
         print(json.dumps({**_described(entry), **dataclasses.asdict(stats)}))
     else:
-        print(f"{name}  {_dtype(entry)} {list(entry.shape)}, {size_text(entry.nbytes)}")
+        say(f"{name}  {_dtype(entry)} {list(entry.shape)}, {size_text(entry.nbytes)}")
         _print_stats(stats)
 
 
 def _print_stats(stats: dos.TensorStats) -> None:
-    print(f"  {stats.elements} elements, {stats.nans} NaN, {stats.infs} Inf")
+    say(f"  {stats.elements} elements, {stats.nans} NaN, {stats.infs} Inf")
     if stats.minimum is None:
         return
     for name in ("minimum", "maximum", "mean", "std"):
-        print(f"  {name.ljust(8)} {getattr(stats, name):.6g}")
+        say(f"  {name.ljust(8)} {getattr(stats, name):.6g}")
     ends = [(f"{low:.4g}", f"{high:.4g}", count) for low, high, count in stats.histogram]
     low_width = max(len(low) for low, *_ in ends)
     high_width = max(len(high) for _, high, _ in ends)
@@ -92,7 +92,7 @@ def _print_stats(stats: dos.TensorStats) -> None:
     room -= len(str(most)) + 2
     for low, high, count in ends:
         bar = "#" * -(-count * room // most)
-        print(f"  [{low.rjust(low_width)}, {high.rjust(high_width)})  {bar} {count}")
+        say(f"  [{low.rjust(low_width)}, {high.rjust(high_width)})  {bar} {count}")
 
 
 def _print_plan(
@@ -113,8 +113,8 @@ def _print_plan(
     received_bytes = sum(one.received_bytes for one in planned)
     requests = str(sum(one.requests for one in planned))
     lines.append(("all", size_text(total_bytes), requests, "", size_text(received_bytes)))
-    print(checkpoint.url)
-    print(*aligned(lines, lines[0]), sep="\n")
+    say(checkpoint.url)
+    say(*aligned(lines, lines[0]))
 
 
 def _dtype(entry: _Entry) -> str:
@@ -148,14 +148,14 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
 
 
 def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
-    print(checkpoint.url)
+    say(checkpoint.url)
     objects = counted(len(checkpoint.objects), "object")
     if checkpoint.created_at is None:
-        print(f"by another library, {objects}")
+        say(f"by another library, {objects}")
     else:
         at = checkpoint.created_at.strftime("%Y-%m-%d %H:%M UTC")
-        print(f"saved {at}, {counted(checkpoint.world_size or 0, 'rank')}, {objects}")
-        print(f"commit {checkpoint.commit_id}")
+        say(f"saved {at}, {counted(checkpoint.world_size or 0, 'rank')}, {objects}")
+        say(f"commit {checkpoint.commit_id}")
     by_dtype = root.bytes_by_dtype()
     kinds = Counter(_dtype(entry) for entry in root.walk())
     lines = [("size", "dtype", "shards", "name"), *_tree_lines(root, "")]
@@ -164,7 +164,7 @@ def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
         lines.append((size_text(size_bytes), kind, "", f"{counted(kinds[kind], noun)} in all"))
     width = max(len(dtype) for _, dtype, *_ in lines)
     for size, dtype, shards, name in lines:
-        print(f"{size.rjust(_SIZE_WIDTH)}  {dtype.ljust(width)}  {shards.rjust(6)}  {name}")
+        say(f"{size.rjust(_SIZE_WIDTH)}  {dtype.ljust(width)}  {shards.rjust(6)}  {name}")
 
 
 def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, str]]:

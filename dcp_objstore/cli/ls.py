@@ -14,7 +14,7 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.cli.options import CheckpointOrRun, chosen
-from dcp_objstore.cli.terminal import aligned, columns
+from dcp_objstore.cli.terminal import aligned, columns, say
 from dcp_objstore.observe.report import size_text
 
 # If the terminal leaves fewer columns than this for the last column, it is left out.
@@ -44,18 +44,17 @@ def print_checkpoints(
     """
     listing = dos.list_checkpoints(url, everything=everything, storage_options=chosen())
     if listing.unlisted is not None:
-        print(
-            f"dcp-objstore: checkpoints below are not listed: {listing.unlisted}", file=sys.stderr
-        )
+        text = f"dcp-objstore: checkpoints below are not listed: {listing.unlisted}"
+        say(text, to_errors=True)
     if as_json:
         for one in listing.checkpoints:
             print(json.dumps(_as_json(one)))
     else:
-        print(listing.url)
+        say(listing.url)
         lines = _all_lines(listing) if everything else _lines(listing)
         _print_table(list(lines))
     if listing.uploads_unseen is not None:
-        print(f"unfinished uploads are not listed: {listing.uploads_unseen}", file=sys.stderr)
+        say(f"unfinished uploads are not listed: {listing.uploads_unseen}", to_errors=True)
     if listing.unread:
         error = listing.unread[0]
         fail(f"{type(error).__name__}: {error}", status_of(error))
@@ -187,4 +186,4 @@ def _print_table(lines: Sequence[_Line]) -> None:
             shown = without_last
         else:
             shown = [one if len(one) <= width else f"{one[: width - 3]}..." for one in shown]
-    print(*shown, sep="\n")
+    say(*shown)

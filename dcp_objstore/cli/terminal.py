@@ -13,6 +13,22 @@ from typing import Any
 
 import typer
 
+from dcp_objstore.errors import printable
+
+
+def say(*lines: str, lead: str = "", to_errors: bool = False) -> None:
+    """Print lines, in which nothing that a checkpoint or a store has named acts on a terminal.
+
+    Commands print by this, or as JSON, which has escapes for such characters.
+
+    Args:
+        lines: the lines.
+        lead: a text before the first one, which may be `coloured`.
+        to_errors: print to standard error.
+    """
+    text = lead + "\n".join(map(printable, lines))
+    print(text, file=sys.stderr if to_errors else sys.stdout)
+
 
 def coloured(text: str, colour: str | None) -> str:
     """Return the text in a colour, on a terminal and without `NO_COLOR` (no-color.org)."""
@@ -45,6 +61,7 @@ def wrapped(text: str, width: int, indent: str = "", *, break_words: bool = True
 
 def aligned(lines: Sequence[Sequence[str]], to_the_right: Collection[str]) -> Iterator[str]:
     """Format the lines of a table; the first has the titles, some of which align to the right."""
+    lines = [[printable(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         cells = (

@@ -12,7 +12,7 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
 from dcp_objstore.cli.options import Checkpoint, CheckpointOrRun, Json, chosen
-from dcp_objstore.cli.terminal import columns, print_json, wrapped
+from dcp_objstore.cli.terminal import columns, print_json, say, wrapped
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
@@ -53,19 +53,19 @@ def remove(
         print_json(report)
         return
     size = f"{counted(report.objects, 'data object')}, {size_text(report.total_bytes)}"
-    print(f"{'deleted' if yes else 'would delete'} {report.url} ({size})")
+    say(f"{'deleted' if yes else 'would delete'} {report.url} ({size})")
     if report.finished:
-        print("  its deletion had begun before; this finishes it")
+        say("  its deletion had begun before; this finishes it")
     if report.index_damaged:
-        print("  its index is damaged: only gc can remove its objects, after the grace period")
+        say("  its index is damaged: only gc can remove its objects, after the grace period")
     elif now and yes:
-        print(f"  removed {counted(report.removed_objects, 'object')}, the index among them")
+        say(f"  removed {counted(report.removed_objects, 'object')}, the index among them")
     elif now:
-        print("  and remove its objects at once; a job that is reading it gets an error")
+        say("  and remove its objects at once; a job that is reading it gets an error")
     else:
-        print("  its objects stay for jobs that are reading it, until gc removes them after 24 h")
+        say("  its objects stay for jobs that are reading it, until gc removes them after 24 h")
     if report.superseded:
-        print("  a new save has been committed here since; it is untouched")
+        say("  a new save has been committed here since; it is untouched")
     if not yes:
         command = ["rm", report.url, *(["--now"] if now else [])]
         _print_how([*command, *(["--even-newest"] if even_newest else [])])
@@ -127,7 +127,7 @@ def mend(
         done.append(f"its deletion, begun before, {would or 'was '}finished")
     if report.dot_metadata is not None:
         done.append(f".metadata {would or 'was '}{report.dot_metadata}")
-    print(f"{report.url} ({report.state}): {'; '.join(done) or 'nothing to repair'}")
+    say(f"{report.url} ({report.state}): {'; '.join(done) or 'nothing to repair'}")
 
 
 def protect(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
@@ -147,42 +147,40 @@ def _print_pins(url: str, pins: tuple[str, ...], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"url": where, "pins": list(pins)}))
     else:
-        print(f"{where}: pinned as {', '.join(pins)}" if pins else f"{where}: not pinned")
+        say(f"{where}: pinned as {', '.join(pins)}" if pins else f"{where}: not pinned")
 
 
 def _print_sweep(report: dos.SweepReport, grace: str) -> None:
-    print(report.url)
+    say(report.url)
     busy = [one for one in report.checkpoints if one.outcome != "clean" or one.uploads_aborted]
     lines = [(_name(report, one), _summary(one)) for one in busy]
     width = max((len(name) for name, _ in lines), default=0)
     for name, summary in lines:
         first, *rest = wrapped(summary, max(columns() - width - 4, _LEAST_TEXT_WIDTH - 4))
-        print(f"  {name.ljust(width)}  {first}")
+        say(f"  {name.ljust(width)}  {first}")
         for line in rest:
-            print(f"{' ' * (width + 4)}{line}")
+            say(f"{' ' * (width + 4)}{line}")
     removed = "would be removed" if report.dry_run else "were removed"
     clean = len(report.checkpoints) - len(busy)
     if not report.checkpoints:
-        print("there is no checkpoint here, and nothing that one has left")
+        say("there is no checkpoint here, and nothing that one has left")
         return
-    print(f"{counted(len(report.checkpoints), 'checkpoint')} looked at, nothing to do at {clean}")
+    say(f"{counted(len(report.checkpoints), 'checkpoint')} looked at, nothing to do at {clean}")
     older = f", older than {grace}" if report.deleted else ""
-    print(
-        f"{counted(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}"
-    )
+    say(f"{counted(report.deleted, 'object')} ({size_text(report.deleted_bytes)}) {removed}{older}")
     if report.url.startswith("memory:"):
         pass  # a memory store has no unfinished uploads
     elif report.uploads_unseen is None:
         uploads = counted(report.uploads_aborted, "unfinished upload")
         young = sum(one.uploads_young for one in report.checkpoints)
         in_progress = f"; {young} in progress, or younger than {grace}" if young else ""
-        print(f"{uploads} ({size_text(report.uploads_bytes)}) {removed}{in_progress}")
+        say(f"{uploads} ({size_text(report.uploads_bytes)}) {removed}{in_progress}")
     else:
-        print(f"unfinished uploads were not looked at: {report.uploads_unseen}")
+        say(f"unfinished uploads were not looked at: {report.uploads_unseen}")
     unknown = [f"{_name(report, one)}/{key}" for one in report.checkpoints for key in one.unknown]
     if unknown:
         count = counted(len(unknown), "object")
-        print(f"{count} with unknown names left alone, for example {unknown[0].removeprefix('./')}")
+        say(f"{count} with unknown names left alone, for example {unknown[0].removeprefix('./')}")
     _print_lifecycle(report)
     has_work = any(one.outcome in ("swept", "mended") or one.uploads_aborted for one in busy)
     if report.dry_run and has_work:
@@ -217,7 +215,7 @@ def _summary(one: dos.CheckpointSweep) -> str:
 
 def _print_lifecycle(report: dos.SweepReport) -> None:
     if report.lifecycle_days is not None:
-        print(
+        say(
             "the bucket's lifecycle rule removes unfinished uploads after"
             f" {counted(report.lifecycle_days, 'day')}"
         )
@@ -232,17 +230,17 @@ def _print_lifecycle(report: dos.SweepReport) -> None:
                 " --lifecycle-configuration file://rules.json"
             )
         if report.lifecycle_unread is not None:
-            print(
+            say(
                 f"the bucket's lifecycle rules are not known ({report.lifecycle_unread}); one of"
                 " them should remove unfinished uploads. This replaces all its rules:"
             )
         else:
-            print(
+            say(
                 "the bucket has no lifecycle rule that removes unfinished uploads; it should have"
                 " one (this keeps its other rules):"
             )
-        print(f"  echo {shlex.quote(report.lifecycle_json)} > rules.json")
-        print(f"  {command}")
+        say(f"  echo {shlex.quote(report.lifecycle_json)} > rules.json")
+        say(f"  {command}")
 
 
 def _name(report: dos.SweepReport, one: dos.CheckpointSweep) -> str:
@@ -251,8 +249,8 @@ def _name(report: dos.SweepReport, one: dos.CheckpointSweep) -> str:
 
 def _print_how(command: list[str]) -> None:
     before = [word for name, value in chosen().items() for word in (f"--{name}", value)]
-    print("nothing was changed; to do it:")
-    print(f"  dcp-objstore {shlex.join([*before, *command])} --yes")
+    say("nothing was changed; to do it:")
+    say(f"  dcp-objstore {shlex.join([*before, *command])} --yes")
 
 
 def _seconds(text: str) -> float:

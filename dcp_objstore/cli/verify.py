@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -13,7 +12,7 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
 from dcp_objstore.cli.options import chosen
-from dcp_objstore.cli.terminal import coloured, columns, wrapped
+from dcp_objstore.cli.terminal import coloured, columns, say, wrapped
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
@@ -30,7 +29,11 @@ def verify(
     ] = False,
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Compare also what lies around the tensors, and the counts."),
+        typer.Option(
+            "--deep",
+            help="Compare also what only stock torch reads (.metadata, what lies around the"
+            " tensors), and the counts.",
+        ),
     ] = False,
     run: Annotated[
         bool,
@@ -92,7 +95,7 @@ def verify(
         else:
             _print(report)
     if run and not as_json:
-        print(f"the newest {_whole(quick)} step: {whole or 'none'}")
+        say(f"the newest {_whole(quick)} step: {whole or 'none'}")
     if damaged and run:
         fail(f"{counted(len(damaged), 'step')} damaged: {damaged[0]}", DAMAGED_STATUS)
     if damaged:
@@ -106,17 +109,17 @@ def _whole(quick: bool) -> str:
 def _print(report: dos.VerifyReport) -> None:
     objects, blocks = counted(report.objects, "object"), counted(report.blocks, "block")
     word, colour = (_whole(report.quick), "green") if report.ok else ("DAMAGED", "red")
-    print(f"{coloured(word, colour)}: {report.url}")
+    say(f": {report.url}", lead=coloured(word, colour))
     if report.quick:
-        print(f"  {objects} looked at, nothing read")
+        say(f"  {objects} looked at, nothing read")
     else:
         since = f", from byte {report.from_byte} on" if report.from_byte else ""
-        print(f"  {objects}, {blocks}, {size_text(report.total_bytes)} read{since}")
+        say(f"  {objects}, {blocks}, {size_text(report.total_bytes)} read{since}")
     width = max(columns(), 60)
     for damage in report.damaged[:_SHOWN]:
         # Keys are copied from here, so no word is broken.
         lines = wrapped(damage.text, width - 2, "  ", break_words=False)
-        print(textwrap.indent("\n".join(lines), "  "))
+        say(*(f"  {line}" for line in lines))
     if len(report.damaged) > _SHOWN:
-        print(f"  and {len(report.damaged) - _SHOWN} more; --json prints all")
+        say(f"  and {len(report.damaged) - _SHOWN} more; --json prints all")
     print(end="", flush=True)

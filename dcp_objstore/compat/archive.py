@@ -23,6 +23,7 @@ _ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _IN_ZIP_64: Final = 2**32 - 1
 _STORED, _DEFLATED = 0, 8
+_MOST_PACKED: Final = 1032  # bytes that a deflated byte can stand for
 
 
 class ArchiveError(Exception):
@@ -118,6 +119,8 @@ class Archive:
             )
         if len(self.records) != count:
             raise ArchiveError("its directory is damaged")
+        if self.unpacked_bytes > _MOST_PACKED * len(self._body):
+            raise ArchiveError("its records say that they are larger than they can be")
 
     def _data_of(self, local: int) -> int:
         """Return where the data begins whose local header is at this offset."""

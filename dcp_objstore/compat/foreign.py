@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_objstore.checkpoint.index import MAX_PLACE_LENGTH
 from dcp_objstore.compat.foreign_names import (
     ALLOWED,
     DTYPES,
@@ -61,7 +62,6 @@ from dcp_objstore.torch_private import StorageInfo
 _MAX_NUMBER: Final = 2**63 - 1
 _MAX_DIMENSIONS: Final = 64
 _MAX_KEY_LENGTH_BYTES: Final = 1024  # S3's and GCS's bound on an object's key
-_MAX_PATH_PARTS: Final = 1000
 _MAX_TRANSFORMS: Final = 4
 _MAX_TRANSFORM_NAME: Final = 200
 # The smallest pickled chunk, path or entry takes more than this, so a body in which the memo
@@ -395,7 +395,7 @@ class _Converter:
             return None
         mapping = {}
         for key, path in _dict(value, "planner_data").items():
-            if type(path) is not tuple or len(path) > _MAX_PATH_PARTS:
+            if type(path) is not tuple or len(path) > MAX_PLACE_LENGTH:
                 raise _damaged("planner_data is not a mapping of keys to paths")
             self.spend(1 + len(path) // 2)
             for part in path:
@@ -465,7 +465,7 @@ class _Converter:
 def _checkpoint_id(value: object) -> str | None:
     """Return where the checkpoint was written to, as text. It is never opened."""
     if isinstance(value, Node) and value.name in PATHS and not value.is_new and value.state is None:
-        if len(value.args) > _MAX_PATH_PARTS:
+        if len(value.args) > MAX_PLACE_LENGTH:
             raise _damaged("checkpoint_id has too many parts")
         parts = [part for part in value.args if type(part) is str]
         if len(parts) != len(value.args):

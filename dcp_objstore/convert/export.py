@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,8 +43,6 @@ from dcp_objstore.transfer.upload import upload_object
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
-    import os
-
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.inspect.selection import Patterns
     from dcp_objstore.observe.dispatch import Channel
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
 
 _OWN_PREFIX = ".dcp-objstore."  # of files and folders that do not stay
+_ALIVE = f"{_OWN_PREFIX}alive"  # locked in a temporary folder while its export runs
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -113,7 +115,8 @@ def export_checkpoint(
     """Write a checkpoint as one `torch.save` file, or as safetensors for Hugging Face libraries.
 
     The checkpoint streams through some 400 MiB of memory, however large it is. A file appears whole
-    or not at all. If the export fails, the files that it has written are removed.
+    or not at all. If the export fails, the files that it has written are removed; of one that was
+    killed, the next one to the same local folder removes them.
 
     Args:
         url: URL of the checkpoint, which this or another library wrote.
@@ -274,22 +277,61 @@ def _shards(
 def _staged(spec: StoreSpec) -> Iterator[StoreSpec]:
     """Return where to write: the folder itself, or if it is local a temporary one inside it.
 
-    The files of a local folder are moved there at the end of the block, if it does not raise. In a
-    bucket nothing can be moved, but an object appears whole or not at all.
+    The files of a local folder are moved there at the end of the block, if it does not raise; if it
+    does, folders that were made for them are removed. In a bucket nothing can be moved, but an
+    object appears whole or not at all.
     """
     if spec.parsed.scheme != "file":
         yield spec
         return
     folder = Path(spec.url.removeprefix("file://"))
+    new = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_OWN_PREFIX, dir=folder) as temporary:
+        _remove_left(folder)
+        with _temporary(folder) as temporary:
             yield spec.at(f"file://{temporary}")
-            for path in Path(temporary).iterdir():
-                if not path.name.startswith(_OWN_PREFIX):  # the lock
+            for path in temporary.iterdir():
+                if not path.name.startswith(_OWN_PREFIX):  # locks
                     path.replace(folder / path.name)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}", url=spec.url) from error
+    finally:
+        with suppress(OSError):  # it has files in it
+            for one in new:
+                one.rmdir()
+
+
+@contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """Make a folder in a folder, which is removed at the end, and is locked until then."""
+    with ExitStack() as stack:
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=_OWN_PREFIX, dir=folder))
+            with suppress(FileNotFoundError):  # an export that began just then has removed it
+                lock = stack.enter_context(_locked(path, fcntl.LOCK_EX))
+                if os.path.samestat(os.fstat(lock), (path / _ALIVE).stat()):
+                    break
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
+        yield path
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove what killed exports have left in a folder: the system has given their locks back."""
+    for path in folder.glob(f"{_OWN_PREFIX}*"):
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(temporary: Path, how: int) -> Iterator[int]:
+    lock = os.open(temporary / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(lock, how)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 class _Export:
@@ -370,11 +412,11 @@ class _Export:
         return present
 
     def _write(self, file: _File) -> int:
-        slabs = [
+        slabs = (
             slab
             for key in file.keys
             for slab in cut(key, *self._source.tensors[key][:2], self._source.tensors[key].starts)
-        ]
+        )
         plan = plan_parts(file.size_bytes, self._config.part_size_bytes)
         tensors = read_ahead(slabs, self._source.read)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
-from zipfile import is_zipfile
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError
+from dcp_objstore.compat.vet import vet
 from dcp_objstore.config import MIB
 from dcp_objstore.convert.names import (
     TORCH_SUFFIXES,
@@ -185,6 +187,17 @@ class _ImportPlanner(AgreeingSavePlanner):
         }
         self._tensors = read_ahead((), source.read)
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Override `DefaultSavePlanner.set_up_planner`: what is flat stays as it is.
+
+        A value may be a dict (of a checkpoint that was not flattened), or contain itself.
+        """
+        self.flatten_state_dict = self.flatten_sharded_tensors = False
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.flatten_state_dict = True
+
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
         whole = super().create_local_plan()
@@ -334,15 +347,32 @@ def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
         yield path
 
 
+def _is_mappable(path: Path, trust_pickle: bool) -> bool:
+    """Whether the tensors of a `torch.save` file lie in it as they are; check what torch does not.
+
+    (Torch would take packed records for the tensors' memory.)
+
+    Raises:
+        CheckpointCorruptError: torch would allocate far more than the file has, or crash.
+        ArchiveError, ValueError: it is no such file.
+    """
+    with path.open("rb") as file:
+        head = file.read(32)
+        if not head.startswith(ZIP_START):
+            if _LEGACY_MAGIC not in head:
+                raise ValueError("it is no zip file")
+            return False
+        body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    if not trust_pickle:
+        vet(body)
+    return not any(record.packed for record in Archive(body).records.values())
+
+
 def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
-    """Map a `torch.save` file into memory."""
+    """Map a `torch.save` file into memory; read it there if its records are packed."""
     try:
-        is_zip = is_zipfile(path)
-        if not is_zip:
-            with path.open("rb") as file:
-                if _LEGACY_MAGIC not in file.read(32):
-                    raise ValueError("it is no zip file")
-        state = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=not trust_pickle)
+        is_mapped = _is_mappable(path, trust_pickle)
+        state = torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=not trust_pickle)
     except FileNotFoundError:
         raise ObjectNotFoundError(f"there is no file {path}", object_key=path.name) from None
     except UnpicklingError as error:
@@ -351,7 +381,9 @@ def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
             f"{path.name} is not loaded with weights_only=True: {text}. If you trust who made it,"
             " allow it with trust_pickle=True"
         ) from None
-    except (RuntimeError, EOFError, ValueError, OSError) as error:
+    except CheckpointCorruptError as error:
+        raise error.at(object_key=path.name) from error.__cause__
+    except (RuntimeError, EOFError, ValueError, ArchiveError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # so mmap refuses its end
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         text = str(error).partition("\n")[0]

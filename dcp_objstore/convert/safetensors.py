@@ -49,6 +49,7 @@ _METADATA = "__metadata__"
 # The format's own limit.
 _MOST_HEADER_BYTES = 100_000_000
 _FIRST_READ_BYTES = MIB
+_MOST_DIMENSIONS = 64  # of torch
 
 
 class TensorPlace(NamedTuple):
@@ -144,6 +145,8 @@ def _parsed(text: bytes, size_bytes: int) -> FileHeader:
         if dtype is None:
             raise UnsupportedError(f"dtype {entry['dtype']!r} is not known here", key=name)
         shape, (start, end) = tuple(map(_natural, entry["shape"])), entry["data_offsets"]
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValueError(f"{name!r} has {len(shape)} dimensions")
         if _natural(start) + math.prod(shape) * dtype.itemsize != end:
             raise ValueError(f"{name!r} has offsets {start} and {end} that do not fit its shape")
         if begin + end > size_bytes:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dcp_objstore.config import MIB
+from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.state.tensor_frame import framing
 from dcp_objstore.torch_private import untyped_storage
@@ -61,24 +62,38 @@ def plan_file(
     Args:
         tensors: the tensors by key. Addresses are reserved for them for the moment, but no memory.
         nest: returns the object to save, with the tensors at their places and any other values.
+
+    Raises:
+        UnsupportedError: the object is nested too deep for pickle, or a tensor is too large.
     """
-    made = {key: _without_memory(info) for key, info in tensors.items()}
+    made = {key: _without_memory(key, info) for key, info in tensors.items()}
     keys = {tensor.data_ptr(): key for key, tensor in made.items() if tensor.numel()}
     value = nest(made)
     finder = _StorageFinder()
-    finder.dump(value)
-    storages = [keys.get(at) or _memory(storage) for at, storage in finder.found.items()]
-    return TorchFile(framing(value), storages)
+    try:
+        finder.dump(value)
+        storages = [keys.get(at) or _memory(storage) for at, storage in finder.found.items()]
+        return TorchFile(framing(value), storages)
+    except RecursionError:
+        text = (
+            "a value, or the nested dict, is nested too deep for a torch.save file; choose others"
+            " with keys=, or export to safetensors"
+        )
+        raise UnsupportedError(text) from None
 
 
-def _without_memory(info: TensorInfo) -> torch.Tensor:
+def _without_memory(key: str, info: TensorInfo) -> torch.Tensor:
     """Return a tensor that may be larger than the memory of the host. It cannot be written to."""
     size_bytes = math.prod(info.shape) * info.dtype.itemsize
     if size_bytes <= _SMALL_BYTES:  # a mapping each would soon reach the limit of a process
         return torch.empty(info.shape, dtype=info.dtype)
     # The kernel does not count what is private and read-only.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    reserved = mmap.mmap(-1, size_bytes, flags, mmap.PROT_READ)
+    try:
+        reserved = mmap.mmap(-1, size_bytes, flags, mmap.PROT_READ)
+    except (OSError, OverflowError) as error:
+        text = f"this host has no addresses for its {size_bytes} bytes"
+        raise UnsupportedError(text, key=key) from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(reserved, dtype=torch.uint8).view(info.dtype).view(info.shape)

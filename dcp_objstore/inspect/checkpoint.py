@@ -22,20 +22,23 @@ from dcp_objstore.errors import (
     AbsentKeyError,
     CheckpointCorruptError,
     ConfigError,
+    ObjectNotFoundError,
     StateMismatchError,
+    printable,
 )
 from dcp_objstore.inspect.modules import Module, module_tree
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
 from dcp_objstore.inspect.slabs import Slab, cut
-from dcp_objstore.inspect.verify import VerifyReport, verify_checkpoint, without_digests
+from dcp_objstore.inspect.verify import VerifyReport, verify_at, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
-from dcp_objstore.observe.report import size_text
+from dcp_objstore.observe.report import first_few, size_text
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.stored import known_dtype
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.workers import in_waves
 
 if TYPE_CHECKING:
     import os
@@ -50,6 +53,11 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.report import LoadReport
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
+
+# What a `.metadata` of another library may claim before the sizes of the objects are asked for, and
+# how many bytes of a tensor a stored byte may stand for.
+_BELIEVED_BYTES = 64 << 30
+_MOST_PACKED = 1000
 
 _Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -78,7 +86,7 @@ class TensorEntry:
     __contains__: ClassVar[None] = None
 
     def __repr__(self) -> str:
-        return f"<TensorEntry {self.key} {self.shape} {self.dtype_name}>"
+        return f"<TensorEntry {printable(self.key)} {self.shape} {self.dtype_name}>"
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -178,7 +186,7 @@ class ValueEntry:
     nbytes: int
 
     def __repr__(self) -> str:
-        return f"<ValueEntry {self.key}, {self.nbytes} bytes>"
+        return f"<ValueEntry {printable(self.key)}, {self.nbytes} bytes>"
 
     def read(self) -> Any:
         """Read the value.
@@ -279,7 +287,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     def __getitem__(self, key: str) -> TensorEntry | ValueEntry:
         if key not in self:
             near = nearest(key, list(self)) if isinstance(key, str) else []
-            hint = f"; nearest: {', '.join(near)}" if near else ""
+            hint = f"; nearest: {first_few(near, 3)}" if near else ""
             raise AbsentKeyError(f"the checkpoint has no key {key!r}{hint}", url=self.url)
         saved = self._stored.items.tensor(key)
         if saved is None:
@@ -389,9 +397,30 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         boxes = {key: box for key, box, _ in slabs}
         return list(self._read(boxes, (), in_one_piece=True, progress=False).values())
 
-    def check_whole(self, keys: Iterable[str]) -> None:
-        """Raise if elements of these tensors are missing. See `StoredCheckpoint.check_whole`."""
+    def check_whole(self, keys: Sequence[str]) -> None:
+        """Raise if elements of these tensors are missing, or the objects cannot hold so many.
+
+        What reads tensors plans each part of them, and a `.metadata` of a few bytes may claim one
+        of any size. (The digests in an index bound what it may claim.) If much is claimed, this
+        takes a HEAD for each object.
+        """
         self._stored.check_whole(keys)
+        if self.commit_id is not None:
+            return
+        saved = filter(None, map(self._stored.items.tensor, keys))
+        claimed = sum(math.prod(one.shape) * ITEM_SIZE_BYTES.get(one.dtype, 0) for one in saved)
+        if claimed <= _BELIEVED_BYTES:
+            return
+        store = self._spec.open()
+        try:
+            stored = sum(meta.size_bytes for meta in in_waves(store.head, self.objects))
+        except ObjectNotFoundError as error:
+            raise self._stored.explain(store, error).at(url=self.url) from error
+        if claimed > _MOST_PACKED * stored:
+            raise CheckpointCorruptError(
+                f"the .metadata claims tensors of {claimed} bytes, and its objects have {stored}",
+                url=self.url,
+            )
 
     def verify(
         self,
@@ -403,14 +432,16 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     ) -> VerifyReport:
         """Read everything, compare it with its digests, and report all damage.
 
+        The marker and the index are read again, too: they may be damaged since this was opened.
         Damage is reported and never raised, and the report lists all of it, not only the first. The
         bytes are not kept, so this takes the memory of a load (see `TransferConfig`). ETags are not
         compared: they change when a checkpoint is copied, and the digests cover every byte.
 
         Args:
             quick: read nothing; only check that all objects exist, with their sizes. Default False.
-            deep: also compare the bytes around the payloads (framing and padding), which only stock
-                torch's readers use, and the marker's counts with those of the index. Default False.
+            deep: also compare the bytes around the payloads (framing and padding) and `.metadata`,
+                which only stock torch's readers use, and the marker's counts with those of the
+                index. Default False.
             from_byte: leave out the blocks before this position, to go on where an earlier
                 verification ended: a note of what it raised (Ctrl-C, too) gives the position and
                 the damage that it had found. Default 0: all blocks.
@@ -424,22 +455,17 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             StoreUnavailableError: the store did not answer, after all retries.
             PermissionDeniedError: the credentials do not allow the request.
         """
-        marker, index = self._stored.marker, self._stored.index
-        if marker is None or index is None:
+        if self.commit_id is None:
             raise without_digests(self.url)
-        channel = self._event_settings.channel("verify", self.url, *rank_and_world_size())
-        channel.show(bar=progress, summary=False)
-        with channel.watching():
-            return verify_checkpoint(
-                self._spec.open(),
-                marker,
-                index,
-                self._spec.config,
-                channel,
-                quick=quick,
-                deep=deep,
-                from_byte=from_byte,
-            )
+        return verify_at(
+            self._spec,
+            self._event_settings,
+            quick=quick,
+            deep=deep,
+            progress=progress,
+            from_byte=from_byte,
+            commit_id=self.commit_id,
+        )
 
     def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a result of `read` to the nested dict that was saved.

@@ -2,31 +2,114 @@
 
 from __future__ import annotations
 
+import copyreg
 import math
-from collections.abc import Mapping
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
+
+from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.torch_private import untyped_storage
 
 # Elements that are compared at a time, so that the copies in float64 stay small.
 _AT_ONCE = 1 << 20
 
+_PROTOCOL = 4
+# Their pickles differ if and only if they do.
+_ATOMS = {type(None), type(...), bool, int, float, complex, str, bytes, bytearray}
+_NAMED = type, FunctionType, BuiltinFunctionType
+_TENSORS = torch.Tensor, torch.nn.Parameter
+
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal; NaN equals NaN."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+    """Whether two unpickled values are the same, bit for bit, whatever their `==` says.
+
+    Types, dtypes, shapes, signs of zeros and the types of keys count. The order of a dict or set
+    does not, nor do properties of a tensor such as `requires_grad`.
+
+    Raises:
+        UnsupportedError: a value cannot be compared.
+    """
     try:
-        return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124
-    except (TypeError, ValueError):  # an array
-        return bool(np.array_equal(one, other))
+        return _Digester().digest(one) == _Digester().digest(other)
+    except Exception as error:  # reducing an object may run its class's code
+        raise UnsupportedError(
+            "this value is nested too deep to be compared, or its class does not say what is in it"
+            f" ({type(error).__name__}); leave its key out"
+        ) from error
+
+
+class _Digester:
+    """Digests a value by its parts, which for an object are what a pickle of it would hold.
+
+    Each object is digested once, however often it appears: a few nested lists can stand for more
+    parts than there is time to look at.
+    """
+
+    def __init__(self) -> None:
+        # With the objects, because the id of one that is gone may be another's.
+        self._known: dict[int, tuple[bytes, Any]] = {}
+
+    def digest(self, value: Any) -> bytes:
+        """Return the digest of a value."""
+        if type(value) in _ATOMS or isinstance(value, _NAMED):
+            return xxhash.xxh3_128_digest(pickle.dumps(value, _PROTOCOL))
+        if id(value) not in self._known:
+            # If it contains itself, its number stands for it there.
+            self._known[id(value)] = b"%16d" % len(self._known), value
+            self._known[id(value)] = self._of(value), value
+        return self._known[id(value)][0]
+
+    def _of(self, value: Any) -> bytes:
+        kind = type(value)
+        if kind is tuple:
+            return self._joined("tuple", value)
+        if kind in (set, frozenset):
+            return _hash(kind.__name__, sorted(map(self.digest, value)))
+        if kind in _TENSORS and value.layout is torch.strided and not value.is_quantized:
+            # A copy is contiguous and has its bits in memory, also if it was a conjugated view.
+            memory = (
+                value.detach()
+                .cpu()
+                .resolve_conj()
+                .resolve_neg()
+                .clone(memory_format=torch.contiguous_format)
+            )
+            bits = memory.reshape(-1).view(torch.uint8).numpy()
+            return self._joined("tensor", (kind, value.dtype, tuple(value.shape)), bits)
+        if torch.is_storage(value):  # a pickle of it would not always have the same bytes
+            empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+            return self._joined("storage", (kind,), empty.set_(untyped_storage(value)).numpy())
+        if kind is np.ndarray and not value.dtype.hasobject:
+            return self._joined("array", (value.dtype, value.shape), value.tobytes())
+        return self._of_reduced(value)
+
+    def _of_reduced(self, value: Any) -> bytes:
+        kind = type(value)
+        reducer = copyreg.dispatch_table.get(kind)
+        reduced = reducer(value) if reducer else value.__reduce_ex__(_PROTOCOL)
+        if isinstance(reduced, str):  # a constant of a module
+            return _hash(reduced, [self.digest(kind)])
+        made, state, items, entries = reduced[:2], *(*reduced[2:5], None, None, None)[:3]
+        pairs = [self._joined("entry", entry) for entry in entries or ()]
+        if not isinstance(value, OrderedDict):
+            pairs.sort()
+        return _hash("object", [self._joined("made", (*made, state, *(items or ()))), *pairs])
+
+    def _joined(self, what: str, parts: Iterable[Any], memory: Any = b"") -> bytes:
+        return _hash(what, list(map(self.digest, parts)), memory)
+
+
+def _hash(what: str, digests: list[bytes], memory: Any = b"") -> bytes:
+    state = xxhash.xxh3_128(f"{what} {len(digests)} ".encode() + b"".join(digests))
+    state.update(memory)
+    return state.digest()
 
 
 class Sum:

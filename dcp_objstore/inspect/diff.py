@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dcp_objstore.errors import UntrustedPickleError
+from dcp_objstore.errors import UnsupportedError, UntrustedPickleError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, read_ahead
@@ -118,8 +118,9 @@ def diff(
     A tensor that both have with digests, cut into the same chunks, is compared by its digests: only
     markers and indices are read. Others are read, and so are values whose digests differ. That
     takes some 600 MiB of memory, however large the tensors are (if another library wrote one of
-    the checkpoints, that of a few of its chunks). Where tensors lie in the nested dict, and
-    properties such as `requires_grad`, are not compared.
+    the checkpoints, that of a few of its chunks). Of values the types, dtypes and shapes in them
+    count, too. Where tensors lie in the nested dict, properties such as `requires_grad`, and the
+    order of dicts are not compared.
 
     Args:
         url: URL of a checkpoint, which this or another library wrote.
@@ -140,7 +141,8 @@ def diff(
     Raises:
         StateMismatchError: a pattern matches nothing.
         UntrustedPickleError: a value without digests needs `trust_pickle=True`.
-        UnsupportedError: a tensor has to be read, but cannot be read into a new one.
+        UnsupportedError: a tensor has to be read, but cannot be read into a new one, or a value
+            cannot be compared.
         DcpObjstoreError: any other error of `dcp_objstore.open` or `Checkpoint.read`.
     """
     if other_storage_options is None:
@@ -287,7 +289,11 @@ class _Comparison:
         one, other = (_trusted(checkpoint, list(self._values_to_read)) for checkpoint in self._pair)
         for key, differs in self._values_to_read.items():
             if key in one and key in other:
-                if not same(one[key], other[key]):
+                try:
+                    is_same = same(one[key], other[key])
+                except UnsupportedError as error:
+                    raise error.at(key=key) from error.__cause__
+                if not is_same:
                     difference = ValueDifference(
                         key=key, is_known=True, value=one[key], other_value=other[key]
                     )

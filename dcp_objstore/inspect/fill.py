@@ -94,7 +94,11 @@ def new_tensors(
         begin = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + math.prod(shape) * dtype.itemsize
         places.append((begin, end, shape, dtype))
-    memory = torch.empty(end, dtype=torch.uint8)
+    try:
+        memory = torch.empty(end, dtype=torch.uint8)
+    except RuntimeError as error:
+        text = f"no memory for {end} bytes of tensors, as the checkpoint has them"
+        raise UnsupportedError(text) from error
     return [memory[begin:end].view(dtype).view(shape) for begin, end, shape, dtype in places]
 
 

@@ -19,6 +19,11 @@ class Entry(Protocol):
 E = TypeVar("E", bound=Entry)
 
 
+# A name may be all dots. Its further parts stay together, because each level has the whole name
+# before it, and the tree is walked by recursion.
+_MAX_DEPTH = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Module(Generic[E]):
     """A module of a checkpoint: everything whose keys begin with its name and a dot.
@@ -63,10 +68,10 @@ def dtype_name(entry: Entry) -> str:
 
 
 def module_tree(entries: Mapping[str, E]) -> Module[E]:
-    """Arrange entries in a tree by the dots in their keys."""
+    """Arrange entries in a tree by the dots in their keys, at most 64 deep."""
     root: Module[E] = Module("")
     for key, entry in entries.items():
-        *parts, last = key.split(".")
+        *parts, last = key.split(".", _MAX_DEPTH)
         module = root
         for part in parts:
             if part not in module.modules:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
+from dcp_objstore.observe.report import first_few
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.state.geometry import Box, fills
 
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 Patterns: TypeAlias = str | Iterable[str] | None
 
 _WILDCARDS = re.compile(r"[*?\[]")
-# The largest length of a rebuilt list, whose missing entries (of a partial read) become None: more
-# than any state has, and few enough to allocate.
-_MAX_LIST_LENGTH = 100_000
+# The most entries of rebuilt lists that no key fills (of a partial read): they become None, and a
+# hostile checkpoint could ask for any number of them.
+_MOST_ABSENT = 100_000
 
 
 def matching(keys: Collection[str], patterns: Patterns) -> list[str]:
@@ -68,7 +69,7 @@ def _hint(keys: Collection[str], pattern: str) -> str:
     if below:
         return f"; '{pattern}.*' matches {below}"
     near = nearest(_WILDCARDS.split(pattern, maxsplit=1)[0].rstrip(".") or pattern, list(keys))
-    return f" (nearest: {', '.join(near)})" if near else ""
+    return f" (nearest: {first_few(near, 3)})" if near else ""
 
 
 def whole(shape: tuple[int, ...]) -> Box:
@@ -159,34 +160,43 @@ def nested(
             place stays as it is.
 
     Raises:
-        CheckpointCorruptError: two places contradict each other.
+        CheckpointCorruptError: two places contradict each other, or leave too much of lists empty.
     """
     result: dict[str, Any] = {}
+    room = _MOST_ABSENT  # for further entries of lists: each step of a place may fill one
     for key, value in flat.items():
         place = (places or {}).get(key, (key,))
+        room += len(place)
         container: Any = result
         for step, following in pairwise(place):
-            inner = _at(container, step, key)
+            inner, room = _at(container, step, key, room)
             if inner is None:
                 inner = {} if isinstance(following, str) else []
                 container[step] = inner
             container = inner
-        if not place or _at(container, place[-1], key) is not None:
+        if not place:
+            raise _contradiction(key)
+        there, room = _at(container, place[-1], key, room)
+        if there is not None:
             raise _contradiction(key)
         container[place[-1]] = value
     return result
 
 
-def _at(container: Any, step: str | int, key: str) -> Any:
-    """Return the entry at a step of a place, or None; make a list long enough for it."""
+def _at(container: Any, step: str | int, key: str, room: int) -> tuple[Any, int]:
+    """Return the entry at a step of a place, or None, and the room that is left.
+
+    A list is made long enough for it.
+    """
     if isinstance(container, dict) and isinstance(step, str):
-        return container.get(step)
+        return container.get(step), room
     if not isinstance(container, list) or not isinstance(step, int):
         raise _contradiction(key)
-    if not 0 <= step < _MAX_LIST_LENGTH:
+    absent = max(0, step + 1 - len(container))
+    if step < 0 or absent > room:
         raise _contradiction(key)
-    container.extend([None] * (step + 1 - len(container)))
-    return container[step]
+    container.extend([None] * absent)
+    return container[step], room - absent
 
 
 def _contradiction(key: str) -> CheckpointCorruptError:

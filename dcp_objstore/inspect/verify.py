@@ -15,8 +15,11 @@ import xxhash
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.publish import MAX_SIZE_BYTES
 from dcp_objstore.checkpoint.read import explain_missing, explain_object, open_found, read_marker
+from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.config import at_most
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -26,6 +29,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     RetryableError,
     UnsupportedError,
+    printable,
 )
 from dcp_objstore.observe.events import Planned, Verified
 from dcp_objstore.observe.report import first_few
@@ -51,11 +55,12 @@ class Damage:
     """A single difference between a checkpoint and what was saved.
 
     Attributes:
-        object_key: key of the data object, the index or the marker.
+        object_key: key of the data object, the index, the marker or `.metadata`.
         what: kind of damage. `missing`: the object does not exist; `size`: it has another size, or
             ends too early; `block`: a block of payload differs; `framing`: bytes around the
-            payloads differ; `counts`: the marker's counts are not those of the index; `unreadable`:
-            the marker or the index is damaged, so nothing else can be looked at.
+            payloads differ; `counts`: the marker's counts are not those of the index; `metadata`:
+            there is a `.metadata`, and it does not describe the checkpoint; `unreadable`: the
+            marker or the index is damaged, so nothing else can be looked at.
         key: key of the tensor or value with the damaged block; otherwise empty.
         block: number of the damaged 4 MiB block in its item; otherwise -1.
         elements: what cannot be read any more: parts of tensors in the notation of slices, such as
@@ -65,11 +70,15 @@ class Damage:
     """
 
     object_key: str
-    what: Literal["missing", "size", "block", "framing", "counts", "unreadable"]
+    what: Literal["missing", "size", "block", "framing", "counts", "metadata", "unreadable"]
     key: str = ""
     block: int = -1
     elements: tuple[str, ...] = ()
     text: str = ""
+
+    def __post_init__(self) -> None:
+        """Let no key in the text act on a terminal."""
+        object.__setattr__(self, "text", printable(self.text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +92,7 @@ class VerifyReport:
         blocks: number of blocks of payload that were read and compared.
         total_bytes: number of bytes read.
         quick: whether only the existence and the sizes of the objects were checked.
-        deep: whether framing, padding and counts were compared as well.
+        deep: whether framing, padding, counts and `.metadata` were compared as well.
         from_byte: where the comparison of blocks began; 0: at the beginning.
         damaged: all damage that was found, ordered by object.
     """
@@ -233,20 +242,28 @@ def verify_at(
     deep: bool,
     progress: bool,
     from_byte: int = 0,
+    commit_id: str | None = None,
 ) -> VerifyReport:
     """Do what `Checkpoint.verify` does, for a URL. Damage to the marker or index is reported, too.
+
+    Args:
+        commit_id: the commit to verify. Default: the one that is there.
 
     Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
         DcpObjstoreError: any other error that `Checkpoint.verify` raises.
     """
     store = spec.open()
-    channel = event_settings.channel("verify", spec.url)
+    channel = event_settings.channel("verify", spec.url, *rank_and_world_size())
     channel.show(bar=progress, summary=False)
     with channel.watching():
         try:
-            marker, index = wait_for(_open, store)
+            marker, body, index = wait_for(_open, store, commit_id)
+            if commit_id not in (None, marker.commit_id):
+                raise wait_for(explain_missing, store, commit_id, MARKER_KEY)
         except CheckpointNotFoundError as error:
+            if commit_id is not None:
+                raise wait_for(explain_missing, store, commit_id, MARKER_KEY) from None
             reason = explain_object(spec)
             raise (CheckpointNotFoundError(reason, url=spec.url) if reason else error) from None
         except CheckpointCorruptError as error:
@@ -263,9 +280,10 @@ def verify_at(
                 from_byte=from_byte,
                 damaged=(Damage(object_key, "unreadable", text=text),),
             )
-        return verify_checkpoint(
+        return _verify(
             store,
             marker,
+            body,
             index,
             spec.config,
             channel,
@@ -275,15 +293,15 @@ def verify_at(
         )
 
 
-def _open(store: ObjectStore) -> tuple[Marker, ix.Index]:
+def _open(store: ObjectStore, commit_id: str | None) -> tuple[Marker, bytes, ix.Index]:
     """Read marker and index, twice if need be: the answer may be damaged, not the object."""
     for last in (False, True):
         try:
             found = read_marker(store)
-            if found is None:
+            if found is None and commit_id is None:
                 _refuse_foreign(store)
             marker, body = open_found(store, found)
-            return marker, ix.decode(body)
+            return marker, body, ix.decode(body)
         except CheckpointCorruptError:
             if last:
                 raise
@@ -305,9 +323,10 @@ def without_digests(url: str) -> UnsupportedError:
     return UnsupportedError(text, url=url)
 
 
-def verify_checkpoint(
+def _verify(
     store: ObjectStore,
     marker: Marker,
+    body: bytes,
     index: ix.Index,
     config: TransferConfig,
     channel: Channel,
@@ -321,11 +340,12 @@ def verify_checkpoint(
     Args:
         store: the store, rooted at the checkpoint.
         marker: its marker.
+        body: its index as it is stored.
         index: its index.
         config: sizes, concurrency, time-outs and the memory budget.
         channel: channel for the events of the verification.
         quick: only check the existence and the sizes of the objects.
-        deep: also compare framing, padding and the marker's counts.
+        deep: also compare framing, padding, the marker's counts, and `.metadata`.
         from_byte: leave out the blocks before this position, counted over all objects in the order
             of the index. If this is interrupted or fails, a note of the error gives the position
             up to which everything was compared, and the damage so far.
@@ -372,6 +392,13 @@ def verify_checkpoint(
             raise
     if deep:
         comparison.damaged.update(_miscounted(marker, index))
+        if wait_for(_misleads, store, body):
+            check_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
+            text = (
+                f"{DOT_METADATA_KEY}: does not describe this checkpoint, so stock torch cannot load"
+                f" it, or loads something else; `dcp-objstore repair {store.url}` writes it again"
+            )
+            comparison.damaged.add(Damage(DOT_METADATA_KEY, "metadata", text=text))
     channel.emit(
         Verified,
         channel.began_at,
@@ -508,6 +535,25 @@ def _miscounted(marker: Marker, index: ix.Index) -> Iterator[Damage]:
     if marker.counts != named:
         text = f"{MARKER_KEY}: counts {marker.counts}, the index has {named}"
         yield Damage(MARKER_KEY, "counts", text=text)
+
+
+def _misleads(store: ObjectStore, index: bytes) -> bool:
+    """Whether there is a `.metadata` that does not describe an index.
+
+    None is no damage: `save(stock_metadata=False)` writes none. It is read a second time if it
+    differs, because the transfer may be damaged, not the object.
+    """
+    content = StockDotMetadata()
+    for _ in range(2):
+        try:
+            body, _meta = store.get(DOT_METADATA_KEY, max_size_bytes=MAX_SIZE_BYTES)
+            if content.describes(body, index):
+                return False
+        except (ObjectNotFoundError, UnsupportedError):  # this version cannot make one, either
+            return False
+        except CorruptDataError:
+            continue
+    return True
 
 
 class _GoneCheck:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dcp_objstore.errors import printable
 from dcp_objstore.observe.events import (
     Loaded,
     PartCopied,
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import AnyEvent
 
 logger = logging.getLogger("dcp_objstore")
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    """Let nothing that a store has named or answered act on the terminal that shows the log."""
+    text = record.getMessage()
+    safe = printable(text, keep="\n\t")
+    if safe != text:
+        record.msg, record.args = safe, None
+    return True
+
+
+logger.addFilter(_make_printable)
 
 GIB = 1024**3
 
@@ -132,7 +145,7 @@ def size_text(count_bytes: float) -> str:
 
 def first_few(names: Sequence[str], most: int) -> str:
     """Join names with commas; of more than `most`, only the first ones and the number of others."""
-    shown = ", ".join(names[:most])
+    shown = ", ".join(map(printable, names[:most]))
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
@@ -241,7 +254,7 @@ class StatusLine:
         """Replace the line."""
         if self._shown:
             columns = shutil.get_terminal_size().columns
-            print(f"\r\033[K{text[: columns - 1]}", end="", file=sys.stderr, flush=True)
+            print(f"\r\033[K{printable(text)[: columns - 1]}", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Remove the line."""

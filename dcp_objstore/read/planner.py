@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_objstore.distributed.plugin import same_url
-from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.errors import StateMismatchError, printable
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.state.per_rank import own_name
@@ -215,6 +215,7 @@ def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
 
 
 def _listed(summary: str, lines: list[str]) -> StateMismatchError:
+    lines = list(map(printable, lines))
     more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     count = "1 key" if len(lines) == 1 else f"{len(lines)} keys"
     return StateMismatchError(f"{summary} in {count}:\n  " + "\n  ".join(lines[:_SHOWN]) + more)

@@ -22,7 +22,12 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_objstore import torch_private
-from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError, UnsupportedError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    StateMismatchError,
+    UnsupportedError,
+    printable,
+)
 from dcp_objstore.state.geometry import Box, Selection, collapse
 from dcp_objstore.state.memory import (
     byte_memory,
@@ -347,7 +352,7 @@ def warn_if_lossy(item: ReadItem, stored_dtype: str, destination: torch.Tensor) 
     if destination.dtype == dtype or _holds(destination.dtype, dtype):
         return False
     warnings.warn(
-        f"loading {item.dest_index.fqn}: saved as {stored_dtype}, converted to"
+        f"loading {printable(item.dest_index.fqn)}: saved as {stored_dtype}, converted to"
         f" {str(destination.dtype).removeprefix('torch.')}, which cannot hold every value"
         " (further conversions in this load are not reported)",
         stacklevel=2,

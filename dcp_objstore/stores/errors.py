@@ -20,6 +20,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
     UnsupportedError,
+    printable,
 )
 
 T = TypeVar("T")
@@ -242,11 +243,11 @@ def advice_on(
 
 
 def redacted(text: str) -> str:
-    """Return the text without the credentials and signatures that a store repeats in it."""
+    """Return the text without credentials and signatures that a store repeats in it, printable."""
     text = _TOLD_ELEMENT.sub(r"<\1/>", text)
     for field in _TOLD_FIELDS:
         text = field.sub(r"\1***", text)
-    return text
+    return printable(text, keep="\n\t")
 
 
 def redact(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -47,6 +48,32 @@ def test_differences_are_printed_on_80_columns(
     assert all(len(line) <= 80 for line in lines[2:])
     print_diff(*urls, **{**ALL, "keys": ["model.b"]})
     assert capsys.readouterr().out.splitlines()[2:] == ["0 differences, 1 equal (no tensor read)"]
+
+
+def test_values_that_are_too_large_to_print_are_named_by_their_type(
+    urls: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeated: tuple[object, ...] = ()
+    for _ in range(100):
+        repeated = repeated, repeated  # 2**100 parts
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    values = {"repeated": repeated, "deep": (deep,), "number": (10**5000,), "keys": ({(1, 2): 3},)}
+    differences = tuple(
+        dos.ValueDifference(key=key, is_known=True, value=value, other_value=1)
+        for key, value in values.items()
+    )
+    report = dataclasses.replace(dos.diff(*urls), values=differences)
+    monkeypatch.setattr(dos, "diff", lambda *_, **__: report)
+    with pytest.raises(SystemExit):
+        print_diff(*urls, **{**ALL, "as_json": True})
+    shown = {one["key"]: one["value"] for one in json.loads(capsys.readouterr().out)["values"]}
+    assert shown.pop("keys") == "({(1, 2): 3},)"
+    assert set(shown.values()) == {"<tuple, too large to show>"}
+    with pytest.raises(SystemExit):
+        print_diff(*urls, **ALL)
+    assert "changed   keys  ({(1, 2): 3},) -> 1" in capsys.readouterr().out
 
 
 def test_json_and_statuses(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
+import torch
 
+import dcp_objstore as dos
+from dcp_objstore.errors import CheckpointCorruptError, StateMismatchError
+from dcp_objstore.observe.report import logger
+from dcp_objstore.stores.errors import redacted
 from tests.support import captures
 from tests.support.campaign import cases
-from tests.support.command_line import on_terminal, run
+from tests.support.command_line import on_terminal, run, run_here
+
+# Moves the cursor, sets the title, begins a line, and turns the direction of what follows.
+EVIL = "w\x1b[2K\x1b[1A\x9b31m\x1b]0;owned\x07\rFORGED\nFORGED\u202egnp\u2066"
 
 
 @pytest.mark.campaign
@@ -40,3 +49,68 @@ def test_colours_are_for_terminals_and_errors_are_wrapped_there(
     assert len(shown) > 1
     assert max(len(line) for line in shown if str(tmp_path) not in line) <= columns
     assert len(run("rm", step).stderr.splitlines()) == 1
+
+
+def assert_harmless(shown: str) -> None:
+    for line in shown.splitlines():
+        assert line.isprintable()
+        assert not line.lstrip().startswith("FORGED")
+
+
+@pytest.fixture
+def evil_run(tmp_path: Path) -> str:
+    """A run of two damaged checkpoints, whose every name is hostile."""
+    run_url = f"file://{tmp_path}/run"
+    for step in (1, 2):
+        state = {EVIL: torch.arange(10.0 * step), f"{EVIL}.value": EVIL * step, "x.0.y": 1}
+        notes = {EVIL: EVIL, "metrics": {EVIL: EVIL}}
+        url = f"{run_url}/step-{step}\u202e"
+        dos.save(state, url, user_metadata=notes, progress=False)
+        folder = tmp_path / "run" / f"step-{step}\u202e"
+        data = next(folder.glob("__0_0*"))
+        data.write_bytes(data.read_bytes()[:100])
+        (folder / EVIL).write_bytes(b"nothing that we write")
+        dos.pin(url, f"pin\u202e{step}")
+    return run_url
+
+
+def test_nothing_that_a_store_names_acts_on_a_terminal(evil_run: str, tmp_path: Path) -> None:
+    one, two = (f"{evil_run}/step-{step}\u202e" for step in (1, 2))
+    seen = 0
+    for command in (
+        *(("ls", evil_run), ("ls", "--all", evil_run), ("inspect", one), ("inspect", one, "W*")),
+        *(("inspect", one, "--tensor", EVIL), ("inspect", one, "--tensor", EVIL[:-1])),
+        *(("inspect", one, "--plan", "2"), ("verify", one), ("verify", "--deep", one)),
+        *(("verify", "--quick", one), ("verify", "--run", evil_run), ("diff", one, two)),
+        *(("diff", "--stats", one, two), ("export", one, f"{tmp_path}/m.safetensors")),
+        *(("export", one, f"{tmp_path}/m.pt"), ("cp", one, f"{evil_run}/copy")),
+        *(("import", one, f"{evil_run}/new"), ("import", one, two), ("gc", evil_run)),
+        *(("rm", one), ("repair", one), ("pin", one, "x"), ("unpin", one, "x")),
+    ):
+        done = run_here(*command)
+        assert done.stdout + done.stderr
+        assert_harmless(done.stdout + done.stderr)
+        seen += "\\x1b" in done.stdout + done.stderr
+    assert seen >= 8
+
+
+def test_no_error_or_log_line_acts_on_a_terminal(
+    evil_run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{evil_run}/step-1\u202e"
+    error = CheckpointCorruptError(EVIL.replace("\n", ""), key=EVIL, object_key=EVIL, url=EVIL)
+    assert_harmless(str(error))
+    assert (error.key, error.message) == (EVIL, EVIL.replace("\n", ""))
+    with pytest.raises(StateMismatchError) as caught:
+        dos.load({EVIL: torch.zeros(3), f"{EVIL}.valu": 1}, url, progress=False)
+    assert_harmless(str(caught.value))
+    assert_harmless(repr(list(dos.open(url).values())))
+    report = dos.open(url).verify(progress=False)
+    assert_harmless("\n".join(damage.text for damage in report.damaged))
+    assert any(EVIL in part for damage in report.damaged for part in damage.elements)
+    logger.warning("%s is odd", EVIL.replace("\n", ""))
+    logging.getLogger("dcp_objstore").warning(EVIL.replace("\n", ""))
+    ours = [one.getMessage() for one in caplog.records if one.name == "dcp_objstore"]
+    assert len(ours) >= 2
+    assert_harmless("\n".join(ours))
+    assert redacted("<Message>\x1b[2Jgone</Message>\n") == "<Message>\\x1b[2Jgone</Message>\n"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import secrets
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.convert import import_checkpoint
+from dcp_objstore.convert.export import _staged
 from dcp_objstore.convert.sources import TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import (
@@ -37,6 +40,8 @@ from dcp_objstore.errors import (
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
 from dcp_objstore.stores import open_store
+from dcp_objstore.stores import StoreSpec
+from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 from tests.support.command_line import run, run_here
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -264,6 +269,66 @@ def test_a_torch_file_that_is_no_zip_is_imported(tmp_path: Path) -> None:
         dos.import_checkpoint(source, place, overwrite=True)
 
 
+def repacked(source: Path) -> None:
+    """Pack a file's records again, as `zip` does."""
+    with zipfile.ZipFile(source) as file:
+        records = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(source, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, body in records.items():
+            file.writestr(name, body)
+
+
+def test_a_torch_file_of_packed_records_is_imported_right(tmp_path: Path) -> None:
+    source, place = tmp_path / "packed.pt", (tmp_path / "step-0").as_uri()
+    # Noise does not get smaller: as large a record as the tensor, and other bytes.
+    state = {**training_state(), "noise": torch.randn(1000), "zeros": torch.zeros(1000)}
+    torch.save(state, source)
+    repacked(source)
+    dos.import_checkpoint(source, place, progress=False)
+    assert_same(dos.load_state_dict(place), state)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        hostile.v2(hostile.called("builtins.bytearray", hostile.long_number(2**33))),
+        hostile.v2(b"})" + b"\x85" * 1_000_000 + b"Ns"),
+        hostile.overlapping(5_000),
+        hostile.claims(
+            hostile.archive(b"\x80\x02K\7.", {"data/0": b"x" * 99}, packed=True),
+            b"archive/data/0",
+            3 << 30,
+        ),
+    ],
+    ids=["bytearray(2**33)", "a million tuples as a key", "overlapping", "a record says 3 GiB"],
+)
+def test_a_torch_file_that_asks_for_what_no_save_needs_is_refused(
+    body: bytes, tmp_path: Path
+) -> None:
+    source, place = tmp_path / "hostile.pt", tmp_path / "step-0"
+    source.write_bytes(body)
+    with pytest.raises(CheckpointCorruptError):
+        dos.import_checkpoint(source, place.as_uri(), progress=False)
+    assert not place.exists()
+
+
+def test_values_that_are_dicts_are_imported_as_they_are(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "meta": {"a": 1, "t": torch.zeros(2)}, "list": [1, {"a": 2}]}
+    whole = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "stock", planner=whole)
+    place = (tmp_path / "step-0").as_uri()
+    dos.import_checkpoint(tmp_path / "stock", place, progress=False)
+    assert_same(dos.load_state_dict(place), state)
+
+
+def test_a_value_too_deep_for_pickle_is_refused(tmp_path: Path) -> None:
+    for key, body in hostile.CASES["our value is odd: lists, 200,000 deep"].build().items():
+        (tmp_path / key).write_bytes(body)
+    with pytest.raises(UnsupportedError, match="deep"):
+        dos.export_checkpoint(tmp_path.as_uri(), tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
 def test_a_torch_file_is_planned_for_a_tensor_larger_than_the_memory() -> None:
     info = TensorInfo((2**38,), torch.float32)  # 1 TiB
     planned = plan_file({"w": info, "b": TensorInfo((3,), torch.float32)}, dict)
@@ -401,7 +466,39 @@ def test_ctrl_c_ends_an_export_and_leaves_no_file(
     with pytest.raises(KeyboardInterrupt):
         dos.export_checkpoint(url, tmp_path / "hf", max_shard_size_bytes=20)
     assert len(reads) > 5
-    assert list((tmp_path / "hf").iterdir()) == []
+    assert not (tmp_path / "hf").exists()
+
+
+def test_the_next_export_removes_what_a_killed_one_left_and_no_other(
+    url: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "hf"
+    if not (child := os.fork()):
+        with _staged(StoreSpec(out.as_uri())) as staging:
+            Path(staging.url.removeprefix("file://"), "half").write_bytes(b"x")
+            os._exit(0)  # as if killed: nothing is cleaned up
+    os.waitpid(child, 0)
+    assert [path.name for path in out.rglob("half")] == ["half"]
+    with _staged(StoreSpec(out.as_uri())) as staging:
+        mine = Path(staging.url.removeprefix("file://"))
+        assert list(out.iterdir()) == [mine]
+        (mine / "mine").write_bytes(b"x")
+        dos.export_checkpoint(url, out, progress=False)
+        assert (mine / "mine").exists()
+    assert sorted(path.name for path in out.iterdir()) == ["mine", "model.safetensors"]
+
+
+def test_a_failed_export_leaves_no_new_folder_and_those_that_were_there(
+    url: str, tmp_path: Path
+) -> None:
+    (data,) = (tmp_path / "run" / "step-7").glob("__0_0*")
+    data.write_bytes(data.read_bytes()[:100])
+    (tmp_path / "there").mkdir()
+    for name in ("new/deep/hf", "new/m.pt", "there/deeper/hf", "there/m.pt"):
+        with pytest.raises(CheckpointCorruptError):
+            dos.export_checkpoint(url, tmp_path / name, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "there"]
+    assert list((tmp_path / "there").iterdir()) == []
 
 
 def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(
@@ -465,6 +562,7 @@ def test_a_full_disk_ends_an_import_that_downloads_and_says_so(
         b' "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
         b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},'
         b' "b": {"dtype": "F32", "shape": [0, 4611686018427387904, 9], "data_offsets": [8, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [%s 0], "data_offsets": [0, 0]}}' % (b"9," * 9_000),
         b"[" * 100_000,
     ],
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
-from dcp_objstore.errors import StateMismatchError, UntrustedPickleError
+from dcp_objstore.errors import StateMismatchError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.inspect import compare, slabs
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -193,5 +197,51 @@ def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(
     dcp.save({"a": 1, "opaque": Opaque(1)}, checkpoint_id=tmp_path / "stock")
     with pytest.raises(UntrustedPickleError):
         dos.diff(one, (tmp_path / "stock").as_uri())
-    (value,) = dos.diff(one, (tmp_path / "stock").as_uri(), trust_pickle=True).values
-    assert value.is_known  # equal numbers, but objects without ==
+    assert dos.diff(one, (tmp_path / "stock").as_uri(), trust_pickle=True).same
+    (_, value) = dos.diff(two, (tmp_path / "stock").as_uri(), trust_pickle=True).values
+    assert value.is_known
+
+
+NAN = float("nan")
+# No two of them are the same, although `==` says so of many.
+VALUES: list[Any] = [
+    *(0, 1, True, 1.0, 0.0, -0.0, NAN, "1", b"1", bytearray(b"1"), 10**5000),
+    *((1,), (True,), [1], {1}, {True}, {1: 2}, {True: 2}, {NAN: 2}, torch.Size([1])),
+    *(np.array([1, 2], kind) for kind in ("i4", "i8", "f4", "f8", ">f8")),
+    *(np.zeros(3), -np.zeros(3), np.zeros((1, 3)), np.array([NAN]), np.array([{"a": NAN}], object)),
+    *(np.float32(1), np.float64(1), np.zeros((0, 5), "f4"), np.zeros(0, "f4")),
+    *(torch.zeros(3), -torch.zeros(3), torch.zeros(1, 3), torch.tensor([NAN]), torch.tensor(0.0)),
+    *(torch.ones(1).half(), torch.ones(1).bfloat16(), torch.ones(2)[::2].to_sparse()),
+    *(deque([torch.ones(3)]), deque([torch.zeros(3)]), deque([torch.ones(3)], 5), deque([NAN, 1])),
+    *(OrderedDict(a=1, b=2), OrderedDict(b=2, a=1), {"a": 1, "b": 2}, Counter(a=1, b=2)),
+    *(defaultdict(int, a=1), defaultdict(list, a=1), Opaque(1), Opaque(True), Opaque, io.BytesIO()),
+]
+
+
+def test_values_are_compared_bit_for_bit_with_their_types() -> None:
+    digests = []
+    for one in (*VALUES, *copy.deepcopy(VALUES)):
+        digests.append(next(n for n, other in enumerate(VALUES) if compare.same(one, other)))
+    assert digests == [*range(len(VALUES))] * 2
+    assert compare.same({"a": 1, "b": {3, "x"}}, {"b": {"x", 3}, "a": 1})
+
+
+def test_a_changed_collection_of_tensors_is_a_difference(saved: Callable[..., str]) -> None:
+    one, two = (saved(str(n), {"queue": deque([torch.full((3,), n)])}) for n in (1, 2))
+    (value,) = dos.diff(one, two).values
+    assert value.key == "queue"
+
+
+def test_what_repeats_or_contains_itself_is_compared_in_proportion_to_its_size() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    assert compare.same(itself, copy.deepcopy(itself))
+    assert not compare.same(itself, [[]])
+    repeated, deep = [1], [1]
+    for _ in range(200):
+        repeated = [repeated, repeated]  # 2**200 parts
+    for _ in range(5_000):
+        deep = [deep]
+    assert compare.same(repeated, copy.deepcopy(repeated))
+    with pytest.raises(UnsupportedError, match="deep"):
+        compare.same(deep, deep)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.marker import decode_marker, encode_marker
+from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import CorruptDataError, DcpObjstoreError, ObjectNotFoundError
+from dcp_objstore.errors import (
+    CheckpointGoneError,
+    CorruptDataError,
+    DcpObjstoreError,
+    ObjectNotFoundError,
+)
 from dcp_objstore.inspect.verify import _Framing
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
@@ -99,3 +108,74 @@ def test_a_marker_that_counts_other_things_than_the_index_is_found(tmp_path: Pat
     assert ckpt.verify().ok
     (damage,) = ckpt.verify(deep=True).damaged
     assert (damage.what, damage.object_key) == ("counts", "_COMMIT")
+
+
+def flip(path: Path) -> None:
+    body = bytearray(path.read_bytes())
+    body[len(body) // 2] ^= 0xFF
+    path.write_bytes(body)
+
+
+@pytest.mark.parametrize("name", ["_COMMIT", "index.*"])
+def test_marker_and_index_of_an_opened_checkpoint_are_read_again(tmp_path: Path, name: str) -> None:
+    place = tmp_path / "a"
+    dos.save({"w": seeded("w", (4,))}, place.as_uri(), progress=False)
+    ckpt = dos.open(place.as_uri())
+    (path,) = place.glob(name)
+    flip(path)
+    for quick in (True, False):
+        (damage,) = ckpt.verify(quick=quick).damaged
+        assert (damage.what, damage.object_key) == ("unreadable", path.name)
+    path.unlink()
+    if name == "_COMMIT":
+        with pytest.raises(CheckpointGoneError, match="deleted"):
+            ckpt.verify()
+    else:
+        assert [damage.what for damage in ckpt.verify().damaged] == ["unreadable"]
+
+
+def test_an_opened_checkpoint_that_was_replaced_is_not_taken_for_the_new_one(
+    tmp_path: Path,
+) -> None:
+    place = (tmp_path / "a").as_uri()
+    dos.save({"w": seeded("w", (4,))}, place, progress=False)
+    ckpt = dos.open(place)
+    dos.save({"w": seeded("v", (4,))}, place, overwrite=True, progress=False)
+    with pytest.raises(CheckpointGoneError, match="replaced"):
+        ckpt.verify()
+    assert dos.open(place).verify(deep=True).ok
+
+
+def test_a_dot_metadata_that_misleads_stock_torch_is_found_and_repaired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, state = tmp_path / "a", {"v": torch.ones(2000), "w": torch.zeros(2000)}
+    dos.save(state, place.as_uri(), progress=False)
+    path, whole = place / ".metadata", (place / ".metadata").read_bytes()
+    swapped = pickle.loads(whole)  # decodes, and leads to other elements
+    one, two = swapped.storage_data
+    places = swapped.storage_data
+    places[one], places[two] = places[two], places[one]
+    flip(path)
+    ckpt = dos.open(place.as_uri())
+    for body in (path.read_bytes(), whole[:-9], b"", pickle.dumps(swapped)):
+        path.write_bytes(body)
+        assert ckpt.verify().ok
+        (damage,) = ckpt.verify(deep=True).damaged
+        assert (damage.what, damage.object_key) == ("metadata", ".metadata")
+        assert "repair" in damage.text
+        assert dos.repair(place.as_uri()).dot_metadata == "written"
+        assert ckpt.verify(deep=True).ok
+    found = {key: torch.full((2000,), 7.0) for key in state}
+    dcp.load(found, checkpoint_id=place, no_dist=True)
+    assert all(map(torch.equal, found.values(), state.values()))
+    answers = [False, True]
+    monkeypatch.setattr(StockDotMetadata, "describes", lambda *_: answers.pop(0))
+    assert ckpt.verify(deep=True).ok  # one transfer was damaged
+    assert not answers
+
+
+def test_a_checkpoint_without_a_dot_metadata_is_whole(tmp_path: Path) -> None:
+    place = (tmp_path / "a").as_uri()
+    dos.save({"w": seeded("w", (4,))}, place, stock_metadata=False, progress=False)
+    assert dos.open(place).verify(deep=True).ok

@@ -119,11 +119,12 @@ def add_metadata() -> None:
             p.mapped({p.text("step"): p.made(p.METADATA, "BytesStorageMetadata")}),
             p.mapped({p.index(p.text("step"), p.NONE): p.info(length=h.long_number(32 << 30))})),
         "tensor of 64 TiB without chunks": p.metadata(p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 44, 1), chunks=p.listed())})),
-        "tensor of 64 TiB in one chunk": p.metadata(
-            p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 44, 1), chunks=p.listed(p.chunk(sizes=p.size(1 << 44, 1))))}),
-            p.mapped({p.index(): p.info(length=h.long_number(1 << 46))})),
         "one chunk of 64 dimensions, 20 times": many_times_one_chunk(20),
     }, h.REFUSED)  # fmt: skip
+    huge = p.metadata(
+        p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 44, 1), chunks=p.listed(p.chunk(sizes=p.size(1 << 44, 1))))}),
+        p.mapped({p.index(): p.info(length=h.long_number(1 << 46))}))  # fmt: skip
+    add(".metadata claims much", "tensor of 64 TiB", lambda: h.foreign(huge), h.REFUSED)
     paths = {
         "up": "../x", "up and down": "a/../../x", "absolute": "/etc/passwd", "two slashes": "//host/x",
         "scheme": "s3://other/x", "http": "http://169.254.169.254/latest", "file": "file:///etc/passwd",
@@ -239,6 +240,27 @@ def add_index() -> None:
         "short framing digest": {"framing_digest": b""},
         "long framing digest": {"framing_digest": b"x" * 1_000_000},
     })  # fmt: skip
+
+    def placed(place: tuple[str | int, ...], *keys: str) -> h.Objects:
+        data = h.PAYLOAD + h.STEP * len(keys)
+        places = range(len(h.PAYLOAD), len(data), len(h.STEP))
+        values = {key: h.item(at, h.STEP) for key, at in zip(keys, places, strict=True)}
+        index = h.index_of(data, blobs=values, flatten_mapping={k: (k, *place) for k in values})
+        return h.sealed(indexes.encode(index), {h.DATA_KEY: data})
+
+    # A load into a state does not look at the places.
+    add_all("index places keys in lists", lambda place: placed(*place), {
+        "999 long ones, one in the other": ((99_999,) * 999, "v"),
+        "as many as there are keys": ((99_999,), *map(str, range(200))),
+        "in a place of no list": ((2**40,), "v"),
+        "before the first": ((-1,), "v"),
+    }, (*h.CORRUPT, "value"))  # fmt: skip
+    add_all("index places keys deep", lambda place: placed(place, "v"), {
+        "200,000 dicts": ("a",) * 200_000,
+        "200,000 lists": (0,) * 200_000,
+        "just too deep": ("a",) * 1_000,
+    })  # fmt: skip
+    add("key of many parts", "100,000 dots", lambda: placed((), "." * 100_000), h.HARMLESS)
     body = indexes.encode(h.index_of(h.DATA))
     head = b"\x97\x02"
     add_all("index is no msgpack", h.ours, {

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint import filesystem, metadata as stock, planner
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
+from dcp_objstore.cli.inspect import _tree_lines
 from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 
 # Beyond what the process has when it begins with the first case. A claim of more than this cannot
@@ -173,6 +175,31 @@ def doors(url: str) -> dict[str, str]:
     return found
 
 
+# Where stored sizes, places and names decide what a conversion plans.
+CONVERTED = "index places keys", "key of many parts", ".metadata claims much", "valid"
+
+
+def conversions(url: str) -> dict[str, str]:
+    """What looking at the whole of an opened checkpoint, and writing it elsewhere, ends in."""
+    found: dict[str, str] = {}
+    opened: list[dos.Checkpoint] = []
+    if outcome(lambda: opened.append(dos.open(url))) != "value":
+        return found
+    (checkpoint,) = opened
+    found["modules"] = outcome(lambda: list(_tree_lines(checkpoint.modules(), "")))
+    found["plan"] = outcome(lambda: checkpoint.plan(4))
+    found["diff"] = outcome(lambda: dos.diff(url, url, stats=True, progress=False))
+    with tempfile.TemporaryDirectory(prefix="hostile-") as out:
+        for name in ("m.pt", "m.safetensors"):
+            export = partial(dos.export_checkpoint, url, f"{out}/{name}", progress=False)
+            found[name] = outcome(export)
+    target = "memory://hostile/imported"
+    found["import"] = outcome(
+        lambda: dos.import_checkpoint(url, target, overwrite=True, progress=False)
+    )
+    return found
+
+
 def status(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
@@ -201,6 +228,8 @@ def run(case_id: str) -> dict[str, Any]:
             found = doors(f"file://{place}")
         finally:
             watching = False
+        if case.family.startswith(CONVERTED):
+            found |= conversions(f"file://{place}")
         resident = status("VmHWM") - resident
         after = state_of_process()
         changed = [
