@@ -201,6 +201,8 @@ class CheckpointManager:
         self._user_metadata = check_user_metadata(user_metadata)
         self._save_on_preemption = save_on_preemption
         self._preemption = PreemptionWatch(preemption_signals, preemption_check)
+        # Nothing asks a watch whose manager was not closed.
+        weakref.finalize(self, self._preemption.restore).atexit = False
         self._claims_run = claim_run
         self._group_given = process_group
         self._config = config
