@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
 from dcp_objstore.distributed.groups import is_first
+from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
     CheckpointExistsError,
     ConfigError,
     DcpObjstoreError,
-    RankFailedError,
     SaveInProgressError,
 )
 from dcp_objstore.observe.report import SaveReport, logger
@@ -205,16 +205,12 @@ class RunSaves:
         if self._pending is None:
             return
         step, handle = self._pending
-        error, failed = handle.exception(), None
-        self._pending = None
+        error, failed = capture(handle.exception)
+        if failed is None:
+            self._pending = None
         if error is not None:
             self._note_failure(step, error)
-            failed = (
-                error
-                if isinstance(error, DcpObjstoreError)
-                else RankFailedError(f"{type(error).__name__}: {error}", current_rank())
-            )
-            failed.at(url=handle.url)
+            failed = typed(error, current_rank(), handle.url)
         raise_on_all(failed, self._url, self._group)
 
     def _note_failure(self, step: int, error: BaseException) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 from dcp_objstore.distributed.failures import (
@@ -25,7 +26,7 @@ from dcp_objstore.distributed.failures import (
     without_frames,
 )
 from dcp_objstore.distributed.groups import CALLS, SAVES, own_group
-from dcp_objstore.distributed.plugin import reporting_failures, url_of
+from dcp_objstore.distributed.plugin import reporting_failures, typed, url_of
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
     ConfigError,
@@ -195,13 +196,15 @@ class AsyncSaveHandle:
             if not self._running:
                 self._end(None, error)
 
-    def _run(self, save: _StagedSave) -> None:
+    def _run(self, save: _StagedSave, began_with: BaseException | None = None) -> None:
+        """Run the save, unless another thread does; all ranks raise an error that it began with."""
         with _saves.here.lock:
-            if self.done():
+            if self._running or self.done():
                 return  # Ctrl-C came as the thread was started
             self._running = True
         report, failed = None, None
         try:
+            save.fail(began_with)
             report = save.run()
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
             failed = error
@@ -311,14 +314,19 @@ def async_save(
     handle = save.handle
     try:
         _wait_for_earlier(handle, on_busy, calls)
+    except BaseException as error:
+        handle._fail(error)  # on all ranks
+        raise
+    try:
         save.begin_staging(state)
         if wait_for_staging:
             save.finish_staging()
         # Not a daemon thread: the interpreter waits for it at exit, so the last save is not lost.
         threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
     except BaseException as error:  # such as Ctrl-C, or no thread can be started
-        handle._fail(error)
+        handle._run(save, error)
         raise
+    save.raise_interrupt()
     return handle
 
 
@@ -331,6 +339,7 @@ class _StagedSave:
         self._group = group
         self._staging: Staging | None = None
         self._failed: DcpObjstoreError | None = None
+        self._interrupt: BaseException | None = None
         self._began_at = 0.0
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
@@ -340,13 +349,14 @@ class _StagedSave:
         def begin() -> Staging:
             return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
 
-        self._staging, self._failed = capture(begin)
+        self._staging, failed = capture(begin)
+        self.fail(failed)
 
     def finish_staging(self) -> None:
         """Finish the copy. A second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
             _, failed = capture(self._staging.finish)
-            self._failed = self._failed or failed
+            self.fail(failed)
             size_bytes = self._staging.state.size_bytes
             self._writer._staged = staged_event(
                 self.handle.url, current_rank() or 0, size_bytes, self._began_at
@@ -356,6 +366,19 @@ class _StagedSave:
                 self.handle.staging_completion.set_result(None)
             else:
                 self.handle.staging_completion.set_exception(self._failed)
+
+    def fail(self, error: BaseException | None) -> None:
+        """Note an error that `run` raises on all ranks, unless there is one already."""
+        if error is None or self._failed is not None:
+            return
+        if not isinstance(error, Exception):
+            self._interrupt = error
+        self._failed = typed(error, current_rank(), self.handle.url)
+
+    def raise_interrupt(self) -> None:
+        """Raise what has interrupted the copy, such as Ctrl-C."""
+        if self._interrupt is not None:
+            raise self._interrupt
 
     def run(self) -> SaveReport:
         """Save the copy; if it could not be made, raise that error on all ranks."""
@@ -380,11 +403,11 @@ def _wait_for_earlier(
     """
     saves = _saves.here
     while True:
-        earlier = saves.latest
+        earlier, failed = saves.latest, None
         if earlier is not None and on_busy == "wait":
-            wait_until(earlier._ended)
+            _, failed = capture(partial(wait_until, earlier._ended))
         try:
-            raise_on_all(_objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
+            raise_on_all(failed or _objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
             raise
         except DcpObjstoreError:
