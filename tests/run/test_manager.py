@@ -403,8 +403,8 @@ def test_a_failed_save_that_only_retention_has_looked_at_is_still_to_be_raised(
     assert run._saves._retention is not None
     run._saves._retention.join(60)
     monkeypatch.undo()
-    with pytest.raises(dos.StoreUnavailableError, match="down"):
-        dos.async_save(state(2), f"{url}-of-another")
+    dos.async_save(state(2), f"{url}-of-another").result(30)  # not raised there
+    assert async_api._saves.here.unsettled[0]._has_unseen_error
     with pytest.raises(dos.StoreUnavailableError, match="down"):
         run.close()
 
@@ -553,6 +553,54 @@ def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, b
         held.set()
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (1, 2), "what was not saved then is saved on leaving"
+
+
+@pytest.mark.parametrize("busy", ["wait", "skip", "raise"])
+def test_the_managers_of_a_program_do_not_wait_for_each_other(
+    url: str, held: threading.Event, busy: Any
+) -> None:
+    """Such as one for the model and one for its averaged weights."""
+    urls = [f"{url}/model", f"{url}/ema"]
+    with (
+        dos.CheckpointManager(urls[0], on_busy=busy) as model,
+        dos.CheckpointManager(urls[1], on_busy=busy) as ema,
+    ):
+        handles = [run.async_save(1, state(1)) for run in (model, ema)]
+        assert not any(handle is None or handle.done() for handle in handles)
+        if busy == "skip":
+            assert ema.async_save(2, state(2)) is None, "its own is under way"
+        elif busy == "raise":
+            with pytest.raises(dos.SaveInProgressError, match="step 1"):
+                ema.async_save(2, state(2))
+        held.set()
+    for one in urls:
+        assert names(one) == ["step-1"]
+        assert loaded(dos.CheckpointManager(one))[1]["step"] == 1
+
+
+def test_a_failed_save_is_raised_by_its_own_manager_alone(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = async_api.run_save
+
+    def fail(writer: Any, *args: Any) -> Any:
+        if "/model/" in writer.checkpoint_id:
+            raise dos.StoreUnavailableError("down")
+        return really(writer, *args)
+
+    monkeypatch.setattr(async_api, "run_save", fail)
+    with dos.CheckpointManager(f"{url}/ema") as ema:
+        with (
+            pytest.raises(dos.StoreUnavailableError),
+            dos.CheckpointManager(f"{url}/model") as model,
+        ):
+            for step in (1, 2):
+                for run in (model, ema):
+                    if step == 1 or run is ema:
+                        run.async_save(step, state(step))
+        ema.async_save(3, state(3))
+    assert names(f"{url}/ema") == ["step-1", "step-2", "step-3"]
+    assert names(f"{url}/model") == []
 
 
 def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
