@@ -16,9 +16,11 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, InputError, RankFailedError, UnsupportedError
 
-# Purposes of groups: the calls of the program's thread, and the saves in the background.
+# Purposes of groups: the calls of the program's thread, and the saves in the background, which
+# dcp_objstore.async_save and dcp.async_save do not begin in the same order on all ranks.
 CALLS = "calls"
 SAVES = "saves"
+DCP_SAVES = "saves of dcp.async_save"
 
 # The gloo groups that this module has made, by the group whose ranks they have and by purpose.
 # torch keeps them until they are destroyed; if this did too, their threads would go on. No code may
