@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_objstore.distributed.arrivals import missing_ranks, watching
 from dcp_objstore.distributed.groups import gone_error, has_gone, is_first
 from dcp_objstore.distributed.plugin import plugin_errors, typed
 from dcp_objstore.distributed.ranks import current_rank
@@ -43,6 +44,18 @@ def every_rank(call: str) -> str:
         f"Every rank has to call {call}, including those that `if rank == 0:` excludes; nothing was"
         " read or written yet"
     )
+
+
+@contextlib.contextmanager
+def meeting(
+    url: str | None, group: dist.ProcessGroup | None, advice: str = _SAME_CALLS
+) -> Iterator[None]:
+    """Begin what the ranks of a group do together; warn of ranks that do not come to it.
+
+    Arguments and errors are those of `typed_failures`; with None, this process is alone.
+    """
+    with watching(url, group, advice), typed_failures(url, group, advice):
+        yield
 
 
 @contextlib.contextmanager
@@ -83,10 +96,12 @@ def typed_failures(
         if not isinstance(error, RuntimeError | ValueError):
             raise
         # Every rank's own failure arrives as a CheckpointException; what is left is torch
-        # reporting that a collective failed.
+        # reporting that a collective failed, in terms of sockets, which the traceback shows.
+        missing = missing_ranks()
         raise RankFailedError(
             "the ranks lost each other: one of them died, did not make this call, or did not answer"
-            f" within the process group's time-out. {advice} ({error})",
+            f" within the process group's time-out. {advice}"
+            + (f". Not in this call at the last look: {missing}" if missing else ""),
             rank=current_rank(),
             url=url,
         ) from error
@@ -127,7 +142,7 @@ def raise_on_all(
         return
     if own is None and has_gone(group):
         own = gone_error(url)
-    with typed_failures(url, group, advice):
+    with meeting(url, group, advice):
         found: list[Any] = [None] * dist.get_world_size(group)
         sent = own
         if own is not None and not isinstance(own, DcpObjstoreError):
@@ -169,7 +184,7 @@ def from_first(
     """
     held = [value]
     if group is not None:
-        with typed_failures(url, group, advice):
+        with meeting(url, group, advice):
             dist.broadcast_object_list(held, group=group, group_src=0)
     return held[0]
 
@@ -180,9 +195,10 @@ def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | 
     Raises:
         DcpObjstoreError: the error of `make`, raised on every rank.
     """
-    made, failed = capture(make) if is_first(group) else (None, None)
-    raise_on_all(failed, url, group)
-    return cast(T, from_first(made, url, group))
+    with watching(url, group, _SAME_CALLS):
+        made, failed = capture(make) if is_first(group) else (None, None)
+        raise_on_all(failed, url, group)
+        return cast(T, from_first(made, url, group))
 
 
 def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> bool:
@@ -190,7 +206,7 @@ def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> boo
     if group is None:
         return holds
     found = [False] * dist.get_world_size(group)
-    with typed_failures(url, group):
+    with meeting(url, group):
         dist.all_gather_object(found, holds, group=group)
     return any(found)
 

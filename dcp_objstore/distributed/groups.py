@@ -203,7 +203,7 @@ def _connect(timeout: datetime.timedelta, **options: Any) -> dist.ProcessGroup:
                 " the store that torchrun keeps: start torchrun with"
                 " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
             )
-        raise RankFailedError(f"{text} ({error})", rank=current_rank()) from error
+        raise RankFailedError(text, rank=current_rank()) from error
     return made
 
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.distributed.failures import on_first, typed_failures
-from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group
+from dcp_objstore.distributed.failures import meeting, on_first
+from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group, world_group
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import EventSettings
@@ -323,7 +323,7 @@ class CheckpointManager:
         if self._closed:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
         if self._saves is None:
-            with typed_failures(self._url, None):
+            with meeting(self._url, self._group_given or world_group()):
                 self._group = sync_group(self._group_given, self._config)
             # The thread of the consensus must not keep a manager alive that is never closed.
             ask = weakref.WeakMethod(self._ask)

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
+    meeting,
     raise_on_all,
-    typed_failures,
     without_frames,
 )
-from dcp_objstore.distributed.groups import CALLS, SAVES, own_group
+from dcp_objstore.distributed.groups import CALLS, SAVES, own_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, typed, url_of
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
@@ -366,11 +366,11 @@ def begin_save(
         return ObjectStoreWriter(url, config=config, base=base, **settings)
 
     writer, refused = capture(make_writer)
-    with typed_failures(url_of(writer), None, _EVERY_RANK):
+    with meeting(url_of(writer), process_group or world_group(), _EVERY_RANK):
         # Two groups: collectives of this thread and of the saving thread must not mix in one.
         calls = own_group(CALLS, process_group, config)
         saves = own_group(SAVES, process_group, config)
-    raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, {"base": base})
+        raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, {"base": base})
     assert writer is not None
     save = _StagedSave(writer, saves)
     handle = save.handle
