@@ -20,7 +20,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -104,13 +104,14 @@ class _Watch:
         self._calls: set[_Call] = set()
         self._left: list[_Call] = []
         self._idle = False
-        self._thread: threading.Thread | None = None
+        self._has_thread = False
 
     def add(self, call: _Call) -> None:
         with self._changed:
             self._calls.add(call)
-            if self._thread is None:
-                self._thread = spawn(self._run, "arrivals")
+            if not self._has_thread:
+                spawn(self._run, "arrivals")
+                self._has_thread = True
             elif self._idle:
                 self._changed.notify()
 
@@ -133,12 +134,17 @@ class _Watch:
                 now = time.monotonic()
                 looks = [call.look for call in self._calls if call.due <= now]
                 clears, self._left = [call.clear for call in self._left], []
-            for do in looks + clears:
-                try:
-                    do()
-                except Exception as error:  # noqa: BLE001 - such as a store that has gone
-                    logger.debug("nobody can say which ranks have come: %s", error)
-            del looks, clears  # they hold process groups
+            tasks = looks + clears
+            del looks, clears
+            while tasks:
+                _try(tasks.pop())  # no name here may hold a call, which holds its process group
+
+
+def _try(task: Callable[[], None]) -> None:
+    try:
+        task()
+    except Exception as error:  # noqa: BLE001 - such as a store that has gone
+        logger.debug("nobody can say which ranks have come: %s", error)
 
 
 _watch = PerProcess(_Watch)

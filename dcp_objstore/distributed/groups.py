@@ -16,8 +16,8 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, InputError, RankFailedError, UnsupportedError
 
-# Purposes of groups: the calls of the program's thread, and the saves in the background, which
-# dcp_objstore.async_save and dcp.async_save do not begin in the same order on all ranks.
+# Purposes of groups: the calls of the program's thread, the saves in the background, and those of
+# dcp.async_save, whose threads do not take turns with the others.
 CALLS = "calls"
 SAVES = "saves"
 DCP_SAVES = "saves of dcp.async_save"

@@ -114,8 +114,9 @@ class CheckpointManager:
         save_last: on leaving the block without an error, and in `close`, save the last step that
             `step` was called with, if it was not saved. Default True.
         user_metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
-        on_busy: what `step` and `async_save` do while a save is under way: "wait" for it, "skip"
-            the new one, or "raise" SaveInProgressError. All ranks do the same. Default "wait".
+        on_busy: what `step` and `async_save` do while a save of this manager is under way: "wait"
+            for it, "skip" the new one, or "raise" SaveInProgressError. All ranks do the same.
+            Default "wait".
         save_on_preemption: when the ranks have agreed that the job must end, `step` saves and waits
             for the commit. Default True.
         preemption_signals: the signals that mean that the job must end. They are caught inside the

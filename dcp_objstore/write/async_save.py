@@ -285,7 +285,8 @@ def async_save(
             DTensors and plain values.
         url: URL of the checkpoint, the same on every rank.
         on_busy: what to do while an earlier save is running: "wait" for it (default), or "raise"
-            SaveInProgressError.
+            SaveInProgressError. Saves of a `CheckpointManager` do not count: this one is copied at
+            once, and uploaded when they have ended.
         wait_for_staging: return once the state was copied, so that it may be changed at once. If
             False, the copy is made after the call returns, and nothing that is saved may be changed
             before `handle.staged()` has returned: call that just before the optimizer's next step.

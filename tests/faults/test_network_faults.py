@@ -276,9 +276,9 @@ def crew() -> Iterator[Ranks]:
         yield crew
 
 
-def save_until_ctrl_c(*args: Any) -> Any:
+def save_until_ctrl_c(rank: int, world: int, url: str, *ways: object) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
-    return save(*args)
+    save(rank, world, url, *ways)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
