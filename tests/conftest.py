@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -155,6 +156,19 @@ def services_are_described_once() -> Iterator[None]:
 def requests_are_not_throttled() -> None:
     """No test waits because a server of its module, in another test, asked for fewer requests."""
     limiter._limiters.here.clear()
+
+
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """Signals act as in a terminal, here and in processes that the test starts.
+
+    Under `nohup`, with `&` in a script and in many CI runners they are ignored.
+    """
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_objstore.distributed.arrivals import missing_ranks, watching
 from dcp_objstore.distributed.groups import gone_error, has_gone, is_first
-from dcp_objstore.distributed.plugin import plugin_errors
+from dcp_objstore.distributed.plugin import plugin_errors, typed
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, RankFailedError
 
@@ -24,15 +25,16 @@ _OTHERS_SHOWN = 8
 _SAME_CALLS = "Every rank has to make the same calls"
 
 
-def capture(make: Callable[[], T]) -> tuple[T | None, DcpObjstoreError | None]:
+def capture(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     """Call `make`; return its result, or its error for `raise_on_all` to raise on all ranks.
 
-    If one rank raised the error at once, the other ranks would wait for it.
+    If one rank raised the error at once, the other ranks would wait for it. That holds for Ctrl-C,
+    too, which is returned as it is; other errors become DcpObjstoreErrors.
     """
     try:
         with plugin_errors(current_rank(), None):
             return make(), None
-    except DcpObjstoreError as error:
+    except BaseException as error:  # noqa: BLE001 - `raise_on_all` raises it
         return None, error
 
 
@@ -42,6 +44,18 @@ def every_rank(call: str) -> str:
         f"Every rank has to call {call}, including those that `if rank == 0:` excludes; nothing was"
         " read or written yet"
     )
+
+
+@contextlib.contextmanager
+def meeting(
+    url: str | None, group: dist.ProcessGroup | None, advice: str = _SAME_CALLS
+) -> Iterator[None]:
+    """Begin what the ranks of a group do together; warn of ranks that do not come to it.
+
+    Arguments and errors are those of `typed_failures`; with None, this process is alone.
+    """
+    with watching(url, group, advice), typed_failures(url, group, advice):
+        yield
 
 
 @contextlib.contextmanager
@@ -82,17 +96,19 @@ def typed_failures(
         if not isinstance(error, RuntimeError | ValueError):
             raise
         # Every rank's own failure arrives as a CheckpointException; what is left is torch
-        # reporting that a collective failed.
+        # reporting that a collective failed, in terms of sockets, which the traceback shows.
+        missing = missing_ranks()
         raise RankFailedError(
             "the ranks lost each other: one of them died, did not make this call, or did not answer"
-            f" within the process group's time-out. {advice} ({error})",
+            f" within the process group's time-out. {advice}"
+            + (f". Not in this call at the last look: {missing}" if missing else ""),
             rank=current_rank(),
             url=url,
         ) from error
 
 
 def raise_on_all(
-    own: DcpObjstoreError | None,
+    own: BaseException | None,
     url: str | None,
     group: dist.ProcessGroup | None,
     advice: str = _SAME_CALLS,
@@ -104,7 +120,7 @@ def raise_on_all(
     because a group works as long as something holds it.
 
     Args:
-        own: this rank's error, or None.
+        own: this rank's error, as `capture` returns it, or None.
         url: URL of the checkpoint; None if it is not known yet.
         group: group of the ranks; None if this process is alone.
         advice: a sentence that says what to do if the ranks did not meet. It is the same on ranks
@@ -116,21 +132,29 @@ def raise_on_all(
         DcpObjstoreError: the error of the lowest rank that has one.
         RankFailedError: the process group broke because a rank died or did not answer, or the ranks
             make different calls.
+        KeyboardInterrupt, SystemExit: `own` is one; the other ranks raise RankFailedError.
     """
     if group is None:
-        if own is not None:
+        if isinstance(own, DcpObjstoreError):
             _raise_copy(own, url=url)
+        if own is not None:
+            raise own
         return
     if own is None and has_gone(group):
         own = gone_error(url)
-    with typed_failures(url, group, advice):
+    with meeting(url, group, advice):
         found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, (own, advice, same or {}), group=group)
+        sent = own
+        if own is not None and not isinstance(own, DcpObjstoreError):
+            sent = typed(own, current_rank(), url)
+        dist.all_gather_object(found, (sent, advice, same or {}), group=group)
         failures: dict[int, BaseException] = {
             _global(number, group): error
             for number, (error, _, _) in enumerate(found)
             if error is not None
         }
+        if own is not None and sent is not own:
+            failures[current_rank() or 0] = own  # Ctrl-C is raised here as it is
         if failures:
             _raise_lowest(failures, url)
         _, call, first = found[0]
@@ -160,7 +184,7 @@ def from_first(
     """
     held = [value]
     if group is not None:
-        with typed_failures(url, group, advice):
+        with meeting(url, group, advice):
             dist.broadcast_object_list(held, group=group, group_src=0)
     return held[0]
 
@@ -171,9 +195,10 @@ def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | 
     Raises:
         DcpObjstoreError: the error of `make`, raised on every rank.
     """
-    made, failed = capture(make) if is_first(group) else (None, None)
-    raise_on_all(failed, url, group)
-    return cast(T, from_first(made, url, group))
+    with watching(url, group, _SAME_CALLS):
+        made, failed = capture(make) if is_first(group) else (None, None)
+        raise_on_all(failed, url, group)
+        return cast(T, from_first(made, url, group))
 
 
 def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> bool:
@@ -181,7 +206,7 @@ def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> boo
     if group is None:
         return holds
     found = [False] * dist.get_world_size(group)
-    with typed_failures(url, group):
+    with meeting(url, group):
         dist.all_gather_object(found, holds, group=group)
     return any(found)
 

@@ -16,9 +16,11 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, InputError, RankFailedError, UnsupportedError
 
-# Purposes of groups: the calls of the program's thread, and the saves in the background.
+# Purposes of groups: the calls of the program's thread, the saves in the background, and those of
+# dcp.async_save, whose threads do not take turns with the others.
 CALLS = "calls"
 SAVES = "saves"
+DCP_SAVES = "saves of dcp.async_save"
 
 # The gloo groups that this module has made, by the group whose ranks they have and by purpose.
 # torch keeps them until they are destroyed; if this did too, their threads would go on. No code may
@@ -201,7 +203,7 @@ def _connect(timeout: datetime.timedelta, **options: Any) -> dist.ProcessGroup:
                 " the store that torchrun keeps: start torchrun with"
                 " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
             )
-        raise RankFailedError(f"{text} ({error})", rank=current_rank()) from error
+        raise RankFailedError(text, rank=current_rank()) from error
     return made
 
 

@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from dcp_objstore.distributed.plugin import in_own_group
 from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.stores.spec import StoreSpec, checked_config
@@ -319,7 +320,8 @@ def _reader(settings: _Settings, url: str, given: Mapping[str, Any]) -> Installe
 
 
 def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass our writer to a function that has only been given a URL."""
+    """Pass our writer, and a group for it, to a function that has only been given a URL."""
+    save = in_own_group(save)
 
     @functools.wraps(save)
     def with_writer(

@@ -13,10 +13,11 @@ from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
     extended,
+    meeting,
     raise_on_all,
     typed_failures,
 )
-from dcp_objstore.distributed.groups import count_ranks, sync_group
+from dcp_objstore.distributed.groups import count_ranks, sync_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError
@@ -102,8 +103,6 @@ def load(
     use them.
     """
     advice = every_rank("dcp_objstore.load")
-    with typed_failures(None, None, advice):
-        group = sync_group(process_group, config)
     reader, refused = capture(
         lambda: ObjectStoreReader(
             url,
@@ -115,18 +114,20 @@ def load(
             verify=verify,
             trust_pickle=trust_pickle,
             read_once=read_once,
-            process_group=group,
         )
     )
-    converted, failed = capture(lambda: ConvertedState(state, loading=True))
+    converted = None
     try:
         with reporting_failures(reader):
-            # With read_once the load begins with a collective, so all ranks must agree on it first.
-            raise_on_all(
-                refused or failed, url_of(reader), group, advice, {"read_once": bool(read_once)}
-            )
+            with meeting(url_of(reader), process_group or world_group(), advice):
+                group = sync_group(process_group, config)
+                converted, failed = capture(lambda: ConvertedState(state, loading=True))
+                # With read_once the load begins with a collective, so all ranks must agree first.
+                same = {"read_once": bool(read_once)}
+                raise_on_all(refused or failed, url_of(reader), group, advice, same)
             assert reader is not None
             assert converted is not None
+            reader._process_group = group
             return _run_load(reader, converted, group, strict=strict)
     except BaseException:
         if converted is not None:

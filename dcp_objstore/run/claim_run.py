@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.distributed.failures import on_first
-from dcp_objstore.distributed.groups import sync_group
+from dcp_objstore.distributed.failures import every_rank, meeting, on_first
+from dcp_objstore.distributed.groups import sync_group, world_group
 from dcp_objstore.run.steps import opener, step_number
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import wait_for
@@ -57,7 +57,7 @@ def claim_run(
         UnsupportedError: the store has no conditional writes, or a newer version wrote the run.
         DcpObjstoreError: the store refused or failed; raised on every rank.
     """
-    group = sync_group(process_group, config)
+    url = run_url if isinstance(run_url, str) else None
 
     def make() -> RunClaim:
         spec = StoreSpec(run_url, storage_options, config)
@@ -65,7 +65,8 @@ def claim_run(
         wait_for(require_rewrites, run, "no run can be claimed")
         return RunClaim(spec.url, wait_for(rule.claim_run, run, opener(spec)))
 
-    return on_first(make, run_url if isinstance(run_url, str) else None, group)
+    with meeting(url, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
+        return on_first(make, url, sync_group(process_group, config))
 
 
 def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.distributed.failures import on_first, typed_failures
-from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group
+from dcp_objstore.distributed.failures import meeting, on_first
+from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group, world_group
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import EventSettings
@@ -114,8 +114,9 @@ class CheckpointManager:
         save_last: on leaving the block without an error, and in `close`, save the last step that
             `step` was called with, if it was not saved. Default True.
         user_metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
-        on_busy: what `step` and `async_save` do while a save is under way: "wait" for it, "skip"
-            the new one, or "raise" SaveInProgressError. All ranks do the same. Default "wait".
+        on_busy: what `step` and `async_save` do while a save of this manager is under way: "wait"
+            for it, "skip" the new one, or "raise" SaveInProgressError. All ranks do the same.
+            Default "wait".
         save_on_preemption: when the ranks have agreed that the job must end, `step` saves and waits
             for the commit. Default True.
         preemption_signals: the signals that mean that the job must end. They are caught inside the
@@ -201,6 +202,8 @@ class CheckpointManager:
         self._user_metadata = check_user_metadata(user_metadata)
         self._save_on_preemption = save_on_preemption
         self._preemption = PreemptionWatch(preemption_signals, preemption_check)
+        # Nothing asks a watch whose manager was not closed.
+        weakref.finalize(self, self._preemption.restore).atexit = False
         self._claims_run = claim_run
         self._group_given = process_group
         self._config = config
@@ -321,7 +324,7 @@ class CheckpointManager:
         if self._closed:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
         if self._saves is None:
-            with typed_failures(self._url, None):
+            with meeting(self._url, self._group_given or world_group()):
                 self._group = sync_group(self._group_given, self._config)
             # The thread of the consensus must not keep a manager alive that is never closed.
             ask = weakref.WeakMethod(self._ask)

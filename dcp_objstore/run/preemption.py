@@ -12,7 +12,8 @@ from typing import Any
 from dcp_objstore.forking import in_forked_child
 from dcp_objstore.observe.report import logger
 
-# A forked child inherits the handlers, but nothing there checks whether a signal came.
+# The watches that record signals. A forked child inherits their handlers, but nothing there checks
+# whether a signal came.
 _installed: weakref.WeakSet[PreemptionWatch] = weakref.WeakSet()
 
 
@@ -31,6 +32,9 @@ class PreemptionWatch:
     takes no lock: it sets one attribute and calls the Python handler that was installed before.
     What that handler raises, mostly `SystemExit`, is held until the state is safe; `raise_held`
     raises it.
+
+    Other handlers may hold this one: those of a watch or of the program that were installed later,
+    to call it. So after `restore` it does what was done before it was installed.
 
     Signals concern only the process that installs the handlers: a forked child gets the earlier
     handlers back, so that `Process.terminate()` ends it.
@@ -78,22 +82,40 @@ class PreemptionWatch:
 
     def restore(self) -> None:
         """Install the earlier handlers again, except where the program has changed them since."""
+        _installed.discard(self)
+        for watch in list(_installed):  # those that were installed later do not call this one
+            for number in watch._before.keys() & self._before.keys():
+                if watch._before[number] == self._handle:
+                    watch._before[number] = self._before[number]
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may install handlers
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
                 # None stands for a handler that was not installed from Python; it cannot be
-                # installed again. Our own handler would swallow the signal from now on.
+                # installed again.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before.clear()
-        _installed.discard(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
         before = self._before.get(signal.Signals(number))
+        if self not in _installed:
+            self._pass_on(number, frame)
+            return
+        self._signalled = True
         if callable(before) and before is not signal.default_int_handler:
             try:
                 before(number, frame)
             except BaseException as error:  # noqa: BLE001 - raised by `raise_held`
                 self._held = error
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Do what the process did on this signal before the handler was installed."""
+        before = self._before.get(signal.Signals(number))
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN and not any(number in watch._before for watch in _installed):
+            present = signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)  # mostly the end of the process
+            signal.signal(number, present)
 
     def raise_held(self) -> None:
         """Raise, once, what an earlier handler has raised."""

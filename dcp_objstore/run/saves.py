@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
 from dcp_objstore.distributed.groups import is_first
+from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
     CheckpointExistsError,
     ConfigError,
     DcpObjstoreError,
-    RankFailedError,
     SaveInProgressError,
 )
 from dcp_objstore.observe.report import SaveReport, logger
@@ -61,6 +61,7 @@ class RunSaves:
         self._retainer = retainer
         self._user_metadata = user_metadata
         self._saving = saving
+        self._background = async_api.Sequence()
         self._pending: tuple[int, async_api.AsyncSaveHandle] | None = None
         self._retention: threading.Thread | None = None
         self._loaded = False  # after a load, this job may replace later steps
@@ -105,9 +106,16 @@ class RunSaves:
         keywords = self._prepare(step, on_busy, described)
         if keywords is None:
             return None
-        handle = async_api.async_save(state, step_url(self._url, step), **keywords)
+        before = self._background.latest
+        try:
+            handle = async_api.begin_save(
+                self._background, state, step_url(self._url, step), **keywords
+            )
+        finally:
+            begun = self._background.latest
+            if begun is not None and begun is not before:  # on all ranks, even if this one raises
+                self._pending = step, begun
         self._saved.add(step)
-        self._pending = step, handle
         self._retain(step, keywords, handle)
         return handle
 
@@ -205,16 +213,11 @@ class RunSaves:
         if self._pending is None:
             return
         step, handle = self._pending
-        error, failed = handle.exception(), None
-        self._pending = None
+        error, failed = capture(handle.exception)
+        self._pending = None  # also if Ctrl-C ended the wait, for the ranks settle it together
         if error is not None:
             self._note_failure(step, error)
-            failed = (
-                error
-                if isinstance(error, DcpObjstoreError)
-                else RankFailedError(f"{type(error).__name__}: {error}", current_rank())
-            )
-            failed.at(url=handle.url)
+            failed = typed(error, current_rank(), handle.url)
         raise_on_all(failed, self._url, self._group)
 
     def _note_failure(self, step: int, error: BaseException) -> None:
@@ -245,9 +248,10 @@ class RunSaves:
 
         If the save fails, the error that ends the job gets a note.
         """
-        if self._pending is None:
+        handle, settled = self._background.latest, self._pending is None
+        if handle is None or (settled and handle.done()):
             return
-        (_, handle), self._pending = self._pending, None
+        self._pending = None
         failed = handle.exception()
         if failed is not None:
             note = f"{handle.url} was being saved at that time, and failed, too: {failed}"

@@ -12,10 +12,11 @@ from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
     from_first,
+    meeting,
     raise_on_all,
     typed_failures,
 )
-from dcp_objstore.distributed.groups import count_ranks, sync_group
+from dcp_objstore.distributed.groups import count_ranks, sync_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.write.planner import AgreeingSavePlanner
@@ -97,8 +98,6 @@ def save(
             `init_process_group`, or `TransferConfig.peer_timeout_seconds`).
     """
     advice = every_rank("dcp_objstore.save")
-    with typed_failures(None, None, advice):
-        group = sync_group(process_group, config)
     writer, refused = capture(
         lambda: ObjectStoreWriter(
             url,
@@ -115,10 +114,13 @@ def save(
             base=base,
         )
     )
-    # Also on a rank whose arguments were refused: some modules make their state in collectives.
-    converted, failed = capture(lambda: ConvertedState(state, loading=False))
     with reporting_failures(writer):
-        raise_on_all(refused or failed, url_of(writer), group, advice, {"base": base})
+        with meeting(url_of(writer), process_group or world_group(), advice):
+            group = sync_group(process_group, config)
+            # Also on a rank whose arguments were refused: some modules make their state in
+            # collectives.
+            converted, failed = capture(lambda: ConvertedState(state, loading=False))
+            raise_on_all(refused or failed, url_of(writer), group, advice, {"base": base})
         assert writer is not None
         assert converted is not None
         return run_save(writer, converted.state_dict, group)

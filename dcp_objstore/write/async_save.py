@@ -1,6 +1,7 @@
 """`async_save`: copy the state at once, then upload and commit it in the background.
 
-A process runs one such save at a time. The memory of the copy is kept for the next save, and
+A process uploads one such save at a time: its saves take turns in the order in which they were
+begun, which is the same on all ranks. The memory of the copy is kept for the next save, and
 belongs to the running save until that has ended. The upload runs in a thread of this process; the
 transport does not hold the GIL while bytes move.
 """
@@ -15,17 +16,18 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
 
 from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
+    meeting,
     raise_on_all,
-    typed_failures,
     without_frames,
 )
-from dcp_objstore.distributed.groups import CALLS, SAVES, own_group
-from dcp_objstore.distributed.plugin import reporting_failures, url_of
+from dcp_objstore.distributed.groups import CALLS, SAVES, own_group, world_group
+from dcp_objstore.distributed.plugin import reporting_failures, typed, url_of
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
     ConfigError,
@@ -54,12 +56,38 @@ T = TypeVar("T")
 _EVERY_RANK = every_rank("dcp_objstore.async_save")
 
 
-class _Saves:
-    """The saves of this process: the latest one, and a lock for its beginning and end."""
+class Sequence:
+    """The background saves of the program, or of one manager: each begins after the one before.
+
+    A save that fails is raised by the next one of its sequence, unless its result was asked for.
+
+    Attributes:
+        latest: the save that was begun last, or None.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.latest: AsyncSaveHandle | None = None
+
+
+class _Saves(Sequence):
+    """The saves of this process, with those of the program as their own sequence.
+
+    Attributes:
+        lock: held while a save begins or ends.
+        unsettled: the saves of all sequences that run, or whose error nothing has asked for, in the
+            order of their turns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.unsettled: list[AsyncSaveHandle] = []
+
+    def add(self, handle: AsyncSaveHandle) -> None:
+        """Give a save its turn after all others. The caller holds the lock."""
+        self.unsettled = [one for one in self.unsettled if not one.done() or one._has_unseen_error]
+        handle._before = self.unsettled[-1] if self.unsettled else None
+        self.unsettled.append(handle)
 
 
 # The parent's save goes on in the parent, in a thread that a forked child does not have.
@@ -110,6 +138,7 @@ class AsyncSaveHandle:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._raised = False
+        self._before: AsyncSaveHandle | None = None  # whose turn comes before
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -170,8 +199,16 @@ class AsyncSaveHandle:
         return self.upload_completion.result()
 
     @property
-    def _error_seen(self) -> bool:
-        return self._raised or cast(_WatchedFuture[SaveReport], self.upload_completion).seen
+    def _has_unseen_error(self) -> bool:
+        seen = self._raised or cast(_WatchedFuture[SaveReport], self.upload_completion).seen
+        return self._error is not None and not seen
+
+    def _wait_for_turn(self) -> None:
+        """Wait until all saves that were begun before have ended."""
+        before, self._before = self._before, None
+        while before is not None:
+            wait_until(before._ended)
+            before = before._before  # not None if it has failed before its turn
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
@@ -195,13 +232,15 @@ class AsyncSaveHandle:
             if not self._running:
                 self._end(None, error)
 
-    def _run(self, save: _StagedSave) -> None:
+    def _run(self, save: _StagedSave, began_with: BaseException | None = None) -> None:
+        """Run the save, unless another thread does; all ranks raise an error that it began with."""
         with _saves.here.lock:
-            if self.done():
+            if self._running or self.done():
                 return  # Ctrl-C came as the thread was started
             self._running = True
         report, failed = None, None
         try:
+            save.fail(began_with)
             report = save.run()
         except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
             failed = error
@@ -246,7 +285,8 @@ def async_save(
             DTensors and plain values.
         url: URL of the checkpoint, the same on every rank.
         on_busy: what to do while an earlier save is running: "wait" for it (default), or "raise"
-            SaveInProgressError.
+            SaveInProgressError. Saves of a `CheckpointManager` do not count: this one is copied at
+            once, and uploaded when they have ended.
         wait_for_staging: return once the state was copied, so that it may be changed at once. If
             False, the copy is made after the call returns, and nothing that is saved may be changed
             before `handle.staged()` has returned: call that just before the optimizer's next step.
@@ -282,43 +322,74 @@ def async_save(
             `init_process_group`).
     """
 
+    return begin_save(
+        _saves.here,
+        state,
+        url,
+        overwrite=overwrite,
+        storage_options=storage_options,
+        config=config,
+        progress=progress,
+        on_event=on_event,
+        trace=trace,
+        process_group=process_group,
+        user_metadata=user_metadata,
+        stock_metadata=stock_metadata,
+        allow_unfenced=allow_unfenced,
+        claim=claim,
+        base=base,
+        on_busy=on_busy,
+        wait_for_staging=wait_for_staging,
+    )
+
+
+def begin_save(
+    sequence: Sequence,
+    state: Mapping[str, Any],
+    url: str,
+    *,
+    config: TransferConfig | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    base: str | None = None,
+    on_busy: Literal["wait", "raise"] = "wait",
+    wait_for_staging: bool = True,
+    **settings: Any,
+) -> AsyncSaveHandle:
+    """Begin a save of a sequence, as `async_save` describes; `settings` are for the writer.
+
+    It does not wait for a save of another sequence, nor raise its error: the copy waits for its
+    turn in the background.
+    """
+
     def make_writer() -> ObjectStoreWriter:
         if on_busy not in ("wait", "raise"):
             raise ConfigError(f"on_busy must be 'wait' or 'raise', got {on_busy!r}")
-        return ObjectStoreWriter(
-            url,
-            overwrite=overwrite,
-            storage_options=storage_options,
-            config=config,
-            progress=progress,
-            on_event=on_event,
-            trace=trace,
-            allow_unfenced=allow_unfenced,
-            user_metadata=user_metadata,
-            stock_metadata=stock_metadata,
-            claim=claim,
-            base=base,
-        )
+        return ObjectStoreWriter(url, config=config, base=base, **settings)
 
     writer, refused = capture(make_writer)
-    with typed_failures(url_of(writer), None, _EVERY_RANK):
+    with meeting(url_of(writer), process_group or world_group(), _EVERY_RANK):
         # Two groups: collectives of this thread and of the saving thread must not mix in one.
         calls = own_group(CALLS, process_group, config)
         saves = own_group(SAVES, process_group, config)
-    raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, {"base": base})
+        raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, {"base": base})
     assert writer is not None
     save = _StagedSave(writer, saves)
     handle = save.handle
     try:
-        _wait_for_earlier(handle, on_busy, calls)
+        _wait_for_earlier(sequence, handle, on_busy, calls)
+    except BaseException as error:
+        handle._fail(error)  # on all ranks
+        raise
+    try:
         save.begin_staging(state)
         if wait_for_staging:
             save.finish_staging()
         # Not a daemon thread: the interpreter waits for it at exit, so the last save is not lost.
         threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
     except BaseException as error:  # such as Ctrl-C, or no thread can be started
-        handle._fail(error)
+        handle._run(save, error)
         raise
+    save.raise_interrupt()
     return handle
 
 
@@ -331,6 +402,7 @@ class _StagedSave:
         self._group = group
         self._staging: Staging | None = None
         self._failed: DcpObjstoreError | None = None
+        self._interrupt: BaseException | None = None
         self._began_at = 0.0
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
@@ -340,13 +412,14 @@ class _StagedSave:
         def begin() -> Staging:
             return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
 
-        self._staging, self._failed = capture(begin)
+        self._staging, failed = capture(begin)
+        self.fail(failed)
 
     def finish_staging(self) -> None:
         """Finish the copy. A second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
             _, failed = capture(self._staging.finish)
-            self._failed = self._failed or failed
+            self.fail(failed)
             size_bytes = self._staging.state.size_bytes
             self._writer._staged = staged_event(
                 self.handle.url, current_rank() or 0, size_bytes, self._began_at
@@ -357,10 +430,24 @@ class _StagedSave:
             else:
                 self.handle.staging_completion.set_exception(self._failed)
 
+    def fail(self, error: BaseException | None) -> None:
+        """Note an error that `run` raises on all ranks, unless there is one already."""
+        if error is None or self._failed is not None:
+            return
+        if not isinstance(error, Exception):
+            self._interrupt = error
+        self._failed = typed(error, current_rank(), self.handle.url)
+
+    def raise_interrupt(self) -> None:
+        """Raise what has interrupted the copy, such as Ctrl-C."""
+        if self._interrupt is not None:
+            raise self._interrupt
+
     def run(self) -> SaveReport:
         """Save the copy; if it could not be made, raise that error on all ranks."""
         with reporting_failures(self._writer):
             self.finish_staging()
+            self.handle._wait_for_turn()
             raise_on_all(self._failed, self.handle.url, self._group)
             assert self._staging is not None
             return run_save(self._writer, self._staging.state, self._group)
@@ -371,20 +458,23 @@ class _StagedSave:
 
 
 def _wait_for_earlier(
-    handle: AsyncSaveHandle, on_busy: Literal["wait", "raise"], group: dist.ProcessGroup | None
+    sequence: Sequence,
+    handle: AsyncSaveHandle,
+    on_busy: Literal["wait", "raise"],
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Make `handle` the latest save, or raise on every rank if any rank refuses.
+    """Make `handle` the latest of its sequence, or raise on every rank if any rank refuses.
 
     Ranks see the end of the earlier save at different times, and only some may have asked for its
     result. If one rank refused alone, the others would hang in the collectives of the new save.
     """
     saves = _saves.here
     while True:
-        earlier = saves.latest
+        earlier, failed = sequence.latest, None
         if earlier is not None and on_busy == "wait":
-            wait_until(earlier._ended)
+            _, failed = capture(partial(wait_until, earlier._ended))
         try:
-            raise_on_all(_objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
+            raise_on_all(failed or _objection(earlier, handle.url), handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
             raise
         except DcpObjstoreError:
@@ -392,8 +482,9 @@ def _wait_for_earlier(
                 earlier._raised = True
             raise
         with saves.lock:
-            if saves.latest is earlier:
-                saves.latest = handle
+            if sequence.latest is earlier:
+                sequence.latest = handle
+                saves.add(handle)
                 return
 
 
@@ -403,7 +494,7 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
         return None
     if not earlier.done():
         return SaveInProgressError(f"{earlier.url} is still being saved", url=url)
-    if earlier._error is None or earlier._error_seen:
+    if not earlier._has_unseen_error:
         return None
     if isinstance(earlier._error, DcpObjstoreError):
         return earlier._error
@@ -412,22 +503,24 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
     )
 
 
-def _show_unseen_error() -> None:
-    """Print, at exit, an error of the last save that was never asked for.
+def _show_unseen_errors() -> None:
+    """Print, at exit, the errors of saves that were never asked for.
 
-    The interpreter runs this after the save has ended.
+    The interpreter runs this after the saves have ended.
     """
-    latest = _saves.here.latest
-    if latest is not None and latest._error is not None and not latest._error_seen:
-        error, stream = latest._error, sys.stderr
-        try:
+    lost = [handle for handle in _saves.here.unsettled if handle._has_unseen_error]
+    stream = sys.stderr
+    try:
+        for handle in lost:
+            assert handle._error is not None
             print(
-                f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
+                f"dcp_objstore: {handle.url} was NOT saved: the background save failed, and the"
                 " program ended without asking for its result:",
                 file=stream,
             )
-            sys.excepthook(type(error), error, error.__traceback__)
-        finally:
+            sys.excepthook(type(handle._error), handle._error, handle._error.__traceback__)
+    finally:
+        if lost:
             sys.stderr = cast(TextIO, _FailingAtExit(stream))
 
 
@@ -458,4 +551,4 @@ class _FailingAtExit:
             raise RuntimeError("the last save in the background failed")
 
 
-atexit.register(_show_unseen_error)
+atexit.register(_show_unseen_errors)

@@ -21,7 +21,12 @@ from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.distributed.failures import on_first
-from dcp_objstore.distributed.plugin import Target, plugin_errors, same_url
+from dcp_objstore.distributed.plugin import (
+    Target,
+    have_async_saves_in_own_group,
+    plugin_errors,
+    same_url,
+)
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.observe.dispatch import EventSettings
@@ -149,6 +154,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         on_busy: OnBusy = "wait",
     ) -> None:
         KeptStager.__init__(self, on_busy)
+        have_async_saves_in_own_group()
         self._target = Target(url, storage_options, config)
         self._overwrite = overwrite
         self._progress = progress

@@ -103,6 +103,7 @@ def test_ctrl_c_is_130_and_no_traceback(
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_a_command_as_ctrl_c_does_unless_it_is_ignored(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]

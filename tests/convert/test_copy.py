@@ -334,6 +334,7 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("usual_signals")
 def test_ctrl_c_leaves_no_upload_and_the_next_copy_sends_the_rest(
     remote: Bucket, proxy: NetworkProxy
 ) -> None:

@@ -534,6 +534,7 @@ def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket: 
     assert Bucket("seaweed", url, options, options).keys() == []
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.backends("seaweed")
 def test_nothing_stays_after_ctrl_c(bucket: Bucket) -> None:
     """In the midst of an upload in parts, and with a PUT on its way."""

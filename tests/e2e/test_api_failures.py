@@ -270,6 +270,67 @@ def test_kinds_have_the_right_article() -> None:
             dos.load({"w": value}, url)
 
 
+# Ctrl-C on one rank -----------------------------------------------------------------------------
+
+
+class InterruptedState(RefusesState):
+    """Where the program is when Ctrl-C comes, or when it calls `sys.exit`."""
+
+    def __init__(self, error: BaseException | None, on: str) -> None:
+        self.error, self.on = error, on
+
+    def state_dict(self) -> dict[str, int]:
+        if self.error is not None and self.on == "state_dict":
+            raise self.error
+        return {"a": 1}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        if self.error is not None and self.on == "load_state_dict":
+            raise self.error
+
+
+def interrupted(
+    rank: int, world: int, root: str, kind: str, on: str, error: BaseException
+) -> tuple[str, str]:
+    """What the first, interrupted call raises; how the calls after it end."""
+    dos.save({"own": {"a": 1}}, f"{root}/old", progress=False)
+    state: dict[str, Any] = {"own": InterruptedState(error if rank == 1 else None, on)}
+    url = f"{root}/old" if kind == "load" else f"{root}/new"
+    first = ""
+    try:
+        call(kind, state, url)
+    except (dos.RankFailedError, type(error)) as raised:
+        first = repr(raised)
+    state = {"own": {"a": 1}}
+    for again in ("save", "load", "async_save"):
+        try:
+            call(again, state, f"{root}/old" if again == "load" else f"{root}/{again}")
+        except dos.RankFailedError as raised:  # an earlier save in the background
+            assert (kind, again) == ("async_save", "async_save"), raised
+            call(again, state, f"{root}/{again}")
+    return first, sorted(found.name for found in dos.steps(root))
+
+
+@pytest.mark.parametrize(
+    ("kind", "on", "error"),
+    [
+        ("save", "state_dict", KeyboardInterrupt()),
+        ("async_save", "state_dict", KeyboardInterrupt()),
+        ("async_save", "state_dict", SystemExit(3)),
+        ("load", "state_dict", KeyboardInterrupt()),
+        ("load", "load_state_dict", KeyboardInterrupt()),
+    ],
+)
+def test_ctrl_c_in_the_programs_own_code_on_one_rank_ends_the_call_on_all_and_no_later_one(
+    tmp_path: Path, kind: str, on: str, error: BaseException
+) -> None:
+    (first, after), (second, _) = run_ranks(2, interrupted, f"file://{tmp_path}", kind, on, error)
+    assert second == repr(error)
+    assert "RankFailedError" in first
+    assert type(error).__name__ in first
+    assert after == ["async_save", "old", "save"]
+
+
 # async_save -------------------------------------------------------------------------------------
 
 
@@ -545,6 +606,7 @@ def test_a_rank_that_calls_alone_is_told_within_the_groups_time_out_that_all_mus
     told, _ = run_ranks(2, call_alone, f"file://{tmp_path}/step", kind, timeout_seconds=120)
     assert f"Every rank has to call dcp_objstore.{kind}" in told
     assert "if rank == 0" in told
+    assert ".cc:" not in told, "nothing of gloo's sources"
     assert not list(tmp_path.glob("*"))
 
 

@@ -229,6 +229,7 @@ dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=loadin
 """
 
 
+@pytest.mark.usefixtures("usual_signals")
 def test_ctrl_c_ends_a_call_that_waits_for_the_store() -> None:
     """The servers, one for the save and one for the load, take the connection and never answer."""
     with contextlib.ExitStack() as stack:

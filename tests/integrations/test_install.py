@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 # As frameworks do, before anything is installed.
 from torch.distributed.checkpoint.state_dict_saver import (
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 
 import dcp_objstore as dos
+from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.integrations import install as module
 from tests.support.checkpoints import Options
@@ -203,6 +206,53 @@ def test_background_saves_are_committed_in_thread_and_process_mode(bucket: Bucke
     run_ranks(1, save_in_the_background, bucket.url, bucket.storage_options)
     for name in ("thread-0", "process-0", "thread-1", "process-1"):
         assert is_committed(bucket, name)
+
+
+def save_while_training(rank: int, world: int, url: str, way: str) -> tuple[list[float], int]:
+    """Rank 0 saves first, rank 1 trains first; return the sums, and the number of groups made."""
+    begun, trained = threading.Event(), threading.Event()
+    meta = dos.ObjectStoreWriter.storage_meta
+
+    def storage_meta(writer: dos.ObjectStoreWriter) -> Any:
+        begun.set()
+        assert rank == 0 or trained.wait(30)
+        return meta(writer)
+
+    before, sums = torch_private.count_groups(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dos.ObjectStoreWriter, "storage_meta", storage_meta)
+        if way == "writer":
+            torchs_own = inspect.unwrap(torch_private.ThreadExecutor.execute_save)
+            patch.setattr(torch_private.ThreadExecutor, "execute_save", torchs_own)
+        else:
+            dos.install(schemes=["file"])
+        for step in (1, 2):
+            begun.clear()
+            trained.clear()
+            to: dict[str, Any] = {"checkpoint_id": f"{url}/step-{step}"}
+            if way == "writer":
+                to = {"storage_writer": dos.ObjectStoreWriter(f"{url}/step-{step}")}
+            save = async_save_imported_earlier if way == "imported" else dcp.async_save
+            stager = DefaultStager(StagingOptions(False, False, False, False))
+            future: Any = save({"w": torch.ones(2)}, async_stager=stager, **to)
+            assert begun.wait(30)
+            for _ in range(20):
+                gradient = torch.ones(1)
+                dist.all_reduce(gradient)
+                sums.append(gradient.item())
+            trained.set()
+            getattr(future, "upload_completion", future).result(60)
+    dos.uninstall()
+    return sums, torch_private.count_groups() - before
+
+
+@pytest.mark.parametrize("way", ["installed", "imported", "writer"])
+def test_an_async_save_of_dcp_without_a_group_does_not_mix_with_the_training(
+    tmp_path: Path, way: str
+) -> None:
+    url = (tmp_path / "run").as_uri()
+    assert run_ranks(2, save_while_training, url, way) == [([2.0] * 40, 1)] * 2
+    assert [step.name for step in dos.steps(url)] == ["step-1", "step-2"]
 
 
 def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(

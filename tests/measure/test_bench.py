@@ -216,6 +216,7 @@ def large_range(asked: Asked) -> bool:
     return asked.method == "GET" and asked.name.endswith(".distcp") and "/save-" in asked.key
 
 
+@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("meant", cases([marker, part, plain_put, large_range], default=[marker]))
 def test_nothing_stays_after_ctrl_c(bucket: Bucket, meant: Meant) -> None:

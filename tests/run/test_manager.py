@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining, manager
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.workers import run_into
 from dcp_objstore.write import api, async_save as async_api
 from tests.support.servers import Bucket
 from tests.support.wrapped_stores import RecordingStore
@@ -401,8 +403,8 @@ def test_a_failed_save_that_only_retention_has_looked_at_is_still_to_be_raised(
     assert run._saves._retention is not None
     run._saves._retention.join(60)
     monkeypatch.undo()
-    with pytest.raises(dos.StoreUnavailableError, match="down"):
-        dos.async_save(state(2), f"{url}-of-another")
+    dos.async_save(state(2), f"{url}-of-another").result(30)  # not raised there
+    assert async_api._saves.here.unsettled[0]._has_unseen_error
     with pytest.raises(dos.StoreUnavailableError, match="down"):
         run.close()
 
@@ -551,6 +553,54 @@ def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, b
         held.set()
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (1, 2), "what was not saved then is saved on leaving"
+
+
+@pytest.mark.parametrize("busy", ["wait", "skip", "raise"])
+def test_the_managers_of_a_program_do_not_wait_for_each_other(
+    url: str, held: threading.Event, busy: Any
+) -> None:
+    """Such as one for the model and one for its averaged weights."""
+    urls = [f"{url}/model", f"{url}/ema"]
+    with (
+        dos.CheckpointManager(urls[0], on_busy=busy) as model,
+        dos.CheckpointManager(urls[1], on_busy=busy) as ema,
+    ):
+        handles = [run.async_save(1, state(1)) for run in (model, ema)]
+        assert not any(handle is None or handle.done() for handle in handles)
+        if busy == "skip":
+            assert ema.async_save(2, state(2)) is None, "its own is under way"
+        elif busy == "raise":
+            with pytest.raises(dos.SaveInProgressError, match="step 1"):
+                ema.async_save(2, state(2))
+        held.set()
+    for one in urls:
+        assert names(one) == ["step-1"]
+        assert loaded(dos.CheckpointManager(one))[1]["step"] == 1
+
+
+def test_a_failed_save_is_raised_by_its_own_manager_alone(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = async_api.run_save
+
+    def fail(writer: Any, *args: Any) -> Any:
+        if "/model/" in writer.checkpoint_id:
+            raise dos.StoreUnavailableError("down")
+        return really(writer, *args)
+
+    monkeypatch.setattr(async_api, "run_save", fail)
+    with dos.CheckpointManager(f"{url}/ema") as ema:
+        with (
+            pytest.raises(dos.StoreUnavailableError),
+            dos.CheckpointManager(f"{url}/model") as model,
+        ):
+            for step in (1, 2):
+                for run in (model, ema):
+                    if step == 1 or run is ema:
+                        run.async_save(step, state(step))
+        ema.async_save(3, state(3))
+    assert names(f"{url}/ema") == ["step-1", "step-2", "step-3"]
+    assert names(f"{url}/model") == []
 
 
 def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
@@ -771,6 +821,107 @@ def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -
         assert came == [signal.SIGUSR2] * 2
     finally:
         signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.fixture
+def came() -> Iterator[list[int]]:
+    """The SIGUSR2 that came to the handler that the program had before any manager."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGUSR2, before)
+
+
+def catching(url: str, name: str = "run") -> dos.CheckpointManager:
+    return dos.CheckpointManager(f"{url}/{name}", preemption_signals=[signal.SIGUSR2])
+
+
+def chain(number: signal.Signals) -> None:
+    """Install a handler that calls the one before it, as many scripts do."""
+    before: Any = signal.getsignal(number)
+
+    def handle(*received: Any) -> None:
+        before(*received)
+
+    signal.signal(number, handle)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_in_whatever_order_managers_end_a_signal_then_does_what_it_did_before(
+    url: str, came: list[int], first: int
+) -> None:
+    original = signal.getsignal(signal.SIGUSR2)
+    managers = [catching(url, name).__enter__() for name in ("model", "ema", "teacher")]
+    for place in (first, (first + 2) % 3):
+        managers[place].close()
+    signal.raise_signal(signal.SIGUSR2)
+    (last,) = (run for run in managers if not run._closed)
+    assert last._preemption.announced()
+    last.close()
+    signal.raise_signal(signal.SIGUSR2)
+    assert came == [signal.SIGUSR2] * 2
+    assert signal.getsignal(signal.SIGUSR2) is original
+
+
+def test_a_handler_that_the_program_has_chained_does_what_was_done_before_the_manager(
+    url: str, came: list[int]
+) -> None:
+    run = catching(url).__enter__()
+    chain(signal.SIGUSR2)
+    run.close()
+    signal.raise_signal(signal.SIGUSR2)
+    assert came == [signal.SIGUSR2]
+
+
+def test_a_manager_that_another_thread_has_closed_catches_no_more_signals(
+    url: str, came: list[int]
+) -> None:
+    run = catching(url).__enter__()
+    closing: Future[None] = Future()
+    threading.Thread(target=run_into, args=(closing, run.close)).start()
+    closing.result(30)
+    signal.raise_signal(signal.SIGUSR2)
+    assert not run._preemption.announced()
+    assert came == [signal.SIGUSR2]
+
+
+def test_a_manager_that_nobody_has_closed_catches_no_signals_once_it_is_gone(
+    url: str, came: list[int]
+) -> None:
+    original = signal.getsignal(signal.SIGUSR2)
+    catching(url).__enter__()
+    gc.collect()
+    assert signal.getsignal(signal.SIGUSR2) is original
+
+
+def _end_and_signal(url: str, number: signal.Signals, again: bool) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    run = dos.CheckpointManager(url, preemption_signals=[number]).__enter__()
+    chain(number)
+    handler = signal.getsignal(number)
+    run.close()
+    if again:
+        with dos.CheckpointManager(url, preemption_signals=[number]) as run:
+            signal.raise_signal(number)
+            assert run._preemption.announced()
+    signal.raise_signal(number)
+    assert number == signal.SIGWINCH, "SIGTERM did not end the process"
+    assert signal.getsignal(number) is handler
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGWINCH, 3)]
+)
+@pytest.mark.parametrize("again", [False, True])
+def test_after_the_block_a_chained_signal_has_its_default_action_unless_a_manager_catches_it(
+    url: str, number: signal.Signals, code: int, again: bool
+) -> None:
+    forking = multiprocessing.get_context("fork")
+    child = forking.Process(target=_end_and_signal, args=(url, number, again))
+    child.start()
+    child.join(60)
+    assert child.exitcode == code
 
 
 def test_a_child_forked_inside_the_block_is_ended_by_sigterm_as_elsewhere(url: str) -> None:

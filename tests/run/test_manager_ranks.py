@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -225,6 +226,76 @@ def test_a_save_is_skipped_on_all_ranks_when_it_is_busy_on_one(tmp_path: Path) -
     url = (tmp_path / "run").as_uri()
     assert run_ranks(2, skip_where_one_is_slow, url) == [[False, True]] * 2
     assert [step.name for step in dos.steps(url)] == ["step-1", "step-3"]
+
+
+def two_managers(rank: int, world_size: int, url: str) -> list[list[float]]:
+    """On rank 1 the save of the model begins when that of the average has been staged."""
+    staged, really, began = threading.Event(), async_api.run_save, []
+
+    def late(writer: Any, *args: Any) -> Any:
+        began.append(writer.checkpoint_id)
+        if rank == 1:
+            assert staged.wait(30)
+        return really(writer, *args)
+
+    async_api.run_save = late
+    try:
+        with (
+            dos.CheckpointManager(f"{url}/model") as model,
+            dos.CheckpointManager(f"{url}/ema") as ema,
+        ):
+            model.async_save(1, sharded(1))
+            handle = ema.async_save(1, sharded(10))
+            assert handle is not None
+            assert began in ([], [f"{url}/model/step-1"])
+            staged.set()
+            handle.result(60)
+            loaded = [sharded(0), sharded(0)]
+            for run, into in zip((model, ema), loaded, strict=True):
+                run.load(into)
+            return [into["weight"].to_local()[0].tolist() for into in loaded]
+    finally:
+        async_api.run_save = really
+
+
+def test_saves_of_two_managers_take_turns_so_that_their_ranks_meet(tmp_path: Path) -> None:
+    found = run_ranks(2, two_managers, (tmp_path / "run").as_uri())
+    assert found == [[[1.0] * 3, [10.0] * 3], [[2.0] * 3, [11.0] * 3]]
+
+
+def interrupted_while_it_waits(rank: int, world_size: int, url: str, staging: bool) -> str:
+    """Ctrl-C on rank 1 as it waits for the save before, or as it copies the state."""
+    raised = ""
+    with dos.CheckpointManager(url, claim_run=False) as run, pytest.MonkeyPatch.context() as patch:
+        run.async_save(1, sharded(1))
+        if rank == 1:
+            where: Any = async_api if staging else async_api.AsyncSaveHandle
+            patch.setattr(where, "Staging" if staging else "exception", interrupt)
+        try:
+            run.async_save(2, sharded(2))
+        except (KeyboardInterrupt, dos.RankFailedError) as error:
+            raised = repr(error)
+        patch.undo()
+        with contextlib.suppress(*[dos.RankFailedError] * staging):  # on all ranks, once
+            run.async_save(3, sharded(3))
+        run.async_save(4, sharded(4))
+    return raised
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("staging", [False, True])
+def test_ctrl_c_in_a_managers_save_on_one_rank_leaves_the_ranks_in_step(
+    tmp_path: Path, staging: bool
+) -> None:
+    url = (tmp_path / "run").as_uri()
+    first, second = run_ranks(2, interrupted_while_it_waits, url, staging)
+    assert second == "KeyboardInterrupt()"
+    assert staging or "KeyboardInterrupt" in first
+    expected = [1, 4] if staging else [1, 3, 4]
+    assert [step.name for step in dos.steps(url)] == [f"step-{step}" for step in expected]
 
 
 def one_save_fails(rank: int, world_size: int, url: str) -> str:

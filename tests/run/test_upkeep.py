@@ -293,6 +293,7 @@ def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path: Pat
 # --- Ctrl-C, and what is imported
 
 
+@pytest.mark.usefixtures("usual_signals")
 def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other() -> None:
     store = MemoryStore()
     answer = threading.Event()

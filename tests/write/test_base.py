@@ -579,6 +579,7 @@ def test_an_error_in_a_200_is_an_error(bucket: Bucket) -> None:
     assert_holds(bucket.at("step-2"), bucket, 1)
 
 
+@pytest.mark.usefixtures("usual_signals")
 def test_ctrl_c_during_a_copy_leaves_no_upload_and_nothing_committed(
     bucket: Bucket, proxy: NetworkProxy
 ) -> None:

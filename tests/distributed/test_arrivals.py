@@ -1,0 +1,167 @@
+"""A call that some ranks do not make: one rank says which ones, long before a time-out."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_objstore as dos
+from dcp_objstore import torch_private
+from dcp_objstore.distributed import arrivals, failures
+from dcp_objstore.run import manager
+from tests.support.ranks import run_ranks
+
+
+class Warned(logging.Handler):
+    """Records the warnings of missing ranks; sets a key in the store at one that has a text."""
+
+    def __init__(self, until: str, key: str) -> None:
+        super().__init__(logging.WARNING)
+        self.store: Any = torch_private.default_store().clone()
+        self.texts: list[str] = []
+        self.until, self.key = until, key
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "has waited" in record.getMessage():
+            self.texts.append(record.getMessage())
+            if self.until in self.texts[-1]:
+                self.store.set(self.key, "1")
+
+
+def enter(url: str) -> None:
+    with dos.CheckpointManager(url, claim_run=False):
+        pass
+
+
+CALLS: dict[str, Any] = {
+    "dcp_objstore.save": lambda url: dos.save({"w": torch.ones(2)}, url, progress=False),
+    "dcp_objstore.load": lambda url: dos.load({"w": torch.ones(2)}, url, progress=False),
+    "dcp_objstore.async_save": lambda url: dos.async_save(
+        {"w": torch.ones(2)}, f"{url}-async"
+    ).result(60),
+    "dcp_objstore.claim_run": lambda url: dos.claim_run(f"{url}-claimed"),
+    "CheckpointManager.__enter__": lambda url: enter(f"{url}-run"),
+}
+
+
+def one_rank_is_late(rank: int, world: int, url: str) -> list[tuple[str, list[str]]]:
+    """The last rank makes each call only when another has said that it is missing."""
+    warnings = []
+    store: Any = torch_private.default_store()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 0.0)
+        patch.setattr(arrivals, "_WARNED_AFTER_SECONDS", 600.0 if rank == world - 1 else 0.05)
+        patch.setattr(arrivals, "_RARER", 1.5)
+        for name, make in CALLS.items():
+            handler = Warned(f"for rank {world - 1}, which", name)
+            logging.getLogger("dcp_objstore").addHandler(handler)
+            try:
+                if rank == world - 1:
+                    store.wait([name])
+                make(url)
+            finally:
+                logging.getLogger("dcp_objstore").removeHandler(handler)
+            warnings.append((name, handler.texts))
+            dist.barrier()
+    return warnings
+
+
+def test_every_call_names_the_ranks_that_do_not_make_it_and_goes_on_when_they_come(
+    tmp_path: Path,
+) -> None:
+    url = (tmp_path / "step").as_uri()
+    first, second, _ = run_ranks(3, one_rank_is_late, url)
+    for (name, texts), (_, more) in zip(first, second, strict=True):
+        last = next(text for text in texts + more if "for rank 2, which" in text)
+        assert name in last
+        assert url in last
+        assert "has not made this call" in last
+        assert f'"{__file__}", line' in last
+
+
+def works_long(rank: int, world: int, url: str) -> tuple[list[str], int]:
+    """Rank 0 works for all until one rank, once both are in the call, has looked who is missing."""
+    store: Any = torch_private.default_store().clone()
+    really = arrivals._Call.look
+    handler = Warned("", "warned")
+    looks = 0
+
+    def look(call: arrivals._Call) -> None:
+        nonlocal looks
+        noted = call._store is not None
+        looks += noted
+        while noted and store.add(f"{call._notes}/count", 0) < world:
+            threading.Event().wait(0.01)
+        really(call)
+        if noted:
+            store.set("looked", "1")
+
+    def listed(*_: object) -> tuple[int, ...]:
+        torch_private.default_store().wait(["looked"])
+        return (1,)
+
+    with pytest.MonkeyPatch.context() as patch, dos.CheckpointManager(url) as run:
+        patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 0.0)
+        patch.setattr(arrivals, "_WARNED_AFTER_SECONDS", 0.0)
+        patch.setattr(arrivals._Call, "look", look)
+        patch.setattr(manager, "step_numbers", listed)
+        logging.getLogger("dcp_objstore").addHandler(handler)
+        assert run.steps() == (1,)
+        logging.getLogger("dcp_objstore").removeHandler(handler)
+        # The first rank has removed the notes.
+        while any("/calls/" in key for key in getattr(store, "list_keys", list)()):
+            threading.Event().wait(0.01)
+        dist.barrier()
+    return handler.texts, looks
+
+
+def test_a_rank_that_works_while_the_others_wait_is_not_missing_and_one_rank_looks(
+    tmp_path: Path,
+) -> None:
+    (texts, looks), (more, others) = run_ranks(2, works_long, (tmp_path / "run").as_uri())
+    assert texts + more == []
+    assert looks + others == 1
+
+
+def short_calls(rank: int, world: int, url: str) -> tuple[int, str]:
+    """How often short calls looked at who has come; what a call that fails says."""
+    looks: list[arrivals._Call] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 600.0)
+        patch.setattr(arrivals._Call, "look", looks.append)
+        dos.save({"w": torch.ones(2)}, f"{url}/step", progress=False)
+        dos.load({"w": torch.ones(2)}, f"{url}/step", progress=False)
+    with pytest.raises(dos.RankFailedError) as caught, failures.meeting(url, dist.group.WORLD):
+        call = arrivals._current()
+        assert call is not None
+        call.missing = [1]
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    return len(looks), str(caught.value)
+
+
+def test_a_short_call_asks_for_nothing_and_an_error_names_ranks_in_place_of_sockets(
+    tmp_path: Path,
+) -> None:
+    for looks, text in run_ranks(2, short_calls, tmp_path.as_uri()):
+        assert looks == 0
+        assert "rank 1" in text
+        assert "gloo" not in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 2, 3], "ranks 1 to 3"),
+        ([0, 2, 3, 9], "ranks 0, 2 to 3, 9"),
+        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, and others, 20 in all"),
+    ],
+)
+def test_ranks_are_shown_as_ranges(ranks: list[int], text: str) -> None:
+    assert arrivals.shown(ranks) == text
