@@ -260,7 +260,7 @@ class RunSaves:
         """Delete what is not kept once the step is committed; on rank 0, in a thread."""
         if not is_first(self._group):
             return
-        metrics = saved["user_metadata"].get("metrics", {})
+        described = saved["user_metadata"]
         self._retention = after_commit(
-            handle, lambda: self._retainer.committed(step, metrics), self._retention
+            handle, lambda: self._retainer.committed(step, described), self._retention
         )

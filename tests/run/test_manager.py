@@ -521,6 +521,33 @@ def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
     assert names(url) == ["step-2", "step-6"]
 
 
+def test_retention_goes_on_whatever_stands_under_metrics(url: str) -> None:
+    keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
+    with dos.CheckpointManager(url, keep=keep, user_metadata={"metrics": ["loss"]}) as run:
+        for step in range(1, 4):
+            run.save(step, state(step))
+        run.save(4, state(4), user_metadata={"metrics": {"loss": 0.5}})
+        run.save(5, state(5))
+    assert names(url) == ["step-4", "step-5"]
+
+
+class Broken(dos.RetentionPolicy):
+    """A policy of the user's that has an error."""
+
+    def keeps(self, steps: Any) -> frozenset[int]:
+        raise KeyError("no such metric")
+
+
+def test_a_policy_that_fails_is_named_in_the_log_and_nothing_is_deleted(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dos.CheckpointManager(url, keep=Broken()) as run:
+        run.save(1, state(1))
+        run.save(2, state(2))
+    assert "KeyError('no such metric')" in caplog.text
+    assert names(url) == ["step-1", "step-2"]
+
+
 def test_metrics_and_config_stand_in_the_marker_and_in_ls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
