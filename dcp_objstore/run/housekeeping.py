@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.observe.report import logger
-from dcp_objstore.run.gc import sweep
+from dcp_objstore.run.gc import sweep_below
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
 from dcp_objstore.run.steps import step_number, step_url, steps_of
 from dcp_objstore.run.upkeep import delete_step
@@ -97,6 +97,8 @@ class Retainer:
         self._now = now
         self._sweeps = sweeps
         self._swept_at: float | None = None
+        self._sweeper: threading.Thread | None = None
+        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._known: dict[int, StepFacts] | None = None
         # Whether this job pinned or unpinned steps, kept until the steps are listed.
@@ -128,7 +130,13 @@ class Retainer:
                     self._run.url,
                     error if isinstance(error, DcpObjstoreError) else repr(error),
                 )
-            self.sweep()
+            # In its own thread: neither the next deletions nor the end of the job wait for it.
+            if self._sweeper is None or not self._sweeper.is_alive():
+                self._sweeper = spawn(self.sweep, "sweep")
+
+    def end(self) -> None:
+        """Let a sweep that is under way end before its next checkpoint; do not wait for it."""
+        self._ended.set()
 
     def _apply(self, newest: StepFacts) -> None:
         if self._known is None:
@@ -146,21 +154,17 @@ class Retainer:
             self._delete(step)
 
     def sweep(self) -> None:
-        """Sweep the run, unless that was done in the last hour.
+        """Sweep the run, unless that was done in the last hour. It may be cut short anywhere.
 
         A `DcpObjstoreError` is logged, not raised.
         """
         now = time.monotonic()
         rested = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
-        if not (self._sweeps and rested):
+        if not (self._sweeps and rested) or self._ended.is_set():
             return
         self._swept_at = now
         try:
-            swept = sweep(
-                self._run.url,
-                storage_options=self._run.storage_options,
-                config=self._run.config,
-            )
+            swept = sweep_below(self._run, is_over=self._ended.is_set)
         except UnsupportedError as error:
             self._sweeps = False
             logger.info("%s is not swept: %s", self._run.url, error)

@@ -134,7 +134,8 @@ class CheckpointManager:
             Default False.
         sweep: after the first commit of this job, and then once an hour, remove what no commit
             names and what is older than a day, by `dcp_objstore.sweep`: objects of deleted steps
-            and of saves that died, and orphaned uploads. Default True.
+            and of saves that died, and orphaned uploads. Leaving the block does not wait for it; what
+            it has not reached is left to a later one. Default True.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: from the environment.
         config: sizes, concurrency and time-outs.
@@ -299,6 +300,7 @@ class CheckpointManager:
         self._closed = True
         self._unsaved = None
         self._unclosed.detach()
+        self._retainer.end()
         if self._consensus is not None:
             self._consensus.close()
         self._preemption.restore()

@@ -23,6 +23,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining, manager
+from dcp_objstore.run.gc import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import api, async_save as async_api
 from tests.support.servers import Bucket
@@ -450,6 +451,17 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
 
 
+def end_of_upkeep(run: dos.CheckpointManager) -> None:
+    """Wait for the deletions and the sweep that the last commit has begun."""
+    assert run._saves is not None
+    assert run._saves._retention is not None
+    run._saves._retention.join(60)
+    sweeper = run._retainer._sweeper
+    assert sweeper is not None
+    sweeper.join(60)
+    assert not sweeper.is_alive()
+
+
 @pytest.mark.parametrize("sweep", [True, False])
 def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(
     tmp_path: Path, sweep: bool
@@ -465,9 +477,42 @@ def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(
     os.utime(old, (two_days_ago, two_days_ago))
     with dos.CheckpointManager(f"file://{tmp_path}", sweep=sweep) as run:
         run.save(3, state(3))
+        end_of_upkeep(run)
     assert old.exists() is not sweep
     assert young.exists()
     assert [step.name for step in dos.steps(f"file://{tmp_path}")] == ["step-3"]
+
+
+def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go = threading.Event(), threading.Event()
+    over: list[bool] = []
+
+    def held_sweep(_run: StoreSpec, *, is_over: Any) -> Any:
+        began.set()
+        assert go.wait(60)
+        over.append(is_over())
+        return SweepReport(url=url, checkpoints=())
+
+    monkeypatch.setattr(retaining, "sweep_below", held_sweep)
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run:
+        run.save(1, state(1))
+        assert began.wait(60)
+        run.save(2, state(2))
+        assert loaded(run)[0] == 2
+        assert run.steps() == (2,)
+    assert over == []
+    go.set()
+    end_of_upkeep(run)
+    assert over == [True], "it is told to end"
+
+
+def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow(url: str) -> None:
+    save_steps(url, (1, 2, 3))
+    answers = iter([False, True])
+    report = sweep_below(StoreSpec(url), is_over=lambda: next(answers))
+    assert [one.url for one in report.checkpoints] == [f"{url}/step-1"]
 
 
 def test_nothing_is_deleted_after_a_save_that_failed(
@@ -915,6 +960,12 @@ def test_steps_that_were_deleted_cost_no_requests(
         stores.clear()
         assert run.latest() == 5
         assert sum(len(store.requests) for store in stores) == 2 + 1 + 1
+        # Nor do they cost any when a job begins, or sweeps.
+        stores.clear()
+        assert loaded(run)[0] == 5
+        run.save(6, state(6))
+        end_of_upkeep(run)
+    assert {store.url for store in stores} == {url, *(f"{url}/step-{n}" for n in (3, 4, 5, 6))}
 
 
 @pytest.mark.parametrize(
