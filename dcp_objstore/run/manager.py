@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.distributed.failures import on_first, typed_failures
+from dcp_objstore.distributed.failures import capture, on_first, raise_on_all, typed_failures
 from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import EventSettings
@@ -342,6 +343,12 @@ class CheckpointManager:
                 user_metadata=self._user_metadata,
                 saving={**self._saving, "process_group": self._group_given},
             )
+        elif self._group is None and rank_and_world_size()[1] > 1:
+            raise ConfigError(
+                "the process group was made after this CheckpointManager began, so its ranks cannot"
+                " agree when to save: call torch.distributed.init_process_group() before the block",
+                url=self._url,
+            )
         return self._saves
 
     # --- saving
@@ -481,8 +488,9 @@ class CheckpointManager:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
         saves = self._begin()
         if self._claims_run and self._retainer.claim is None:
+            # The manager's own group: without it, each rank would claim the run for itself.
             self._retainer.claim = run_claim.claim_run(
-                self._url, process_group=self._group_given, **self._access
+                self._url, process_group=self._group, **self._access
             )
         return saves
 
@@ -535,10 +543,11 @@ class CheckpointManager:
             DcpObjstoreError: the load failed for another reason; raised at once.
         """
         self._begin().end()  # waits for deletions, too: none may take the step that is loaded
+        _, refused = capture(lambda: None if step is None else check_step(step))
+        raise_on_all(refused, self._url, self._group, same={"step": step})
         self._own_run()
         self._unsaved = None  # this load replaces its state
         if step is not None:
-            check_step(step)
             report = ResumeReport(step, self._load_one(state, step))
             self._resume(report, went_back=True)
             return step

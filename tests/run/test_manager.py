@@ -787,6 +787,17 @@ def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_ne
             run.save(1, state(9))
 
 
+def test_a_process_group_that_is_made_inside_the_block_is_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks would save when each of them has to, and wait for each other."""
+    with dos.CheckpointManager(url, save_last=False) as run:
+        run.step(1, state(1))
+        monkeypatch.setattr(manager, "rank_and_world_size", lambda: (0, 2))
+        with pytest.raises(dos.ConfigError, match="init_process_group"):
+            run.step(2, state(2))
+
+
 def test_a_superseded_job_cannot_add_steps(url: str) -> None:
     with pytest.raises(dos.SupersededError), dos.CheckpointManager(url) as zombie:
         zombie.save(1, state(1))

@@ -243,6 +243,54 @@ def test_a_background_save_that_fails_on_one_rank_is_raised_on_all(tmp_path: Pat
     assert [step.name for step in dos.steps(url)] == ["step-1"]
 
 
+def call_without_a_group(rank: int, world_size: int, url: str, verb: str) -> str:
+    """What the tutorials' `cleanup()` does before the manager's block ends."""
+    run = dos.CheckpointManager(url)
+    run.__enter__()
+    if verb == "pin":
+        run.save(1, {"step": 1})
+    run.step(2, {"step": dos.PerRank(rank)})
+    dist.destroy_process_group()
+    calls: dict[str, Any] = {
+        "close": run.close,
+        "save": lambda: run.save(3, {"step": 3}),
+        "load": lambda: run.load({"step": 0}),
+        "go back": lambda: run.load({"step": 0}, 1),
+        "latest": run.latest,
+        "pin": lambda: run.pin(1),
+    }
+    try:
+        return str(calls[verb]())
+    except dos.InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("verb", ["close", "save", "load", "go back", "latest", "pin"])
+def test_after_the_process_group_was_destroyed_no_rank_acts_alone(
+    tmp_path: Path, verb: str
+) -> None:
+    url = (tmp_path / "run").as_uri()
+    for said in run_ranks(2, call_without_a_group, url, verb):
+        assert "destroy_process_group" in said
+    assert (tmp_path / "run" / "_CLAIM").exists() is (verb == "pin")
+    assert [step.pins for step in dos.steps(url)] == ([()] if verb == "pin" else [])
+
+
+def go_back_to_different_steps(rank: int, world_size: int, url: str) -> str:
+    with dos.CheckpointManager(url) as run:
+        try:
+            return str(run.load({"step": 0}, rank + 1))
+        except dos.ConfigError as error:
+            return str(error)
+
+
+def test_ranks_that_go_back_to_different_steps_are_refused(tmp_path: Path) -> None:
+    url = (tmp_path / "run").as_uri()
+    for said in run_ranks(2, go_back_to_different_steps, url):
+        assert "same step=" in said
+    assert not (tmp_path / "run").exists()
+
+
 class SlowStore:
     """A store that hands out what all have announced late."""
 
