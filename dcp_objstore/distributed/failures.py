@@ -170,7 +170,7 @@ def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | 
 
     Raises:
         DcpObjstoreError: the error of `make`, raised on every rank.
-        InputError: the group was destroyed on some rank. If that is the first, `make` is not called.
+        InputError: the group was destroyed on some rank. If on the first, `make` is not called.
     """
     made, failed = capture(make) if not has_gone(group) and is_first(group) else (None, None)
     raise_on_all(failed, url, group)

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
 
 _PREEMPTED = "preempted"
-_TIMER = "timer"
 
 
 @dataclass
@@ -110,8 +109,9 @@ class CheckpointManager:
             all.
         save_every: `step` saves if the number of the step is a multiple of this, or is the first
             after a multiple. Or a `timedelta`: the time between saves.
-        save_every_seconds: the time between saves in seconds. May be combined with a number of
-            steps in `save_every`.
+        save_every_seconds: the time between the beginnings of two saves in seconds. A save that
+            takes longer is not waited for: the next one begins at the first steps after its end.
+            May be combined with a number of steps in `save_every`.
         save_last: on leaving the block without an error, and in `close`, save the last step that
             `step` was called with, if it was not saved. Default True.
         user_metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
@@ -135,8 +135,8 @@ class CheckpointManager:
             Default False.
         sweep: after the first commit of this job, and then once an hour, remove what no commit
             names and what is older than a day, by `dcp_objstore.sweep`: objects of deleted steps
-            and of saves that died, and orphaned uploads. Leaving the block does not wait for it; what
-            it has not reached is left to a later one. Default True.
+            and of saves that died, and orphaned uploads. Leaving the block does not wait for it: a
+            later one removes what it has not reached. Default True.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: from the environment.
         config: sizes, concurrency and time-outs.
@@ -336,6 +336,8 @@ class CheckpointManager:
                 peer_timeout_seconds=(self._config or TransferConfig()).peer_timeout_seconds,
             )
             self._consensus.start()
+            if not is_first(self._group):
+                self._every_seconds = None  # rank 0 keeps the time
             self._saves = RunSaves(
                 self._run,
                 self._group,
@@ -389,6 +391,7 @@ class CheckpointManager:
         self._unsaved = step, state, described
         self._trained.step, self._trained.saved = step, saves.knows(step)
         reasons = self._consensus.reached()
+        timed = _timer(saves) in reasons
         if _PREEMPTED in reasons:
             self._preempted = True
             logger.warning("%s: this job must end; step %d is its last one", self._url, step)
@@ -400,9 +403,11 @@ class CheckpointManager:
                 self._preemption.raise_held()
                 return not known
             self._preemption.raise_held()
-        if saves.knows(step) or not (due or _TIMER in reasons):
+        if saves.knows(step) or not (due or timed):
             return False
-        return self.async_save(step, state, **described) is not None
+        # The timer asks when rank 0 has ended the save before, so the others are about to.
+        on_busy = self._on_busy if due else "wait"
+        return self.async_save(step, state, on_busy=on_busy, **described) is not None
 
     def preempted(self) -> bool:
         """Return whether the job must end now. Local; the same on all ranks between two steps.
@@ -509,9 +514,10 @@ class CheckpointManager:
         wanted = set()
         if not self._preempted and self._preemption.announced():
             wanted.add(_PREEMPTED)
-        if self._saves is not None and self._every_seconds is not None and is_first(self._group):
-            passed_seconds = time.monotonic() - self._saves.begun_at
-            wanted |= {_TIMER} if passed_seconds >= self._every_seconds else set()
+        saves = self._saves
+        if saves is not None and self._every_seconds is not None and saves.is_idle():
+            passed_seconds = time.monotonic() - saves.begun_at
+            wanted |= {_timer(saves)} if passed_seconds >= self._every_seconds else set()
         return frozenset(wanted)
 
     # --- loading
@@ -623,6 +629,15 @@ class CheckpointManager:
         url = step_url(self._url, step)
         left = on_first(lambda: change(url, name, **self._access), self._url, self._group)
         self._retainer.set_pinned(step, pinned=bool(left))
+
+
+def _timer(saves: RunSaves) -> str:
+    """Return the request for the save after the last one that has begun.
+
+    It is void once that save, or another, has begun: the ranks agree on it a while after the timer
+    has asked, and the timer asks again until a save begins.
+    """
+    return f"timer-{saves.begun}"
 
 
 def _intervals(

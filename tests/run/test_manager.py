@@ -144,6 +144,54 @@ def test_saves_when_the_time_has_come_and_not_before(url: str) -> None:
         assert run.latest() == step
 
 
+def agreed(run: dos.CheckpointManager) -> None:
+    """Wait until the ranks, which is this one, have agreed to do something at the next step."""
+    consensus = run._consensus
+    assert consensus is not None
+    with consensus._state:
+        assert consensus._state.wait_for(lambda: consensus._agreed is not None, 60)
+
+
+@pytest.mark.parametrize("delay", ["a claim that takes long", "another save"])
+def test_the_timer_fires_once_for_a_save(
+    url: str, delay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks again until the save begins, and that agreement comes after the save."""
+    really = manager.run_claim.claim_run
+    with dos.CheckpointManager(url, save_every_seconds=1e-3, save_last=False) as run:
+
+        def slowly(*args: Any, **settings: Any) -> Any:
+            agreed(run)
+            return really(*args, **settings)
+
+        monkeypatch.setattr(manager.run_claim, "claim_run", slowly)
+        agreed(run)
+        if delay == "another save":
+            run.save(1, state(1))
+        else:
+            assert run.step(1, state(1))
+        assert not run.step(2, state(2))
+    assert names(url) == ["step-1"]
+
+
+def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
+    url: str, held: threading.Event
+) -> None:
+    with dos.CheckpointManager(url, save_every_seconds=1e-3, on_busy="raise") as run:
+        agreed(run)
+        assert run.step(1, state(1))
+        assert run._saves is not None
+        assert run._saves._pending is not None
+        run._saves.begun_at -= 60
+        assert run._ask() == frozenset()
+        held.set()
+        assert run._saves._pending[1].exception(60) is None
+        assert run._ask() != frozenset()
+        agreed(run)
+        assert run.step(2, state(2))
+    assert names(url) == ["step-1", "step-2"]
+
+
 def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
