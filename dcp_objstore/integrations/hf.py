@@ -43,6 +43,7 @@ from dcp_objstore.state.per_rank import PerRank, own_name
 from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
+    from dcp_objstore.run.saves import Busy
     from dcp_objstore.write.async_save import AsyncSaveHandle
 
 T = TypeVar("T")
@@ -415,7 +416,8 @@ class _TrainerRun:
         metrics = self._metrics(step)
         if self._background:
             is_best = trainer.state.best_global_step == step
-            on_busy = "wait" if is_best or trainer.control.should_training_stop else None
+            needed = is_best or trainer.control.should_training_stop
+            on_busy: Busy | None = "wait" if needed else None
             handle = self.manager.async_save(step, state, metrics=metrics, on_busy=on_busy)
             if handle is None:
                 return  # it was skipped
