@@ -194,9 +194,10 @@ def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | 
 
     Raises:
         DcpObjstoreError: the error of `make`, raised on every rank.
+        InputError: the group was destroyed on some rank. If on the first, `make` is not called.
     """
     with watching(url, group, _SAME_CALLS):
-        made, failed = capture(make) if is_first(group) else (None, None)
+        made, failed = capture(make) if not has_gone(group) and is_first(group) else (None, None)
         raise_on_all(failed, url, group)
         return cast(T, from_first(made, url, group))
 

@@ -12,6 +12,8 @@ training. The protocol is:
   pass that boundary before the ranks agree, and announces it in the store. The thread does this
   even while its main thread is in the middle of a step, so no rank waits for a rank that waits.
 - When all ranks have announced, they agree on the largest boundary. No rank can have passed it.
+- If the store fails on a rank, its thread connects again and goes on where it was. So whatever it
+  asks may be asked twice: the first announcement of a rank counts.
 
 Without a request a step costs one uncontended lock. With a request, a rank waits only if it reaches
 its own boundary before the agreement. That boundary is about two polls ahead, so this is rare.
@@ -19,6 +21,7 @@ its own boundary before the agreement. That boundary is about two polls ahead, s
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -39,6 +42,7 @@ from dcp_objstore.transfer.workers import spawn
 from dcp_objstore.waiting import wait_in_steps
 
 LOOK_EVERY_SECONDS = 0.25
+_LONGEST_PAUSE_SECONDS = 10.0  # while the store does not answer
 _LEFT = "left"
 
 
@@ -99,6 +103,7 @@ class StepConsensus:
         self._seen = 0  # the count at the last poll
         self._round = 0
         self._hold: int | None = None  # boundary not to pass before the ranks agree
+        self._reasons: frozenset[str] = frozenset()  # what this rank announces in this round
         self._agreed: _Agreed | None = None
         self._over = False  # a rank or the store has gone: no more agreements
         self._announcing = threading.Lock()
@@ -150,45 +155,66 @@ class StepConsensus:
             logger.debug("the store of the process group is gone: %s", error)
 
     def _watch(self) -> None:
-        try:
-            while not self._stop.wait(self._look_every_seconds) and not self._over:
+        pause_seconds = self._look_every_seconds
+        failed_at: float | None = None
+        while not self._stop.wait(pause_seconds) and not self._over:
+            try:
                 self._look()
-        except RuntimeError as error:  # torch's error for a store that is gone
-            if not self._stop.is_set():
-                logger.warning(
-                    "the store of the process group no longer answers, so the ranks cannot agree on"
-                    " a step at which to save: %s",
-                    error,
-                )
-            self._end()
+                pause_seconds, failed_at = self._look_every_seconds, None
+            except RuntimeError as error:  # torch's error for a store that does not answer
+                if self._stop.is_set():
+                    return
+                if failed_at is None:
+                    failed_at = time.monotonic()
+                    logger.warning("the store of the process group failed; trying again: %s", error)
+                if time.monotonic() - failed_at > self._peer_timeout_seconds:
+                    logger.warning(
+                        "the store of the process group no longer answers, so this job saves no"
+                        " more by time or when it must end: %s",
+                        error,
+                    )
+                    self._end()
+                    return
+                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                self._connect_again()
+
+    def _connect_again(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store = self._store and self._store.clone()
 
     def _look(self) -> None:
         with self._state:
-            number, waiting = self._round, self._hold is None
+            number, mine, agreed = self._round, self._hold, self._agreed
             speed, self._seen = self._count - self._seen, self._count
-        if not waiting:
+        if agreed is not None:
             return  # the main thread has not reached the agreed boundary yet
-        reasons = frozenset(self._ask())
-        key = f"{number}/request"
-        if self._store is not None:
-            requested = self._store.check([key])
-            if reasons and not requested:
-                self._store.set(key, "1")
-        else:
-            requested = False
-        if reasons or requested:
-            self._settle(number, reasons, speed)
+        if mine is None:  # otherwise the store failed in this round
+            reasons = frozenset(self._ask())
+            if not (self._is_requested(number, reasons) or reasons):
+                return
+            with self._state:
+                # Two polls ahead at the present speed; a single rank does not have to wait.
+                ahead = 1 if self._store is None else 1 + 2 * speed
+                self._hold = mine = self._count + ahead
+                self._reasons = reasons
+        self._settle(number, mine)
 
-    def _settle(self, number: int, reasons: frozenset[str], speed: int) -> None:
-        """Run one round: announce, wait for the other ranks, and notify the main thread."""
-        with self._state:
-            # Two polls ahead at the present speed; a single rank does not have to wait.
-            ahead = 1 if self._store is None else 1 + 2 * speed
-            self._hold = mine = self._count + ahead
+    def _is_requested(self, number: int, reasons: frozenset[str]) -> bool:
+        """Return whether another rank has requested something; if not, do so for these reasons."""
         if self._store is None:
-            agreed: _Agreed | None = _Agreed(mine, reasons)
+            return False
+        key = f"{number}/request"
+        requested: bool = self._store.check([key])
+        if reasons and not requested:
+            self._store.set(key, "1")
+        return requested
+
+    def _settle(self, number: int, mine: int) -> None:
+        """Run one round: announce, wait for the other ranks, and notify the main thread."""
+        if self._store is None:
+            agreed: _Agreed | None = _Agreed(mine, self._reasons)
         else:
-            self._announce(number, " ".join((str(mine), *sorted(reasons))))
+            self._announce(number, " ".join((str(mine), *sorted(self._reasons))))
             agreed = self._collect(number)
         if agreed is None:
             self._end()
@@ -204,9 +230,9 @@ class StepConsensus:
         with self._announcing:
             if self._announced >= number:
                 return
-            self._announced = number
-            self._store.set(f"{number}/at/{self._rank}", text)
+            self._store.compare_set(f"{number}/at/{self._rank}", "", text)
             self._store.add(f"{number}/count", 1)
+            self._announced = number
             if number >= 2:
                 # A rank announces only after it has acted on the agreement of the previous round.
                 # For that agreement, all ranks had read the announcements of the round before it.
@@ -218,12 +244,15 @@ class StepConsensus:
     def _collect(self, number: int) -> _Agreed | None:
         """Collect what all ranks have announced; None if a rank, or this one, has left."""
         assert self._store is not None
-        pause_seconds, deadline = 0.01, time.monotonic() + self._peer_timeout_seconds
-        while self._store.add(f"{number}/count", 0) < self._world_size:
-            if self._stop.wait(pause_seconds) or time.monotonic() > deadline:
+        pause_seconds = 0.01
+        keys = [f"{number}/at/{rank}" for rank in range(self._world_size)]
+        # The count is cheap, but has a rank twice if an answer was lost.
+        while self._store.add(f"{number}/count", 0) < self._world_size or not self._store.check(
+            keys
+        ):
+            if self._stop.wait(pause_seconds):
                 return None
             pause_seconds = min(2 * pause_seconds, self._look_every_seconds)
-        keys = [f"{number}/at/{rank}" for rank in range(self._world_size)]
         announced = [value.decode().split() for value in self._store.multi_get(keys)]
         if any(words[0] == _LEFT for words in announced):
             return None

@@ -43,12 +43,15 @@ from dcp_objstore.state.per_rank import PerRank, own_name
 from dcp_objstore.stores import StoreSpec
 
 if TYPE_CHECKING:
+    from dcp_objstore.run.saves import Busy
     from dcp_objstore.write.async_save import AsyncSaveHandle
 
 T = TypeVar("T")
 
 _TRAINER_STATE = "trainer_state.json"
 _SCHEDULER = "scheduler.pt"
+# Arguments of `CheckpointManager` by which it would save; here only the Trainer does.
+_TRAINERS_OWN = ("save_every", "save_every_seconds", "save_last", "save_on_preemption")
 _OWN_CHECKPOINTS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -200,14 +203,16 @@ def with_object_store(trainer: T, run_url: str, *, background: bool = False, **o
             commit. The next save and the end of `train` wait for it and raise its error. Default
             False: a save returns when it is committed.
         options: arguments of `CheckpointManager`, such as `storage_options`, `config`,
-            `delete_now` or `on_event`. `keep` counts instead of `save_total_limit`.
+            `delete_now` or `on_event`. `keep` counts instead of `save_total_limit`. `on_busy` is
+            for saves in the background; the last step and the best one always wait for the save
+            before. What says when to save (`save_every`, ...) is refused: the Trainer does.
 
     Returns:
         The same trainer. Its `run` is the `CheckpointManager` of the current or last `train`.
 
     Raises:
         ConfigError: it is no Trainer, its `output_dir` is a URL, it pushes checkpoints to the Hub,
-            or an option is wrong.
+            or an option is wrong or the Trainer's own.
         InvalidUrlError: `run_url` is wrong.
         UnsupportedError: the Trainer uses DeepSpeed or XLA.
 
@@ -275,6 +280,14 @@ class _TrainerRun:
     def __init__(
         self, trainer: Any, url: str, background: bool, options: Mapping[str, Any]
     ) -> None:
+        refused = [name for name in _TRAINERS_OWN if options.get(name) is not None]
+        if refused:
+            raise ConfigError(
+                f"with_object_store takes no {' and no '.join(refused)}: the Trainer says when to"
+                " save. Pass save_strategy and save_steps to TrainingArguments. (When the job must"
+                " end, the last step is saved in any case.)",
+                url=url,
+            )
         limit = trainer.args.save_total_limit
         self._trainer = trainer
         self._background = background
@@ -389,7 +402,6 @@ class _TrainerRun:
         step = trainer.state.global_step
         if step == self._last_step:
             return
-        self._last_step = step
         assert self.scratch is not None
         write()
         folder = self.scratch / f"checkpoint-{step}"
@@ -401,10 +413,18 @@ class _TrainerRun:
         shutil.rmtree(folder, ignore_errors=True)
         if trainer.args.save_only_model:
             del state["optimizer"]
+        metrics = self._metrics(step)
         if self._background:
-            self._pending = self.manager.async_save(step, state, metrics=self._metrics(step))
+            is_best = trainer.state.best_global_step == step
+            needed = is_best or trainer.control.should_training_stop
+            on_busy: Busy | None = "wait" if needed else None
+            handle = self.manager.async_save(step, state, metrics=metrics, on_busy=on_busy)
+            if handle is None:
+                return  # it was skipped
+            self._pending = handle
         else:
-            self.manager.save(step, state, metrics=self._metrics(step))
+            self.manager.save(step, state, metrics=metrics)
+        self._last_step = step
 
     def _metrics(self, step: int) -> dict[str, float]:
         """Return what was logged at this step, and which saved step is the best."""

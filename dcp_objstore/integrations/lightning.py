@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.names import MARKER_KEY, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.values import check_safe
 from dcp_objstore.distributed.failures import on_first
@@ -41,7 +41,7 @@ from dcp_objstore.integrations.install import SCHEMES, url_in
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.housekeeping import Retainer, after_commit
-from dcp_objstore.run.steps import steps
+from dcp_objstore.run.steps import commit_time, steps_of
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import checked_config
@@ -167,11 +167,15 @@ def _is(value: object, name: str) -> bool:
 def _url(path: object) -> str | None:
     """Return the URL of the checkpoint that a path of Lightning's stands for; None for a local one.
 
-    A marker stands for its checkpoint, too: `ckpt_path="last"` needs an object that fsspec finds.
+    An index or a marker stands for its checkpoint, too: `ckpt_path="last"` needs an object that
+    fsspec finds.
     """
     text = str(path)
     url = text if "://" in text else url_in(text, SCHEMES)
-    return url and url.rstrip("/").removesuffix(f"/{MARKER_KEY}")
+    if url is None:
+        return None
+    above, _, name = url.rstrip("/").rpartition("/")
+    return above if name == MARKER_KEY or parse_index_key(name) else url.rstrip("/")
 
 
 class _Meta:
@@ -257,14 +261,20 @@ class _ObjectStore:
         return on_first(look, url, sync_group(None, self.access["config"]))
 
     def newest(self, run_url: str) -> str | None:
-        """Return the URL of the newest checkpoint of a run to resume from, if there is one."""
+        """Return the URL of the index of the newest checkpoint to resume from, if there is one."""
+        run = StoreSpec(run_url, **self.access)
         resumable = [
-            step
-            for step in steps(run_url, **self.access)
-            if _WEIGHTS_ONLY not in step.user_metadata
+            step for step in steps_of(run) if _WEIGHTS_ONLY not in step.marker.user_metadata
         ]
-        newest = max(resumable, key=lambda step: step.created_at, default=None)
-        return None if newest is None else newest.url
+        written_at = {meta.key: meta.last_modified for meta in run.open().list()}
+        newest = max(
+            resumable,
+            key=lambda step: commit_time(step.name, step.marker, written_at),
+            default=None,
+        )
+        if newest is None or newest.marker.index is None:
+            return None
+        return f"{newest.store.url}/{newest.marker.index.key}"
 
     def delete(self, url: str) -> None:
         """Delete a checkpoint, if it exists, after the save under way. Rank 0 calls it."""
@@ -442,7 +452,10 @@ class _ModelCheckpoint(_Hooks):
         return self._store.exists(url)
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Return the newest checkpoint to resume from, by an object whose time fsspec can read."""
+        """Return the newest checkpoint to resume from, by an object whose time fsspec can read.
+
+        Of the last of several callbacks, Lightning takes the one with the latest time.
+        """
         dirpath = self._target.dirpath
         if dirpath is None and not trainer.loggers:
             dirpath = posixpath.join(trainer.default_root_dir, "checkpoints")
@@ -451,7 +464,7 @@ class _ModelCheckpoint(_Hooks):
             found: set[str] = self._original("_find_last_checkpoints", trainer)
             return found
         newest = self._store.newest(url)
-        return {f"{newest}/{MARKER_KEY}"} if newest is not None else set()
+        return {newest} if newest is not None else set()
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         """Keep what the job resumed from, as Lightning does on a local disk."""

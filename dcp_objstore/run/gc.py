@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import sweep as rule
@@ -125,7 +127,21 @@ def sweep(
         DcpObjstoreError: the store refused or failed. A damaged checkpoint is reported, not raised.
     """
     check_grace(grace_seconds)
-    spec = StoreSpec(url, storage_options, config)
+    return sweep_below(StoreSpec(url, storage_options, config), grace_seconds, dry_run=dry_run)
+
+
+def sweep_below(
+    spec: StoreSpec,
+    grace_seconds: float = GRACE_SECONDS,
+    *,
+    dry_run: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
+) -> SweepReport:
+    """Sweep as `sweep` does; stop before the next checkpoint once `is_over` returns True.
+
+    A checkpoint of which nothing is left but its marker costs no request: most are steps that were
+    deleted long ago, and a run has ever more of them.
+    """
     store = InterruptibleStore(spec.open())
     listed = [meta.key for meta in store.list()]
     uploads: S3Uploads | LocalUploads | None = None
@@ -135,7 +151,12 @@ def sweep(
         listed += [one.key for one in uploads.list()]
     except (InputError, RetryableError) as error:
         uploads, unseen = None, error.message
-    names = {_above(key) for key in listed if _is_known(_name(key))}
+    objects = Counter(_above(key) for key in listed)
+    names = {
+        _above(key)
+        for key in listed
+        if _is_known(_name(key)) and (_name(key) != MARKER_KEY or objects[_above(key)] > 1)
+    }
     runs = {_above(key) for key in listed if _name(key) == CLAIM_KEY}
     bases = {run: _base(spec.child(run)) for run in runs}
     if names and not dry_run:
@@ -148,7 +169,7 @@ def sweep(
             bases.get(_above(name), 0) if name else _base(spec.parent()[0]),
             dry_run=dry_run,
         )
-        for name in sorted(names)
+        for name in takewhile(lambda _: not is_over(), sorted(names))
     )
     days, text, unread = _lifecycle(spec, uploads)
     return SweepReport(

@@ -20,14 +20,14 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.observe.report import logger
-from dcp_objstore.run.gc import sweep
+from dcp_objstore.run.gc import sweep_below
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
 from dcp_objstore.run.steps import step_number, step_url, steps_of
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.transfer.workers import spawn
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunClaim, Step
+    from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.stores import StoreSpec
     from dcp_objstore.write.async_save import AsyncSaveHandle
 
@@ -38,16 +38,11 @@ _AT_A_TIME = 64
 _SWEEP_EVERY_SECONDS = 3600.0
 
 
-def _facts(step: Step) -> StepFacts | None:
-    """Return what policies know about a step, or None if its name has no step number."""
-    number = step_number(step.name)
-    if number is None:
-        return None
-    metrics = step.marker.user_metadata.get("metrics")
+def _facts(number: int, user_metadata: Mapping[str, object], *, pinned: bool = False) -> StepFacts:
+    """Return what policies know about a step. The user may have put anything under `metrics`."""
+    metrics = user_metadata.get("metrics")
     return StepFacts(
-        step=number,
-        metrics=metrics if isinstance(metrics, Mapping) else {},
-        pinned=bool(step.marker.pins),
+        step=number, metrics=metrics if isinstance(metrics, Mapping) else {}, pinned=pinned
     )
 
 
@@ -102,6 +97,8 @@ class Retainer:
         self._now = now
         self._sweeps = sweeps
         self._swept_at: float | None = None
+        self._sweeper: threading.Thread | None = None
+        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._known: dict[int, StepFacts] | None = None
         # Whether this job pinned or unpinned steps, kept until the steps are listed.
@@ -118,27 +115,36 @@ class Retainer:
         self.resumed = step
         self._known = None
 
-    def committed(self, step: int, metrics: Mapping[str, object]) -> None:
+    def committed(self, step: int, user_metadata: Mapping[str, object]) -> None:
         """Delete what is no longer kept, now that a newer step is committed.
 
-        A `DcpObjstoreError` is logged, not raised.
+        An error is logged, not raised.
         """
         with self._lock:
             try:
                 if self._policy is not None:
-                    self._apply(StepFacts(step=step, metrics=metrics))
-            except DcpObjstoreError as error:
+                    self._apply(_facts(step, user_metadata))
+            except Exception as error:  # noqa: BLE001 - the policy may be the user's own
                 logger.warning(
                     "old steps of %s were not deleted; this is tried again after the next save: %s",
                     self._run.url,
-                    error,
+                    error if isinstance(error, DcpObjstoreError) else repr(error),
                 )
-            self.sweep()
+            # In its own thread: neither the next deletions nor the end of the job wait for it.
+            if self._sweeper is None or not self._sweeper.is_alive():
+                self._sweeper = spawn(self.sweep, "sweep")
+
+    def end(self) -> None:
+        """Let a sweep that is under way end before its next checkpoint; do not wait for it."""
+        self._ended.set()
 
     def _apply(self, newest: StepFacts) -> None:
         if self._known is None:
-            facts = [_facts(one) for one in steps_of(self._run)]
-            self._known = {one.step: one for one in facts if one is not None}
+            self._known = {
+                number: _facts(number, one.marker.user_metadata, pinned=bool(one.marker.pins))
+                for one in steps_of(self._run)
+                if (number := step_number(one.name)) is not None
+            }
         self._known[newest.step] = newest
         for step, pinned in list(self._pinned.items()):
             if step in self._known:
@@ -148,21 +154,17 @@ class Retainer:
             self._delete(step)
 
     def sweep(self) -> None:
-        """Sweep the run, unless that was done in the last hour.
+        """Sweep the run, unless that was done in the last hour. It may be cut short anywhere.
 
         A `DcpObjstoreError` is logged, not raised.
         """
         now = time.monotonic()
         rested = self._swept_at is None or now - self._swept_at >= _SWEEP_EVERY_SECONDS
-        if not (self._sweeps and rested):
+        if not (self._sweeps and rested) or self._ended.is_set():
             return
         self._swept_at = now
         try:
-            swept = sweep(
-                self._run.url,
-                storage_options=self._run.storage_options,
-                config=self._run.config,
-            )
+            swept = sweep_below(self._run, is_over=self._ended.is_set)
         except UnsupportedError as error:
             self._sweeps = False
             logger.info("%s is not swept: %s", self._run.url, error)

@@ -21,8 +21,14 @@ import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.distributed.failures import meeting, on_first
+from dcp_objstore.distributed.failures import (
+    capture,
+    meeting,
+    on_first,
+    raise_on_all,
+)
 from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group, world_group
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import EventSettings
@@ -44,7 +50,6 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
 
 _PREEMPTED = "preempted"
-_TIMER = "timer"
 
 
 @dataclass
@@ -109,8 +114,9 @@ class CheckpointManager:
             all.
         save_every: `step` saves if the number of the step is a multiple of this, or is the first
             after a multiple. Or a `timedelta`: the time between saves.
-        save_every_seconds: the time between saves in seconds. May be combined with a number of
-            steps in `save_every`.
+        save_every_seconds: the time between the beginnings of two saves in seconds. A save that
+            takes longer is not waited for: the next one begins at the first steps after its end.
+            May be combined with a number of steps in `save_every`.
         save_last: on leaving the block without an error, and in `close`, save the last step that
             `step` was called with, if it was not saved. Default True.
         user_metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
@@ -135,7 +141,8 @@ class CheckpointManager:
             Default False.
         sweep: after the first commit of this job, and then once an hour, remove what no commit
             names and what is older than a day, by `dcp_objstore.sweep`: objects of deleted steps
-            and of saves that died, and orphaned uploads. Default True.
+            and of saves that died, and orphaned uploads. Leaving the block does not wait for it: a
+            later one removes what it has not reached. Default True.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: from the environment.
         config: sizes, concurrency and time-outs.
@@ -302,6 +309,7 @@ class CheckpointManager:
         self._closed = True
         self._unsaved = None
         self._unclosed.detach()
+        self._retainer.end()
         if self._consensus is not None:
             self._consensus.close()
         self._preemption.restore()
@@ -336,12 +344,20 @@ class CheckpointManager:
                 peer_timeout_seconds=(self._config or TransferConfig()).peer_timeout_seconds,
             )
             self._consensus.start()
+            if not is_first(self._group):
+                self._every_seconds = None  # rank 0 keeps the time
             self._saves = RunSaves(
                 self._run,
                 self._group,
                 self._retainer,
                 user_metadata=self._user_metadata,
                 saving={**self._saving, "process_group": self._group_given},
+            )
+        elif self._group is None and rank_and_world_size()[1] > 1:
+            raise ConfigError(
+                "the process group was made after this CheckpointManager began, so its ranks cannot"
+                " agree when to save: call torch.distributed.init_process_group() before the block",
+                url=self._url,
             )
         return self._saves
 
@@ -383,6 +399,7 @@ class CheckpointManager:
         self._unsaved = step, state, described
         self._trained.step, self._trained.saved = step, saves.knows(step)
         reasons = self._consensus.reached()
+        timed = _timer(saves) in reasons
         if _PREEMPTED in reasons:
             self._preempted = True
             logger.warning("%s: this job must end; step %d is its last one", self._url, step)
@@ -394,9 +411,11 @@ class CheckpointManager:
                 self._preemption.raise_held()
                 return not known
             self._preemption.raise_held()
-        if saves.knows(step) or not (due or _TIMER in reasons):
+        if saves.knows(step) or not (due or timed):
             return False
-        return self.async_save(step, state, **described) is not None
+        # The timer asks when rank 0 has ended the save before, so the others are about to.
+        on_busy = self._on_busy if due else "wait"
+        return self.async_save(step, state, on_busy=on_busy, **described) is not None
 
     def preempted(self) -> bool:
         """Return whether the job must end now. Local; the same on all ranks between two steps.
@@ -482,8 +501,9 @@ class CheckpointManager:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
         saves = self._begin()
         if self._claims_run and self._retainer.claim is None:
+            # The manager's own group: without it, each rank would claim the run for itself.
             self._retainer.claim = run_claim.claim_run(
-                self._url, process_group=self._group_given, **self._access
+                self._url, process_group=self._group, **self._access
             )
         return saves
 
@@ -502,9 +522,10 @@ class CheckpointManager:
         wanted = set()
         if not self._preempted and self._preemption.announced():
             wanted.add(_PREEMPTED)
-        if self._saves is not None and self._every_seconds is not None and is_first(self._group):
-            passed_seconds = time.monotonic() - self._saves.begun_at
-            wanted |= {_TIMER} if passed_seconds >= self._every_seconds else set()
+        saves = self._saves
+        if saves is not None and self._every_seconds is not None and saves.is_idle():
+            passed_seconds = time.monotonic() - saves.begun_at
+            wanted |= {_timer(saves)} if passed_seconds >= self._every_seconds else set()
         return frozenset(wanted)
 
     # --- loading
@@ -536,10 +557,11 @@ class CheckpointManager:
             DcpObjstoreError: the load failed for another reason; raised at once.
         """
         self._begin().end()  # waits for deletions, too: none may take the step that is loaded
+        _, refused = capture(lambda: None if step is None else check_step(step))
+        raise_on_all(refused, self._url, self._group, same={"step": step})
         self._own_run()
         self._unsaved = None  # this load replaces its state
         if step is not None:
-            check_step(step)
             report = ResumeReport(step, self._load_one(state, step))
             self._resume(report, went_back=True)
             return step
@@ -615,6 +637,15 @@ class CheckpointManager:
         url = step_url(self._url, step)
         left = on_first(lambda: change(url, name, **self._access), self._url, self._group)
         self._retainer.set_pinned(step, pinned=bool(left))
+
+
+def _timer(saves: RunSaves) -> str:
+    """Return the request for the save after the last one that has begun.
+
+    It is void once that save, or another, has begun: the ranks agree on it a while after the timer
+    has asked, and the timer asks again until a save begins.
+    """
+    return f"timer-{saves.begun}"
 
 
 def _intervals(

@@ -43,7 +43,8 @@ class RunSaves:
     """The saves of this job in a run. All ranks call its methods, except those marked "Local".
 
     Attributes:
-        begun_at: when the last save began, or the job itself, by the monotonic clock.
+        begun: how often a save has begun, or the job has resumed; the same on all ranks.
+        begun_at: when that was the last time, or the job began, by the monotonic clock.
     """
 
     def __init__(
@@ -68,7 +69,17 @@ class RunSaves:
         self._may_be_behind = True  # steps later than the one that was loaded may still count
         self._saved: set[int] = set()
         self._failed: set[int] = set()  # these steps may be committed all the same
+        self.begun = 0
         self.begun_at = time.monotonic()
+
+    def _note_begin(self) -> None:
+        self.begun += 1
+        self.begun_at = time.monotonic()
+
+    def is_idle(self) -> bool:
+        """Return whether no save is under way in the background of this rank. Local."""
+        pending = self._pending
+        return pending is None or pending[1].done()
 
     def resume(self, step: int | None, *, went_back: bool) -> None:
         """Record that the job resumed from a step, so that it may replace later steps. Local.
@@ -80,7 +91,7 @@ class RunSaves:
         self._may_be_behind = went_back and step is not None
         self._saved = {one for one in self._saved if step is not None and one <= step}
         self._retainer.resume(step)
-        self.begun_at = time.monotonic()
+        self._note_begin()
 
     def knows(self, step: int) -> bool:
         """Return whether this job has saved the step, or resumed from it. Local."""
@@ -137,8 +148,7 @@ class RunSaves:
         raise_on_all(refused, self._url, self._group, same={"base": self._saving.get("base")})
         pending = self._pending
         # Ranks see the end of a save at different times.
-        running = pending is not None and not pending[1].done()
-        if on_busy != "wait" and on_any(running, self._url, self._group):
+        if on_busy != "wait" and on_any(not self.is_idle(), self._url, self._group):
             assert pending is not None  # the same saves are begun on all ranks
             if on_busy == "raise":
                 number, handle = pending
@@ -147,7 +157,7 @@ class RunSaves:
             return None
         self.settle()
         self._leave_later_steps(step)
-        self.begun_at = time.monotonic()
+        self._note_begin()
         # The job may replace steps that it trains again after it went back to an earlier step.
         resumed = self._retainer.resumed
         again = self._loaded and (resumed is None or step > resumed)
@@ -264,7 +274,7 @@ class RunSaves:
         """Delete what is not kept once the step is committed; on rank 0, in a thread."""
         if not is_first(self._group):
             return
-        metrics = saved["user_metadata"].get("metrics", {})
+        described = saved["user_metadata"]
         self._retention = after_commit(
-            handle, lambda: self._retainer.committed(step, metrics), self._retention
+            handle, lambda: self._retainer.committed(step, described), self._retention
         )

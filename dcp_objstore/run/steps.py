@@ -20,6 +20,7 @@ from dcp_objstore.transfer.workers import wait_for
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import ObjectStore
 
@@ -132,6 +133,23 @@ def step_numbers(run: StoreSpec, newest: int | None = None) -> tuple[int, ...]:
     if newest is not None and len(found) == newest and len(numbers) < newest:
         return step_numbers(run)[-newest:]  # there were other names among them
     return tuple(numbers)
+
+
+def commit_time(
+    name: str, marker: Marker, written_at: Mapping[str, datetime]
+) -> tuple[datetime, datetime]:
+    """Return when a checkpoint was committed: by the store's clock, and by the host's.
+
+    The first is that of the index: hosts have clocks of their own, and sweeps, pins and claims
+    rewrite the marker. The second is for stores that count whole seconds.
+
+    Args:
+        name: its name below the run.
+        marker: its marker.
+        written_at: when each object of the run was written, by its key below the run.
+    """
+    index = marker.index.key if marker.index is not None else ""
+    return written_at.get(f"{name}/{index}", marker.created_at), marker.created_at
 
 
 def opener(run: StoreSpec) -> Callable[[str], ObjectStore]:

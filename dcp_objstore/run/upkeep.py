@@ -18,6 +18,7 @@ from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.repair import repair as repair_checkpoint
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
+from dcp_objstore.run.steps import commit_time, step_number
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
@@ -107,26 +108,29 @@ def delete_step(
 def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     """Raise if a checkpoint is the newest committed one of its run.
 
-    This compares the clocks of the hosts that committed. It is a guard against mistakes; no rule
-    relies on it.
+    Of `step-N`, the one with the highest number is the newest, of other names the one that was
+    committed last. It is a guard against mistakes; no rule relies on it.
     """
     run, name = spec.parent()
     if run is not None:
         store = InterruptibleStore(run.open())
-        listed = [
-            (meta, step_of(meta.key))
-            for meta in store.list()
-            if meta.key == CLAIM_KEY or step_of(meta.key)
-        ]
+        listed = {meta.key: meta.last_modified for meta in store.list()}
         base = 0
-        if any(other is None for _, other in listed):
+        if CLAIM_KEY in listed:
             claim = read_claim(store)
             base = claim[0].base if claim is not None else 0
         if not counts(marker, base):
             return  # no job resumes from it
+        number, at = step_number(name), commit_time(name, marker, listed)
         # The last written first: mostly, the first one that is read decides.
-        for _, other in sorted(listed, key=lambda pair: pair[0].last_modified, reverse=True):
-            if other and other != name and _is_newer(run.child(other), marker, base):
+        for key in sorted(listed, key=lambda key: listed[key], reverse=True):
+            other = step_of(key)
+            if other is None or other == name:
+                continue
+            others_number = step_number(other)
+            later = None if number is None or others_number is None else others_number > number
+            theirs = None if later is False else _counting(run.child(other), base)
+            if theirs and (later or commit_time(other, theirs, listed) > at):
                 return
     raise InputError(
         "this is the newest committed checkpoint of its run, from which a job would resume; pass"
@@ -135,9 +139,10 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     )
 
 
-def _is_newer(spec: StoreSpec, marker: Marker, base: int) -> bool:
+def _counting(spec: StoreSpec, base: int) -> Marker | None:
+    """Return the marker of a step, if the step counts."""
     found = read_marker(InterruptibleStore(spec.open()))
-    return found is not None and counts(found[0], base) and found[0].created_at > marker.created_at
+    return found[0] if found is not None and counts(found[0], base) else None
 
 
 def repair(

@@ -39,8 +39,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
-from dcp_objstore.stores import open_store
-from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores import StoreSpec, open_store
 from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 from tests.support.command_line import run, run_here
 from tests.support.ranks import run_ranks

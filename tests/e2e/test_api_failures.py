@@ -510,7 +510,7 @@ def test_a_save_whose_process_group_was_destroyed_fails_and_commits_no_part(
     ended = run_ranks(2, destroy_too_early, url, when, timeout_seconds=120)
     for kind, text in ended:
         assert kind is dos.InputError
-        assert "result() of each save in the background before" in text
+        assert "result() of each save in the background" in text
     assert not list(tmp_path.glob("*/_COMMIT"))
 
 

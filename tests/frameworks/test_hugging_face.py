@@ -52,6 +52,7 @@ from transformers import (
 
 from dcp_objstore.integrations import hf
 from dcp_objstore.integrations.hf import accelerator_state, with_object_store
+from dcp_objstore.run.saves import RunSaves
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "hf_trainer.py"
@@ -621,6 +622,44 @@ def test_a_plain_module_is_trained_on(bucket: Bucket, tmp_path: Path) -> None:
     assert_only_commits(bucket, "step-1", "step-2")
 
 
+@pytest.mark.parametrize(
+    ("on_busy", "last", "arguments", "saved"),
+    [
+        ("skip", 12, {"max_steps": 5}, [2, 5]),  # the end
+        ("raise", 3, {}, [2, 3]),  # a preemption, or a callback that ends the training
+        ("skip", 12, {"max_steps": 5, "greater_is_better": False}, [2, 4, 5]),
+        ("skip", 12, {"max_steps": 5, "greater_is_better": True}, [2, 5]),
+    ],
+)
+def test_the_last_step_and_the_best_one_are_saved_although_a_save_is_under_way(
+    bucket: Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_busy: str,
+    last: int,
+    arguments: dict[str, Any],
+    saved: list[int],
+) -> None:
+    monkeypatch.setattr(RunSaves, "is_idle", lambda saves: saves._pending is None)  # all are slow
+    if "greater_is_better" in arguments:  # the loss becomes smaller
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        arguments = {**arguments, **best, "eval_strategy": "steps", "eval_steps": 2}
+    with a_machine(str(tmp_path)):
+        trainer = make_trainer(At(last, stop), save_strategy="steps", save_steps=2, **arguments)
+        with_object_store(
+            trainer,
+            bucket.url,
+            background=True,
+            on_busy=on_busy,
+            storage_options=bucket.storage_options,
+        )
+        trainer.train()
+        if "greater_is_better" in arguments:
+            best_step = 2 if arguments["greater_is_better"] else 5  # which is evaluated, too
+            assert trainer.state.best_model_checkpoint == bucket.at(f"step-{best_step}")
+    assert_only_commits(bucket, *(f"step-{step}" for step in saved))
+
+
 def preempted_job(rank: int, world: int, folder: str, url: str, options: Options) -> int:
     with a_machine(folder, "ddp", rank, world):
 
@@ -653,6 +692,9 @@ def test_what_a_trainer_cannot_do_on_a_bucket_is_refused(tmp_path: Path) -> None
             with_object_store(make_trainer(), "s3://bucket/run", keeep=3)
         with pytest.raises(dos.ConfigError, match="has no 'train'"):
             with_object_store(object(), "s3://bucket/run")
+        for name in ("save_every", "save_every_seconds", "save_last", "save_on_preemption"):
+            with pytest.raises(dos.ConfigError, match=f"no {name}:.*save_strategy"):
+                with_object_store(make_trainer(), "s3://bucket/run", **{name: 1})
         with_object_store(trainer, "memory://run")
         with pytest.raises(dos.ConfigError, match="already"):
             with_object_store(trainer, "memory://run")

@@ -28,6 +28,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.integrations import torchtitan
 from dcp_objstore.run import housekeeping
+from dcp_objstore.run.gc import sweep_below
 from dcp_objstore.run.steps import step_numbers
 from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import Options
@@ -277,11 +278,11 @@ def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(
 ) -> None:
     swept: list[str] = []
 
-    def sweep(url: str, **access: Any) -> dos.SweepReport:
-        swept.append(url)
-        return dos.sweep(url, **access)
+    def sweep(run: StoreSpec, **settings: Any) -> dos.SweepReport:
+        swept.append(run.url)
+        return sweep_below(run, **settings)
 
-    monkeypatch.setattr(housekeeping, "sweep", sweep)
+    monkeypatch.setattr(housekeeping, "sweep_below", sweep)
     options = bucket.storage_options
     torchtitan.install(storage_options=options)
     assert not filesystem.exists(bucket.url)

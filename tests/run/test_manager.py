@@ -24,6 +24,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining, manager
+from dcp_objstore.run.gc import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import run_into
 from dcp_objstore.write import api, async_save as async_api
@@ -143,6 +144,54 @@ def test_saves_when_the_time_has_come_and_not_before(url: str) -> None:
             step += 1
     with dos.CheckpointManager(url) as run:
         assert run.latest() == step
+
+
+def agreed(run: dos.CheckpointManager) -> None:
+    """Wait until the ranks, which is this one, have agreed to do something at the next step."""
+    consensus = run._consensus
+    assert consensus is not None
+    with consensus._state:
+        assert consensus._state.wait_for(lambda: consensus._agreed is not None, 60)
+
+
+@pytest.mark.parametrize("delay", ["a claim that takes long", "another save"])
+def test_the_timer_fires_once_for_a_save(
+    url: str, delay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks again until the save begins, and that agreement comes after the save."""
+    really = manager.run_claim.claim_run
+    with dos.CheckpointManager(url, save_every_seconds=1e-3, save_last=False) as run:
+
+        def slowly(*args: Any, **settings: Any) -> Any:
+            agreed(run)
+            return really(*args, **settings)
+
+        monkeypatch.setattr(manager.run_claim, "claim_run", slowly)
+        agreed(run)
+        if delay == "another save":
+            run.save(1, state(1))
+        else:
+            assert run.step(1, state(1))
+        assert not run.step(2, state(2))
+    assert names(url) == ["step-1"]
+
+
+def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
+    url: str, held: threading.Event
+) -> None:
+    with dos.CheckpointManager(url, save_every_seconds=1e-3, on_busy="raise") as run:
+        agreed(run)
+        assert run.step(1, state(1))
+        assert run._saves is not None
+        assert run._saves._pending is not None
+        run._saves.begun_at -= 60
+        assert run._ask() == frozenset()
+        held.set()
+        assert run._saves._pending[1].exception(60) is None
+        assert run._ask() != frozenset()
+        agreed(run)
+        assert run.step(2, state(2))
+    assert names(url) == ["step-1", "step-2"]
 
 
 def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
@@ -452,6 +501,17 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
 
 
+def end_of_upkeep(run: dos.CheckpointManager) -> None:
+    """Wait for the deletions and the sweep that the last commit has begun."""
+    assert run._saves is not None
+    assert run._saves._retention is not None
+    run._saves._retention.join(60)
+    sweeper = run._retainer._sweeper
+    assert sweeper is not None
+    sweeper.join(60)
+    assert not sweeper.is_alive()
+
+
 @pytest.mark.parametrize("sweep", [True, False])
 def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(
     tmp_path: Path, sweep: bool
@@ -467,9 +527,42 @@ def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(
     os.utime(old, (two_days_ago, two_days_ago))
     with dos.CheckpointManager(f"file://{tmp_path}", sweep=sweep) as run:
         run.save(3, state(3))
+        end_of_upkeep(run)
     assert old.exists() is not sweep
     assert young.exists()
     assert [step.name for step in dos.steps(f"file://{tmp_path}")] == ["step-3"]
+
+
+def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go = threading.Event(), threading.Event()
+    over: list[bool] = []
+
+    def held_sweep(_run: StoreSpec, *, is_over: Any) -> Any:
+        began.set()
+        assert go.wait(60)
+        over.append(is_over())
+        return SweepReport(url=url, checkpoints=())
+
+    monkeypatch.setattr(retaining, "sweep_below", held_sweep)
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run:
+        run.save(1, state(1))
+        assert began.wait(60)
+        run.save(2, state(2))
+        assert loaded(run)[0] == 2
+        assert run.steps() == (2,)
+    assert over == []
+    go.set()
+    end_of_upkeep(run)
+    assert over == [True], "it is told to end"
+
+
+def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow(url: str) -> None:
+    save_steps(url, (1, 2, 3))
+    answers = iter([False, True])
+    report = sweep_below(StoreSpec(url), is_over=lambda: next(answers))
+    assert [one.url for one in report.checkpoints] == [f"{url}/step-1"]
 
 
 def test_nothing_is_deleted_after_a_save_that_failed(
@@ -521,6 +614,33 @@ def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
         assert run.steps() == (2, 5)
         run.save(6, state(6), metrics={"loss": 0.2})
     assert names(url) == ["step-2", "step-6"]
+
+
+def test_retention_goes_on_whatever_stands_under_metrics(url: str) -> None:
+    keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
+    with dos.CheckpointManager(url, keep=keep, user_metadata={"metrics": ["loss"]}) as run:
+        for step in range(1, 4):
+            run.save(step, state(step))
+        run.save(4, state(4), user_metadata={"metrics": {"loss": 0.5}})
+        run.save(5, state(5))
+    assert names(url) == ["step-4", "step-5"]
+
+
+class Broken(dos.RetentionPolicy):
+    """A policy of the user's that has an error."""
+
+    def keeps(self, steps: Any) -> frozenset[int]:
+        raise KeyError("no such metric")
+
+
+def test_a_policy_that_fails_is_named_in_the_log_and_nothing_is_deleted(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dos.CheckpointManager(url, keep=Broken()) as run:
+        run.save(1, state(1))
+        run.save(2, state(2))
+    assert "KeyError('no such metric')" in caplog.text
+    assert names(url) == ["step-1", "step-2"]
 
 
 def test_metrics_and_config_stand_in_the_marker_and_in_ls(
@@ -763,6 +883,17 @@ def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_ne
         assert loaded(run)[1]["step"] == 1
         with pytest.raises(dos.CheckpointExistsError):
             run.save(1, state(9))
+
+
+def test_a_process_group_that_is_made_inside_the_block_is_refused(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks would save when each of them has to, and wait for each other."""
+    with dos.CheckpointManager(url, save_last=False) as run:
+        run.step(1, state(1))
+        monkeypatch.setattr(manager, "rank_and_world_size", lambda: (0, 2))
+        with pytest.raises(dos.ConfigError, match="init_process_group"):
+            run.step(2, state(2))
 
 
 def test_a_superseded_job_cannot_add_steps(url: str) -> None:
@@ -1039,6 +1170,12 @@ def test_steps_that_were_deleted_cost_no_requests(
         stores.clear()
         assert run.latest() == 5
         assert sum(len(store.requests) for store in stores) == 2 + 1 + 1
+        # Nor do they cost any when a job begins, or sweeps.
+        stores.clear()
+        assert loaded(run)[0] == 5
+        run.save(6, state(6))
+        end_of_upkeep(run)
+    assert {store.url for store in stores} == {url, *(f"{url}/step-{n}" for n in (3, 4, 5, 6))}
 
 
 @pytest.mark.parametrize(

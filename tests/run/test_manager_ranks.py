@@ -314,6 +314,54 @@ def test_a_background_save_that_fails_on_one_rank_is_raised_on_all(tmp_path: Pat
     assert [step.name for step in dos.steps(url)] == ["step-1"]
 
 
+def call_without_a_group(rank: int, world_size: int, url: str, verb: str) -> str:
+    """What the tutorials' `cleanup()` does before the manager's block ends."""
+    run = dos.CheckpointManager(url)
+    run.__enter__()
+    if verb == "pin":
+        run.save(1, {"step": 1})
+    run.step(2, {"step": dos.PerRank(rank)})
+    dist.destroy_process_group()
+    calls: dict[str, Any] = {
+        "close": run.close,
+        "save": lambda: run.save(3, {"step": 3}),
+        "load": lambda: run.load({"step": 0}),
+        "go back": lambda: run.load({"step": 0}, 1),
+        "latest": run.latest,
+        "pin": lambda: run.pin(1),
+    }
+    try:
+        return str(calls[verb]())
+    except dos.InputError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("verb", ["close", "save", "load", "go back", "latest", "pin"])
+def test_after_the_process_group_was_destroyed_no_rank_acts_alone(
+    tmp_path: Path, verb: str
+) -> None:
+    url = (tmp_path / "run").as_uri()
+    for said in run_ranks(2, call_without_a_group, url, verb):
+        assert "destroy_process_group" in said
+    assert (tmp_path / "run" / "_CLAIM").exists() is (verb == "pin")
+    assert [step.pins for step in dos.steps(url)] == ([()] if verb == "pin" else [])
+
+
+def go_back_to_different_steps(rank: int, world_size: int, url: str) -> str:
+    with dos.CheckpointManager(url) as run:
+        try:
+            return str(run.load({"step": 0}, rank + 1))
+        except dos.ConfigError as error:
+            return str(error)
+
+
+def test_ranks_that_go_back_to_different_steps_are_refused(tmp_path: Path) -> None:
+    url = (tmp_path / "run").as_uri()
+    for said in run_ranks(2, go_back_to_different_steps, url):
+        assert "same step=" in said
+    assert not (tmp_path / "run").exists()
+
+
 class SlowStore:
     """A store that hands out what all have announced late."""
 
@@ -328,8 +376,31 @@ class SlowStore:
         return self.store.multi_get(keys)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int) -> None:
+class BreakingStore:
+    """A store whose connection breaks now and then, before or after it did what it was asked."""
+
+    def __init__(self, store: Any, chance: random.Random) -> None:
+        self.store, self.chance, self.broken = store, chance, False
+
+    def clone(self) -> BreakingStore:
+        return BreakingStore(self.store, self.chance)
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any) -> Any:
+            draw = 0.0 if self.broken else self.chance.random()
+            self.broken = self.broken or draw < 0.1
+            answer = getattr(self.store, name)(*args) if draw >= 0.05 else None
+            if self.broken:
+                raise RuntimeError("Connection reset by peer")
+            return answer
+
+        return ask
+
+
+@pytest.mark.parametrize(
+    ("seed", "breaks"), [*((seed, False) for seed in range(6)), (0, True), (2, True), (4, True)]
+)
+def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int, breaks: bool) -> None:
     """Threads as ranks, in random lockstep, with requests at random moments."""
     world_size, chance = 4, random.Random(seed)
     store = dist.HashStore()
@@ -344,16 +415,17 @@ def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int) -> None:
 
     def job(rank: int) -> None:
         own = random.Random(1000 * seed + rank)
+        reached: Any = SlowStore(store, 0.1) if rank == seed % 5 else store
         boundaries = StepConsensus(
             lambda: ask(rank),
-            store=SlowStore(store, 0.1) if rank == seed % 5 else store,  # type: ignore[arg-type]
+            store=BreakingStore(reached, own) if breaks else reached,
             rank=rank,
             world_size=world_size,
             peer_timeout_seconds=60,
             look_every_seconds=own.uniform(0.001, 0.02),
         )
         boundaries.start()
-        for _ in range(200):
+        while counts[rank] < 200 or not acted[rank]:
             barrier.wait(60)  # the collective of a step
             threading.Event().wait(own.uniform(0, 0.002))
             counts[rank] += 1
@@ -372,3 +444,40 @@ def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int) -> None:
     assert not any(thread.is_alive() for thread in threads)
     assert acted[0] == acted[1] == acted[2] == acted[3]
     assert 1 <= len(acted[0]) <= 2
+
+
+class GoneStore:
+    """A store whose server has gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection refused")
+
+
+def one_of_two(store: Any, peer_timeout_seconds: float) -> StepConsensus:
+    return StepConsensus(
+        lambda: {"end"},
+        store=store,
+        rank=0,
+        world_size=2,
+        peer_timeout_seconds=peer_timeout_seconds,
+        look_every_seconds=0.001,
+    )
+
+
+def test_a_store_that_has_gone_is_given_up_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    boundaries = one_of_two(GoneStore(), 1e-6)
+    boundaries._watch()
+    assert "no longer answers" in caplog.text
+    assert boundaries.reached() == frozenset()
+    boundaries.close()
+
+
+def test_a_rank_that_announces_nothing_is_an_error_of_those_that_wait_for_it() -> None:
+    boundaries = one_of_two(dist.HashStore(), 0.01)
+    boundaries.start()
+    with pytest.raises(dos.RankFailedError, match="did not answer"):
+        while True:
+            boundaries.reached()
+    boundaries.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import signal
 import threading
+from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,25 @@ def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket
     assert bucket.keys("run/step-10") == [MARKER_KEY]
     with pytest.raises(dos.CheckpointNotFoundError):
         dos.open(bucket.at("run/step-10"), storage_options=options)
+
+
+@pytest.mark.parametrize("names", [("step-9", "step-10"), ("z", "a")])
+def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
+    tmp_path: Path, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path.as_uri()
+    dos.save({"a": WEIGHT}, f"{run}/{names[0]}", progress=False)
+
+    class Behind(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) - timedelta(minutes=10)
+
+    monkeypatch.setattr(commits, "datetime", Behind)
+    dos.save({"a": WEIGHT}, f"{run}/{names[1]}", progress=False)
+    with pytest.raises(dos.InputError, match="newest"):
+        dos.delete(f"{run}/{names[1]}")
+    dos.delete(f"{run}/{names[0]}")
 
 
 def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None:

@@ -1,0 +1,45 @@
+"""What the integration of Lightning does on a store; `tests/frameworks` has Lightning itself."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.names import parse_index_key
+from dcp_objstore.integrations.lightning import _ObjectStore, _url
+
+
+def test_last_is_what_was_committed_last_whatever_the_clocks_of_the_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, first, second = tmp_path.as_uri(), "z-step=100.ckpt", "a-step=200.ckpt"
+    dos.save({"w": torch.zeros(1)}, f"{run}/{first}", progress=False)
+
+    class Behind(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+            return datetime.now(tz) - timedelta(minutes=10)
+
+    monkeypatch.setattr(commits, "datetime", Behind)
+    dos.save({"w": torch.ones(1)}, f"{run}/{second}", progress=False)
+    dos.pin(f"{run}/{first}", "paper")  # which writes its marker later than the other's
+    store = _ObjectStore(
+        background=False,
+        delete_now=False,
+        sweep=False,
+        trust_pickle=False,
+        access={"storage_options": None, "config": None},
+        on_event=None,
+    )
+    last = store.newest(run)
+    assert last is not None
+    assert _url(last) == f"{run}/{second}"
+    # Lightning compares the times of such objects where several callbacks have a last one.
+    assert parse_index_key(last.rpartition("/")[2])
+    assert store.newest(f"{run}/nothing") is None
