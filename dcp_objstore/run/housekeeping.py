@@ -24,7 +24,7 @@ from dcp_objstore.run.gc import sweep
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
 from dcp_objstore.run.steps import step_number, step_url, steps_of
 from dcp_objstore.run.upkeep import delete_step
-from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.threads import Spawned, spawn
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim, Step
@@ -54,8 +54,8 @@ def _facts(step: Step) -> StepFacts | None:
 def after_commit(
     handle: AsyncSaveHandle | None,
     work: Callable[[], object],
-    before: threading.Thread | None = None,
-) -> threading.Thread:
+    before: Spawned | None = None,
+) -> Spawned:
     """Do some upkeep in a thread once a save is committed, after another thread; not if it fails.
 
     It may be left out or cut short without harm, so the thread is a daemon. `handle` is None if the

@@ -10,12 +10,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from dcp_objstore.distributed.failures import (
     capture,
@@ -37,8 +36,10 @@ from dcp_objstore.forking import PerProcess
 from dcp_objstore.observe.dispatch import staged_event
 from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
+from dcp_objstore.threads import ready_for_program_end
 from dcp_objstore.waiting import result_of, wait_until
 from dcp_objstore.write.api import run_save
+from dcp_objstore.write.program_end import TOO_LATE, at_program_end, has_ended, show_lost
 from dcp_objstore.write.staging.state import Staging, staging_memory
 from dcp_objstore.write.writer import ObjectStoreWriter
 
@@ -89,7 +90,7 @@ class _WatchedFuture(Future[T]):
 class AsyncSaveHandle:
     """A handle on a save that runs in the background.
 
-    If the program ends during the save, the interpreter waits for it. If the save fails and nothing
+    If the program ends during the save, it waits for it. If the save fails and nothing
     asks for its outcome, the next `async_save` raises the error. If there is no next one, the error
     is printed when the program ends, and the exit status is 120. (In a child that
     `multiprocessing` forks, the error is only logged.)
@@ -110,6 +111,7 @@ class AsyncSaveHandle:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._raised = False
+        self._outlived = False  # the program ended before the save
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -175,6 +177,7 @@ class AsyncSaveHandle:
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
+        self._outlived = has_ended()
 
         def settle(future: Future[Any]) -> None:
             if future.done():
@@ -314,8 +317,11 @@ def async_save(
         save.begin_staging(state)
         if wait_for_staging:
             save.finish_staging()
-        # Not a daemon thread: the interpreter waits for it at exit, so the last save is not lost.
+        ready_for_program_end()
+        # Not a daemon thread: should Ctrl-C end the wait of `_wait_for_last`, Python waits again.
         threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
+        if has_ended():
+            wait_until(handle._ended)  # in an `atexit` handler, after which nothing waits
     except BaseException as error:  # such as Ctrl-C, or no thread can be started
         handle._fail(error)
         raise
@@ -412,6 +418,12 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
     )
 
 
+def _wait_for_last() -> None:
+    latest = _saves.here.latest
+    if latest is not None:
+        wait_until(latest._ended)
+
+
 def _show_unseen_error() -> None:
     """Print, at exit, an error of the last save that was never asked for.
 
@@ -419,43 +431,9 @@ def _show_unseen_error() -> None:
     """
     latest = _saves.here.latest
     if latest is not None and latest._error is not None and not latest._error_seen:
-        error, stream = latest._error, sys.stderr
-        try:
-            print(
-                f"dcp_objstore: {latest.url} was NOT saved: the background save failed, and the"
-                " program ended without asking for its result:",
-                file=stream,
-            )
-            sys.excepthook(type(error), error, error.__traceback__)
-        finally:
-            sys.stderr = cast(TextIO, _FailingAtExit(stream))
+        why = "the background save failed, and the program ended without asking for its result"
+        show_lost(latest.url, latest._error, TOO_LATE if latest._outlived else why)
 
 
-class _FailingAtExit:
-    """A standard error stream that makes the exit status 120, for a program that lost a save.
-
-    At exit Python changes the status in one case only: to 120, if a standard stream cannot be
-    flushed (see `sys.exit`). An error of an `atexit` handler is only printed. So this wraps the
-    real stream and behaves like it until Python flushes it for the last time.
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    @property
-    def closed(self) -> bool:
-        """Always False, because Python does not flush a closed stream."""
-        return False
-
-    def flush(self) -> None:
-        """Flush the stream; raise if the interpreter is finalizing."""
-        if self._stream is not None and not self._stream.closed:
-            self._stream.flush()
-        if sys.is_finalizing():
-            raise RuntimeError("the last save in the background failed")
-
-
+at_program_end(_wait_for_last)
 atexit.register(_show_unseen_error)
