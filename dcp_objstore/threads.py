@@ -27,7 +27,7 @@ class Spawned:
     """A function that runs in a daemon thread, with the context variables of the caller."""
 
     def __init__(self, function: Callable[[], object], name: str) -> None:
-        self._run = partial(copy_context().run, function)
+        self._run: Callable[[], object] = partial(copy_context().run, function)
         self._ended = threading.Event()
         self.name = f"dcp_objstore-{name}"
 

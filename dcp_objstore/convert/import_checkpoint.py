@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcp_objstore.config import MIB
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.convert.names import (
     TORCH_SUFFIXES,
     Rename,

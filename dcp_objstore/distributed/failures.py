@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.groups import gone_error, has_gone, is_first
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
@@ -44,7 +45,7 @@ def every_rank(call: str) -> str:
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def typed_failures(
     url: str | None,
     group: dist.ProcessGroup | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import threading
 import warnings
@@ -11,6 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 from dcp_objstore.config import TransferConfig
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError, RankFailedError
 from dcp_objstore.stores.options.schemes import are_known, public_options
 from dcp_objstore.stores.spec import StoreSpec, checked_config
@@ -20,7 +20,7 @@ _NO_GROUP_TEXT = "torch.distributed is disabled"
 _NO_GROUP_WARNING = ("ignore", re.compile(_NO_GROUP_TEXT, re.IGNORECASE), UserWarning, None, 0)
 
 
-@contextlib.contextmanager
+@contextmanager
 def plugin_errors(rank: int | None, url: str | None) -> Iterator[None]:
     """Turn every error of the block into a DcpObjstoreError, and fill in rank and URL.
 
@@ -62,7 +62,7 @@ class Plugin(Protocol):
     def _report_failure(self, error: BaseException) -> None: ...
 
 
-@contextlib.contextmanager
+@contextmanager
 def reporting_failures(plugin: Plugin | None) -> Iterator[None]:
     """Report an error that leaves the block, unless the plug-in has already reported it."""
     try:

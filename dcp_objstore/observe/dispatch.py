@@ -14,11 +14,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.events import (
     Event,

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
@@ -322,7 +323,7 @@ def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _gradients_set_aside(groups: list[list[torch.nn.Parameter]]) -> Iterator[None]:
     held = [(parameter, parameter.grad) for group in groups for parameter in group]
     for parameter, _ in held:
@@ -432,7 +433,7 @@ class AgreeingPlanner:
         return plugin_errors(current_rank(), self._url)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
     """Name both values if DCP's flattening raises because they have the same name.
 

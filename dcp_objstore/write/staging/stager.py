@@ -11,10 +11,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.groups import count_ranks, gone_error, has_gone, world_group
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
