@@ -213,7 +213,8 @@ class _ImportPlanner(AgreeingSavePlanner):
         slab = _slab(write_item, write_item.index.fqn)
         if slab.size_bytes:
             return next(self._tensors)
-        return torch.empty(slab.box.sizes, dtype=write_item.tensor_data.properties.dtype)
+        dtype = write_item.tensor_data.properties.dtype
+        return torch.empty(slab.box.sizes, dtype=dtype, device="cpu")
 
     def close(self) -> None:
         """Stop reading."""

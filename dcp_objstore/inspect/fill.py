@@ -94,7 +94,7 @@ def new_tensors(
         begin = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         end = begin + math.prod(shape) * dtype.itemsize
         places.append((begin, end, shape, dtype))
-    memory = torch.empty(end, dtype=torch.uint8)
+    memory = torch.empty(end, dtype=torch.uint8, device="cpu")
     return [memory[begin:end].view(dtype).view(shape) for begin, end, shape, dtype in places]
 
 

@@ -85,7 +85,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...
     del options  # process-wide, so part of the cache key only
     # A new, empty tensor: torch does not seek over meta tensors, cannot pickle fake ones, and would
     # seek over the whole storage of a view. The memory of this tensor is never touched.
-    header, *trailer = framing(torch.empty(shape, dtype=dtype))
+    header, *trailer = framing(torch.empty(shape, dtype=dtype, device="cpu"))
     return Frame(header, b"".join(trailer))  # no elements: no trailer
 
 
