@@ -307,10 +307,10 @@ def _optimizer_state(
     # If there is no state, torch makes one with a step of zero gradients. For a load that is memory
     # to load into. But weight decay, dampening and the rules for a first step leave their marks in
     # it, so a save must not store it.
-    prepared = contextlib.nullcontext()
-    if not optimizer.state:
-        prepared = _trial_step(optimizer) if loading else _held_from_stepping(optimizer)
-    with prepared:
+    with contextlib.ExitStack() as prepared:
+        if not optimizer.state:
+            prepare = _trial_step if loading else _held_from_stepping
+            prepared.enter_context(prepare(optimizer))
         given: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
     return given
 

@@ -87,7 +87,8 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...
     # A new, empty tensor: torch does not seek over meta tensors, cannot pickle fake ones, and would
     # seek over the whole storage of a view. The memory of this tensor is never touched, so it does
     # not come from `torch.empty`, which fills it under `use_deterministic_algorithms`.
-    memory = torch.UntypedStorage(math.prod(shape) * dtype.itemsize, device="cpu")
+    size_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.UntypedStorage(size_bytes, device="cpu")  # type: ignore[no-untyped-call]
     untouched = torch.empty(0, dtype=dtype, device="cpu").set_(memory).view(shape)
     header, *trailer = framing(untouched)
     return Frame(header, b"".join(trailer))  # no elements: no trailer

@@ -90,10 +90,10 @@ class _WatchedFuture(Future[T]):
 class AsyncSaveHandle:
     """A handle on a save that runs in the background.
 
-    If the program ends during the save, it waits for it. If the save fails and nothing
-    asks for its outcome, the next `async_save` raises the error. If there is no next one, the error
-    is printed when the program ends, and the exit status is 120. (In a child that
-    `multiprocessing` forks, the error is only logged.)
+    A program that ends during the save waits for it. If the save fails and nothing asks for its
+    outcome, the next `async_save` raises the error. If there is no next one, the error is printed
+    when the program ends, and the exit status is 120. (In a child that `multiprocessing` forks, the
+    error is only logged.)
 
     Attributes:
         url: URL of the checkpoint.
