@@ -318,7 +318,7 @@ def async_save(
         if wait_for_staging:
             save.finish_staging()
         ready_for_program_end()
-        # Not a daemon thread: should Ctrl-C end the wait of `_wait_for_last`, Python waits again.
+        # Not a daemon: Python waits for this thread where `_wait_for_last` cannot be registered.
         threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
         if has_ended():
             wait_until(handle._ended)  # in an `atexit` handler, after which nothing waits
