@@ -7,7 +7,6 @@ releases that have it. The names of classes in pickles are data, not API; they a
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.nn import functional as dist_functions
 from torch.distributed.tensor import DTensor
 
+from dcp_objstore.contexts import contextmanager
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
@@ -52,7 +53,7 @@ def count_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
-@contextlib.contextmanager
+@contextmanager
 def groups_named_from(number: int) -> Iterator[None]:
     """Name the groups that `new_group` makes in the block after `number`. torch 2.9 to 2.14.
 

@@ -9,7 +9,6 @@ the strides that torch 2.15 adds to TensorProperties) are dropped.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import io
@@ -56,6 +55,7 @@ from dcp_objstore.compat.inert_pickle import (
     scan,
     stand_in,
 )
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.torch_private import StorageInfo
 
@@ -174,7 +174,7 @@ class _OrderedDict(Node):
         return super().made(args, is_new=is_new) if args or is_new else {}
 
 
-@contextlib.contextmanager
+@contextmanager
 def _collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector, which would walk all records again and again.
 

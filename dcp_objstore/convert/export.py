@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from dcp_objstore.config import COPIED_MOST_BYTES
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.convert import safetensors
 from dcp_objstore.convert.names import (
     TORCH_SUFFIXES,

@@ -8,7 +8,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError
 from dcp_objstore.compat.vet import vet
 from dcp_objstore.config import MIB
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.convert.names import (
     TORCH_SUFFIXES,
     Rename,
@@ -231,7 +232,8 @@ class _ImportPlanner(AgreeingSavePlanner):
         slab = _slab(write_item, write_item.index.fqn)
         if slab.size_bytes:
             return next(self._tensors)
-        return torch.empty(slab.box.sizes, dtype=write_item.tensor_data.properties.dtype)
+        dtype = write_item.tensor_data.properties.dtype
+        return torch.empty(slab.box.sizes, dtype=dtype, device="cpu")
 
     def close(self) -> None:
         """Stop reading."""

@@ -86,7 +86,7 @@ def _without_memory(key: str, info: TensorInfo) -> torch.Tensor:
     """Return a tensor that may be larger than the memory of the host. It cannot be written to."""
     size_bytes = math.prod(info.shape) * info.dtype.itemsize
     if size_bytes <= _SMALL_BYTES:  # a mapping each would soon reach the limit of a process
-        return torch.empty(info.shape, dtype=info.dtype)
+        return torch.empty(info.shape, dtype=info.dtype, device="cpu")
     # The kernel does not count what is private and read-only.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
@@ -101,7 +101,8 @@ def _without_memory(key: str, info: TensorInfo) -> torch.Tensor:
 
 def _memory(storage: torch.UntypedStorage) -> ByteArray:
     """Return the memory of a storage that is part of a value."""
-    memory = byte_memory(torch.empty(0, dtype=torch.uint8).set_(storage).cpu())
+    values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    memory = byte_memory(values.cpu())
     assert memory is not None
     return memory
 

@@ -27,10 +27,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from dcp_objstore import torch_private
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.observe.report import logger
-from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.threads import spawn
 
 _NOTED_AFTER_SECONDS = 1.0
 _WARNED_AFTER_SECONDS = 30.0
@@ -150,7 +151,7 @@ def _try(task: Callable[[], None]) -> None:
 _watch = PerProcess(_Watch)
 
 
-@contextlib.contextmanager
+@contextmanager
 def watching(url: str | None, group: dist.ProcessGroup | None, advice: str) -> Iterator[None]:
     """Warn of ranks that do not come to the call which is the block. A block inside is part of it.
 

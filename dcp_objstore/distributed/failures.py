@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.arrivals import missing_ranks, watching
 from dcp_objstore.distributed.groups import gone_error, has_gone, is_first
 from dcp_objstore.distributed.plugin import plugin_errors, typed
@@ -46,7 +47,7 @@ def every_rank(call: str) -> str:
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def meeting(
     url: str | None, group: dist.ProcessGroup | None, advice: str = _SAME_CALLS
 ) -> Iterator[None]:
@@ -58,7 +59,7 @@ def meeting(
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def typed_failures(
     url: str | None,
     group: dist.ProcessGroup | None,

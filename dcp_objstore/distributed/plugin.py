@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import threading
@@ -12,6 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, TypeVar
 
 from dcp_objstore.config import TransferConfig
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.groups import DCP_SAVES, own_group
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError, RankFailedError
@@ -26,7 +26,7 @@ _NO_GROUP_TEXT = "torch.distributed is disabled"
 _NO_GROUP_WARNING = ("ignore", re.compile(_NO_GROUP_TEXT, re.IGNORECASE), UserWarning, None, 0)
 
 
-@contextlib.contextmanager
+@contextmanager
 def plugin_errors(rank: int | None, url: str | None) -> Iterator[None]:
     """Turn every error of the block into a DcpObjstoreError, and fill in rank and URL.
 
@@ -68,7 +68,7 @@ class Plugin(Protocol):
     def _report_failure(self, error: BaseException) -> None: ...
 
 
-@contextlib.contextmanager
+@contextmanager
 def reporting_failures(plugin: Plugin | None) -> Iterator[None]:
     """Report an error that leaves the block, unless the plug-in has already reported it."""
     try:

@@ -18,7 +18,8 @@ from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.scratch import Scratch, Stop
 from dcp_objstore.doctor.surroundings import Surroundings, versions
 from dcp_objstore.stores.spec import StoreSpec
-from dcp_objstore.transfer.workers import run_into, spawn
+from dcp_objstore.threads import spawn
+from dcp_objstore.transfer.workers import run_into
 from dcp_objstore.waiting import take
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dcp_objstore.checkpoint.names import new_nonce
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
 from dcp_objstore.stores.uploads.open import open_bucket_uploads
 from dcp_objstore.stores.uploads.s3 import S3Uploads

@@ -95,7 +95,7 @@ def new_tensors(
         end = begin + math.prod(shape) * dtype.itemsize
         places.append((begin, end, shape, dtype))
     try:
-        memory = torch.empty(end, dtype=torch.uint8)
+        memory = torch.empty(end, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         text = f"no memory for {end} bytes of tensors, as the checkpoint has them"
         raise UnsupportedError(text) from error

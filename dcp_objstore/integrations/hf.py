@@ -12,7 +12,6 @@ Neither `accelerate` nor `transformers` is imported before one of their objects 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import shutil
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from dcp_objstore.compat.values import check_safe
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -155,7 +155,7 @@ class _AcceleratorFiles(PerRank):
             # A rank without a random state would not have it, and gradient accumulation needs it.
             self.value.step = load_file(folder / "random_states_0.pkl")["step"]
 
-    @contextlib.contextmanager
+    @contextmanager
     def _without_tensors(self) -> Iterator[Path]:
         accelerator, project = self.value, self.value.project_configuration
         held = accelerator._models, accelerator._optimizers, project.automatic_checkpoint_naming
@@ -305,7 +305,7 @@ class _TrainerRun:
         self._best: str | None = None
         self._pending: AsyncSaveHandle | None = None
 
-    @contextlib.contextmanager
+    @contextmanager
     def training(self, wanted: str | bool | None) -> Iterator[str | None]:
         """Look after the run for as long as `Trainer.train` runs.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import io
 import posixpath
-import threading
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,6 +50,7 @@ from dcp_objstore.write.async_save import AsyncSaveHandle, async_save
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.threads import Spawned
 
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ class _ObjectStore:
         self._transfer = {**self.access, "on_event": self.on_event, "progress": False}
         self._sweepers: dict[str, Retainer] = {}
         self._pending: AsyncSaveHandle | None = None
-        self._deletions: list[threading.Thread] = []
+        self._deletions: list[Spawned] = []
 
     def save(
         self,

@@ -14,11 +14,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.events import (
     Event,
@@ -30,6 +30,7 @@ from dcp_objstore.observe.events import (
 )
 from dcp_objstore.observe.report import Bar, log_summary, logger
 from dcp_objstore.observe.trace import TraceFile, check_trace, trace_path
+from dcp_objstore.threads import Spawned, spawn
 
 if TYPE_CHECKING:
     import os
@@ -71,7 +72,7 @@ class Channel:
         self._unix_ns = time.time_ns() - time.monotonic_ns()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._listeners: list[_Listener] = []
-        self._thread: threading.Thread | None = None
+        self._thread: Spawned | None = None
         self._failed = False
         self._warned: set[str] = set()
         self._retries_lock = threading.Lock()
@@ -186,7 +187,7 @@ class Channel:
     def current(self) -> Iterator[None]:
         """Report the retries of all requests in the block to this channel.
 
-        This includes requests of threads that `transfer.workers.spawn` starts in the block.
+        This includes requests of threads that `threads.spawn` starts in the block.
         """
         token = _current.set(self)
         try:
@@ -209,14 +210,8 @@ class Channel:
 
     def _open(self) -> None:
         if self.detailed and self._thread is None:
-            # `transfer.workers` has such threads, but `transfer` depends on this folder.
-            self._thread = threading.Thread(
-                # Only listeners can raise there: Ctrl-C comes to the main thread.
-                target=lambda: self._deliver(BaseException),
-                name="dcp_objstore-events",
-                daemon=True,
-            )
-            self._thread.start()
+            # Only listeners can raise there: Ctrl-C comes to the main thread.
+            self._thread = spawn(lambda: self._deliver(BaseException), "events")
 
     def settle(self) -> None:
         """Wait until all events so far were delivered; not for ever, if a listener hangs."""

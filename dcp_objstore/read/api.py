@@ -155,19 +155,21 @@ def _run_load(
                 process_group=group,
                 no_dist=count_ranks(group) == 1,
             )
-        _, failed = capture(lambda: converted.restore(planner.without_state))
+        _, failed = capture(lambda: converted.restore(planner.without_state, planner.unknown))
         raise_on_all(failed, url, group)
     except DcpObjstoreError as error:
         if not planner.reading:
             raise
         raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
     if strict:
-        if planner.without_state and not current_rank():
+        # One that had not stepped at all when it was saved has lost nothing.
+        lacking = [name for at, name in sorted(planner.without_state) if at in planner.stepped]
+        if lacking and not current_rank():
             logger.warning(
                 "%s has no optimizer state for %d parameters; the optimizer starts without it (%s)",
                 url,
-                len(planner.without_state),
-                first_few([name for _, name in sorted(planner.without_state)], 5),
+                len(lacking),
+                first_few(lacking, 5),
             )
     elif planner.missing and not current_rank():
         logger.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,10 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         missing: keys of this rank's state that the checkpoint does not have.
         unexpected: keys of the checkpoint that this rank's state does not ask for.
         without_state: pairs of an optimizer's place and a parameter's name in its module for which
-            the checkpoint has the parameter but no optimizer state. Nothing was loaded for them.
+            the checkpoint has the parameter but no optimizer state.
+        unknown: such pairs for which the checkpoint does not have the parameter or the optimizer
+            either; empty if `strict`.
+        stepped: places of optimizers in `without_state` for which the checkpoint has other state.
         reading: whether the ranks have begun to read data into the state.
     """
 
@@ -60,6 +63,8 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self._optimizers = optimizers or {}
         self._per_rank = per_rank or {}
         self.without_state: set[tuple[Place, str]] = set()
+        self.unknown: set[tuple[Place, str]] = set()
+        self.stepped: set[Place] = set()
         self.reading = False
 
     def create_local_plan(self) -> LoadPlan:
@@ -171,12 +176,23 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                 if path[: len(optimizer) + 1] == (*optimizer, "state"):
                     asked.setdefault((optimizer, path[len(optimizer) + 1]), []).append(key)
         for (optimizer, parameter), keys in asked.items():
+            if any(key in saved for key in keys):
+                continue
             named = ".".join((*self._optimizers[optimizer], parameter))
-            known = named in saved or not self._strict
-            if known and not any(key in saved for key in keys):
+            if named in saved and (self._strict or _has_any(saved, optimizer)):
                 self.without_state.add((optimizer, parameter))
                 for key in keys:
                     del self.state_dict[key]
+            elif not self._strict:
+                self.unknown.add((optimizer, parameter))
+        lacking = {optimizer for optimizer, _ in self.without_state}
+        self.stepped = {place for place in lacking if _has_any(saved, (*place, "state"))}
+
+
+def _has_any(saved: Collection[str], place: Place) -> bool:
+    """Return whether the checkpoint has anything below a place."""
+    prefix = ".".join((*place, ""))
+    return any(key.startswith(prefix) for key in saved)
 
 
 def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:

@@ -24,7 +24,7 @@ from dcp_objstore.run.gc import sweep_below
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
 from dcp_objstore.run.steps import step_number, step_url, steps_of
 from dcp_objstore.run.upkeep import delete_step
-from dcp_objstore.transfer.workers import spawn
+from dcp_objstore.threads import Spawned, spawn
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
@@ -49,8 +49,8 @@ def _facts(number: int, user_metadata: Mapping[str, object], *, pinned: bool = F
 def after_commit(
     handle: AsyncSaveHandle | None,
     work: Callable[[], object],
-    before: threading.Thread | None = None,
-) -> threading.Thread:
+    before: Spawned | None = None,
+) -> Spawned:
     """Do some upkeep in a thread once a save is committed, after another thread; not if it fails.
 
     It may be left out or cut short without harm, so the thread is a daemon. `handle` is None if the
@@ -97,7 +97,7 @@ class Retainer:
         self._now = now
         self._sweeps = sweeps
         self._swept_at: float | None = None
-        self._sweeper: threading.Thread | None = None
+        self._sweeper: Spawned | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._known: dict[int, StepFacts] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.threads import Spawned
 
 Busy: TypeAlias = Literal["wait", "skip", "raise"]
 
@@ -64,7 +64,7 @@ class RunSaves:
         self._saving = saving
         self._background = async_api.Sequence()
         self._pending: tuple[int, async_api.AsyncSaveHandle] | None = None
-        self._retention: threading.Thread | None = None
+        self._retention: Spawned | None = None
         self._loaded = False  # after a load, this job may replace later steps
         self._may_be_behind = True  # steps later than the one that was loaded may still count
         self._saved: set[int] = set()

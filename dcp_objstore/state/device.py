@@ -19,13 +19,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from dcp_objstore.config import MIB, PINNED_MOST, at_most
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.state.ring import Lane, Ring, Slot, Ticket
 from dcp_objstore.state.tensor_frame import ALIGNMENT_BYTES
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES

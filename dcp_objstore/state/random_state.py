@@ -32,7 +32,7 @@ class RandomState:
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state_all() if in_use else []
         return {
-            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+            "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
             # As int64, because torch does not fully support uint32 yet.
             "numpy": (
                 str(kind),

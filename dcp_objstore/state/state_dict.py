@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
@@ -61,10 +63,9 @@ class ConvertedState:
     """A user's state converted to a plain state dict, with the way back.
 
     Tensors are not copied, so loading into them loads in place. An optimizer that has not stepped
-    has no state yet. For a load it gets one, made as DCP makes it, so that there is memory to load
-    into. The same is done if only some parameters lack state. `undo` restores the optimizers after
-    a failed load. A save stores such a made state with no step counted, and leaves the optimizer
-    unchanged.
+    has no state yet, and a save stores none. For a load it gets one, made as DCP makes it, so that
+    there is memory to load into. The same is done if only some parameters lack state. `undo`
+    restores the optimizers after a failed load.
 
     Args:
         state: a dict, nested as you like, of modules, optimizers, Stateful objects, tensors and
@@ -102,8 +103,7 @@ class ConvertedState:
         self._set_aside = [
             (value, dict(value.state))
             for _, value in leaves
-            if isinstance(value, torch.optim.Optimizer)
-            and (not value.state or (loading and _lacks_state(value)))
+            if loading and isinstance(value, torch.optim.Optimizer) and _lacks_state(value)
         ]
         for optimizer, _ in self._set_aside:
             optimizer.state.clear()
@@ -129,8 +129,6 @@ class ConvertedState:
         except BaseException:
             self.undo()
             raise
-        if not loading:
-            self.undo()
 
     def _convert(self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module]) -> _Leaf:
         if isinstance(value, torch.nn.Module):
@@ -138,7 +136,7 @@ class ConvertedState:
         if isinstance(value, torch.optim.Optimizer):
             place = _module_of(value, modules, path)
             self.optimizers[_place(path)] = _place(place)
-            given = _optimizer_state(value, modules[place], path)
+            given = _optimizer_state(value, modules[place], path, loading=self._loading)
             return _Leaf(path, value, given, modules[place])
         if isinstance(value, PerRank):
             return _Leaf(path, value, self._convert_per_rank(path, value))
@@ -184,7 +182,11 @@ class ConvertedState:
             optimizer.state.clear()
             optimizer.state.update(before)
 
-    def restore(self, without_state: Collection[tuple[Place, str]] = ()) -> None:
+    def restore(
+        self,
+        without_state: Collection[tuple[Place, str]] = (),
+        unknown: Collection[tuple[Place, str]] = (),
+    ) -> None:
         """Put the loaded `state_dict` back into the user's state.
 
         Modules, optimizers and Stateful objects are restored in place; plain values are put into
@@ -193,11 +195,14 @@ class ConvertedState:
         Args:
             without_state: pairs of an optimizer's place and a parameter's name in its module for
                 which the checkpoint has no optimizer state; these parameters get none.
+            unknown: such pairs for parameters or optimizers that the checkpoint does not have;
+                these keep the state that they had, unless this optimizer lacked some state.
 
         Raises:
             StateMismatchError: a list of Stateful objects was saved with another length.
             Exception: any error that a `load_state_dict` raises.
         """
+        fresh = {id(optimizer) for optimizer, _ in self._set_aside}
         loaded = [(leaf, _at(self.state_dict, leaf.path)) for leaf in self._leaves]
         # Modules first: an optimizer's state is matched to its module's parameters.
         kinds = torch.nn.Module, torch.optim.Optimizer
@@ -206,7 +211,8 @@ class ConvertedState:
             if isinstance(leaf.value, PerRank):
                 leaf.value.fill(found)
             else:
-                self._restore_one(leaf, _alike(leaf.given, found), without_state)
+                empty = [*without_state, *(unknown if id(leaf.value) in fresh else ())]
+                self._restore_one(leaf, _alike(leaf.given, found), empty)
 
     def _restore_one(
         self, leaf: _Leaf, loaded: Any, without_state: Collection[tuple[Place, str]]
@@ -289,7 +295,7 @@ def _module_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, path: Path
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, path: Path, *, loading: bool
 ) -> dict[str, Any]:
     groups = [group["params"] for group in optimizer.param_groups]
     if sum(not group for group in groups) > 1:
@@ -298,15 +304,14 @@ def _optimizer_state(
             " most one, so remove the others",
             key=_name(path),
         )
-    unstepped = not optimizer.state
-    # torch initializes the state with a step of zero gradients, and silently skips that step if
-    # there are gradients.
-    with _gradients_set_aside(groups) if unstepped else contextlib.nullcontext():
+    # If there is no state, torch makes one with a step of zero gradients. For a load that is memory
+    # to load into. But weight decay, dampening and the rules for a first step leave their marks in
+    # it, so a save must not store it.
+    with contextlib.ExitStack() as prepared:
+        if not optimizer.state:
+            prepare = _trial_step if loading else _held_from_stepping
+            prepared.enter_context(prepare(optimizer))
         given: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
-    if unstepped:
-        for values in given["state"].values():
-            if "step" in values:
-                values["step"] = values["step"] * 0
     return given
 
 
@@ -315,16 +320,39 @@ def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
 
     One without elements never gets any under FSDP1, on a rank that has no shard of it.
     """
-    return any(
+    return not optimizer.state or any(
         parameter.requires_grad and parameter.numel() and parameter not in optimizer.state
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
 
 
-@contextlib.contextmanager
-def _gradients_set_aside(groups: list[list[torch.nn.Parameter]]) -> Iterator[None]:
-    held = [(parameter, parameter.grad) for group in groups for parameter in group]
+class _Stepped(defaultdict[Any, Any]):
+    """An empty state that torch does not fill."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@contextmanager
+def _held_from_stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from making a state for an optimizer that has none."""
+    none, optimizer.state = optimizer.state, _Stepped(dict)
+    try:
+        yield
+    finally:
+        optimizer.state = none
+
+
+@contextmanager
+def _trial_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch make a state for an optimizer; keep its gradients and settings.
+
+    torch silently makes none if there are gradients, and leaves a learning rate of 0 if it fails.
+    """
+    groups = optimizer.param_groups
+    settings = [dict(group) for group in groups]
+    held = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
     for parameter, _ in held:
         parameter.grad = None
     try:
@@ -332,6 +360,8 @@ def _gradients_set_aside(groups: list[list[torch.nn.Parameter]]) -> Iterator[Non
     finally:
         for parameter, gradient in held:
             parameter.grad = gradient
+        for group, before in zip(groups, settings, strict=True):
+            group.update(before)
 
 
 def _module_of(
@@ -432,7 +462,7 @@ class AgreeingPlanner:
         return plugin_errors(current_rank(), self._url)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
     """Name both values if DCP's flattening raises because they have the same name.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,8 +85,12 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...
     check_dtype(dtype)
     del options  # process-wide, so part of the cache key only
     # A new, empty tensor: torch does not seek over meta tensors, cannot pickle fake ones, and would
-    # seek over the whole storage of a view. The memory of this tensor is never touched.
-    header, *trailer = framing(torch.empty(shape, dtype=dtype))
+    # seek over the whole storage of a view. The memory of this tensor is never touched, so it does
+    # not come from `torch.empty`, which fills it under `use_deterministic_algorithms`.
+    size_bytes = math.prod(shape) * dtype.itemsize
+    memory = torch.UntypedStorage(size_bytes, device="cpu")  # type: ignore[no-untyped-call]
+    untouched = torch.empty(0, dtype=dtype, device="cpu").set_(memory).view(shape)
+    header, *trailer = framing(untouched)
     return Frame(header, b"".join(trailer))  # no elements: no trailer
 
 

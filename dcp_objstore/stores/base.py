@@ -7,10 +7,10 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,

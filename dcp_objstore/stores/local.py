@@ -28,13 +28,13 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,

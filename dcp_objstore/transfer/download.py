@@ -29,11 +29,11 @@ from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
 from dcp_objstore.stores.admission.limiter import admission_slot, limiter_of
+from dcp_objstore.threads import Spawned, spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
-from dcp_objstore.transfer.workers import spawn
 from dcp_objstore.waiting import STEP_SECONDS, take
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class _Shared(Generic[T]):
         self.stragglers: Stragglers[_Begun[T]] = Stragglers(len(requests))
         self._limiter = limiter_of(self.store)
         self._workers = 0
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Spawned] = []
         self.staffing = threading.Lock()
 
     def staff(self) -> None:
@@ -276,7 +276,7 @@ class _Shared(Generic[T]):
     @property
     def _has_room(self) -> bool:
         """Whether there is memory for one more worker. Hold `staffing`."""
-        return sum(map(threading.Thread.is_alive, self._threads)) < self.most
+        return sum(thread.is_alive() for thread in self._threads) < self.most
 
     def key(self, request: RangeRequest[T]) -> str:
         return self.object_keys[request.object_number]

@@ -12,10 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from dcp_objstore.config import MIB
+from dcp_objstore.contexts import contextmanager
 
 T = TypeVar("T")
 

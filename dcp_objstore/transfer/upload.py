@@ -32,9 +32,10 @@ from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
+from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.workers import run_into, spawn
+from dcp_objstore.transfer.workers import run_into
 from dcp_objstore.waiting import WATCH_SECONDS, result_of
 
 if TYPE_CHECKING:

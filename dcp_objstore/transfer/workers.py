@@ -12,11 +12,11 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
 from dcp_objstore.errors import StoreUnavailableError
+from dcp_objstore.threads import spawn
 from dcp_objstore.waiting import in_main_thread, result_of
 
 T = TypeVar("T")
@@ -121,12 +121,3 @@ def worker_number() -> int:
     """Return the number of the current thread in its `DaemonPool`; 0 for other threads."""
     number = threading.current_thread().name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
-
-
-def spawn(function: Callable[[], object], name: str) -> threading.Thread:
-    """Start a daemon thread, with the context variables of the calling thread."""
-    thread = threading.Thread(
-        target=copy_context().run, args=(function,), name=f"dcp_objstore-{name}", daemon=True
-    )
-    thread.start()
-    return thread

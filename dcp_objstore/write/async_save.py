@@ -11,13 +11,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from dcp_objstore.distributed.failures import (
     capture,
@@ -39,8 +38,10 @@ from dcp_objstore.forking import PerProcess
 from dcp_objstore.observe.dispatch import staged_event
 from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
+from dcp_objstore.threads import ready_for_program_end
 from dcp_objstore.waiting import result_of, wait_until
 from dcp_objstore.write.api import run_save
+from dcp_objstore.write.program_end import TOO_LATE, at_program_end, has_ended, show_lost
 from dcp_objstore.write.staging.state import Staging, staging_memory
 from dcp_objstore.write.writer import ObjectStoreWriter
 
@@ -117,10 +118,10 @@ class _WatchedFuture(Future[T]):
 class AsyncSaveHandle:
     """A handle on a save that runs in the background.
 
-    If the program ends during the save, the interpreter waits for it. If the save fails and nothing
-    asks for its outcome, the next `async_save` raises the error. If there is no next one, the error
-    is printed when the program ends, and the exit status is 120. (In a child that
-    `multiprocessing` forks, the error is only logged.)
+    A program that ends during the save waits for it. If the save fails and nothing asks for its
+    outcome, the next `async_save` raises the error. If there is no next one, the error is printed
+    when the program ends, and the exit status is 120. (In a child that `multiprocessing` forks, the
+    error is only logged.)
 
     Attributes:
         url: URL of the checkpoint.
@@ -139,6 +140,7 @@ class AsyncSaveHandle:
         self._error: BaseException | None = None
         self._raised = False
         self._before: AsyncSaveHandle | None = None  # whose turn comes before
+        self._outlived = False  # the program ended before the save
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -212,6 +214,7 @@ class AsyncSaveHandle:
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         self._error = error
+        self._outlived = has_ended()
 
         def settle(future: Future[Any]) -> None:
             if future.done():
@@ -384,8 +387,11 @@ def begin_save(
         save.begin_staging(state)
         if wait_for_staging:
             save.finish_staging()
-        # Not a daemon thread: the interpreter waits for it at exit, so the last save is not lost.
+        ready_for_program_end()
+        # Not a daemon: Python waits for this thread where `_wait_for_all` cannot be registered.
         threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
+        if has_ended():
+            wait_until(handle._ended)  # in an `atexit` handler, after which nothing waits
     except BaseException as error:  # such as Ctrl-C, or no thread can be started
         handle._run(save, error)
         raise
@@ -503,52 +509,22 @@ def _objection(earlier: AsyncSaveHandle | None, url: str) -> DcpObjstoreError | 
     )
 
 
+def _wait_for_all() -> None:
+    for handle in _saves.here.unsettled:
+        wait_until(handle._ended)
+
+
 def _show_unseen_errors() -> None:
     """Print, at exit, the errors of saves that were never asked for.
 
     The interpreter runs this after the saves have ended.
     """
-    lost = [handle for handle in _saves.here.unsettled if handle._has_unseen_error]
-    stream = sys.stderr
-    try:
-        for handle in lost:
+    why = "the background save failed, and the program ended without asking for its result"
+    for handle in _saves.here.unsettled:
+        if handle._has_unseen_error:
             assert handle._error is not None
-            print(
-                f"dcp_objstore: {handle.url} was NOT saved: the background save failed, and the"
-                " program ended without asking for its result:",
-                file=stream,
-            )
-            sys.excepthook(type(handle._error), handle._error, handle._error.__traceback__)
-    finally:
-        if lost:
-            sys.stderr = cast(TextIO, _FailingAtExit(stream))
+            show_lost(handle.url, handle._error, TOO_LATE if handle._outlived else why)
 
 
-class _FailingAtExit:
-    """A standard error stream that makes the exit status 120, for a program that lost a save.
-
-    At exit Python changes the status in one case only: to 120, if a standard stream cannot be
-    flushed (see `sys.exit`). An error of an `atexit` handler is only printed. So this wraps the
-    real stream and behaves like it until Python flushes it for the last time.
-    """
-
-    def __init__(self, stream: TextIO | None) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    @property
-    def closed(self) -> bool:
-        """Always False, because Python does not flush a closed stream."""
-        return False
-
-    def flush(self) -> None:
-        """Flush the stream; raise if the interpreter is finalizing."""
-        if self._stream is not None and not self._stream.closed:
-            self._stream.flush()
-        if sys.is_finalizing():
-            raise RuntimeError("the last save in the background failed")
-
-
+at_program_end(_wait_for_all)
 atexit.register(_show_unseen_errors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.futures import Future
 from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.plugin import (
     Target,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -547,17 +545,6 @@ def test_background_saves_keep_out_of_the_way_of_the_trainings_collectives(bucke
         state = training(sharded=False)
         dos.load(state, bucket.at(f"run/step-{step}"), storage_options=bucket.storage_options)
         assert state["progress"]["step"] == step + 1
-
-
-def test_the_interpreter_waits_for_the_last_background_save(tmp_path: Path) -> None:
-    program = (
-        "import torch, dcp_objstore as dos\n"
-        f"dos.async_save({{'t': torch.ones(1 << 20)}}, 'file://{tmp_path}/ck')\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    loaded = {"t": torch.zeros(1 << 20)}
-    dos.load(loaded, f"file://{tmp_path}/ck")
-    assert loaded["t"].sum() == 1 << 20
 
 
 def test_settings_and_metadata_of_the_wrong_kind_are_refused_before_anything_is_sent() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import dcp_objstore as dos
 from tests.support.checkpoints import Options
@@ -58,3 +61,49 @@ def test_another_number_of_ranks_loads_into_new_and_used_optimizers(bucket: Buck
         for key, value in saved.items():
             same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
             assert same(value, found[key]), (name, key)
+
+
+def fresh(sharding: str, rank: int, steps: int = 0) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 1))
+    if sharding == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    elif sharding == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_fresh(rank: int, world: int, url: str) -> list[str]:
+    """What is wrong after unstepped optimizers were saved and loaded."""
+    wrong = []
+    for sharding in ("fsdp1", "fsdp2", "none"):
+        at, state = f"{url}/{sharding}", fresh(sharding, rank)
+        dos.save(state, at, progress=False)
+        if state["optimizer"].state:
+            wrong.append(f"{sharding}: the save has made a state")
+        loaded = fresh(sharding, rank, steps=2)
+        dos.load(loaded, at, progress=False)
+        if loaded["optimizer"].state:
+            wrong.append(f"{sharding}: loaded a state")
+        if rank == 0 and any(key.startswith("optimizer.state") for key in dos.open(at)):
+            wrong.append(f"{sharding}: stored a state")
+    # Only the first rank's replica has stepped. What is stored is its state, whole.
+    dos.save(fresh("none", rank, steps=2 if rank == 0 else 0), f"{url}/one", progress=False)
+    loaded = fresh("none", rank)
+    dos.load(loaded, f"{url}/one", progress=False)
+    counts = {float(values["step"]) for values in loaded["optimizer"].state.values()}
+    if counts != {2.0} or len(loaded["optimizer"].state) != 4:
+        wrong.append(f"one rank has stepped: {counts}")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizers_that_have_not_stepped_are_stored_without_a_state_by_several_ranks(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(2, save_fresh, tmp_path.as_uri()) == [[], []]

@@ -142,6 +142,8 @@ class PosixPathOfPython313(pathlib.PurePosixPath):
 
 PosixPathOfPython313.__name__ = PosixPathOfPython313.__qualname__ = "PosixPath"
 PosixPathOfPython313.__module__ = "pathlib._local"
+if pathlib.PosixPath.__module__ == "pathlib._local":  # this is Python 3.13
+    PosixPathOfPython313 = pathlib.PosixPath  # type: ignore[assignment,misc]
 
 
 _MULTI_STORAGE_PATH = stand_in(MSC, "MultiStoragePath")

@@ -29,6 +29,7 @@ from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
 from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.stores.wrappers import WrappedStore
+from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
 from dcp_objstore.transfer.download import fetch_ranges, worker_count
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
@@ -41,7 +42,7 @@ from dcp_objstore.transfer.ranges import (
     plan_requests,
 )
 from dcp_objstore.transfer.upload import run_watched, upload_object
-from dcp_objstore.transfer.workers import at_once, spawn, wait_for
+from dcp_objstore.transfer.workers import at_once, wait_for
 from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
 from tests.support.wrapped_stores import ChangingStore, RecordingStore

@@ -300,7 +300,8 @@ def read_text() -> Tensor:
 def choose_batch(text: Tensor, number: int, count: int) -> Tensor:
     """Return `count` sequences of the text, the same ones whenever the number is the same."""
     generator = torch.Generator().manual_seed(1_000_003 + number)
-    starts = torch.randint(len(text) - CONTEXT - 1, (count,), generator=generator)
+    last = len(text) - CONTEXT - 1
+    starts = torch.randint(last, (count,), generator=generator, device="cpu")
     return torch.stack([text[start : start + CONTEXT + 1] for start in starts])
 
 

@@ -149,7 +149,7 @@ class Exchange:
         self._changed = threading.Condition()
         self._admitted = 0  # number of requests that have a slot; they are admitted in order
         self._freed = 0  # number of requests whose slots no rank needs any more
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.memory_bytes = 0
         self.received_bytes = 0
 
@@ -201,9 +201,8 @@ class Exchange:
         for rank in {r.fetcher for requests in self._rounds for r in requests} - {self._rank}:
             if (found := addresses[rank]) is not None and (memory := attach(found[0])) is not None:
                 self._local[rank] = (memory, found[1])
-        self._arena = torch.empty(
-            max(map(self._incoming_bytes, self._rounds), default=0), dtype=torch.uint8
-        )
+        arena_bytes = max(map(self._incoming_bytes, self._rounds), default=0)
+        self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device="cpu")
         self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
         reached: list[list[int]] = self._do(self._gather, list(self._local))
         self._slots.close_descriptor()
@@ -338,7 +337,7 @@ class Exchange:
     def _agree(self, error: DcpObjstoreError | None) -> None:
         """Confirm that no rank has failed; otherwise raise on those that have not. A collective."""
         with typed_failures(self._url, self._group):
-            failed = torch.tensor([error is not None], dtype=torch.uint8)
+            failed = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
             if not failed.item():
                 return

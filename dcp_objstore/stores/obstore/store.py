@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import http.client
 import os
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import (
     ConfigError,
     CredentialsError,

@@ -12,12 +12,12 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Mapping
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frames
+from dcp_objstore.threads import Spawned, spawn
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.s3.checksums import Checksums
@@ -66,7 +66,7 @@ class MultipartUpload:
     _error: BaseException | None = None
     _stopped: bool = False
     _upload_id: str | None = None
-    _team: list[threading.Thread] = field(default_factory=list)
+    _team: list[Spawned] = field(default_factory=list)
     _count: int = 0
 
     def __post_init__(self) -> None:
@@ -93,14 +93,7 @@ class MultipartUpload:
         self._tasks.put((self._count, part))
         if len(self._team) < min(self.threads, self._count):
             # Daemons: a request that hangs must not keep a program alive that was told to stop.
-            thread = threading.Thread(
-                target=copy_context().run,  # the save that its retries belong to
-                args=(self._work,),
-                name=f"dcp_objstore-part-{self._count}",
-                daemon=True,
-            )
-            self._team.append(thread)
-            thread.start()
+            self._team.append(spawn(self._work, f"part-{self._count}"))
 
     def wait(self) -> None:
         """Wait for all parts.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import DcpObjstoreError, StoreUnavailableError, UnsupportedError
 from dcp_objstore.stores.errors import SAME_PAGE
 from dcp_objstore.stores.protocol import UnfinishedUpload

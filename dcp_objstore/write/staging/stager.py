@@ -11,18 +11,20 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.groups import count_ranks, gone_error, has_gone, world_group
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe.dispatch import staged_event
 from dcp_objstore.observe.report import log_failure
+from dcp_objstore.threads import ready_for_program_end
 from dcp_objstore.torch_private import StagesAtOnce
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
+from dcp_objstore.write.program_end import TOO_LATE, has_ended, show_lost
 from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
 
 if TYPE_CHECKING:
@@ -146,6 +148,7 @@ class KeptStager(StagesAtOnce):
             staged = stage(state_dict)
             self._staged = staged_event(str(url), current_rank() or 0, staged.size_bytes, began_at)
             self._background = _BackgroundSave(staged)
+            ready_for_program_end()
         return staged
 
     def synchronize_staging(self) -> None:
@@ -187,7 +190,10 @@ class KeptStager(StagesAtOnce):
             yield
         except BaseException as error:
             if background is not None and background.thread is threading.current_thread():
-                log_failure(getattr(self, "checkpoint_id", None), error)
+                url = getattr(self, "checkpoint_id", None)
+                log_failure(url, error)
+                if has_ended():  # nothing asks for the future any more
+                    show_lost(url, error, TOO_LATE)
             raise
 
 

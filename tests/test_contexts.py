@@ -1,0 +1,90 @@
+"""Context managers that free an error at once."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+import pytest
+
+import dcp_objstore
+from dcp_objstore.contexts import contextmanager
+
+_PACKAGE = Path(dcp_objstore.__file__).parent
+
+
+class State:
+    pass
+
+
+@contextmanager
+def swallowing() -> Iterator[None]:
+    with suppress(OSError):
+        yield
+
+
+@contextmanager
+def turning() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError("turned") from error
+
+
+@contextmanager
+def turning_in_two() -> Iterator[None]:
+    with turning():
+        yield
+
+
+def kept_by(guarded: Callable[[], AbstractContextManager[None, bool | None]]) -> object:
+    state = State()
+
+    def fail() -> None:
+        with suppress(ValueError), guarded():
+            raise OSError
+
+    fail()
+    return weakref.ref(state)
+
+
+@pytest.mark.parametrize("guarded", [swallowing, turning, turning_in_two])
+def test_an_error_that_was_handled_keeps_no_variables_of_the_callers(
+    guarded: Callable[[], AbstractContextManager[None, bool | None]],
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        assert kept_by(guarded)() is None  # type: ignore[operator]
+    finally:
+        gc.enable()
+
+
+def test_an_error_passes_unchanged_and_with_its_traceback() -> None:
+    with pytest.raises(KeyError) as caught, turning():
+        raise KeyError("passed")
+    assert caught.traceback[-1].name == "test_an_error_passes_unchanged_and_with_its_traceback"
+    with pytest.raises(ValueError, match="turned") as turned, turning():
+        raise OSError
+    assert isinstance(turned.value.__cause__, OSError)
+
+
+def test_every_context_manager_of_the_library_is_of_this_kind() -> None:
+    """Those of the command line may stay: their process ends."""
+    others = [
+        f"{path.relative_to(_PACKAGE)}:{node.lineno}"
+        for path in _PACKAGE.rglob("*.py")
+        if path.relative_to(_PACKAGE).parts[0] not in ("cli", "contexts.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr == "contextmanager")
+        or (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "contextlib"
+            and any(name.name == "contextmanager" for name in node.names)
+        )
+    ]
+    assert others == []

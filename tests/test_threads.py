@@ -1,0 +1,73 @@
+"""Daemon threads, and the stock of them for the end of a program."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+
+import pytest
+
+import dcp_objstore as dos
+from dcp_objstore import threads
+from dcp_objstore.forking import PerProcess
+from dcp_objstore.threads import spawn
+
+_asked = contextvars.ContextVar("asked", default="")
+
+
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> threads._Stock:
+    """A stock of two threads in a program that has ended, as on Python 3.12.0 to 3.12.2."""
+    monkeypatch.setattr(threads, "_STOCK", 2)
+    stock = threads._Stock()
+    stock.fill()
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    holder = PerProcess.__new__(PerProcess)
+    holder.here = stock
+    monkeypatch.setattr(threads, "_stock", holder)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    return stock
+
+
+def test_when_no_thread_starts_any_more_those_of_the_stock_run_one_function_after_another(
+    stock: threads._Stock,
+) -> None:
+    _asked.set("by the caller")
+    seen: list[tuple[str, str]] = []
+
+    def note() -> None:
+        seen.append((threading.current_thread().name, _asked.get()))
+
+    for number in range(5):  # more than there are threads
+        task = spawn(note, f"test-{number}")
+        task.join(30)
+        assert not task.is_alive()
+        assert stock._idle.acquire(timeout=30)  # the thread is back
+        stock._idle.release()
+    assert seen == [(f"dcp_objstore-test-{number}", "by the caller") for number in range(5)]
+
+
+def test_a_function_for_which_no_thread_is_left_is_refused_not_queued(
+    stock: threads._Stock,
+) -> None:
+    go_on = threading.Event()
+    held = [spawn(lambda: go_on.wait(30), "held") for _ in range(2)]
+    with pytest.raises(dos.InputError, match=r"result\(\)"):
+        spawn(lambda: None, "one too many")
+    go_on.set()
+    for task in held:
+        task.join(30)
+
+
+def test_too_many_threads_are_not_taken_for_the_end_of_the_program(
+    stock: threads._Stock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        spawn(lambda: None, "test")

@@ -1,0 +1,62 @@
+"""Saves in the background that the program does not wait for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import dcp_objstore as dos
+
+# These start no thread any more: each thread of the save has to exist before.
+_STARTS_NONE = (3, 12) <= sys.version_info < (3, 12, 3)
+
+_PROGRAM = """
+import atexit, concurrent.futures, sys
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+import dcp_objstore as dos
+from dcp_objstore.write import program_end
+
+root, starts_none = sys.argv[1], sys.argv[2] == "True"
+state = {"t": torch.ones(1 << 20)}
+dist.init_process_group("gloo", init_method=f"{root}/rendezvous", rank=0, world_size=1)
+dos.save(state, f"{root}/taken", progress=False)
+begin = dos.ObjectStoreWriter.set_up_storage_writer
+
+def begin_late(writer, *args, **kwargs):
+    assert program_end._ended.wait(60)
+    if not starts_none and writer.checkpoint_id.endswith("/dos"):
+        # As asyncio does, and with it s3fs and gcsfs, to look up the name of a host.
+        concurrent.futures.ThreadPoolExecutor().submit(int).result()
+    return begin(writer, *args, **kwargs)
+
+dos.ObjectStoreWriter.set_up_storage_writer = begin_late
+if not starts_none:
+    atexit.register(dos.async_save, state, f"{root}/atexit")
+for name in ("taken", "dcp"):
+    dcp.async_save(state, storage_writer=dos.ObjectStoreWriter(f"{root}/{name}"))
+dos.async_save(state, f"{root}/dos")
+"""
+
+
+def test_a_program_that_ends_waits_for_its_saves_and_fails_loudly_if_one_is_lost(
+    tmp_path: Path,
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, tmp_path.as_uri(), str(_STARTS_NONE)],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    for name in ("dos", "dcp", *([] if _STARTS_NONE else ["atexit"])):
+        loaded = {"t": torch.zeros(1 << 20)}
+        dos.load(loaded, f"{tmp_path.as_uri()}/{name}", progress=False)
+        assert loaded["t"].sum() == 1 << 20, ended.stderr
+    assert ended.returncode == 120, ended.stderr
+    assert ended.stderr.count("NOT saved") == 1
+    assert "/taken was NOT saved: the program ended while it was uploading" in ended.stderr
+    assert "CheckpointExistsError" in ended.stderr
+    assert "Traceback" not in ended.stderr
