@@ -67,14 +67,15 @@ def _made(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
 
 def _signature(value: Any) -> tuple[Any, ...] | None:
     """Return a key that is equal for values with the same items; None to make them each time."""
-    if type(value) is torch.Tensor:
-        return None, value.dtype, value.layout, value.requires_grad, value.size()
-    if type(value) is DTensor:
-        local, spec = torch_private.local_tensor(value), torch_private.spec_of(value)
-        # The identical spec object, which the key keeps alive: with an equal spec, this process may
-        # have another coordinate in the mesh.
-        return id(spec), spec, local.dtype, local.layout, value.requires_grad, value.size()
-    return None
+    if type(value) not in (torch.Tensor, DTensor):
+        return None
+    local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
+    if type(local) is not torch.Tensor or any(map(torch_private.own_sharding, (value, local))):
+        return None  # the tensor itself says which items it has
+    spec = torch_private.spec_of(value) if isinstance(value, DTensor) else None
+    # The identical spec object, which the key keeps alive: with an equal spec, this process may
+    # have another coordinate in the mesh.
+    return id(spec), spec, local.dtype, local.layout, value.requires_grad, value.size()
 
 
 # One for the process: `dcp_objstore.async_save` runs one save at a time.
