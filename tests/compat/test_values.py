@@ -106,7 +106,8 @@ def equal(found: Any, value: Any) -> bool:
     if isinstance(value, io.BytesIO):
         return found.getvalue() == value.getvalue() and found.tell() == value.tell()
     if isinstance(value, torch.Tensor):
-        return type(found) is type(value) and torch.equal(found, value)
+        # A copy that is staged of a parameter is a tensor.
+        return isinstance(value, type(found)) and torch.equal(found, value)
     if isinstance(value, np.ndarray):
         return type(found) is type(value) and np.array_equal(found, value)
     if isinstance(value, dict):
