@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint._async_process_executor import (
@@ -128,6 +129,32 @@ def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+# The attributes that DCP asks how a tensor is sharded: the methods of `_Checkpointable` (torch 2.9
+# to 2.15) and the fields of `CheckpointableTensor` (torch 2.14 and 2.15).
+_SHARDING = (
+    *("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"),
+    *("global_shape", "global_offsets", "local_offsets", "local_sizes"),
+)
+
+
+def own_sharding(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what is set on this very tensor to tell DCP how it is sharded. torch 2.9 to 2.15.
+
+    Megatron-FSDP sets such methods on the shards of its DTensors.
+    """
+    attributes = vars(tensor)
+    return {name: attributes[name] for name in _SHARDING if name in attributes}
+
+
+def size_in_checkpoint(tensor: torch.Tensor) -> torch.Size:
+    """Return the size of the whole of which DCP takes a tensor to be a part. torch 2.9 to 2.15.
+
+    Only a `CheckpointableTensor` has another size itself.
+    """
+    protocol: Any = getattr(dcp, "CheckpointableTensor", ())  # from torch 2.14 on
+    return torch.Size(tensor.global_shape) if isinstance(tensor, protocol) else tensor.size()
+
+
 def wait_for_collective(tensor: torch.Tensor) -> None:
     """Wait for the collective that makes this tensor, if there is one. torch 2.9 to 2.15."""
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -191,7 +218,9 @@ __all__ = [
     "legacy_classes",
     "local_tensor",
     "non_persistent_buffers",
+    "own_sharding",
     "set_group_timeout",
+    "size_in_checkpoint",
     "spec_of",
     "storage_classes",
     "unbind_default_group",

@@ -6,12 +6,14 @@ import ast
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -28,6 +30,9 @@ from dcp_objstore import torch_private
 
 _HOUR = datetime.timedelta(hours=1)
 _PACKAGE = Path(dcp_objstore.__file__).parent
+
+
+class _EmptyProtocol(Protocol): ...
 
 
 @pytest.fixture
@@ -110,6 +115,30 @@ def test_a_dtensor_is_taken_apart_and_made_again(
     assert made.stride() == tensor.stride()
     assert not made.requires_grad
     assert torch.equal(made.full_tensor(), whole + 1)
+
+
+def test_all_that_dcp_asks_a_tensor_how_it_is_sharded_is_kept() -> None:
+    tensor: Any = torch.ones(2)
+    fields = getattr(getattr(dcp, "CheckpointableTensor", None), "__annotations__", {})
+    methods = [name for name, value in vars(_Checkpointable).items() if callable(value)]
+    asked = {*fields, *(name for name in methods if name not in vars(_EmptyProtocol))}
+    assert len(asked) == (7 if fields else 3)
+    for name in asked:
+        setattr(tensor, name, name)
+    tensor.other = None
+    assert torch_private.own_sharding(tensor) == {name: name for name in asked}
+    assert torch_private.own_sharding(torch.ones(2)) == {}
+
+
+def test_the_size_in_a_checkpoint_is_that_of_the_whole() -> None:
+    tensor: Any = torch.ones(2, 3)
+    assert torch_private.size_in_checkpoint(tensor) == (2, 3)
+    tensor.global_shape = (4, 3)
+    tensor.global_offsets = tensor.local_offsets = ((0, 0),)
+    assert torch_private.size_in_checkpoint(tensor) == (2, 3)
+    tensor.local_sizes = ((2, 3),)
+    known = hasattr(dcp, "CheckpointableTensor")
+    assert torch_private.size_in_checkpoint(tensor) == ((4, 3) if known else (2, 3))
 
 
 def test_a_collective_that_is_under_way_is_waited_for(

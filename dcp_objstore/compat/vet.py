@@ -88,7 +88,8 @@ def vet(body: bytes | memoryview, key: str | None = None) -> frozenset[str]:
         trial = _Trial(pickled[:end], archive)
         trial.run()
         # Decimals can be chosen so that all have one hash.
-        if not is_whole or not trial.is_known or (trial.hashes_items and _DECIMAL in trial.inert):
+        hashes_decimals = trial.hashes_items and _DECIMAL in trial.inert
+        if not is_whole or not trial.is_known or hashes_decimals or any(trial.attributes):
             return frozenset()
         return frozenset(trial.inert)
     except (ArchiveError, HostilePickleError) as error:
@@ -152,6 +153,7 @@ class _Trial(pickle.Unpickler):
         inert: names of `_INERT` that were found.
         is_known: whether all parts have known forms.
         hashes_items: whether something hashes the items of lists, which are not examined.
+        attributes: attributes of the BytesIO objects, which stay empty in what was saved.
     """
 
     def __init__(self, pickled: bytes, archive: Archive) -> None:
@@ -161,6 +163,7 @@ class _Trial(pickle.Unpickler):
         self.inert: set[str] = set()
         self.is_known = True
         self.hashes_items = False
+        self.attributes: list[dict[object, object]] = []
 
     def run(self) -> None:
         """Unpickle as far as torch would.
@@ -433,17 +436,19 @@ _INERT_NEW: Final[dict[str, _Form]] = {"_io.BytesIO": _are()}
 _INERT: Final = frozenset({*_INERT_CALLS, *_INERT_NEW, *_MEMBERS, _ARRAY})
 
 
-def _is_buffer(_: _Made, state: object) -> bool:
+def _is_buffer(made: _Made, state: object) -> bool:
     """Return whether this is the state of a BytesIO: bytes, position, no attributes."""
     if type(state) is not tuple or len(state) != 3:
         return False
     body, position, attributes = state
     size_bytes = _size_of(body)
+    if type(attributes) is dict:  # as soon as something has looked for an attribute, as DCP does
+        made.trial.attributes.append(attributes)
     return (
         size_bytes is not None
         and type(position) is int
         and 0 <= position <= size_bytes
-        and attributes is None
+        and (attributes is None or type(attributes) is dict)
     )
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from dcp_objstore import torch_private
 from dcp_objstore.distributed.plugin import same_url
 from dcp_objstore.errors import StateMismatchError, printable
 from dcp_objstore.observe.report import logger
@@ -204,10 +205,9 @@ def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
             continue
         is_tensor = isinstance(value, torch.Tensor)
         if isinstance(saved, TensorStorageMetadata):
-            if is_tensor and value.size() != saved.size:
+            if is_tensor and (size := torch_private.size_in_checkpoint(value)) != saved.size:
                 problems.append(
-                    f"{key}: saved with shape {tuple(saved.size)}, the state has"
-                    f" {tuple(value.size())}"
+                    f"{key}: saved with shape {tuple(saved.size)}, the state has {tuple(size)}"
                 )
             elif not is_tensor:
                 kind = type(value).__name__

@@ -33,6 +33,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
+from dcp_objstore.state.memory import copy_elements, fill_order
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
@@ -80,7 +81,7 @@ def run_load(
         store = PinnedStore(store, planned.checkpoint.versions)
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
-    destinations = _bind(planned, planner, completed)
+    destinations, after = _bind(planned, planner, completed)
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
@@ -158,6 +159,9 @@ def run_load(
     for item, read in zip(planned.items, planned.reads, strict=True):
         if isinstance(read, TensorRead):
             read.finish()
+        if id(item) in after:
+            copy_elements(after.pop(id(item)), destinations[id(item)])
+    for item in planned.items:
         if not is_value(item):
             planner.commit_tensor(item, destinations[id(item)])
     report = LoadReport(
@@ -203,22 +207,43 @@ def _request_size(
 
 def _bind(
     planned: PlannedLoad, planner: LoadPlanner, completed: CompletionQueue
-) -> dict[int, torch.Tensor]:
-    """Give every read its destination; return the tensors by the identity of their item."""
-    destinations: dict[int, torch.Tensor] = {}
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Give every read its destination.
+
+    If keys share memory, as tied weights do, the last of them fills it, as with torch.
+
+    Returns:
+        The destinations by the identity of their item, and of items that are to be copied there
+        only when all others have arrived, the tensors that are filled until then.
+    """
+    destinations = {
+        id(item): check_destination(item, planner.resolve_tensor(item))
+        for item in planned.items
+        if not is_value(item)
+    }
+    of_keys: dict[str, list[torch.Tensor]] = {}
+    for item in planned.items:
+        if id(item) in destinations:
+            of_keys.setdefault(item.dest_index.fqn, []).append(destinations[id(item)])
+    covered, after = fill_order(of_keys)
+    filled_first: dict[int, torch.Tensor] = {}
     warned = False
     for item, read in zip(planned.items, planned.reads, strict=True):
-        destination = None
-        if not is_value(item):
-            destination = check_destination(item, planner.resolve_tensor(item))
-            destinations[id(item)] = destination
+        destination = destinations.get(id(item))
+        if destination is not None and item.dest_index.fqn in after:
+            destination = torch.empty_like(destination, memory_format=torch.contiguous_format)
+            filled_first[id(item)] = destination
         if isinstance(read, ItemRead):
             read.bind(destination, completed.add)
         else:
             assert destination is not None and read.location.dtype is not None
             warned = warned or warn_if_lossy(item, read.location.dtype, destination)
             read.bind(destination)
-    return destinations
+    if covered:
+        for span in planned.spans:
+            reads = span.tag.reads
+            reads[:] = [read for read in reads if read.item.dest_index.fqn not in covered]
+    return destinations, filled_first
 
 
 def _way_in(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -133,6 +134,96 @@ def _shown(quantization: tuple[Any, ...]) -> str:
     if scheme == torch.per_tensor_affine:
         return f"{name} with scale {scale:g} and zero point {zero_point}"
     return f"{name} with other scales or zero points for each channel"
+
+
+class _Region(NamedTuple):
+    """Where the tensors of a key lie: bytes `[start, end)`, of which they take `size_bytes`."""
+
+    key: str
+    number: int
+    device: str
+    start: int
+    end: int
+    size_bytes: int
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the tensors take all of the bytes."""
+        return self.size_bytes == self.end - self.start
+
+    def covers(self, other: _Region) -> bool:
+        """Whether the tensors take all bytes of another region."""
+        return self.is_dense and self.start <= other.start and other.end <= self.end
+
+
+def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str], set[str]]:
+    """Return how to fill keys that share memory as if one key were filled after the other.
+
+    Args:
+        tensors: the tensors of each key, which do not overlap one another; in the order of filling.
+
+    Returns:
+        The keys that need not be filled, because later keys fill all of their memory, and the keys
+        to fill after the others, because they share elements with an earlier one.
+    """
+    regions = [
+        _region(key, number, [tensor for tensor in found if tensor.numel()])
+        for number, (key, found) in enumerate(tensors.items())
+        if any(tensor.numel() for tensor in found)
+    ]
+    pairs: list[tuple[_Region, _Region]] = []
+    begun: list[_Region] = []
+    for region in sorted(regions, key=lambda region: (region.device, region.start)):
+        begun = [r for r in begun if r.device == region.device and r.end > region.start]
+        pairs += [(r, region) if r.number < region.number else (region, r) for r in begun]
+        begun.append(region)
+    covered = {earlier.key for earlier, later in pairs if later.covers(earlier)}
+    after = {
+        later.key
+        for earlier, later in pairs
+        if covered.isdisjoint((earlier.key, later.key))
+        and (
+            (earlier.is_dense and later.is_dense) or _meet(tensors[earlier.key], tensors[later.key])
+        )
+    }
+    return covered, after
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the number of bytes from the first element to the end of the last."""
+    steps = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(steps) + 1) * tensor.itemsize
+
+
+def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
+    return _Region(
+        key,
+        number,
+        str(tensors[0].device),
+        min(tensor.data_ptr() for tensor in tensors),
+        max(tensor.data_ptr() + _reach(tensor) for tensor in tensors),
+        sum(tensor.nbytes for tensor in tensors),
+    )
+
+
+def _meet(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors have a byte in common with others. (Columns of one matrix have none.)"""
+    tensors = [tensor for tensor in (*some, *others) if tensor.numel()]
+    start = min(tensor.data_ptr() for tensor in tensors)
+    end = max(tensor.data_ptr() + _reach(tensor) for tensor in tensors)
+    places = (number for t in tensors for number in (t.itemsize, t.data_ptr() - start))
+    unit = math.gcd(*places)  # of one dtype, this is an element
+    taken = torch.zeros((end - start) // unit, dtype=torch.bool, device="cpu")
+
+    def units(tensor: torch.Tensor) -> torch.Tensor:
+        count = tensor.itemsize // unit
+        steps = (*(step * count for step in tensor.stride()), 1)
+        return taken.as_strided((*tensor.shape, count), steps, (tensor.data_ptr() - start) // unit)
+
+    for tensor in some:
+        if tensor.numel():
+            units(tensor).fill_(True)
+    return any(bool(units(tensor).any()) for tensor in others if tensor.numel())
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from dcp_objstore import torch_private
 from dcp_objstore.distributed.groups import gone_error
 from dcp_objstore.distributed.plugin import same_url
+from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.state_dict import AgreeingPlanner
+from dcp_objstore.state.stored import constant_name
 from dcp_objstore.write.layout import item_bytes
 from dcp_objstore.write.staging.state import StagedState
 
@@ -67,14 +69,15 @@ def _made(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
 
 def _signature(value: Any) -> tuple[Any, ...] | None:
     """Return a key that is equal for values with the same items; None to make them each time."""
-    if type(value) is torch.Tensor:
-        return None, value.dtype, value.layout, value.requires_grad, value.size()
-    if type(value) is DTensor:
-        local, spec = torch_private.local_tensor(value), torch_private.spec_of(value)
-        # The identical spec object, which the key keeps alive: with an equal spec, this process may
-        # have another coordinate in the mesh.
-        return id(spec), spec, local.dtype, local.layout, value.requires_grad, value.size()
-    return None
+    if type(value) not in (torch.Tensor, DTensor):
+        return None
+    local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
+    if type(local) is not torch.Tensor or any(map(torch_private.own_sharding, (value, local))):
+        return None  # the tensor itself says which items it has
+    spec = torch_private.spec_of(value) if isinstance(value, DTensor) else None
+    # The identical spec object, which the key keeps alive: with an equal spec, this process may
+    # have another coordinate in the mesh.
+    return id(spec), spec, local.dtype, local.layout, value.requires_grad, value.size()
 
 
 # One for the process: `dcp_objstore.async_save` runs one save at a time.
@@ -128,16 +131,51 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
         Raises:
             InvalidUrlError: the ranks save to different URLs.
+            StateMismatchError: the ranks have different things under one key.
             InputError: the process group was destroyed during the save.
         """
         with self._typed_errors():
             if len(all_plans) != self._ranks:
                 raise gone_error(self._url)
             same_url([plan.storage_data for plan in all_plans])
+            _check_alike(all_plans)
             plans, metadata = super().create_global_plan(_with_tiny_together(all_plans))
         if not metadata.state_dict_metadata:
             logger.warning("%s: the state is empty on every rank; nothing is saved", self._url)
         return plans, metadata
+
+
+def _check_alike(plans: Sequence[SavePlan]) -> None:
+    """Refuse a key under which ranks have tensors of different dtypes or shapes, or no tensor.
+
+    DCP would save the tensor of one rank and drop the others without a word.
+
+    Raises:
+        StateMismatchError: see above.
+    """
+    known: dict[str, tuple[int, WriteItem]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            first, other = known.setdefault(item.index.fqn, (rank, item))
+            if other is not item and _kind(item) != _kind(other):
+                raise StateMismatchError(
+                    f"rank {first} has {_shown(other)}, rank {rank} {_shown(item)}; what differs"
+                    " between the ranks needs a key of its own on each, or a PerRank around it",
+                    key=item.index.fqn,
+                )
+
+
+def _kind(item: WriteItem) -> tuple[torch.Size, torch.dtype] | None:
+    """Return the shape of the whole tensor and its dtype; None for a value that is no tensor."""
+    data = item.tensor_data
+    return None if data is None else (data.size, data.properties.dtype)
+
+
+def _shown(item: WriteItem) -> str:
+    kind = _kind(item)
+    if kind is None:
+        return "a value that is no tensor"
+    return f"a {constant_name(kind[1])} tensor of shape {tuple(kind[0])}"
 
 
 def _with_tiny_together(plans: Sequence[SavePlan]) -> list[SavePlan]:

@@ -41,6 +41,55 @@ def call(kind: str, state: dict[str, Any], url: Any, **arguments: Any) -> Any:
     return outcome.result(30) if kind == "async_save" else outcome
 
 
+# States that differ ------------------------------------------------------------------------------
+
+
+def differing(rank: int, kind: str) -> Any:
+    if kind == "sharded":
+        mesh = init_device_mesh("cpu", (2,))
+        dtype = (torch.float32, torch.float16)[rank]
+        return DTensor.from_local(torch.ones(2, dtype=dtype), mesh, [Shard(0)])
+    if kind == "sharded sizes":  # a common slip: uneven shards without their shape
+        return DTensor.from_local(torch.ones(2 + rank), init_device_mesh("cpu", (2,)), [Shard(0)])
+    return {
+        "shape": (torch.ones(3), torch.ones(4)),
+        "large": (torch.ones(3000), torch.ones(3000, 1)),
+        "dtype": (torch.ones(3), torch.ones(3, dtype=torch.float64)),
+        "text": ("text", torch.ones(3)),
+        "none": (torch.ones(3), None),
+    }[kind][rank]
+
+
+def save_differing(rank: int, world: int, root: str, kind: str) -> list[tuple[Any, Any]]:
+    seen = []
+    for call_of in ("save", "async_save"):
+        state = {"before": torch.ones(2), "in": {"it": differing(rank, kind)}, "after": 1}
+        with pytest.raises(dos.StateMismatchError, match="rank 0 has a") as caught:
+            call(call_of, state, f"{root}/{kind}")
+        seen.append((caught.value.key, pickle.loads(pickle.dumps(caught.value)).url))
+        dos.save({"rank": rank, "w": torch.ones(2)}, f"{root}/{kind}-{call_of}")
+    return seen
+
+
+@pytest.mark.parametrize(
+    "kind",
+    cases(
+        ["shape", "large", "dtype", "text", "none", "sharded", "sharded sizes"],
+        default=["shape", "text", "sharded"],
+    ),
+)
+def test_ranks_with_different_tensors_under_one_key_are_refused_and_nothing_is_saved(
+    tmp_path: Path, kind: str
+) -> None:
+    root = tmp_path.as_uri()
+    for seen in run_ranks(2, save_differing, root, kind):
+        assert seen == [("in.it", f"{root}/{kind}")] * 2
+    left = list((tmp_path / kind).rglob("*"))
+    assert not [path for path in left if path.suffix in (".distcp", ".metadata")]
+    with pytest.raises(dos.CheckpointNotFoundError):
+        dos.open(f"{root}/{kind}")
+
+
 # A wrong argument on some ranks -----------------------------------------------------------------
 
 WRONG: dict[str, tuple[dict[str, Any], type[dos.DcpObjstoreError]]] = {

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -145,6 +145,58 @@ def test_autograd_is_told_that_a_destination_was_written(tmp_path: Path, origin:
     load({"t": leaf}, url)
     assert leaf._version > before
     assert leaf.detach().eq(1).all()
+
+
+def matrix() -> torch.Tensor:
+    return torch.zeros(6, 8)
+
+
+# Tensors that share the memory of one.
+SHARED: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "the same": lambda w: [w, w],
+    "a parameter": lambda w: [torch.nn.Parameter(w), w],
+    "transposed": lambda w: [w, w.t()],
+    "another dtype": lambda w: [w.view(torch.int32), w],
+    "a part first": lambda w: [w[1:3], w],
+    "a part last": lambda w: [w, torch.nn.Parameter(w[1:3])],
+    "a column last": lambda w: [w, w[:, 5]],
+    "two parts": lambda w: [w[:4], w[2:]],
+    "other columns": lambda w: [w[:, :5], w[:, 5:]],
+    "some columns in common": lambda w: [w[:, :5], w[:, 3:]],
+    "three": lambda w: [w[:4], w[2:], w[3:, 1]],
+    "none of an empty one": lambda w: [w, w[:0], w[:2]],
+}
+
+
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("writer", ["ours", "stock"])
+def test_where_keys_share_memory_the_last_one_fills_it_as_with_torch(
+    tmp_path: Path, shared: str, writer: str
+) -> None:
+    # What is asked for last lies first in the object.
+    saved = {
+        f"{key}": torch.full(value.shape, key + 1, dtype=value.dtype)
+        for key, value in reversed(list(enumerate(SHARED[shared](matrix()))))
+    }
+    url = tmp_path.as_uri()
+    if writer == "ours":
+        dcp.save(saved, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    else:
+        stock_checkpoint(tmp_path, saved)
+    memory, expected = matrix(), matrix()
+    state = {f"{key}": value for key, value in enumerate(SHARED[shared](expected))}
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    state = {f"{key}": value for key, value in enumerate(SHARED[shared](memory))}
+    dos.load(state, url, progress=False)
+    assert torch.equal(memory, expected)
+
+
+def test_tied_tensors_of_many_blocks_are_filled_by_the_last_key() -> None:
+    size = 5 * MIB
+    url, tied = memory_url(), torch.zeros(size)
+    dos.save({"head": torch.full((size,), 2.0), "embed": torch.ones(size)}, url, progress=False)
+    dos.load({"embed": tied, "head": tied}, url, progress=False)
+    assert tied.unique().tolist() == [2.0]
 
 
 def sparse(layout: str) -> torch.Tensor:

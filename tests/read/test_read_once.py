@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as ShardedShard, ShardedTensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,7 +33,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.read import reader as reader_module
-from dcp_objstore.read.peers import exchange
+from dcp_objstore.read.peers import exchange, shared_memory
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, group_digest, share_out
 from dcp_objstore.read.peers.plan import NEED
 from tests.support.campaign import cases
@@ -189,19 +192,80 @@ def test_a_reader_that_was_not_told_of_a_subgroup_loads_without_sharing(
         assert received == 0
 
 
-def load_across_hosts(
-    rank: int, world: int, url: str, options: Options, dim: int | None, folder: str, hosts: int
-) -> dos.LoadReport:
+@contextlib.contextmanager
+def as_on_hosts(rank: int, folder: str, hosts: int) -> Iterator[None]:
     """As if the ranks were on so many hosts, in turn; neighbours then have no memory in common."""
-    from dcp_objstore.read.peers import shared_memory
-
     boot_id = Path(folder) / f"host-{rank % hosts}"
     boot_id.write_text(f"host {rank % hosts}")
     kept, shared_memory._BOOT_ID = shared_memory._BOOT_ID, boot_id
     try:
-        return load(rank, world, url, options, dim, config=SMALL)
+        yield
     finally:
         shared_memory._BOOT_ID = kept
+
+
+def load_across_hosts(
+    rank: int, world: int, url: str, options: Options, dim: int | None, folder: str, hosts: int
+) -> dos.LoadReport:
+    with as_on_hosts(rank, folder, hosts):
+        return load(rank, world, url, options, dim, config=SMALL)
+
+
+def pieces(rank: int, world: int) -> tuple[ShardedTensor, torch.Tensor]:
+    """Rows of the tall tensor, of which each rank has several pieces in a block; and their values.
+
+    As torchrec has them.
+    """
+    rows, columns = SHAPES["tall"]
+    cuts = [0, 100, 400, 700, 1400, 2500, rows]
+    full = seeded("tall", SHAPES["tall"])
+    own = [(low, high) for low, high in pairwise(cuts) if cuts.index(low) % world == rank]
+    shards = [
+        ShardedShard(
+            torch.zeros(high - low, columns),
+            ShardMetadata([low, 0], [high - low, columns], f"rank:{rank}/cpu"),
+        )
+        for low, high in own
+    ]
+    made = ShardedTensor._init_from_local_shards(shards, rows, columns)
+    return made, torch.cat([full[low:high] for low, high in own])
+
+
+def load_pieces(rank: int, world: int, url: str, options: Options, folder: str, hosts: int) -> None:
+    with as_on_hosts(rank, folder, hosts):
+        value, expected = pieces(rank, world)
+        dos.load({"tall": value}, url, storage_options=options, progress=False)
+        found = torch.cat([shard.tensor for shard in value.local_shards()])
+        assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_rank_may_have_several_parts_of_a_block(
+    sink: Sink, saved: str, tmp_path: Path, hosts: int
+) -> None:
+    run_ranks(2, load_pieces, saved, sink.storage_options, str(tmp_path), hosts)
+
+
+def load_tied(
+    rank: int, world: int, url: str, options: Options, folder: str, hosts: int, dim: int
+) -> None:
+    with as_on_hosts(rank, folder, hosts):
+        mesh = init_device_mesh("cpu", (world,))
+        tied = distribute_tensor(torch.zeros(SHAPES["wide"]), mesh, [Shard(dim)])
+        state = {"tied": tied, "wide": tied}
+        dos.load(state, url, storage_options=options, progress=False, config=SMALL)
+        like = distribute_tensor(seeded("wide", SHAPES["wide"]), mesh, [Shard(dim)])
+        assert same_bits(tied.to_local(), like.to_local())
+
+
+@pytest.mark.parametrize(("dim", "hosts"), cases(product([0, 1], [1, 2]), default=[(0, 1), (1, 2)]))
+def test_tied_tensors_of_ranks_are_filled_by_the_last_key(
+    sink: Sink, tmp_path: Path, dim: int, hosts: int
+) -> None:
+    url, options = f"s3://bucket/tied-{dim}-{hosts}", sink.storage_options
+    saved = {"wide": seeded("wide", SHAPES["wide"]), "tied": torch.ones(SHAPES["wide"])}
+    dos.save(saved, url, storage_options=options, progress=False)
+    run_ranks(3, load_tied, url, options, str(tmp_path), hosts, dim)
 
 
 @pytest.mark.parametrize("hosts", [2, 4])

@@ -426,6 +426,7 @@ USES: dict[str, Any] = {
     "enum": lambda: h.v2(STATUS),
     "range": lambda: h.v2(RANGE),
     "BytesIO": lambda: h.v2(buffer(text_bytes(3), p.number(2), p.NONE)),
+    "BytesIO that was looked at": lambda: h.v2(buffer(text_bytes(3), p.number(2), b"}")),
     "dtype": lambda: h.v2(dtype()),
     "array": lambda: h.v2(array(p.tupled(p.number(2)), dtype(), text_bytes(8))),
     "scalar": lambda: h.v2(h.called("numpy._core.multiarray.scalar", dtype("f8"), text_bytes(8))),
@@ -443,6 +444,7 @@ ABUSES: dict[str, Any] = {
     "a new member of a flag": lambda: h.v2(h.called("re.RegexFlag", p.number(1 << 30))),
     "an item of a member": lambda: h.v2(STATUS + p.text("a") + p.NONE + b"s"),
     "a BytesIO with attributes": lambda: h.v2(buffer(text_bytes(1), p.number(0), p.mapped({p.text("read"): b"cbuiltins\nset\n"}))),
+    "a BytesIO that gets attributes later": lambda: h.v2(p.tupled(buffer(text_bytes(1), p.number(0), b"}q\x05"), b"h\x05" + p.text("read") + b"cbuiltins\nset\n" + b"s")),
     "a BytesIO that writes far away": lambda: h.v2(buffer(text_bytes(1), h.long_number(BIG), p.NONE)),
     "an array by a __setstate__ of its own": lambda: h.v2(
         h.called("collections.OrderedDict") + p.mapped({p.text("__setstate__"): b"cnumpy\nndarray\n"}) + b"b" + p.listed(h.long_number(1 << 40)) + b"b"),

@@ -404,7 +404,9 @@ class Exchange:
     def _accept(self, request: SharedRequest, segment: Segment, part: memoryview) -> None:
         if segment.packed_bytes:
             span = self._spans[request.object_number, segment.start, segment.end]
-            self._reads[segment.read].accept_packed(span.tag.position, span.end - span.start, part)
+            read = self._reads[segment.read]
+            if read in span.tag.reads:  # not left to another key that fills the same memory
+                read.accept_packed(span.tag.position, span.end - span.start, part)
             return
         for start, end in request.blocks:
             low, high = max(start, segment.start), min(end, segment.end)
@@ -412,5 +414,8 @@ class Exchange:
                 continue
             span = self._spans[request.object_number, start, end]
             piece = part[low - segment.start : high - segment.start]
+            position = span.tag.position + low - start
             for read in span.tag.reads:
-                read.accept(span.tag.position + low - start, piece)
+                # A block may have several reads, each with a segment of its own.
+                if read.selection is None or read.selection.copies(position, position + len(piece)):
+                    read.accept(position, piece)

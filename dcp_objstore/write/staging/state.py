@@ -6,6 +6,7 @@ itself, on a separate stream.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
+from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.state import device
 from dcp_objstore.state.tensor_frame import pickled_blob
@@ -45,7 +47,17 @@ class StagedState(dict[str, Any]):
     digests: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+        # `multiprocessing` sends the memory of a tensor to a child, but no attributes.
+        state = dict(self)
+        sharding = enumerate(map(torch_private.own_sharding, _tensors(state)))
+        return _received, (state, {number: own for number, own in sharding if own})
+
+
+def _received(state: dict[str, Any], sharding: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state that a parent has staged, in the child that saves it."""
+    for number, tensor in enumerate(_tensors(state)):
+        vars(tensor).update(sharding.get(number, {}))
+    return state
 
 
 class Staging:
@@ -84,6 +96,7 @@ class Staging:
             self.state = StagedState(
                 (name, _rebuilt(value, copies)) for name, value in state_dict.items()
             )
+            _keep_sharding(state_dict, self.state)
             self.state.size_bytes = sum(region.size_bytes for region in regions)
         # Keeps the tensors alive: their memory is read until `finish` has returned.
         self._sources = list(tensors.values())
@@ -140,6 +153,45 @@ def _rebuilt(value: Any, copies: Mapping[int, Any]) -> Any:
     if isinstance(value, dict):
         return kind((key, _rebuilt(item, copies)) for key, item in value.items())
     return kind(_rebuilt(item, copies) for item in value)
+
+
+def _keep_sharding(given: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
+    """Give the copies the attributes that DCP asks how a tensor is sharded.
+
+    The attributes are copied too, so that a method of a tensor of the state becomes one of its
+    copy.
+
+    Raises:
+        UnsupportedError: an attribute returns the tensor's own memory, not that of the copy.
+    """
+    pairs = [
+        (name, tensor, copied)
+        for name in given
+        for tensor, copied in zip(_tensors(given[name]), _tensors(staged[name]), strict=True)
+    ]
+    copies: dict[int, Any] = {id(tensor): copied for _, tensor, copied in pairs}
+    for name, tensor, copied in pairs:
+        for attribute, value in torch_private.own_sharding(tensor).items():
+            kept = copy.deepcopy(value, copies)
+            # A function cannot be copied, and knows only the tensor that it was made for.
+            if attribute == "__get_tensor_shard__" and kept is value:
+                raise UnsupportedError(
+                    f"a tensor of shape {tuple(tensor.shape)} has a {attribute} that cannot be"
+                    " copied, so a save in the background would upload what training changes"
+                    " meanwhile; set a method of the tensor (types.MethodType) or a"
+                    " functools.partial in its place, or save with dcp_objstore.save",
+                    key=name,
+                )
+            setattr(copied, attribute, kept)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor that is a leaf; after a DTensor, this rank's shard."""
+    for leaf in _leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        if isinstance(leaf, DTensor):
+            yield torch_private.local_tensor(leaf)
 
 
 def _plain_tensor(leaf: Any) -> torch.Tensor | None:
