@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -179,13 +178,10 @@ class _ImportPlanner(AgreeingSavePlanner):
         }
         self._tensors = read_ahead((), source.read)
 
-    def create_local_plan(self) -> SavePlan:
-        """Override `DefaultSavePlanner.create_local_plan`."""
-        whole = super().create_local_plan()
-        items = [slab for item in whole.items for slab in self._cut(item)]
-        plan = replace(whole, items=items, planner_data=self._paths)
-        self.plan = plan
-        return plan
+    def make_items(self) -> list[WriteItem]:
+        """Override `AgreeingSavePlanner.make_items`; cut large tensors into slabs."""
+        self.mappings = self._paths
+        return [slab for item in super().make_items() for slab in self._cut(item)]
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:
         if item.tensor_data is None:
