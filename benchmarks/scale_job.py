@@ -29,7 +29,7 @@ from dcp_objstore.checkpoint.index import Numbers
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.read.peers.meeting import Offer, group_digest
 from dcp_objstore.read.plan import PlannedLoad, plan_load
-from dcp_objstore.read.planner import AgreeingLoadPlanner
+from dcp_objstore.read.planner import AgreeingLoadPlanner, _LocalItems, _OwnPlan
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores import StoreSpec
@@ -278,7 +278,7 @@ def _load_plan(
         *(url, commit_id, rank, group_digest(range(state.ranks)), needs_of_rows(index, rows), {}),
         *(True, config.memory_budget_bytes, config.request_size_bytes),
     )
-    return LoadPlan(items, storage_data=offer, planner_data=(url, 0))
+    return _OwnPlan(items, storage_data=offer, planner_data=_LocalItems(url, 0, len(items)))
 
 
 def _requests(planned: PlannedLoad) -> int:

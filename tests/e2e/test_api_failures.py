@@ -148,6 +148,7 @@ def planner_breaks(rank: int, world: int, root: str, kind: str, method: str) -> 
     }[kind]
     called = {  # what our planners call in place of DCP's method
         ("load", "create_local_plan"): (read_planner, "create_default_local_load_plan"),
+        ("load", "create_global_plan"): (read_planner, "same_url"),
         ("save", "create_local_plan"): (write_planner, "create_default_local_save_plan"),
         ("save", "create_global_plan"): (write_planner, "plan_globally"),
         ("save", "finish_plan"): (write_planner, "_KnownLayout"),
