@@ -307,3 +307,41 @@ def in_turn(rank: int, world: int, url: str) -> list[bool]:
 def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(tmp_path: Path) -> None:
     planned = [True, True, False, False, True, True, False, True, True, True]
     assert run_ranks(2, in_turn, tmp_path.as_uri()) == [planned] * 2
+
+
+def random_saves(rank: int, world: int, root: str, seed: int) -> tuple[int, int]:
+    """Save a state that changes now and then, on all ranks or on one; return how often planned."""
+    together, alone = random.Random(seed), random.Random(seed * 1000 + rank)
+    mesh = DeviceMesh("cpu", list(range(world)))
+    kinds = ["plain", "value", *["sharded"] * 3]
+    shapes: dict[str, tuple[str, list[int], torch.dtype]] = {}
+    own: dict[str, int] = {}
+    planned = 0
+    for step in range(60):
+        if together.random() < 0.3:
+            key, dims = f"k{together.randrange(6)}", together.randint(1, 3)
+            shape = [together.choice([1, 2, 3, 7, 40]) for _ in range(dims)]
+            dtype = together.choice([torch.float32, torch.bfloat16, torch.int32])
+            shapes[key] = (together.choice(kinds), shape, dtype)
+        if alone.random() < 0.1:
+            own[f"own{rank}.{alone.randrange(3)}"] = alone.randint(1, 9)
+        state: dict[str, Any] = {key: torch.full((size,), step) for key, size in own.items()}
+        for key, (kind, shape, dtype) in shapes.items():
+            torch.manual_seed(1000 * seed + step)
+            full = (torch.randn(shape) * 100).to(dtype)
+            state[key] = {
+                "plain": full,
+                "value": step,
+                "sharded": distribute_tensor(full, mesh, [Shard(step % 7 % full.dim())]),
+            }[kind]
+        url, way = f"{root}/{step}", together.choice(["save", "async"])
+        planned += is_planned(save, way, state, url)
+        check(state, url)
+    return planned, step + 1
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(4))
+def test_values_are_right_while_the_layout_changes_now_and_then(tmp_path: Path, seed: int) -> None:
+    for planned, of in run_ranks(3, random_saves, tmp_path.as_uri(), seed, timeout_seconds=280):
+        assert 5 < planned < of
