@@ -21,6 +21,7 @@
     python -m benchmarks digests                    GiB/s of XXH3-128, also with a busy thread
     python -m benchmarks index --ranks 256          the index of a large job, and `.metadata`
     python -m benchmarks scale --ranks 10000 --tensors 2000    planning and requests of a large job
+    python -m benchmarks all --out results.json     saves and loads under all conditions, pictures
     python -m benchmarks.sink --port 9000 [--keep]  the sink by itself
 
 `pip install -e '.[bench]'` brings the peers; one that is missing is reported and left out. The
@@ -188,6 +189,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tensors", type=_positive, default=2000)
     command.add_argument("--rounds", type=_positive, default=3)
     _add_scale(commands.add_parser("scale", help="planning, requests and price of a large job"))
+    command = commands.add_parser("all", help="saves and loads under all conditions, in one file")
+    _add_target(command)
+    command.add_argument("--rounds", type=_positive, default=3)
+    peers = ["raw", "dcp_objstore", "s3torchconnector", "multi-storage-client", "fsspec"]
+    command.add_argument("--peers", nargs="+", choices=list(PEERS), default=peers, metavar="PEER")
+    command.add_argument(
+        "--out", default="results.json", metavar="FILE", help="default %(default)s"
+    )
+    _add_settings(command)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print data, not a table")
     return parser
@@ -219,6 +229,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[
     module = name = options.command.replace("-", "_")
     if name in _COMPARED:
         arguments["action"], module, name = name, "rounds", "compare"
+    elif name == "all":
+        module, name = "suite", "measure_all"
     # Each command imports what it needs: the sink and `startup` do without torch.
     found: tuple[Table, Result] = getattr(import_module(f"benchmarks.{module}"), name)(**arguments)
     return found

@@ -48,12 +48,11 @@ class Stage:
 
 
 STAGES = [
-    Stage("local_plan", "create_local_plan (save)", "DCP", "rank"),
-    Stage("check_items", "check the items", "ours", "rank"),
-    Stage("send_plan", "pickle the plan (save)", "DCP", "rank"),
-    Stage("gather_plans", "unpickle all plans (save)", "DCP", "coord."),
-    Stage("global_plan", "create_global_plan (save)", "DCP", "coord."),
-    Stage("scatter_plans", "pickle all plans (save)", "DCP", "coord."),
+    Stage("local_plan", "create_local_plan (save)", "both", "rank"),
+    Stage("send_plan", "pickle the plan (save)", "ours", "rank"),
+    Stage("gather_plans", "unpickle all plans (save)", "ours", "coord."),
+    Stage("global_plan", "create_global_plan (save)", "ours", "coord."),
+    Stage("scatter_plans", "pickle all plans (save)", "ours", "coord."),
     Stage("send_results", "pickle the results", "ours", "rank"),
     Stage("gather_results", "unpickle all results", "ours", "coord."),
     Stage("build_index", "build the index", "ours", "coord."),
@@ -61,6 +60,20 @@ STAGES = [
     Stage("commit", "LIST, put index, marker", "ours", "coord."),
     Stage("dot_metadata", "write .metadata", "ours", "coord."),
     Stage("send_metadata", "pickle Metadata for all", "DCP", "coord."),
+    *(
+        Stage(f"again_{name}", f"{text}, layout known", "ours", "coord.")
+        for name, text in (
+            ("gather_plans", "unpickle all plans"),
+            ("global_plan", "create_global_plan"),
+            ("scatter_plans", "pickle all plans"),
+            ("gather_results", "unpickle all results"),
+            ("build_index", "build the index"),
+            ("encode_index", "encode, decode it"),
+            ("commit", "LIST, put index, marker"),
+            ("dot_metadata", "write .metadata"),
+            ("send_metadata", "pickle Metadata for all"),
+        )
+    ),
     Stage("open", "read marker and index", "ours", "rank"),
     Stage("local_read_plan", "create_local_plan (load)", "DCP", "rank"),
     Stage("plan_ranges", "plan blocks", "ours", "rank"),
@@ -312,7 +325,7 @@ def _requests_of_a_rank(state: ScaledState) -> tuple[int, int]:
 
     It writes and reads one object; what all ranks have lies in the first rank's.
     """
-    results = state.results(0, state.save_plan(0, ""), "")
+    results = state.results(0, state.save_items(0), "")
     stored = results[0].storage_data.object
     spans: list[Span[None]] = []
     for result in results:

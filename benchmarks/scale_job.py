@@ -18,27 +18,29 @@ from unittest.mock import patch
 
 import numpy as np
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
 import dcp_objstore as dos
 from benchmarks.child import cpu_seconds, reset_peak_mib, status_mib
 from benchmarks.processes import answer
 from benchmarks.scale_state import ScaledState, fake_group, needs_of_rows
 from dcp_objstore.checkpoint import index as ix, read
+from dcp_objstore.checkpoint.index import Numbers
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.read.peers.meeting import Offer, group_digest
 from dcp_objstore.read.plan import PlannedLoad, plan_load
-from dcp_objstore.read.planner import AgreeingLoadPlanner
+from dcp_objstore.read.planner import AgreeingLoadPlanner, _LocalItems, _OwnPlan
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
+from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, Version
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.ranges import grown_request_size, plan_requests
 from dcp_objstore.write import session as session_module, writer as writer_module
-from dcp_objstore.write.planner import AgreeingSavePlanner
+from dcp_objstore.write.global_plan import LocalPlan
+from dcp_objstore.write.planner import AgreeingSavePlanner, _KnownLayout, _Offer
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.protocol import ObjectStore, Precondition
@@ -159,48 +161,72 @@ def counted(pretended: Mapping[str, int]) -> Iterator[Counter[str]]:
 
 
 def coordinate_save(state: ScaledState, url: str) -> Found:
-    """Save, as the coordinator does; the data objects are only said to be there."""
+    """Save twice, as the coordinator does; the data objects are only said to be there.
+
+    The second save finds the layout known, and its stages are called "again_...".
+    """
     stages, ranks = Stages(), range(state.ranks)
-    planner = AgreeingSavePlanner(url, {}, state.ranks)
-    planner.set_up_planner({}, is_coordinator=True)
-    writer = dos.ObjectStoreWriter(url, progress=False)
     pretended: dict[str, int] = {}
+    objects: set[StoredObject] = set()
+    known: _KnownLayout | None = None
+    # A rank's items and what it writes of them.
+    items: list[list[WriteItem]] = []
+    kept: list[Numbers] = []
     with counted(pretended) as requests:
-        writer.storage_meta()
-        writer.set_up_storage_writer(True, rank=0, use_collectives=True)
-        bodies = [pickle.dumps(state.save_plan(rank, url)) for rank in ranks]
-        plan_bytes = len(bodies[0])
-        with stages.stage("gather_plans"):
-            local: list[SavePlan] = [pickle.loads(body) for body in bodies]
-        bodies.clear()
-        with stages.stage("global_plan"):
-            plans, metadata = planner.create_global_plan(local)
-            plans = writer.prepare_global_plan(plans)
-        local.clear()
-        with stages.stage("scatter_plans"):
-            bodies += [pickle.dumps(plan) for plan in plans]
-        bodies.clear()
-        results = [state.results(rank, plan, url) for rank, plan in zip(ranks, plans, strict=True)]
-        objects = {one.storage_data.object for of_rank in results for one in of_rank}
-        bodies += [pickle.dumps(of_rank) for of_rank in results]
-        result_bytes = max(map(len, bodies))
-        results.clear()
-        with stages.stage("gather_results"):
-            results += [pickle.loads(body) for body in bodies]
-        bodies.clear()
-        pretended |= {one.entry.key: one.entry.size_bytes for one in objects}
-        with ExitStack() as stack:
-            for module, name, stage in _IN_FINISH:
-                timed = stages.timed(stage, getattr(module, name))
-                stack.enter_context(patch.object(module, name, timed))
-            writer.finish(metadata=metadata, results=list(results))
-        with stages.stage("send_metadata"):
-            described = pickle.dumps(metadata)
+        for prefix in ("", "again_"):
+            planner = AgreeingSavePlanner(url, {}, state.ranks)
+            planner.set_up_planner({}, is_coordinator=True)
+            planner._known = known
+            writer = dos.ObjectStoreWriter(url, progress=False, overwrite=known is not None)
+            writer.storage_meta()
+            writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+            bodies = []
+            for rank in ranks:
+                if known is None:
+                    items.append(state.save_items(rank))
+                plan = LocalPlan.of(items[rank], state.mappings) if known is None else None
+                bodies.append(pickle.dumps(SavePlan([], storage_data=_Offer(url, plan))))
+            if known is None:
+                plan_bytes = len(bodies[0])
+            with stages.stage(f"{prefix}gather_plans"):
+                local: list[SavePlan] = [pickle.loads(body) for body in bodies]
+            bodies.clear()
+            with stages.stage(f"{prefix}global_plan"):
+                plans, metadata = planner.create_global_plan(local)
+                plans = writer.prepare_global_plan(plans)
+            local.clear()
+            with stages.stage(f"{prefix}scatter_plans"):
+                bodies += [pickle.dumps(plan) for plan in plans]
+            bodies.clear()
+            if known is None:
+                kept = [plan.storage_data.kept for plan in plans]
+            known = _KnownLayout(0, planner._planned, kept[0])
+            objects.clear()
+            pretended.clear()
+            for rank in ranks:
+                written = [items[rank][at] for at in kept[rank].tolist()]
+                results = state.results(rank, written, url)
+                objects |= {one.storage_data.object for one in results}
+                bodies.append(pickle.dumps(results))
+            result_bytes = max(map(len, bodies))
+            with stages.stage(f"{prefix}gather_results"):
+                reported = [pickle.loads(body) for body in bodies]
+            bodies.clear()
+            pretended |= {one.entry.key: one.entry.size_bytes for one in objects}
+            with ExitStack() as stack:
+                for module, name, stage in _IN_FINISH:
+                    timed = stages.timed(f"{prefix}{stage}", getattr(module, name))
+                    stack.enter_context(patch.object(module, name, timed))
+                writer.finish(metadata=metadata, results=reported)
+            with stages.stage(f"{prefix}send_metadata"):
+                described = pickle.dumps(metadata)
+            if not prefix:
+                of_first = dict(requests)
     stored = StoreSpec(url).open()
     return {
         "stages": stages.found,
         "peak_mib": stages.peak_mib,
-        "requests": dict(requests),
+        "requests": of_first,
         # Of each rank, for its data: one PUT, or a multipart upload's first and last request
         # on top of its parts.
         "data_puts": sum(one.parts + 2 if one.parts > 1 else 1 for one in objects),
@@ -252,7 +278,7 @@ def _load_plan(
         *(url, commit_id, rank, group_digest(range(state.ranks)), needs_of_rows(index, rows), {}),
         *(True, config.memory_budget_bytes, config.request_size_bytes),
     )
-    return LoadPlan(items, storage_data=offer, planner_data=(url, 0))
+    return _OwnPlan(items, storage_data=offer, planner_data=_LocalItems(url, 0, len(items)))
 
 
 def _requests(planned: PlannedLoad) -> int:
@@ -275,16 +301,13 @@ def be_rank(state: ScaledState, url: str, rank: int) -> Found:
     with stages.stage("local_plan"):
         planner.set_up_planner(dict(own), writer.storage_meta(), is_coordinator=rank == 0)
         plan = planner.create_local_plan()
-    with stages.stage("check_items"):
-        plan = writer.prepare_local_plan(plan)
     with stages.stage("send_plan"):
         body = pickle.dumps(plan)
-    simulated = state.save_plan(rank, url)
-    print(len(body), len(pickle.dumps(simulated)))
-    assert plan.items == simulated.items
-    assert plan.planner_data == simulated.planner_data
-    plan = pickle.loads(body)
-    results = state.results(rank, plan, url)
+    simulated = state.save_items(rank)
+    assert planner.plan.items == simulated
+    assert planner.mappings == state.mappings
+    assert pickle.loads(body).storage_data.plan == LocalPlan.of(simulated, state.mappings)
+    results = state.results(rank, simulated, url)
     with stages.stage("send_results"):
         body = pickle.dumps(results)
     del plan, simulated, results, body

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     ReadItem,
-    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -214,8 +213,8 @@ class ScaledState:
         nested["optimizer"]["param_groups"][0] |= self.values
         return nested
 
-    def save_plan(self, rank: int, url: str) -> SavePlan:
-        """Return the plan that a rank's planner makes."""
+    def save_items(self, rank: int) -> list[WriteItem]:
+        """Return the items that a rank's planner makes."""
         items = []
         for key, shape in self.tensors.items():
             at = self.chunk(shape, rank) if shape else ChunkStorageMetadata(_SCALAR, _SCALAR)
@@ -223,7 +222,7 @@ class ScaledState:
             data = TensorWriteData(at, TensorProperties(dtype=_DTYPE), torch.Size(shape))
             items.append(WriteItem(MetadataIndex(key, at.offsets), kind, tensor_data=data))
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.value_bytes]
-        return SavePlan(items, storage_data=url, planner_data=self.mappings)
+        return items
 
     def read_items(self, rank: int) -> list[ReadItem]:
         """Return what a rank reads that resumes with the same number of ranks."""
@@ -247,14 +246,14 @@ class ScaledState:
             items.append(ReadItem(LoadItemType.BYTE_IO, place, zero, place, zero, zero))
         return items
 
-    def results(self, rank: int, plan: SavePlan, url: str) -> WriteResults:
-        """Return what a rank reports once it has uploaded its plan, as `upload_items` would.
+    def results(self, rank: int, items: Sequence[WriteItem], url: str) -> WriteResults:
+        """Return what a rank reports once it has uploaded its items, as `upload_items` would.
 
         The digests are zeros.
         """
         sized = [
             (item, item_bytes(item) if item.tensor_data else self.value_bytes[item.index.fqn])
-            for item in plan.items
+            for item in items
         ]
         sized.sort(
             key=lambda pair: (
@@ -269,6 +268,7 @@ class ScaledState:
             largest_item_bytes=max((size for item, size in sized if item.tensor_data), default=0),
         )
         pending, nonce, results = deque(sized), new_nonce(), WriteResults()
+        results.planned = items
         for number in itertools.count():
             if not pending:
                 return results

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,10 +49,13 @@ def _save_under_fsdp2(rank: int, world_size: int, url: str) -> None:
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=rank == 0)
     plan = planner.create_local_plan()
-    assert plan.items == simulated.save_plan(rank, url).items
+    assert plan.items == simulated.save_items(rank)
     assert plan.planner_data == simulated.mappings
     _, metadata = planner.create_global_plan(
-        [simulated.save_plan(other, url) for other in range(world_size)]
+        [
+            SavePlan(simulated.save_items(other), planner_data=simulated.mappings)
+            for other in range(world_size)
+        ]
     )
     loader = DefaultLoadPlanner()
     loader.set_up_planner(state, metadata, is_coordinator=rank == 0)

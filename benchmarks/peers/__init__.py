@@ -124,6 +124,12 @@ PEERS = {
             "s3torchconnector",
         ),
         PeerInfo(
+            "multi-storage-client",
+            "benchmarks.peers.multi_storage",
+            (("multi-storage-client", "0.30"), ("boto3", "1.40")),
+            "multi-storage-client",
+        ),
+        PeerInfo(
             "fsspec",
             "benchmarks.peers.stock",
             (("fsspec", "2026.9"), ("s3fs", "2026.9")),

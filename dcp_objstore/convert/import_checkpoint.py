@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -199,13 +198,10 @@ class _ImportPlanner(AgreeingSavePlanner):
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.flatten_state_dict = True
 
-    def create_local_plan(self) -> SavePlan:
-        """Override `DefaultSavePlanner.create_local_plan`."""
-        whole = super().create_local_plan()
-        items = [slab for item in whole.items for slab in self._cut(item)]
-        plan = replace(whole, items=items, planner_data=self._paths)
-        self.plan = plan
-        return plan
+    def make_items(self) -> list[WriteItem]:
+        """Override `AgreeingSavePlanner.make_items`; cut large tensors into slabs."""
+        self.mappings = self._paths
+        return [slab for item in super().make_items() for slab in self._cut(item)]
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:
         if item.tensor_data is None:

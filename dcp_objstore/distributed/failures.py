@@ -213,6 +213,16 @@ def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> boo
     return any(found)
 
 
+def same_on_all(number: int | None, url: str | None, group: dist.ProcessGroup | None) -> bool:
+    """Return whether all ranks of the group give the same number, and not None. A collective."""
+    found = [number]
+    if group is not None:
+        found *= dist.get_world_size(group)
+        with typed_failures(url, group):
+            dist.all_gather_object(found, number, group=group)
+    return number is not None and all(other == number for other in found)
+
+
 def _global(number: int, group: dist.ProcessGroup | None) -> int:
     """Return the global rank of a rank that is numbered within the group."""
     if group is None or has_gone(group):

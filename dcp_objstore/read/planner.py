@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_load_plan,
 )
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_objstore import torch_private
 from dcp_objstore.distributed.plugin import same_url
@@ -23,6 +23,30 @@ from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.state_dict import AgreeingPlanner, Place
 
 _SHOWN = 10
+
+
+class _LocalItems(NamedTuple):
+    """What the coordinator learns of a rank's items.
+
+    Attributes:
+        missing: number of keys that the rank asks for in vain.
+        items: number of its items.
+    """
+
+    url: str
+    missing: int
+    items: int
+
+
+class _OwnPlan(LoadPlan):
+    """A plan whose items stay on their rank when it is sent.
+
+    The reader sends the coordinator which bytes the rank needs; nothing there looks at items. To
+    pickle them both ways takes 15 µs each.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ([], self.storage_data, self.planner_data)
 
 
 class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
@@ -67,6 +91,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self.unknown: set[tuple[Place, str]] = set()
         self.stepped: set[Place] = set()
         self.reading = False
+        self._items: list[ReadItem] = []
 
     def create_local_plan(self) -> LoadPlan:
         """Override `DefaultLoadPlanner.create_local_plan`; check keys and shapes first.
@@ -75,8 +100,9 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
         """
         with self._typed_errors():
-            plan = self._fitting_plan()
-            return dataclasses.replace(plan, planner_data=(self._url, len(self.missing)))
+            self._items = self._fitting_plan().items
+            about = _LocalItems(self._url, len(self.missing), len(self._items))
+            return _OwnPlan(self._items, planner_data=about)
 
     def _fitting_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -118,27 +144,27 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             StateMismatchError: the checkpoint has none of the keys that the ranks ask for.
         """
         with self._typed_errors():
-            same_url([plan.planner_data[0] for plan in global_plan])
-            missing = sum(plan.planner_data[1] for plan in global_plan)
-            if missing and not any(plan.items for plan in global_plan):
+            of_ranks: list[_LocalItems] = [plan.planner_data for plan in global_plan]
+            same_url([one.url for one in of_ranks])
+            missing = sum(one.missing for one in of_ranks)
+            count = sum(one.items for one in of_ranks)
+            if missing and not count:
                 raise StateMismatchError(
                     f"the checkpoint has none of the {missing} keys that the state asks for; check"
                     " that it is the right checkpoint and that the state is nested as it was saved"
                 )
-            plans = super().create_global_plan(global_plan)
-        if not any(plan.items for plan in plans):
+        if not count:
             logger.warning(
                 "%s: nothing is loaded, because the state is empty on every rank; pass the modules,"
                 " tensors and values to fill",
                 self._url,
             )
-        return plans
+        return global_plan
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Override `DefaultLoadPlanner.finish_plan`; note that reading begins."""
         self.reading = True
-        plan: LoadPlan = super().finish_plan(new_plan)
-        return plan
+        return dataclasses.replace(new_plan, items=self._items)
 
     def _choose_per_rank(self, metadata: Metadata) -> set[str]:
         """Request the per-rank values that this rank wants; return the keys of all other ranks.

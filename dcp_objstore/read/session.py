@@ -156,14 +156,7 @@ def run_load(
             for _ in arriving:
                 go_on()
         go_on()
-    for item, read in zip(planned.items, planned.reads, strict=True):
-        if isinstance(read, TensorRead):
-            read.finish()
-        if id(item) in after:
-            copy_elements(after.pop(id(item)), destinations[id(item)])
-    for item in planned.items:
-        if not is_value(item):
-            planner.commit_tensor(item, destinations[id(item)])
+    _finish(planned, planner, destinations, after)
     report = LoadReport(
         url=store.url,
         total_bytes=total_bytes,
@@ -244,6 +237,23 @@ def _bind(
             reads = span.tag.reads
             reads[:] = [read for read in reads if read.item.dest_index.fqn not in covered]
     return destinations, filled_first
+
+
+def _finish(
+    planned: PlannedLoad,
+    planner: LoadPlanner,
+    destinations: Mapping[int, torch.Tensor],
+    after: Mapping[int, torch.Tensor],
+) -> None:
+    """Finish all tensors, now that their bytes have arrived, and tell the planner of them."""
+    for item, read in zip(planned.items, planned.reads, strict=True):
+        if isinstance(read, TensorRead):
+            read.finish()
+        if id(item) in after:
+            copy_elements(after[id(item)], destinations[id(item)])
+    for item in planned.items:
+        if not is_value(item):
+            planner.commit_tensor(item, destinations[id(item)])
 
 
 def _way_in(

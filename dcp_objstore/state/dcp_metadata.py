@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -36,6 +36,10 @@ from dcp_objstore.state.stored import (
     constant_name,
     known_dtype,
 )
+from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
 
 T = TypeVar("T")
 
@@ -46,159 +50,275 @@ _OFFSETS, _SIZES = attrgetter("offsets"), attrgetter("sizes")
 class WriteResults(list[WriteResult]):
     """A rank's results, with a `StoredItem` in each.
 
-    DCP pickles them for the coordinator. They travel as one msgpack object, because it takes five
-    times as long to unpickle them one by one.
+    DCP pickles them for the coordinator. They arrive as `Results`.
+
+    Attributes:
+        planned: the items of the rank's plan, if the coordinator has their rows of the index.
     """
 
+    planned: Sequence[WriteItem] | None = None
+
     def __reduce__(self) -> tuple[object, ...]:
+        return _received, (msgspec.msgpack.encode(self.columns()),)
+
+    def columns(self) -> Results:
+        """Return the results as columns."""
         objects: dict[str, StoredObject] = {}
         numbers: dict[str, int] = {}
-        sent = []
+        dtypes: dict[str | None, int] = {}
+        rows: list[tuple[int, ...]] = []
         for result in self:
             stored: StoredItem = result.storage_data
             key = stored.object.entry.key
             if key not in objects:
                 objects[key], numbers[key] = stored.object, len(numbers)
-            place = msgspec.structs.astuple(stored)[1:]
-            at = result.index.fqn, result.index.offset, result.index.index
-            sent.append((*at, result.size_in_bytes, numbers[key], *place))
-        return _received, (msgspec.msgpack.encode((list(objects.values()), sent)),)
-
-
-class _Sent(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A result on its way to the coordinator: a WriteResult and its StoredItem, flat."""
-
-    fqn: str
-    chunk_offset: tuple[int, ...] | None
-    chunk_number: int | None
-    size_in_bytes: int
-    object_number: int
-    offset: int
-    length: int
-    payload_offset: int
-    payload_length: int
-    digests: bytes
-    pickled: bool
-    dtype: str | None
-
-
-def _received(body: bytes) -> WriteResults:
-    objects, sent = msgspec.msgpack.decode(body, type=tuple[list[StoredObject], list[_Sent]])
-    return WriteResults(
-        WriteResult(
-            MetadataIndex(one.fqn, one.chunk_offset, one.chunk_number),
-            one.size_in_bytes,
-            StoredItem(
-                objects[one.object_number],
-                one.offset,
-                one.length,
-                one.payload_offset,
-                one.payload_length,
-                one.digests,
-                one.pickled,
-                one.dtype,
-            ),
+            rows.append(
+                (
+                    *(numbers[key], stored.offset, stored.length, stored.payload_offset),
+                    *(stored.payload_length, stored.pickled),
+                    dtypes.setdefault(stored.dtype, len(dtypes)),
+                )
+            )
+        positions = places = None
+        if self.planned is None:
+            places = [_place(result) for result in self]
+        else:
+            # By identity: the results have the indices of the items, and to hash one costs more.
+            at = {id(item.index): number for number, item in enumerate(self.planned)}
+            positions = np.array([at[id(result.index)] for result in self], np.int64).tobytes()
+        return Results(
+            objects=list(objects.values()),
+            numbers=np.array(rows, np.int64).tobytes(),
+            digests=b"".join([result.storage_data.digests for result in self]),
+            dtypes=list(dtypes),
+            positions=positions,
+            places=places,
         )
-        for one in sent
-    )
 
 
-def build_index(
-    metadata: Metadata, results: Sequence[Sequence[WriteResult]]
-) -> tuple[ix.Index, list[StoredObject]]:
-    """Build the index of a checkpoint whose data all ranks have uploaded.
+def _place(result: WriteResult) -> tuple[str, tuple[int, ...] | None]:
+    return result.index.fqn, result.index.offset
+
+
+class Results(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has stored, in columns.
+
+    Attributes:
+        objects: the objects that hold the items.
+        numbers: a row of `_RESULT` for each item.
+        digests: those of all blocks, item after item.
+        dtypes: names of the stored dtypes; None: a pickled value.
+        positions: the position of each item in the rank's plan, as int64; or
+        places: its key and offset, if the coordinator does not have that plan.
+    """
+
+    objects: list[StoredObject]
+    numbers: bytes
+    digests: bytes
+    dtypes: list[str | None]
+    positions: bytes | None
+    places: list[tuple[str, tuple[int, ...] | None]] | None
+
+    def column(self, name: str) -> ix.Numbers:
+        """Return a column of `numbers`."""
+        numbers = np.frombuffer(self.numbers, np.int64).reshape(-1, len(_RESULT))
+        return numbers[:, _RESULT.index(name)]
+
+
+_RESULT = (
+    *("object_number", "offset", "length", "payload_offset", "payload_length", "pickled"),
+    "dtype_number",
+)
+
+
+def _received(body: bytes) -> Results:
+    return msgspec.msgpack.decode(body, type=Results)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedIndex:
+    """What an index says of the items of a save, but not where they are stored.
+
+    Attributes:
+        tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping: as in `Index`.
+        rows: for each rank, the row of each item of its plan.
+    """
+
+    tensors: dict[str, ix.Tensor]
+    blobs: tuple[str, ...]
+    chunk_offsets: ix.Column
+    chunk_sizes: ix.Column
+    rows: Sequence[ix.Numbers]
+    flatten_mapping: dict[str, tuple[str | int, ...]] | None
+
+
+def planned_index(metadata: Metadata, results: Sequence[Results]) -> PlannedIndex:
+    """Return what any planner has put into DCP's Metadata.
 
     Raises:
-        UnsupportedError: the planner left `planner_data` that a load could not restore, or
-            converted parts of one tensor to different dtypes.
-        RankFailedError: no rank reported an item of the global plan.
+        UnsupportedError: the planner left `planner_data` that a load could not restore.
         StateMismatchError: the ranks hold only part of a tensor.
     """
-    # A rank's items lie together in memory, those of a tensor do not. So what is known of the items
-    # is collected in the order of the ranks, and then put into that of the tensors.
-    rows: dict[str, dict[tuple[int, ...] | None, int]] = {}
-    items: list[StoredItem] = []
-    for result in itertools.chain.from_iterable(results):
-        rows.setdefault(result.index.fqn, {})[result.index.offset] = len(items)
-        items.append(result.storage_data)
-    dtypes, digests, keys = (
-        list(map(attrgetter(name), items)) for name in ("dtype", "digests", "object.entry.key")
-    )
-    objects = {key: item.object for key, item in zip(keys, items, strict=True)}
-    numbers = {key: number for number, key in enumerate(objects)}
     tensors: dict[str, ix.Tensor] = {}
     blobs: list[str] = []
     chunks: list[ChunkStorageMetadata] = []
-    order: list[int] = []
+    rows: dict[tuple[str, tuple[int, ...] | None], int] = {}
     for fqn, described in metadata.state_dict_metadata.items():
         if isinstance(described, BytesStorageMetadata):
             blobs.append(fqn)
             continue
         boxes = sorted(described.chunks, key=_OFFSETS)
-        found = _rows_of(rows, fqn, map(_OFFSETS, boxes))
-        tensors[fqn] = _tensor_entry(fqn, described, boxes, {dtypes[row] for row in found})
+        tensors[fqn] = _tensor_entry(fqn, described, boxes)
+        for box in boxes:
+            rows[fqn, box.offsets] = len(rows)
         chunks += boxes
-        order += found
     for fqn in blobs:
-        order += _rows_of(rows, fqn, [None])
-    by_tensor = np.array(order, dtype=np.int64)
-    offset, payload_offset, payload_length, length, pickled = (
-        _column(map(attrgetter(name), items))[by_tensor]
-        for name in ("offset", "payload_offset", "payload_length", "length", "pickled")
-    )
+        rows[fqn, None] = len(rows)
     flat = itertools.chain.from_iterable
-    meta = metadata.storage_meta or StorageMeta()
-    index = ix.Index(
-        objects=tuple(stored.entry for stored in objects.values()),
+    return PlannedIndex(
         tensors=tensors,
         blobs=tuple(blobs),
-        columns=ix.Columns(
-            object_number=_column(map(numbers.__getitem__, keys))[by_tensor],
-            offset=offset,
-            lead=payload_offset - offset,
-            payload_length=payload_length,
-            trail=offset + length - payload_offset - payload_length,
-            pickled=pickled,
-            chunk_offsets=_column(flat(map(_OFFSETS, chunks))),
-            chunk_sizes=_column(flat(map(_SIZES, chunks))),
-            digests=np.frombuffer(b"".join([digests[row] for row in order]), dtype=np.uint8),
-        ),
+        chunk_offsets=_column(flat(map(_OFFSETS, chunks))),
+        chunk_sizes=_column(flat(map(_SIZES, chunks))),
+        rows=[
+            np.array([rows.get(place, -1) for place in one.places or ()], np.int64)
+            for one in results
+        ],
         flatten_mapping=_flatten_mapping(metadata.planner_data),
+    )
+
+
+def build_index(
+    planned: PlannedIndex, results: Sequence[Results], storage: StorageMeta
+) -> tuple[ix.Index, list[StoredObject]]:
+    """Build the index of a checkpoint whose data all ranks have uploaded.
+
+    Raises:
+        UnsupportedError: a planner converted parts of one tensor to different dtypes.
+        RankFailedError: no rank reported an item of the plan.
+    """
+    objects = [stored for one in results for stored in one.objects]
+    firsts = np.cumsum([0, *(len(one.objects) for one in results)])[:-1]
+    shares = [
+        rows if one.positions is None else rows[np.frombuffer(one.positions, np.int64)]
+        for rows, one in zip(planned.rows, results, strict=True)
+    ]
+    row = np.concatenate(shares)
+    # By row, the number of the result that is of it. (A foreign planner may report others.)
+    count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
+    reported = np.full(count + 1, -1, np.int64)
+    reported[row] = np.arange(len(row))
+    reported = reported[:count]
+
+    def column(name: str) -> ix.Numbers:
+        return np.concatenate([one.column(name) for one in results])
+
+    if (reported < 0).any():
+        raise _unreported(planned, int(np.argmax(reported < 0)))
+    numbers = [
+        one.column("object_number") + first for one, first in zip(results, firsts, strict=True)
+    ]
+    offset, length, payload_offset, payload_length, pickled = (
+        column(name)[reported] for name in _RESULT[1:-1]
+    )
+    tensors = _with_stored_dtypes(planned, results, reported)
+    index = ix.Index(
+        objects=tuple(stored.entry for stored in objects),
+        tensors=tensors,
+        blobs=planned.blobs,
+        columns=ix.Columns(
+            object_number=np.concatenate(numbers)[reported].astype(np.uint64),
+            offset=offset.astype(np.uint64),
+            lead=(payload_offset - offset).astype(np.uint64),
+            payload_length=payload_length.astype(np.uint64),
+            trail=(offset + length - payload_offset - payload_length).astype(np.uint64),
+            pickled=pickled.astype(np.uint64),
+            chunk_offsets=planned.chunk_offsets,
+            chunk_sizes=planned.chunk_sizes,
+            digests=_digests(results, column("payload_length"), reported),
+        ),
+        flatten_mapping=planned.flatten_mapping,
         storage=ix.StorageInfo(
-            checkpoint_id=None if meta.checkpoint_id is None else str(meta.checkpoint_id),
-            save_id=meta.save_id,
-            modules=tuple(meta.modules),
+            checkpoint_id=None if storage.checkpoint_id is None else str(storage.checkpoint_id),
+            save_id=storage.save_id,
+            modules=tuple(storage.modules),
         ),
     )
-    return index, list(objects.values())
+    return index, objects
+
+
+def _digests(
+    results: Sequence[Results], payload_length: ix.Numbers, reported: ix.Numbers
+) -> ix.Column:
+    """Return the digests of all blocks in the order of the index's rows."""
+    counts = ix.digest_counts(payload_length.astype(np.uint64))
+    first = np.cumsum(counts) - counts
+    taken = counts[reported]
+    blocks = np.repeat(first[reported] - (np.cumsum(taken) - taken), taken) + np.arange(taken.sum())
+    body = np.frombuffer(b"".join([one.digests for one in results]), np.uint8)
+    found: ix.Column = body.reshape(-1, DIGEST_SIZE_BYTES)[blocks].reshape(-1)
+    return found
+
+
+def _with_stored_dtypes(
+    planned: PlannedIndex, results: Sequence[Results], reported: ix.Numbers
+) -> dict[str, ix.Tensor]:
+    """Return the tensors with the dtypes that were stored: a planner may have converted them."""
+    numbers = {name: number for number, name in enumerate(ix.ITEM_SIZE_BYTES)}
+    stored = np.concatenate(
+        [
+            np.array([numbers.get(name, -1) if name else -1 for name in one.dtypes], np.int64)[
+                one.column("dtype_number")
+            ]
+            for one in results
+        ]
+    )[reported]
+    counts = [tensor.chunk_count for tensor in planned.tensors.values()]
+    wanted = np.repeat([numbers.get(one.dtype, -1) for one in planned.tensors.values()], counts)
+    if np.array_equal(stored[: len(wanted)], wanted):
+        return planned.tensors
+    names = tuple(numbers)
+    tensors: dict[str, ix.Tensor] = {}
+    ends = itertools.accumulate(counts)
+    for (key, tensor), count, end in zip(planned.tensors.items(), counts, ends, strict=True):
+        dtypes = sorted({names[number] for number in stored[end - count : end] if number >= 0})
+        if len(dtypes) > 1:
+            raise UnsupportedError(
+                "the save planner gave parts of this tensor in different dtypes"
+                f" ({', '.join(dtypes)}); convert all of a tensor to one dtype",
+                key=key,
+            )
+        tensors[key] = msgspec.structs.replace(tensor, dtype=dtypes[0] if dtypes else tensor.dtype)
+    return tensors
+
+
+def _unreported(planned: PlannedIndex, row: int) -> RankFailedError:
+    """Return the error for a row of the index that no rank has reported."""
+    place, at = "", 0
+    for key, tensor in planned.tensors.items():  # noqa: B007 - the key is named below
+        if row < tensor.chunk_count:
+            dims = len(tensor.shape)
+            first = at + row * dims
+            offset = tuple(planned.chunk_offsets[first : first + dims].tolist())
+            place = f" at offset {offset}"
+            break
+        row -= tensor.chunk_count
+        at += tensor.chunk_count * len(tensor.shape)
+    else:
+        key = planned.blobs[row]
+    return RankFailedError(
+        f"no rank reported having written this item{place}; the save is not committed", key=key
+    )
 
 
 def _column(numbers: Iterable[int]) -> ix.Column:
     return np.fromiter(numbers, dtype=np.uint64)
 
 
-def _rows_of(
-    rows: Mapping[str, Mapping[tuple[int, ...] | None, int]],
-    fqn: str,
-    offsets: Iterable[tuple[int, ...] | None],
-) -> list[int]:
-    known = rows.get(fqn, {})
-    try:
-        return list(map(known.__getitem__, offsets))
-    except KeyError as error:
-        offset = error.args[0]
-        place = "" if offset is None else f" at offset {tuple(offset)}"
-        raise RankFailedError(
-            f"no rank reported having written this item{place}; the save is not committed",
-            key=fqn,
-        ) from None
-
-
 def _tensor_entry(
     fqn: str,
     described: TensorStorageMetadata,
     chunks: Sequence[ChunkStorageMetadata],
-    stored_dtypes: Iterable[str | None],
 ) -> ix.Tensor:
     given, wanted = sum(map(math.prod, map(_SIZES, chunks))), math.prod(described.size)
     if given != wanted:
@@ -207,19 +327,11 @@ def _tensor_entry(
             " on all ranks that it is sharded over",
             key=fqn,
         )
-    dtypes = {dtype for dtype in stored_dtypes if dtype is not None}
-    if len(dtypes) > 1:
-        raise UnsupportedError(
-            "the save planner gave parts of this tensor in different dtypes"
-            f" ({', '.join(sorted(dtypes))}); convert all of a tensor to one dtype",
-            key=fqn,
-        )
     properties = described.properties
     return ix.Tensor(
         key=fqn,
         shape=tuple(described.size),
-        # The stored dtype: a planner may convert tensors after it has described them.
-        dtype=dtypes.pop() if dtypes else constant_name(properties.dtype),
+        dtype=constant_name(properties.dtype),
         layout=constant_name(properties.layout),
         requires_grad=properties.requires_grad,
         memory_format=constant_name(properties.memory_format),

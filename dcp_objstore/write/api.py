@@ -140,11 +140,13 @@ def run_save(
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()
     writer.share_base(group)
+    planner = planner or AgreeingSavePlanner(url, state_dict, ranks)
+    planner.agree(state_dict, group)
     with typed_failures(url, group, _MAYBE_SAVED):
         state_dict_saver.save(
             state_dict,
             storage_writer=writer,
-            planner=planner or AgreeingSavePlanner(url, state_dict, ranks),
+            planner=planner,
             process_group=group,
             no_dist=ranks == 1,
         )

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+import secrets
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
-from dcp_objstore.distributed.groups import gone_error
+from dcp_objstore.checkpoint.index import Numbers
+from dcp_objstore.distributed.failures import same_on_all
+from dcp_objstore.distributed.groups import gone_error, is_first
 from dcp_objstore.distributed.plugin import same_url
-from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.report import logger
+from dcp_objstore.state.dcp_metadata import PlannedIndex
 from dcp_objstore.state.state_dict import AgreeingPlanner
-from dcp_objstore.state.stored import constant_name
-from dcp_objstore.write.layout import item_bytes
+from dcp_objstore.write.global_plan import LocalPlan, plan_globally
+from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.staging.state import StagedState
-
-# So small that which rank saves it does not matter for the balance.
-_TINY_BYTES = 4096
 
 _Kept = dict[str, tuple[tuple[Any, ...], list[WriteItem]]]
 
@@ -84,10 +87,52 @@ def _signature(value: Any) -> tuple[Any, ...] | None:
 _staged_items = WriteItems()
 
 
+class _Offer(NamedTuple):
+    """What a rank sends the coordinator.
+
+    Attributes:
+        plan: None if all ranks have agreed that the layout is a known one.
+    """
+
+    url: str
+    plan: LocalPlan | None
+
+
+class _Share(NamedTuple):
+    """What the coordinator sends a rank: the number of a new layout and the items to write."""
+
+    number: int
+    kept: Numbers
+
+
+class _KnownLayout(NamedTuple):
+    """The layout of an earlier save of these ranks.
+
+    Attributes:
+        number: drawn by the coordinator; the same on all ranks.
+        planned: on the coordinator only.
+        kept: positions of the items that this rank writes.
+    """
+
+    number: int
+    planned: PlannedIndex | None
+    kept: Numbers
+
+
+# The latest layouts of a group's saves, by what this rank wanted to save. There are several,
+# because a job may save its model and an average of it in turn.
+_Layouts = dict[LocalPlan, _KnownLayout]
+_MOST_LAYOUTS = 4
+_layouts: WeakKeyDictionary[dist.ProcessGroup, _Layouts] = WeakKeyDictionary()
+_layouts_alone: _Layouts = {}
+
+
 class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     """A save planner that refuses ranks with different URLs before a byte is uploaded.
 
-    Tiny tensors and values that several ranks have are saved together, by the first of them.
+    What it plans is what DCP's default planner plans. The ranks send what they have as columns, and
+    nothing at all if no rank's layout has changed since an earlier save: then that save's plan
+    holds.
 
     It saves tensors as they are, and no other code has a reference to a copy that
     `dcp_objstore.async_save` stages. So the digests computed during staging hold for what is
@@ -115,84 +160,96 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self.digests: Mapping[tuple[int, int], bytes] = (
             state_dict.digests if isinstance(state_dict, StagedState) else {}
         )
+        self._local: LocalPlan | None = None
+        self._planned: PlannedIndex | None = None
+        self._layouts: _Layouts = {}
+        self._known: _KnownLayout | None = None
+
+    def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+        """Find out whether all ranks save the layout of an earlier save. A collective.
+
+        An error of this rank is raised by `create_local_plan`, from where DCP tells all ranks.
+        """
+        self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
+        known = None
+        with contextlib.suppress(DcpObjstoreError):
+            self.set_up_planner(state_dict, is_coordinator=is_first(group))
+            known = self._layouts.get(self._described())
+        number = None if known is None else known.number
+        if same_on_all(number, self._url, group):
+            self._known = known
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Override `AgreeingPlanner.set_up_planner`; do nothing if `agree` has done it."""
+        if self._local is None:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def make_items(self) -> list[WriteItem]:
+        """Return what this rank has; reuse the items of a staged state."""
+        if self._staged:
+            return _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
+        return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
+
+    def _described(self) -> LocalPlan:
+        with self._typed_errors():
+            if self._local is None:
+                items = self.make_items()
+                for item in items:
+                    check_item(item)
+                self.plan = SavePlan(items)
+                self._local = LocalPlan.of(items, self.mappings)
+            return self._local
 
     def create_local_plan(self) -> SavePlan:
-        """Override `DefaultSavePlanner.create_local_plan`; reuse the items of a staged state."""
-        with self._typed_errors():
-            if self._staged:
-                items = _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
-                self.plan = SavePlan(items, planner_data=self.mappings)
-            else:
-                super().create_local_plan()
-            return dataclasses.replace(self.plan, storage_data=self._url)
+        """Override `DefaultSavePlanner.create_local_plan`."""
+        local = self._described()
+        return SavePlan([], storage_data=_Offer(self._url, None if self._known else local))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Override `DefaultSavePlanner.create_global_plan`; check that all ranks save together.
 
+        `ObjectStoreWriter.finish` takes the `PlannedIndex` out of the Metadata.
+
         Raises:
             InvalidUrlError: the ranks save to different URLs.
-            StateMismatchError: the ranks have different things under one key.
             InputError: the process group was destroyed during the save.
+            StateMismatchError: what the ranks have does not fit together.
         """
         with self._typed_errors():
             if len(all_plans) != self._ranks:
                 raise gone_error(self._url)
-            same_url([plan.storage_data for plan in all_plans])
-            _check_alike(all_plans)
-            plans, metadata = super().create_global_plan(_with_tiny_together(all_plans))
-        if not metadata.state_dict_metadata:
+            offers: list[_Offer] = [plan.storage_data for plan in all_plans]
+            same_url([offer.url for offer in offers])
+            shares: list[_Share | None] = [None] * len(offers)
+            if self._known is None:
+                plans = [offer.plan for offer in offers if offer.plan is not None]
+                self._planned, kept = plan_globally(plans)
+                number = secrets.randbits(62)
+                shares = [_Share(number, of_rank) for of_rank in kept]
+            else:
+                self._planned = self._known.planned
+            assert self._planned is not None
+        if not self._planned.tensors and not self._planned.blobs:
             logger.warning("%s: the state is empty on every rank; nothing is saved", self._url)
-        return plans, metadata
+        central = [SavePlan([], storage_data=share) for share in shares]
+        return central, Metadata({}, planner_data=self._planned)
 
-
-def _check_alike(plans: Sequence[SavePlan]) -> None:
-    """Refuse a key under which ranks have tensors of different dtypes or shapes, or no tensor.
-
-    DCP would save the tensor of one rank and drop the others without a word.
-
-    Raises:
-        StateMismatchError: see above.
-    """
-    known: dict[str, tuple[int, WriteItem]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            first, other = known.setdefault(item.index.fqn, (rank, item))
-            if other is not item and _kind(item) != _kind(other):
-                raise StateMismatchError(
-                    f"rank {first} has {_shown(other)}, rank {rank} {_shown(item)}; what differs"
-                    " between the ranks needs a key of its own on each, or a PerRank around it",
-                    key=item.index.fqn,
-                )
-
-
-def _kind(item: WriteItem) -> tuple[torch.Size, torch.dtype] | None:
-    """Return the shape of the whole tensor and its dtype; None for a value that is no tensor."""
-    data = item.tensor_data
-    return None if data is None else (data.size, data.properties.dtype)
-
-
-def _shown(item: WriteItem) -> str:
-    kind = _kind(item)
-    if kind is None:
-        return "a value that is no tensor"
-    return f"a {constant_name(kind[1])} tensor of shape {tuple(kind[0])}"
-
-
-def _with_tiny_together(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leave each value and tiny plain tensor that several ranks have to the first of them.
-
-    DCP would spread them over the ranks: an optimizer's step counts, one a parameter. Every rank
-    that loads reads all of them, so each rank would send as many requests as there are parameters.
-    """
-    taken: set[MetadataIndex] = set()
-    found = []
-    for plan in plans:
-        items = []
-        for item in plan.items:
-            if item.type != WriteItemType.SHARD and item_bytes(item) <= _TINY_BYTES:
-                if item.index in taken:
-                    continue
-                taken.add(item.index)
-            items.append(item)
-        found.append(dataclasses.replace(plan, items=items))
-    return found
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Override `DefaultSavePlanner.finish_plan`; return the items that this rank writes."""
+        with self._typed_errors():
+            share: _Share | None = new_plan.storage_data
+            layout = self._known
+            if share is not None:
+                layout = _KnownLayout(share.number, self._planned, share.kept)
+            assert layout is not None
+            local = self._described()
+            # The latest is the last.
+            self._layouts.pop(local, None)
+            self._layouts[local] = layout
+            for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:
+                del self._layouts[oldest]
+            items = [self.plan.items[at] for at in layout.kept.tolist()]
+            self.plan = SavePlan(items, planner_data=self.mappings)
+            return self.plan

@@ -103,6 +103,8 @@ def upload_items(
     )
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
+    if isinstance(planner, AgreeingSavePlanner):
+        results.planned = plan.items
     uploads = _without(unchanged.copied, order)
     if len(uploads) > len(left):
         part_plan = _part_plan(store, uploads, config)

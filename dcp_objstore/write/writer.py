@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -32,7 +32,14 @@ from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.state.dcp_metadata import build_index, describe
+from dcp_objstore.state.dcp_metadata import (
+    PlannedIndex,
+    Results,
+    WriteResults,
+    build_index,
+    describe,
+    planned_index,
+)
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
 from dcp_objstore.write.layout import check_item
@@ -355,10 +362,18 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Commit the save. DCP calls it on the coordinator after all ranks have reported."""
         with self._logged(), self._watched() as save:
             own = save.spec.url
-            same_url([found[0].storage_data.object.url if found else own for found in results])
-            metadata.storage_meta = StorageMeta(checkpoint_id=own, save_id=save.nonce)
+            # Without a process group DCP does not pickle them.
+            reported = [
+                found.columns() if isinstance(found, WriteResults) else cast(Results, found)
+                for found in results
+            ]
+            same_url([found.objects[0].url if found.objects else own for found in reported])
+            planned = metadata.planner_data
+            if not isinstance(planned, PlannedIndex):
+                planned = planned_index(metadata, reported)
+            meta = StorageMeta(checkpoint_id=own, save_id=save.nonce)
             index = save.commit(
-                *build_index(metadata, results),
+                *build_index(planned, reported, meta),
                 user_metadata=self._user_metadata,
                 stock_metadata=self._stock_metadata,
                 claim=self._claim,
@@ -367,6 +382,4 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             )
             # DCP pickles it for all ranks, which takes seconds where there are many chunks as
             # objects.
-            described = describe(index)
-            metadata.state_dict_metadata = described.state_dict_metadata
-            metadata.version = described.version
+            vars(metadata).update(vars(describe(index)))

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.index import ObjectEntry
 from dcp_objstore.observe.events import PartUploaded, RangeRead
-from dcp_objstore.state.dcp_metadata import build_index
+from dcp_objstore.state.dcp_metadata import WriteResults, build_index, planned_index
 from dcp_objstore.state.stored import StoredItem, StoredObject
 from dcp_objstore.write import async_save as async_api
 from tests.support.checkpoints import cause, memory_url
@@ -630,4 +630,6 @@ def test_a_tensor_saved_in_part_or_in_parts_of_different_dtypes_is_refused(
         for at, dtype in zip(places, dtypes, strict=True)
     ]
     with pytest.raises(error, match=says):
-        build_index(described.Metadata({"g": whole}), [results])
+        sent = [WriteResults(results).columns()]
+        meta = described.StorageMeta()
+        build_index(planned_index(described.Metadata({"g": whole}), sent), sent, meta)

@@ -28,7 +28,7 @@ import dcp_objstore as dos
 from dcp_objstore.distributed.failures import raise_on_all, typed_failures, without_frames
 from dcp_objstore.read import planner as read_planner
 from dcp_objstore.stores.local import LocalStore
-from dcp_objstore.write import async_save as async_api
+from dcp_objstore.write import async_save as async_api, planner as write_planner
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.staging.state import Staging
 from tests.support.campaign import cases
@@ -195,18 +195,26 @@ def planner_breaks(rank: int, world: int, root: str, kind: str, method: str) -> 
         "save": default_planner.DefaultSavePlanner,
         "load": default_planner.DefaultLoadPlanner,
     }[kind]
-    if (kind, method) == ("load", "create_local_plan"):  # DCP's, where no key is missing
-        owner, method = read_planner, "create_default_local_load_plan"
+    called = {  # what our planners call in place of DCP's method
+        ("load", "create_local_plan"): (read_planner, "create_default_local_load_plan"),
+        ("load", "create_global_plan"): (read_planner, "same_url"),
+        ("save", "create_local_plan"): (write_planner, "create_default_local_save_plan"),
+        ("save", "create_global_plan"): (write_planner, "plan_globally"),
+        ("save", "finish_plan"): (write_planner, "_KnownLayout"),
+    }
+    failing = 0 if method == "create_global_plan" else 1
+    owner, method = called.get((kind, method), (owner, method))
     whole = getattr(owner, method)
 
     def broken(*_: Any, **__: Any) -> None:
         raise UnfriendlyError("does not", "unpickle")
 
     dos.save({"w": torch.ones(2)}, f"{root}/old")
-    if rank == (0 if method == "create_global_plan" else 1):
+    planned = {"w": torch.ones(2)} if kind == "load" else {"new": torch.ones(2)}
+    if rank == failing:
         setattr(owner, method, broken)
     try:
-        call(kind, {"w": torch.ones(2)}, f"{root}/{'old' if kind == 'load' else 'new'}")
+        call(kind, planned, f"{root}/{'old' if kind == 'load' else 'new'}")
     finally:
         setattr(owner, method, whole)
 
@@ -661,7 +669,7 @@ def test_a_rank_that_calls_alone_is_told_within_the_groups_time_out_that_all_mus
 
 _FORKS = """
 import os, sys, threading, torch, dcp_objstore as dos
-from dcp_objstore.write import async_save as async_api
+from dcp_objstore.write import async_save as async_api, planner as write_planner
 root, go_on, run_save = sys.argv[1], threading.Event(), async_api.run_save
 async_api.run_save = lambda *args: go_on.wait(60) and run_save(*args)
 first = dos.async_save({"w": torch.ones(2)}, root + "/parent")

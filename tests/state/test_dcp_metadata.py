@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.state import dcp_metadata
-from dcp_objstore.state.dcp_metadata import WriteResults, describe
+from dcp_objstore.state.dcp_metadata import Results, WriteResults, describe
 from dcp_objstore.state.stored import StoredItem, StoredObject
 from tests.support import indexes
 
@@ -103,11 +103,17 @@ def test_the_results_of_a_rank_travel_without_a_pickled_object_for_each() -> Non
     body = pickle.dumps(sent)
     assert b"MetadataIndex" not in body
     received = pickle.loads(body)
-    assert received == sent
-    assert [one.index.index for one in received] == [1, 2, 0, None]
-    assert [type(one.index.offset) for one in received] == [torch.Size] * 3 + [type(None)]
-    assert received[0].storage_data.object is received[2].storage_data.object
-    assert pickle.loads(pickle.dumps(WriteResults())) == []
+    assert isinstance(received, Results)
+    assert received.objects == objects
+    assert received.places == [(place.fqn, place.offset) for place, _ in places]
+    assert received.column("object_number").tolist() == [0, 1, 0, 1]
+    assert received.column("offset").tolist() == [0, 1, 2, 3]
+    assert received.column("pickled").tolist() == [0, 1, 0, 0]
+    assert [received.dtypes[n] for n in received.column("dtype_number")] == [
+        dtype for _, dtype in places
+    ]
+    assert received.digests == b"d" * 32 * 4
+    assert pickle.loads(pickle.dumps(WriteResults())).objects == []
 
 
 def test_chunks_are_taken_for_a_list() -> None:

@@ -1,0 +1,347 @@
+"""The plan of all ranks: that of DCP's planner, made in columns, and kept while nothing changes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dcp_objstore as dos
+from dcp_objstore.write.global_plan import GlobalPlan, LocalPlan, plan_globally
+from dcp_objstore.write.layout import item_bytes
+from dcp_objstore.write.planner import AgreeingSavePlanner
+from tests.support.campaign import cases
+from tests.support.ranks import run_ranks
+
+Items = list[WriteItem]
+
+
+def shard(
+    key: str,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    kind: WriteItemType = WriteItemType.SHARD,
+) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(key, chunk.offsets), kind, tensor_data=data)
+
+
+def plain(key: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> WriteItem:
+    return shard(key, shape, [0] * len(shape), shape, dtype, WriteItemType.TENSOR)
+
+
+def value(key: str) -> WriteItem:
+    return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+
+
+def planned(ranks: Sequence[Items]) -> GlobalPlan:
+    return plan_globally([LocalPlan.of(items, {}) for items in ranks])
+
+
+def random_ranks(draw: random.Random) -> list[Items]:
+    """The items of up to 6 ranks: cut along a grid with replicas, whole, values, on some ranks."""
+    ranks: list[Items] = [[] for _ in range(draw.randint(1, 6))]
+    for number in range(draw.randint(0, 12)):
+        key, dtype = f"k{number}", draw.choice([torch.float32, torch.bfloat16, torch.int64])
+        shape = [draw.choice([0, 1, 3, 8, 2000]) for _ in range(draw.randint(0, 3))]
+        having = draw.sample(range(len(ranks)), draw.randint(1, len(ranks)))
+        match draw.choice(["value", "plain", "grid", "grid"]):
+            case "value":
+                for rank in having:
+                    ranks[rank].append(value(key))
+            case "plain":
+                for rank in having:
+                    ranks[rank].append(plain(key, shape, dtype))
+            case "grid":
+                cuts = [
+                    sorted({0, size, *(draw.randint(0, size) for _ in range(2))}) for size in shape
+                ]
+                boxes: list[tuple[list[int], list[int]]] = [([], [])]
+                for cut, size in zip(cuts, shape, strict=True):
+                    pairs = list(itertools.pairwise(cut)) or [(size, size)]
+                    boxes = [([*o, a], [*s, b - a]) for o, s in boxes for a, b in pairs]
+                for offsets, sizes in boxes:
+                    copies = draw.randint(1, len(ranks))
+                    for rank in draw.sample(range(len(ranks)), copies):
+                        ranks[rank].append(shard(key, shape, offsets, sizes, dtype))
+    for items in ranks:
+        draw.shuffle(items)
+    return ranks
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_plan_in_columns_is_that_of_dcps_planner(seed: int) -> None:
+    ranks = random_ranks(random.Random(seed))
+    stock = DefaultSavePlanner(flatten_state_dict=False)
+    _, metadata = stock.create_global_plan([SavePlan(list(items)) for items in ranks])
+    plan = planned(ranks)
+    tensors = {
+        key: found
+        for key, found in metadata.state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+    assert plan.planned.tensors.keys() == tensors.keys()
+    assert set(plan.planned.blobs) == metadata.state_dict_metadata.keys() - tensors.keys()
+    place = 0
+    for key, tensor in plan.planned.tensors.items():
+        assert tensor.shape == tuple(tensors[key].size)
+        assert f"torch.{tensor.dtype}" == str(tensors[key].properties.dtype)
+        dims, chunks = len(tensor.shape), []
+        for _ in range(tensor.chunk_count):
+            chunks.append(
+                tuple(
+                    tuple(column[place : place + dims].tolist())
+                    for column in (plan.planned.chunk_offsets, plan.planned.chunk_sizes)
+                )
+            )
+            place += dims
+        assert chunks == sorted((tuple(c.offsets), tuple(c.sizes)) for c in tensors[key].chunks)
+    # Each row of the index is written once, by a rank that has it.
+    rows = [row for of_rank in plan.planned.rows for row in of_rank.tolist()]
+    assert sorted(rows) == list(range(len(rows)))
+    written = [
+        [items[at].index for at in kept.tolist()]
+        for items, kept in zip(ranks, plan.kept, strict=True)
+    ]
+    assert {i for of_rank in written for i in of_rank} == {i.index for of in ranks for i in of}
+    assert sum(map(len, written)) == len(rows)
+
+
+def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_together() -> None:
+    items = [plain(f"w{n}", [5000]) for n in range(9)] + [plain(f"step{n}", []) for n in range(9)]
+    kept = planned([items, items, [*items, value("v")]]).kept
+    assert kept[0].tolist()[-9:] == list(range(9, 18))
+    sizes = [sum(item_bytes([*items, value("v")][at]) for at in of.tolist()) for of in kept]
+    assert [size // 20_000 for size in sizes] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([[shard("w", [8], [0], [4])]], "only 4 of this tensor's 8 elements"),
+        ([[plain("w", [3])], [plain("w", [4])]], r"rank 0 has a float32 tensor of shape \(3,\)"),
+        ([[plain("w", [3])], [plain("w", [3], torch.int64)]], "int64"),
+        ([[value("w")], [plain("w", [3])]], "rank 0 has a value that is no tensor, rank 1"),
+        ([[plain("w", [3])], [value("w")]], "rank 1 a value that is no tensor"),
+        ([[shard("w", [4], [0], [4])], [shard("w", [4], [2], [2])]], "which overlap"),
+        ([[shard("w", [4], [0], [3])], [shard("w", [4], [0], [4])]], "the same sharding"),
+        ([[shard("w", [4], [2], [4])], [shard("w", [4], [0], [2])]], "outside"),
+        (
+            [
+                [shard("w", [4, 4], [0, 0], [2, 4])],
+                [shard("w", [4, 4], [2, 0], [2, 2]), shard("w", [4, 4], [1, 2], [3, 2])],
+            ],
+            "which overlap",
+        ),
+    ],
+)
+def test_ranks_whose_parts_do_not_fit_together_are_refused(ranks: list[Items], says: str) -> None:
+    with pytest.raises(dos.StateMismatchError, match=says) as caught:
+        planned([[value("x"), *items] for items in ranks])
+    assert caught.value.key == "w"
+
+
+def test_boxes_that_are_no_grid_are_no_overlap() -> None:
+    bricks = [([0, 0], [2, 3]), ([0, 3], [2, 1]), ([2, 0], [2, 1]), ([2, 1], [2, 3])]
+    ranks = [[shard("w", [4, 4], *box)] for box in bricks]
+    assert planned(ranks).planned.tensors["w"].chunk_count == 4
+
+
+def test_an_empty_shard_at_the_place_of_another_is_left_out() -> None:
+    ranks = [[shard("w", [4], [0], [0])], [shard("w", [4], [0], [4])]]
+    assert [kept.tolist() for kept in planned(ranks).kept] == [[], [0]]
+
+
+# --- an unchanged layout ---
+
+
+class Net(nn.Module):
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+
+def sharded(world: int, mesh: DeviceMesh, *, rows: int = 4, **kinds: Any) -> DTensor:
+    full = torch.arange(float(rows * world)).reshape(rows * world, 1)
+    return distribute_tensor(full.to(**kinds), mesh, [Shard(0)])
+
+
+def is_planned(make: Callable[..., object], *args: Any) -> bool:
+    """Make a save; return whether this rank has sent a plan."""
+    sent: list[LocalPlan | None] = []
+    create = AgreeingSavePlanner.create_local_plan
+
+    def noted(planner: AgreeingSavePlanner) -> SavePlan:
+        plan = create(planner)
+        sent.append(plan.storage_data.plan)
+        return plan
+
+    with patch.object(AgreeingSavePlanner, "create_local_plan", noted):
+        make(*args)
+    (plan,) = sent
+    return plan is not None
+
+
+def changes(rank: int, world: int, root: str, way: str) -> dict[str, list[bool]]:
+    """Change one thing on the last rank alone, where that is possible; save it twice."""
+    mesh = DeviceMesh("cpu", list(range(world)))
+    turned = DeviceMesh("cpu", [1, 0])
+    last = rank == world - 1
+    weight = torch.ones(3)
+    net = Net()
+
+    def state(**more: Any) -> dict[str, Any]:
+        base = {"w": sharded(world, mesh), "p": {"q": weight}, "n": 1, f"own{rank}": torch.ones(2)}
+        return {**base, **more}
+
+    leaf = torch.ones(2, requires_grad=True)
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {
+        "nothing": state,
+        "values": lambda: state(n=[2] * 500, p={"q": torch.zeros(3)}),
+        "new key": lambda: state(**({"more": 1} if last else {})),
+        "removed key": lambda: {k: v for k, v in state().items() if not (last and k == "own1")},
+        "shape": lambda: state(**({"own1": torch.ones(3)} if last else {})),
+        "dtype": lambda: state(**({"own1": torch.ones(2).double()} if last else {})),
+        "place in the state": lambda: state(**({"p": {}, "p.q": weight} if last else {})),
+        "value for tensor": lambda: state(**({"own1": 5} if last else {})),
+        "order": lambda: dict(reversed(state().items())) if last else state(),
+        "mesh coordinate": lambda: state(w=sharded(world, turned)),
+        "placement": lambda: state(w=distribute_tensor(torch.ones(4, 1), mesh, [Replicate()])),
+        "module": lambda: state(net=net),
+        "requires_grad": lambda: state(**({f"own{rank}": leaf} if last else {})),
+    }
+    found = {}
+    for name, make in kinds.items():
+        urls = [f"{root}/{name}-{n}" for n in range(2)]
+        found[name] = [is_planned(save, way, make(), url) for url in urls]
+        check(make(), urls[1])
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def save(way: str, state: dict[str, Any], url: str) -> None:
+    if way == "save":
+        dos.save(state, url, progress=False)
+    else:
+        dos.async_save(state, url).result()
+
+
+def check(state: dict[str, Any], url: str) -> None:
+    """Compare the tensors of a state with what is stored."""
+    tensors = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
+    into = {key: torch.zeros_like(one) for key, one in tensors.items()}
+    dos.load(into, url, progress=False)
+    for key, tensor in tensors.items():
+        assert torch.equal(local(into[key]), local(tensor)), (key, url)
+
+
+@pytest.mark.parametrize("way", cases(["save", "async"], default=["save"]))
+def test_a_layout_that_changes_on_one_rank_is_planned_on_all_and_a_known_one_on_none(
+    tmp_path: Path, way: str
+) -> None:
+    of_ranks = run_ranks(2, changes, tmp_path.as_uri(), way)
+    assert of_ranks[0] == of_ranks[1]
+    for case, found in of_ranks[0].items():
+        assert found == [case != "values", False], case
+
+
+def fails_once(rank: int, world: int, url: str) -> list[bool]:
+    state: dict[str, Any] = {"w": torch.ones(2), f"own{rank}": torch.ones(2)}
+    planned = [is_planned(save, "save", state, f"{url}/1")]
+    for bad in (torch.empty(1, dtype=torch.int4) if rank else 1, torch.ones(1 + rank)):
+        with pytest.raises(dos.DcpObjstoreError):
+            dos.save({**state, "bad": bad}, f"{url}/bad", progress=False)
+    with pytest.raises(dos.CheckpointExistsError):
+        dos.save(state, f"{url}/1", progress=False)
+    planned.append(is_planned(save, "save", state, f"{url}/2"))
+    return planned
+
+
+def test_a_save_that_failed_leaves_what_is_known_of_the_layout(tmp_path: Path) -> None:
+    assert run_ranks(2, fails_once, tmp_path.as_uri()) == [[True, False]] * 2
+    assert not (tmp_path / "bad/_COMMIT").exists()
+
+
+def test_one_process_alone_plans_a_layout_once(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "n": 1}
+    urls = [f"{tmp_path.as_uri()}/{n}" for n in range(3)]
+    assert [is_planned(save, "save", state, url) for url in urls] == [*(True, False, False)]
+
+
+def in_turn(rank: int, world: int, url: str) -> list[bool]:
+    states: list[dict[str, Any]] = [
+        {f"w{n}": torch.ones(3), "rank": dos.PerRank(rank)} for n in range(6)
+    ]
+    order = [0, 1, 0, 1, 2, 3, 0, 4, 5, 1]
+    return [is_planned(save, "save", states[at], f"{url}/{n}") for n, at in enumerate(order)]
+
+
+def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(tmp_path: Path) -> None:
+    planned = [True, True, False, False, True, True, False, True, True, True]
+    assert run_ranks(2, in_turn, tmp_path.as_uri()) == [planned] * 2
+
+
+def random_saves(rank: int, world: int, root: str, seed: int) -> tuple[int, int]:
+    """Save a state that changes now and then, on all ranks or on one; return how often planned."""
+    together, alone = random.Random(seed), random.Random(seed * 1000 + rank)
+    mesh = DeviceMesh("cpu", list(range(world)))
+    kinds = ["plain", "value", *["sharded"] * 3]
+    shapes: dict[str, tuple[str, list[int], torch.dtype]] = {}
+    own: dict[str, int] = {}
+    planned = 0
+    for step in range(60):
+        if together.random() < 0.3:
+            key, dims = f"k{together.randrange(6)}", together.randint(1, 3)
+            shape = [together.choice([1, 2, 3, 7, 40]) for _ in range(dims)]
+            dtype = together.choice([torch.float32, torch.bfloat16, torch.int32])
+            shapes[key] = (together.choice(kinds), shape, dtype)
+        if alone.random() < 0.1:
+            own[f"own{rank}.{alone.randrange(3)}"] = alone.randint(1, 9)
+        state: dict[str, Any] = {key: torch.full((size,), step) for key, size in own.items()}
+        for key, (kind, shape, dtype) in shapes.items():
+            torch.manual_seed(1000 * seed + step)
+            full = (torch.randn(shape) * 100).to(dtype)
+            state[key] = {
+                "plain": full,
+                "value": step,
+                "sharded": distribute_tensor(full, mesh, [Shard(step % 7 % full.dim())]),
+            }[kind]
+        url, way = f"{root}/{step}", together.choice(["save", "async"])
+        planned += is_planned(save, way, state, url)
+        check(state, url)
+    return planned, step + 1
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(4))
+def test_values_are_right_while_the_layout_changes_now_and_then(tmp_path: Path, seed: int) -> None:
+    for planned, of in run_ranks(3, random_saves, tmp_path.as_uri(), seed, timeout_seconds=280):
+        assert 5 < planned < of
