@@ -218,7 +218,7 @@ def same_on_all(number: int | None, url: str | None, group: dist.ProcessGroup | 
     found = [number]
     if group is not None:
         found *= dist.get_world_size(group)
-        with typed_failures(url, group):
+        with meeting(url, group):
             dist.all_gather_object(found, number, group=group)
     return number is not None and all(other == number for other in found)
 
