@@ -227,7 +227,7 @@ _OWN = {
     )
     if isinstance(name, str)
 }
-_OF_PYTHON = {"os._exit"}
+_OF_PYTHON = {"os._exit", "sys._current_frames", "threading._register_atexit"}
 _PLUG_INS = (StorageReader, StorageWriter, DefaultLoadPlanner, DefaultSavePlanner, AsyncStager)
 _OF_PLUG_INS = {name for base in _PLUG_INS for name in dir(base) if _is_private(name)}
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.distributed.groups import DCP_SAVES, own_group
-from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError, RankFailedError
 from dcp_objstore.stores.options.schemes import are_known, public_options
 from dcp_objstore.stores.spec import StoreSpec, checked_config
-from dcp_objstore.torch_private import ThreadExecutor
-
-T = TypeVar("T")
 
 _NO_GROUP_TEXT = "torch.distributed is disabled"
 # The entry that `warnings.filters` holds for it.
@@ -82,38 +76,6 @@ def reporting_failures(plugin: Plugin | None) -> Iterator[None]:
 def url_of(plugin: Plugin | None) -> str | None:
     """Return the checkpoint's URL for errors; None if an argument was refused."""
     return None if plugin is None else plugin.checkpoint_id
-
-
-def in_own_group(save: Callable[..., T]) -> Callable[..., T]:
-    """Give `dcp.async_save`, or an executor of it, a group for saves with our writer.
-
-    Without `process_group=`, the collectives of its thread run in the default group. If that is
-    gloo's, they mix with those of the training, and both hang.
-    """
-
-    @functools.wraps(save)
-    def saving(*args: Any, **settings: Any) -> T:
-        target = getattr(settings.get("storage_writer"), "_target", None)
-        if isinstance(target, Target) and settings.get("process_group") is None:
-            alone = settings.get("no_dist") or rank_and_world_size()[1] == 1
-            settings["process_group"] = None if alone else own_group(DCP_SAVES, None, target.config)
-        return save(*args, **settings)
-
-    return saving
-
-
-_hooks = threading.Lock()
-
-
-def have_async_saves_in_own_group() -> None:
-    """Hook torch's executor of `dcp.async_save`, once. Saves with other writers stay as they are.
-
-    The executor is reached however `dcp.async_save` was imported, and with any stager.
-    """
-    with _hooks:
-        save = ThreadExecutor.execute_save
-        if not hasattr(save, "__wrapped__"):
-            ThreadExecutor.execute_save = in_own_group(save)  # type: ignore[method-assign]
 
 
 def single_process_is_fine() -> None:

@@ -27,13 +27,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from dcp_objstore.distributed.plugin import in_own_group
 from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.torch_private import ProcessExecutor, ThreadExecutor
-from dcp_objstore.write.writer import ObjectStoreWriter
+from dcp_objstore.write.writer import ObjectStoreWriter, in_own_group
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -7,11 +7,12 @@ save is kept in a `Save`, so a writer can be used for one save after another.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -22,9 +23,9 @@ from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import on_first
+from dcp_objstore.distributed.groups import DCP_SAVES, own_group
 from dcp_objstore.distributed.plugin import (
     Target,
-    have_async_saves_in_own_group,
     plugin_errors,
     same_url,
 )
@@ -41,6 +42,7 @@ from dcp_objstore.state.dcp_metadata import (
     planned_index,
 )
 from dcp_objstore.stores.urls import is_supported_url
+from dcp_objstore.torch_private import ThreadExecutor
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.session import Save
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
+
+T = TypeVar("T")
 
 
 class ObjectStoreWriter(KeptStager, StorageWriter):
@@ -162,7 +166,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         on_busy: OnBusy = "wait",
     ) -> None:
         KeptStager.__init__(self, on_busy)
-        have_async_saves_in_own_group()
+        _have_async_saves_in_own_group()
         self._target = Target(url, storage_options, config)
         self._overwrite = overwrite
         self._progress = progress
@@ -383,3 +387,37 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             # DCP pickles it for all ranks, which takes seconds where there are many chunks as
             # objects.
             vars(metadata).update(vars(describe(index)))
+
+
+def in_own_group(save: Callable[..., T]) -> Callable[..., T]:
+    """Give `dcp.async_save`, or an executor of it, a group for saves with our writer.
+
+    Without `process_group=`, the collectives of its thread run in the default group. If that is
+    gloo's, they mix with those of the training, and both hang.
+    """
+
+    @functools.wraps(save)
+    def saving(*args: Any, **settings: Any) -> T:
+        writer = settings.get("storage_writer")
+        if isinstance(writer, ObjectStoreWriter) and settings.get("process_group") is None:
+            alone = settings.get("no_dist") or rank_and_world_size()[1] == 1
+            settings["process_group"] = (
+                None if alone else own_group(DCP_SAVES, None, writer._target.config)
+            )
+        return save(*args, **settings)
+
+    return saving
+
+
+_hooks = threading.Lock()
+
+
+def _have_async_saves_in_own_group() -> None:
+    """Hook torch's executor of `dcp.async_save`, once. Saves with other writers stay as they are.
+
+    The executor is reached however `dcp.async_save` was imported, and with any stager.
+    """
+    with _hooks:
+        save = ThreadExecutor.execute_save
+        if not hasattr(save, "__wrapped__"):
+            ThreadExecutor.execute_save = in_own_group(save)  # type: ignore[method-assign]
