@@ -48,8 +48,11 @@ class Stage:
 
 
 STAGES = [
-    Stage("local_plan", "create_local_plan (save)", "both", "rank"),
+    Stage("local_plan", "create_local_plan (save)", "DCP", "rank"),
     Stage("send_plan", "pickle the plan (save)", "ours", "rank"),
+    Stage("dcp_gather_plans", "unpickle all plans (save)", "DCP", "coord."),
+    Stage("dcp_global_plan", "create_global_plan (save)", "DCP", "coord."),
+    Stage("dcp_scatter_plans", "pickle all plans (save)", "DCP", "coord."),
     Stage("gather_plans", "unpickle all plans (save)", "ours", "coord."),
     Stage("global_plan", "create_global_plan (save)", "ours", "coord."),
     Stage("scatter_plans", "pickle all plans (save)", "ours", "coord."),
@@ -77,10 +80,12 @@ STAGES = [
     Stage("open", "read marker and index", "ours", "rank"),
     Stage("local_read_plan", "create_local_plan (load)", "DCP", "rank"),
     Stage("plan_ranges", "plan blocks", "ours", "rank"),
-    Stage("send_read_plan", "pickle the plan (load)", "DCP", "rank"),
-    Stage("gather_read_plans", "unpickle all plans (load)", "DCP", "coord."),
+    Stage("send_read_plan", "pickle the plan (load)", "ours", "rank"),
+    Stage("dcp_gather_read_plans", "unpickle all plans (load)", "DCP", "coord."),
+    Stage("dcp_scatter_read_plans", "pickle all plans (load)", "DCP", "coord."),
+    Stage("gather_read_plans", "unpickle all plans (load)", "ours", "coord."),
     Stage("share_out", "who fetches what", "ours", "coord."),
-    Stage("scatter_read_plans", "pickle all plans (load)", "DCP", "coord."),
+    Stage("scatter_read_plans", "pickle all plans (load)", "ours", "coord."),
     Stage("plan_requests", "plan requests", "ours", "rank"),
 ]
 

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
 import dcp_objstore as dos
@@ -163,15 +164,17 @@ def counted(pretended: Mapping[str, int]) -> Iterator[Counter[str]]:
 def coordinate_save(state: ScaledState, url: str) -> Found:
     """Save twice, as the coordinator does; the data objects are only said to be there.
 
-    The second save finds the layout known, and its stages are called "again_...".
+    The second save finds the layout known, and its stages are called "again_...". What DCP's
+    default planner takes for the same plans is called "dcp_...".
     """
     stages, ranks = Stages(), range(state.ranks)
     pretended: dict[str, int] = {}
     objects: set[StoredObject] = set()
     known: _KnownLayout | None = None
     # A rank's items and what it writes of them.
-    items: list[list[WriteItem]] = []
+    items = [state.save_items(rank) for rank in ranks]
     kept: list[Numbers] = []
+    _plan_as_dcp(state, items, stages)
     with counted(pretended) as requests:
         for prefix in ("", "again_"):
             planner = AgreeingSavePlanner(url, {}, state.ranks)
@@ -182,8 +185,6 @@ def coordinate_save(state: ScaledState, url: str) -> Found:
             writer.set_up_storage_writer(True, rank=0, use_collectives=True)
             bodies = []
             for rank in ranks:
-                if known is None:
-                    items.append(state.save_items(rank))
                 plan = LocalPlan.of(items[rank], state.mappings) if known is None else None
                 bodies.append(pickle.dumps(SavePlan([], storage_data=_Offer(url, plan))))
             if known is None:
@@ -240,6 +241,22 @@ def coordinate_save(state: ScaledState, url: str) -> Found:
     }
 
 
+def _plan_as_dcp(state: ScaledState, items: Sequence[list[WriteItem]], stages: Stages) -> None:
+    """Plan the same save with DCP's default planner, for comparison."""
+    planner = DefaultSavePlanner()
+    bodies = [
+        pickle.dumps(SavePlan(of_rank, planner_data=dict(state.mappings))) for of_rank in items
+    ]
+    with stages.stage("dcp_gather_plans"):
+        local: list[SavePlan] = [pickle.loads(body) for body in bodies]
+    bodies.clear()
+    with stages.stage("dcp_global_plan"):
+        plans, _ = planner.create_global_plan(local)
+    local.clear()
+    with stages.stage("dcp_scatter_plans"):
+        bodies += [pickle.dumps(plan) for plan in plans]
+
+
 def coordinate_load(state: ScaledState, url: str) -> Found:
     """Plan a load by all ranks, as the coordinator does; each rank gets back what it saved."""
     stages, ranks = Stages(), range(state.ranks)
@@ -247,10 +264,18 @@ def coordinate_load(state: ScaledState, url: str) -> Found:
     planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
     marker, stored = read.open_committed(StoreSpec(url).open())
     index = ix.decode(stored)
+    # As DCP's default planner sends them, for comparison.
+    bodies = [pickle.dumps(LoadPlan(state.read_items(rank))) for rank in ranks]
+    with stages.stage("dcp_gather_read_plans"):
+        plans: list[LoadPlan] = [pickle.loads(body) for body in bodies]
+    bodies.clear()
+    with stages.stage("dcp_scatter_read_plans"):
+        bodies += [pickle.dumps(plan) for plan in plans]
+    plans.clear()
     bodies = [pickle.dumps(_load_plan(state, index, rank, url, marker.commit_id)) for rank in ranks]
     plan_bytes = max(map(len, bodies))
     with stages.stage("gather_read_plans"):
-        plans: list[LoadPlan] = [pickle.loads(body) for body in bodies]
+        plans += [pickle.loads(body) for body in bodies]
     bodies.clear()
     with stages.stage("share_out"):
         plans = reader.prepare_global_plan(planner.create_global_plan(plans))
