@@ -17,6 +17,7 @@ from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_objstore.run import listing
 from dcp_objstore.stores import open_store
+from tests.support.checkpoints import memory_url
 from tests.support.command_line import environment
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import READ_ONLY, Bucket
@@ -218,6 +219,23 @@ def test_what_a_sweep_leaves_alone_is_not_called_left_over(
     damaged, foreign = capsys.readouterr().out.splitlines()[2:]
     assert damaged.split()[3] == "-"  # objects
     assert foreign.split()[3] == "1"
+
+
+def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
+    run = memory_url()
+    with dos.CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.ones(5)})
+    with dos.CheckpointManager(run) as manager:
+        manager.load({"w": torch.zeros(5)}, 1)
+        manager.save(2, {"w": torch.ones(5)})
+    found = dos.list_checkpoints(run, everything=True).checkpoints
+    assert [one.state for one in found] == ["committed", "committed", "superseded"]
+    kept, replaced, superseded = (one.leftovers for one in found)
+    assert not kept
+    assert not superseded
+    assert replaced is not None
+    assert replaced.objects == 2  # of the save before
 
 
 @pytest.mark.backends("seaweed")

@@ -107,6 +107,31 @@ def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever() ->
     assert slot.in_flight == 2
 
 
+def test_a_request_waits_on_while_places_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a store that answers nothing for a time-out is taken to hold its places for ever."""
+    monkeypatch.setattr("dcp_objstore.stores.admission.limiter.STEP_SECONDS", 0.001)
+    clock = Clock()
+    limiter = Limiter(clock)
+    other = filled(limiter, 8)
+    limiter.throttled(clock())
+    clock.now += 60
+    slot = AdmissionSlot(limiter, judged=False, timeout_seconds=10)
+    slot.begin(0)
+    looks = 0
+
+    def others_go_on() -> None:
+        nonlocal looks
+        looks += 1
+        clock.now += 6
+        if looks <= 3:  # another transfer's request takes the place at once
+            other.end(looks)
+            with limiter._changed:
+                limiter.in_flight += 1
+
+    assert slot.begin(1, others_go_on)
+    assert looks == 5
+
+
 def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer() -> None:
     limiter = Limiter()
     limiter.heard(0.0005)

@@ -42,7 +42,7 @@ from tests.support.scripted import Answer
 from tests.support.servers import Bucket, Folder
 from tests.support.states import same_bits, seeded
 from tests.support.tampering import Asked as Tampered, TamperingProxy
-from tests.support.wrapped_stores import RecordingStore, Request
+from tests.support.wrapped_stores import RecordingStore, Request, Through
 
 NUMBERS = (2 * MIB // 4,)
 # Two runs in one object: the head lies between them.
@@ -467,30 +467,52 @@ def test_a_store_that_does_not_copy_uploads_and_says_so() -> None:
 
 
 class Refusing(WrappedStore):
-    """Copies nothing but what its first request asks for."""
+    """Makes no copies under these numbers."""
 
-    left = 1
+    numbers: tuple[int, ...] = ()
 
     def copy(self, key: str, *args: Any, **settings: Any) -> Version:
-        Refusing.left -= 1
-        if Refusing.left < 0:
+        if int(key.split(".", maxsplit=1)[0].rsplit("_", maxsplit=1)[-1]) in self.numbers:
             raise dos.PermissionDeniedError("you may not read that")
         return super().copy(key, *args, **settings)
 
 
+@pytest.mark.parametrize("refused", [0, 1])
 def test_what_one_copy_fails_to_bring_is_uploaded_and_the_others_stay(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
+    local: Folder, through: Through, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     save(local.at("step-1"))
-    really_open = StoreSpec.open
-    monkeypatch.setattr(StoreSpec, "open", lambda spec: Refusing(really_open(spec)))
-    monkeypatch.setattr(Refusing, "left", 1)
+    monkeypatch.setattr(Refusing, "numbers", (refused,))
+    requests: list[Request] = []
+    through(lambda store: RecordingStore(Refusing(store), requests))
     events: list[Any] = []
     report = save(local.at("step-2"), None, 1, base="latest", on_event=events.append)
     (told,) = of(NotCopied, events)
     assert "may not" in told.reason
     assert report.copied_bytes + told.not_copied_bytes > 16 * MIB
     assert 8 * MIB < report.copied_bytes < 9 * MIB
+    # Rule 3: the key of a copy that failed, whose answer may only be lost, is not used again.
+    written = [
+        one.key
+        for one in requests
+        if one.verb in ("copy", "put", "put_stream") and one.key.endswith(".distcp")
+    ]
+    assert len(set(written)) == len(written) == 3
+    assert_holds(local.at("step-2"), None, 1)
+
+
+def test_what_copies_fail_to_bring_is_planned_for_the_limit_of_parts(
+    local: Folder, through: Through, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here an object may have 3 parts, and 2 are planned: 2 MiB fit any part, 18 do not."""
+    save(local.at("step-1"))
+    monkeypatch.setattr("dcp_objstore.transfer.parts._PLANNED_PARTS", 2)
+    monkeypatch.setattr("dcp_objstore.transfer.upload.MAX_PARTS", 3)
+    monkeypatch.setattr(Refusing, "numbers", (0, 1))
+    through(Refusing)
+    config = dos.TransferConfig(part_size_bytes=5 * MIB)
+    report = save(local.at("step-2"), None, 1, base="latest", config=config)
+    assert (report.copied_bytes, report.parts) == (0, 2)
     assert_holds(local.at("step-2"), None, 1)
 
 
@@ -669,12 +691,12 @@ def test_sigkill_during_a_copy_leaves_what_a_sweep_removes(
 # --- sizes
 
 
-@pytest.mark.parametrize("gib", [1 / 64, 1, 6, 5 * 1024])
-def test_parts_to_copy_keep_the_limits_of_s3(gib: float) -> None:
-    size_bytes = int(gib * 1024 * MIB) + 1
-    sizes = copied_parts([CopySource("s3://b/k", 7, 7 + size_bytes, Version("e"))])
-    assert sum(sizes) == size_bytes
+@pytest.mark.parametrize(("gib", "sources"), [(1 / 64, 1), (1, 1), (6, 1), (5120, 1), (1024, 50)])
+def test_parts_to_copy_keep_the_limits_of_s3(gib: float, sources: int) -> None:
+    """Each source ends with a part of its own, which may be short."""
+    each = [int(gib * 1024 * MIB) // sources + 1 + number for number in range(sources)]
+    sizes = copied_parts([CopySource("s3://b/k", 7, 7 + size, Version("e")) for size in each])
+    assert sum(sizes) == sum(each)
     assert len(sizes) <= 10_000
-    assert max(sizes) <= 5 * 1024 * MIB
-    assert len(set(sizes[:-1])) <= 1
-    assert all(size >= 5 * MIB for size in sizes[:-1])
+    assert 5 * MIB <= max(sizes) <= 5 * 1024 * MIB
+    assert sum(size != max(sizes) for size in sizes) <= sources
