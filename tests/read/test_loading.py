@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 import dcp_objstore as dos
@@ -30,7 +37,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import item_read as gather
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
-from dcp_objstore.read.stored_checkpoint import ItemLocation
+from dcp_objstore.read.stored_checkpoint import ForeignItems, ItemLocation, StoredCheckpoint
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.progress import Progress
 from tests.support.checkpoints import cause, memory_url
@@ -245,6 +252,20 @@ def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRea
     return read
 
 
+def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape() -> None:
+    def of_size(size: int) -> TensorStorageMetadata:
+        chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+        properties = TensorProperties(torch.float32)
+        return TensorStorageMetadata(properties, torch.Size([size]), [chunk])
+
+    metadata = Metadata({"whole": of_size(4), "half": of_size(8)})
+    checkpoint = StoredCheckpoint((), ForeignItems(metadata, {}))
+    checkpoint.check_whole(["whole"])
+    with pytest.raises(CheckpointCorruptError, match="do not make up") as caught:
+        checkpoint.check_whole(["whole", "half"])
+    assert caught.value.key == "half"
+
+
 def test_a_value_is_held_once_however_it_arrives() -> None:
     size = 8 * MIB
     blocks = [np.full(size // 4, n, dtype=np.uint8) for n in range(4)]
@@ -264,6 +285,24 @@ def test_a_value_is_held_once_however_it_arrives() -> None:
     assert peak_bytes < 1.1 * size
     assert value == b"".join(block.tobytes() for block in blocks)
     assert body.read(1) == b"\0", "it stands at its beginning"
+
+
+def test_a_value_is_whole_whose_first_blocks_arrive_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meeting = threading.Barrier(2)
+
+    def make_memory(content: bytes) -> io.BytesIO:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.2)  # for another thread that makes some, too
+        return io.BytesIO(content)
+
+    monkeypatch.setattr(gather, "io", SimpleNamespace(BytesIO=make_memory))
+    arrived: list[ItemRead] = []
+    read = gathered(8, arrived.append)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read.accept, (0, 4), (b"aaaa", b"bbbb")))
+    assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
 
 
 def test_an_item_without_bytes_is_complete_at_once() -> None:
@@ -451,6 +490,37 @@ def test_threads_that_share_a_reader_each_load_what_they_asked_for() -> None:
     with ThreadPoolExecutor(2) as pool:
         for n, tensor in enumerate(pool.map(load_step, range(2))):
             assert tensor.eq(n).all(), f"the load of step {n} got another step's"
+
+
+def test_nothing_more_is_asked_for_when_a_planner_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its error may be kept, with all that it refers to, for as long as the program runs."""
+    url = memory_url()
+    values = {f"value{n}": "x" * 5 * MIB for n in range(6)}
+    dos.save(values, url)
+    stopped: list[BaseException] = []
+    stop = Progress.stop
+
+    def note(progress: Progress, error: BaseException) -> None:
+        stopped.append(error)
+        stop(progress, error)
+
+    monkeypatch.setattr(Progress, "stop", note)
+    failure = ZeroDivisionError("the planner's")
+
+    def fail(_: int) -> None:
+        raise failure
+
+    reader = dos.ObjectStoreReader(url, config=SMALL)
+    with pytest.raises(CheckpointException):
+        dcp.load(
+            dict.fromkeys(values, ""),
+            storage_reader=reader,
+            planner=ValuePlanner(fail),
+            no_dist=True,
+        )
+    assert len(stopped) == 1
 
 
 def test_a_failed_load_leaves_the_reader_fit_for_the_next() -> None:

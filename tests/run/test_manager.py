@@ -428,6 +428,20 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     dos.load(state(0), f"{url}/step-1", progress=False)
 
 
+def test_steps_that_somebody_else_deleted_do_not_keep_others_from_being_deleted(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few are deleted at a time; those that are gone must not fill the next time, too."""
+    monkeypatch.setattr(retaining, "_AT_A_TIME", 1)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(3), sweeps=False)
+    for step in range(1, 6):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+        retainer.committed(step, {})  # lists the run at first
+        if step == 3:
+            dos.delete(f"{url}/step-1")
+    assert names(url) == ["step-3", "step-4", "step-5"]
+
+
 def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     url: str, held: threading.Event
 ) -> None:
@@ -568,6 +582,26 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
         assert caught.value is error
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (1, 2)
+
+
+def test_after_an_error_in_the_body_no_rank_waits_for_this_one_to_agree_while_it_saves(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    close, abandon = manager.StepConsensus.close, manager.RunSaves.abandon
+    monkeypatch.setattr(
+        manager.StepConsensus, "close", lambda self: (ended.append("agreeing"), close(self))
+    )
+    monkeypatch.setattr(
+        manager.RunSaves,
+        "abandon",
+        lambda self, error: (ended.append("saving"), abandon(self, error)),
+    )
+    with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url) as run:
+        run.async_save(1, state(1))
+        raise ZeroDivisionError
+    assert ended[:2] == ["agreeing", "saving"]
+    assert names(url) == ["step-1"]
 
 
 def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_body(

@@ -183,33 +183,35 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     assert torch.equal(state["model"]["weight"], WEIGHT * 2)
 
 
+@pytest.mark.parametrize("swept", ["/run", ""])
 def test_a_step_that_a_superseded_job_committed_late_is_swept(
-    bucket: Bucket, later: AgedStore
+    bucket: Bucket, later: AgedStore, swept: str
 ) -> None:
-    run, options = bucket.url, bucket.storage_options
+    """A sweep may begin at the run, or above it."""
+    run, options = bucket.at("run"), bucket.storage_options
     old = dos.claim_run(run, storage_options=options)
-    stores = [StoreSpec(bucket.at(f"step-{step}"), options).open() for step in (2, 3)]
+    stores = [StoreSpec(f"{run}/step-{step}", options).open() for step in (2, 3)]
     begun = [commits.begin(store, overwrite=False, claim=old.number) for store in stores]
     new = dos.claim_run(run, storage_options=options)
     for store, token in zip(stores, begun, strict=True):
         finish(store, token, upload(store))
-    dos.pin(bucket.at("step-3"), "look at it", storage_options=options)
-    dos.save({"a": WEIGHT}, bucket.at("step-4"), claim=new, storage_options=options, progress=False)
-    report = dos.sweep(run, storage_options=options)
+    dos.pin(f"{run}/step-3", "look at it", storage_options=options)
+    dos.save({"a": WEIGHT}, f"{run}/step-4", claim=new, storage_options=options, progress=False)
+    report = dos.sweep(bucket.url + swept, storage_options=options)
     assert not [one.url for one in report.checkpoints if one.superseded], "they are young"
     later.age()
-    before = {name: bucket.keys(name) for name in ("step-2", "step-3", "step-4")}
-    (planned,) = dos.sweep(bucket.at("step-2"), storage_options=options, dry_run=True).checkpoints
+    before = {name: bucket.keys(f"run/{name}") for name in ("step-2", "step-3", "step-4")}
+    (planned,) = dos.sweep(f"{run}/step-2", storage_options=options, dry_run=True).checkpoints
     assert planned.superseded
     assert open_committed(stores[0])
-    report = dos.sweep(run, storage_options=options)
-    assert [one.url for one in report.checkpoints if one.superseded] == [bucket.at("step-2")]
+    report = dos.sweep(bucket.url + swept, storage_options=options)
+    assert [one.url for one in report.checkpoints if one.superseded] == [f"{run}/step-2"]
     # Who reads it now gets another grace period.
-    assert [key for key in before["step-2"] if key != DOT_METADATA_KEY] == bucket.keys("step-2")
+    assert [key for key in before["step-2"] if key != DOT_METADATA_KEY] == bucket.keys("run/step-2")
     later.age()
-    dos.sweep(run, storage_options=options)
-    assert bucket.keys("step-2") == [MARKER_KEY]
-    assert {name: bucket.keys(name) for name in ("step-3", "step-4")} == {
+    dos.sweep(bucket.url + swept, storage_options=options)
+    assert bucket.keys("run/step-2") == [MARKER_KEY]
+    assert {name: bucket.keys(f"run/{name}") for name in ("step-3", "step-4")} == {
         name: before[name] for name in ("step-3", "step-4")
     }
     assert [one.name for one in dos.steps(run, storage_options=options)] == ["step-4"]

@@ -337,6 +337,15 @@ def test_two_states_saved_in_turn_both_have_their_memory(memory: StagingMemory) 
     assert memory.allocations == 2
 
 
+def test_memory_that_two_saves_did_not_need_is_freed(memory: StagingMemory) -> None:
+    first, second = {"t": torch.ones(5 * MIB)}, {"t": torch.ones(6 * MIB)}
+    stage(first)
+    stage(second)
+    both = memory.allocated_bytes
+    stage(second)
+    assert (both, memory.allocated_bytes) == (4 * 11 * MIB, 4 * 6 * MIB)
+
+
 def resident_kib() -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
@@ -648,6 +657,32 @@ def test_a_copy_that_fails_is_told_by_staged_and_result(monkeypatch: pytest.Monk
             with pytest.raises(dos.RankFailedError, match="no memory"):
                 ask(30)
     dos.async_save({"t": torch.ones(3)}, memory_url()).result(30)
+
+
+def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "dcp_objstore-async-save":
+            return start(thread)
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    url = memory_url()
+    with pytest.raises(KeyboardInterrupt):
+        dos.async_save({"t": torch.ones(3)}, url)
+    latest = async_api._saves.here.latest
+    assert latest is not None
+    monkeypatch.undo()
+    late[0].start()  # it was, before the call heard of Ctrl-C
+    late[0].join(30)
+    assert isinstance(latest.exception(30), KeyboardInterrupt)
+    with pytest.raises(dos.CheckpointNotFoundError):
+        dos.open(url)
 
 
 def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save() -> None:
