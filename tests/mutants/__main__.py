@@ -120,11 +120,11 @@ def every_mutant() -> list[Mutant]:
 def draw(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
     """A sample in which rare kinds (a lock left out) are not lost among frequent ones."""
     kinds = collections.Counter(mutant.kind for mutant in mutants)
-    rng = random.Random(seed)
     keys: dict[str, float] = {}
-    for mutant in mutants:  # one with weight w has the place of u ** (1 / w)
-        weight = 1 / math.sqrt(kinds[mutant.kind])
-        keys[mutant.name] = max(keys.get(mutant.name, 0.0), rng.random() ** (1 / weight))
+    for mutant in mutants:  # of weight w it has the place of u ** (1 / w)
+        # By its name, so that a sample stays what it was where the code does.
+        chance = random.Random(f"{seed} {mutant.name}").random()
+        keys[mutant.name] = chance ** math.sqrt(kinds[mutant.kind])
     by_name = {mutant.name: mutant for mutant in mutants}
     order = sorted(by_name.values(), key=lambda one: keys[one.name], reverse=True)
     return list(itertools.islice(filter(_compiles, order), number))
@@ -159,6 +159,7 @@ def slip(file: str, old: str, new: str) -> Mutant:
         "slip",
         change,
         lines,
+        (1, 1),
         (),
         len(data),
         len(data) + len(old.encode()),

@@ -4,7 +4,7 @@
         mutant.apply(text)          # the module's text with the slip
 
 Not mutated: texts, annotations, assertions, decorators, what is raised or logged, `__repr__`, and
-numbers with a decimal point (pauses and shares: no limit that a test could stand at).
+numbers with a decimal point (pauses and shares: no limit that a test could stand at) and units.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "li
 _GATHERS = {"min", "max", "sum", "any", "all", "chain"}
 # Calls that fail, or mean nothing, with their arguments the other way round.
 _ORDERED = {"isinstance", "issubclass", "cast", "TypeVar", "getattr", "range"}
+# What only a failure of another kind would show, or nobody but a reader.
+_NO_MATTER = {"strict", "stacklevel", "name"}
 _SILENT = ("_log", "logger", "logging", "log")
 
 
@@ -57,6 +59,7 @@ class Mutant:
         kind: what was done, in a word.
         change: what stood there and what stands there now.
         lines: the numbers of the lines that a test has to reach.
+        around: the first and the last line of the function.
         mentions: names by which code reaches it that is run while its module is imported.
         start: its first byte in the module; `end` is the one after its last.
         text: what stands there now.
@@ -68,6 +71,7 @@ class Mutant:
     kind: str
     change: str
     lines: tuple[int, ...] = field(compare=False)
+    around: tuple[int, int] = field(compare=False)
     mentions: tuple[str, ...] = field(compare=False)
     start: int = field(compare=False)
     end: int = field(compare=False)
@@ -116,6 +120,7 @@ class _Finder(ast.NodeVisitor):
         # In the body of a module or a class: the names that a statement gives a value.
         self.mentions: tuple[str, ...] = ()
         self.in_function = False
+        self.around = (1, len(self.lines))
 
     # Where things stand.
 
@@ -131,8 +136,8 @@ class _Finder(ast.NodeVisitor):
         """Note a mutant in which `text` stands in the place of `node`."""
         start, end = self._start(node), self._end(node)
         before = " ".join(self.data[start:end].decode().split())
+        within = None if self.reach or reach else self.statement
         reach = self.reach or reach or node
-        within = None if self.reach else self.statement
         lines = set(range(reach.lineno, reach.end_lineno + 1))
         if within is not None:
             compound = isinstance(within, (ast.Try, ast.With, ast.For, ast.While, ast.If))
@@ -147,6 +152,7 @@ class _Finder(ast.NodeVisitor):
                 kind=kind,
                 change=f"{before[:120]} -> {shown[:120]}",
                 lines=tuple(sorted(lines)),
+                around=self.around,
                 mentions=self.mentions if self.reach is None else (),
                 start=start,
                 end=end,
@@ -199,14 +205,15 @@ class _Finder(ast.NodeVisitor):
         if node.name in ("__repr__", "__str__"):
             return
         self.names.append(node.name)
-        outer = self.in_function, self.mentions
+        outer = self.in_function, self.mentions, self.around
         self.in_function, self.mentions = True, ()
+        self.around = node.lineno, node.end_lineno or node.lineno
         documented = ast.get_docstring(node) is not None and len(node.body) > 1
         self.reach = node.body[documented]
         self.visit(node.args)
         self.reach = None
         self.visit_body(node.body)
-        self.in_function, self.mentions = outer
+        self.in_function, self.mentions, self.around = outer
         self.names.pop()
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815  ast's own spelling
@@ -303,10 +310,11 @@ class _Finder(ast.NodeVisitor):
             self._replaced("no finally", node, after, first)
         for place, handler in enumerate(node.handlers):
             others = [*node.handlers[:place], *node.handlers[place + 1 :]]
+            caught = handler.body[0]
             if others or node.finalbody:
-                self._replaced("no except", node, [_try(node, handlers=others)], first)
+                self._replaced("no except", node, [_try(node, handlers=others)], caught)
             else:
-                self._replaced("no except", node, rest, first)
+                self._replaced("no except", node, rest, caught)
             if all(isinstance(one, (ast.Pass, ast.Continue)) for one in handler.body):
                 returning = copy.copy(handler)
                 returning.body = [ast.Return(None)]
@@ -356,6 +364,8 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, ast.Pow):
+            return  # a unit
         swapped = _COMPUTED.get(type(node.op))
         texts = any(
             isinstance(side, ast.JoinedStr)
@@ -399,9 +409,16 @@ class _Finder(ast.NodeVisitor):
                 new = copy.copy(node)
                 new.args = [second, first, *others]
                 self._expression("swapped", node, new)
-        if node.keywords:
-            self._leave_out("left out", node, node.keywords, "keywords", least=1)
+        for place, keyword in enumerate(node.keywords):
+            if keyword.arg not in _NO_MATTER:
+                new = copy.copy(node)
+                new.keywords = [*node.keywords[:place], *node.keywords[place + 1 :]]
+                self._expression("left out", node, new)
         self.generic_visit(node)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg not in _NO_MATTER:
+            self.visit(node.value)
 
     def visit_Tuple(self, node: ast.Tuple) -> None:
         if isinstance(node.ctx, ast.Load):

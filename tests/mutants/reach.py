@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -211,8 +212,13 @@ class Reach:
                 found |= self._tests.get(keys[number], set())
         return found & self._seconds.keys()
 
+    def _way(self, test: str, mutant: Mutant) -> frozenset[str]:
+        """The lines that a test reaches of the function with a mutant."""
+        keys, (first, last) = _keys(mutant.file), mutant.around
+        return frozenset(key for key in keys[first : last + 1] if test in self._tests.get(key, ()))
+
     def choose(self, mutant: Mutant, seconds: float) -> dict[str, float]:
-        """The tests to run, the most likely first, and the time that each takes.
+        """The tests to run, and the time that each takes.
 
         Args:
             mutant: where the slip is.
@@ -226,11 +232,17 @@ class Reach:
             near = 0.15 if f"test_{noun}" in file else 0.4 if f"tests/{room}/" in file else 1
             return (self._seconds[test] + 0.03) * near
 
-        chosen: dict[str, float] = {}
+        # Of those that take the same way through the function, one after the other: first those on
+        # ways that few take.
+        ways: dict[frozenset[str], list[str]] = {}
         for test in sorted(self.reaching(mutant), key=cost):
-            if chosen and sum(chosen.values()) + self._seconds[test] > seconds:
-                break
-            chosen[test] = self._seconds[test]
+            ways.setdefault(self._way(test, mutant), []).append(test)
+        rare_first = sorted(ways.values(), key=len)
+        in_turn = itertools.chain.from_iterable(itertools.zip_longest(*rare_first))
+        chosen: dict[str, float] = {}
+        for test in filter(None, in_turn):
+            if not chosen or sum(chosen.values()) + self._seconds[test] <= seconds:
+                chosen[test] = self._seconds[test]
         # Those of a file together, because they share servers and ranks; slow ones later.
         rank = {test: place for place, test in enumerate(chosen)}
         first: dict[tuple[bool, str], int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -259,3 +260,49 @@ def test_retries_share_a_budget_that_successes_refill() -> None:
         limiter.succeeded()
     assert limiter.spend_retry()
     assert not limiter.spend_retry()
+
+
+def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -> None:
+    limiter = Limiter()
+    for _ in range(int(RETRY_BUDGET / 2)):
+        assert limiter.spares_retries
+        assert limiter.spend_retry()
+    assert not limiter.spares_retries
+    limiter.succeeded()
+    assert limiter.spares_retries
+    limiter.throttled(limiter._clock())
+    assert not limiter.spares_retries
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda limiter, slot: limiter.heard(0.001),
+        lambda limiter, slot: limiter.throttled(limiter._clock()),
+        lambda limiter, slot: limiter.succeeded(),
+        lambda limiter, slot: limiter.spend_retry(),
+        lambda limiter, slot: limiter.refund_retry(),
+        lambda limiter, slot: limiter.wait_turn(),
+        lambda limiter, slot: slot.begin(1),
+        lambda limiter, slot: slot.begin(0),
+        lambda limiter, slot: slot.moved(1),
+        lambda limiter, slot: slot.end(0),
+        lambda limiter, slot: slot.look(),
+        lambda limiter, slot: slot.close(),
+    ],
+)
+def test_no_thread_sees_what_another_one_has_half_changed(
+    use: Callable[[Limiter, AdmissionSlot], object],
+) -> None:
+    limiter = Limiter()
+    slot = filled(limiter, 1)
+    began = {name: value for name, value in vars(limiter).items() if name != "_changed"}
+    before = (began, list(limiter._done), dict(slot._begun), slot._closed)
+    thread = threading.Thread(target=use, args=(limiter, slot))
+    with limiter._changed:
+        thread.start()
+        thread.join(0.02)
+        now = {name: value for name, value in vars(limiter).items() if name != "_changed"}
+        assert (now, list(limiter._done), dict(slot._begun), slot._closed) == before
+    thread.join(30)
+    assert not thread.is_alive()

@@ -169,6 +169,18 @@ def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line() -> 
     assert window.answered(40.0, 0.0, 1, 150).allowed() > 0.9 * AUTO_MOST
 
 
+def test_a_rate_ends_a_minute_after_the_last_throttled_request() -> None:
+    window = FAR.throttled(100.0, 99.0, 64, 50.0)
+    assert window.rate(100.0) == 35.0
+    assert window.rate(110.0) == 3 * 35.0
+    still = window.answered(100.0 + OPEN_AFTER_SECONDS, 159.9, 1, 150)
+    assert still.is_throttled
+    assert still.size > window.size
+    after = window.answered(100.1 + OPEN_AFTER_SECONDS, 160.0, 1, 150)
+    assert not after.is_throttled
+    assert after.rate(161.0) == math.inf
+
+
 def _earlier(window: Window) -> Window:
     """As if the clock of a new simulation went on: its times lie before 0."""
     moved = msgspec.structs.replace(window.round, began_at=-600.0, last_at=-600.0)
