@@ -556,6 +556,14 @@ def test_writer_and_reader_have_the_ids_that_are_stored_and_planned_with(tmp_pat
     assert seen[0][1] == seen[1][1] == writer.save_id is not None
 
 
+@pytest.mark.parametrize("kind", [dos.ObjectStoreWriter, dos.ObjectStoreReader])
+def test_dcp_is_told_which_checkpoint_ids_are_urls(kind: Any) -> None:
+    """It chooses what stores a checkpoint by that."""
+    assert kind.validate_checkpoint_id("s3://bucket/step-1") is True
+    for other in ("/scratch/step-1", Path("s3:/bucket/step-1"), None):
+        assert kind.validate_checkpoint_id(other) is False
+
+
 def test_a_checkpoint_id_that_contradicts_the_url_is_refused_until_that_url_was_used() -> None:
     url, other = memory_url(), memory_url()
     writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(f"{url}/")

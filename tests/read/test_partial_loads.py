@@ -13,6 +13,7 @@ from torch import nn
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.read.nearest import nearest
 from tests.support.ranks import run_ranks
 
 
@@ -123,3 +124,20 @@ def test_each_rank_reports_what_its_own_state_misses(tmp_path: Path) -> None:
     url = (tmp_path / "step-5").as_uri()
     dos.save({f"stage{n}": torch.full((3,), n + 1.0) for n in range(2)}, url, progress=False)
     assert run_ranks(3, load_stages, url) == [((), 1.0), ((), 2.0), (("stage2",), 0.0)]
+
+
+@pytest.mark.parametrize("others", [10, 1000])
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ("head.weight", "model.head.weight"),
+        ("module.model.head.weight", "model.head.weight"),
+        ("model.head", "model.head.weight"),
+        ("modul.head.weight", "model.head.weight"),
+        ("model.head.weigth", "model.head.weight"),
+    ],
+)
+def test_the_nearest_of_many_names_is_found(asked: str, first: str, others: int) -> None:
+    saved = [f"{number:04}.norm.bias" for number in range(others)]
+    saved.insert(others // 2, "model.head.weight")
+    assert nearest(asked, saved)[0] == first

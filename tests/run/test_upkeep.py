@@ -70,7 +70,7 @@ def test_repair_writes_what_the_writer_would_have_written(bucket: Bucket, tmp_pa
     assert decode_metadata(StockDotMetadata().derive(index)) == decode_metadata(written)
     bucket.delete("step-1/.metadata")
     report = dos.repair(bucket.at("step-1"), storage_options=bucket.storage_options)
-    assert report.dot_metadata == "written"
+    assert (report.dot_metadata, report.dry_run) == ("written", False)
     assert torch.equal(stock_weight(bucket, "step-1", tmp_path), WEIGHT)
     again = dos.repair(bucket.at("step-1"), storage_options=bucket.storage_options)
     assert again.dot_metadata is None

@@ -17,6 +17,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CorruptDataError, StoreUnavailableError, TransferStalledError
+from dcp_objstore.observe.events import Retried
 from dcp_objstore.observe.report import counted
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
@@ -28,6 +29,7 @@ from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
+from tests.support.listening import heard_channel, of
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.slow_sink import SlowSink
 
@@ -266,9 +268,12 @@ def test_a_request_is_asked_for_again_twice_at_most(
         return right
 
     holding.again = late
-    with pytest.raises(TransferStalledError):
+    channel, heard = heard_channel()
+    with channel.current(), pytest.raises(TransferStalledError):
         Load(holding).run(stall_timeout_seconds=3.0)
+    channel.settle()
     assert holding.asked.count(HELD) == 3
+    assert [one.attempt for one in of(Retried, heard)] == [2, 3]
 
 
 @pytest.mark.usefixtures("soon")

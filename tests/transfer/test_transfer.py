@@ -289,6 +289,8 @@ def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
     for read in of(RangeRead, heard):
         rows.setdefault(read.worker, []).append((read.start_ns, read.end_ns))
     assert len(rows) > 1
+    told = [(read.offset, read.offset + read.size_bytes) for read in of(RangeRead, heard)]
+    assert sorted(told) == list(pairwise(ends))
     for times in rows.values():
         assert all(earlier[1] <= later[0] for earlier, later in pairwise(sorted(times)))
 

@@ -329,6 +329,19 @@ def test_a_job_that_resumes_has_the_loaded_step_as_base(local: Folder) -> None:
     assert_holds(f"{local.url}/step-2", None, 1)
 
 
+def test_a_base_that_is_named_is_that_of_every_save(local: Folder) -> None:
+    save(local.at("other"))
+    events: list[Any] = []
+    with dos.CheckpointManager(
+        local.at("run"), base=local.at("other"), on_event=events.append
+    ) as run:
+        for step in (1, 2):
+            assert run.save(step, state(step)).copied_bytes > 16 * MIB
+        (local._root / "other/_COMMIT").unlink()
+        run.save(3, state(3))
+    assert [one.base for one in of(NotCopied, events)] == [local.at("other")]
+
+
 def see_no_end(rank: int, world_size: int, url: str) -> int:
     """Save steps 1 to 3; rank 1 gets an error at the end of step 2."""
     really_save, saves = api.save, 0

@@ -130,6 +130,19 @@ def test_what_shares_memory_shares_it_in_the_copy_and_is_copied_once(
     assert memory.allocated_bytes < 2 * weight.nbytes
 
 
+def test_views_that_overlap_in_the_midst_of_a_storage_share_memory_in_the_copy() -> None:
+    base = torch.arange(100_000.0)
+    staged = stage({"a": base[1001:1010], "b": base[1005:1020], "c": base[1020:1021]})
+    assert {key: value.tolist() for key, value in staged.items()} == {
+        "a": base[1001:1010].tolist(),
+        "b": base[1005:1020].tolist(),
+        "c": [1020.0],
+    }
+    staged["a"][4] = -1.0
+    assert staged["b"][0] == -1.0
+    assert staged["a"].untyped_storage().nbytes() < 200
+
+
 class Anything:
     def __init__(self) -> None:
         self.tensor, self.names = torch.ones(3), ["a"]
