@@ -46,6 +46,7 @@ def follow(old: Marker | None, commit_id: str | None = None, **user_metadata: An
         world_size=8,
         user_metadata=user_metadata,
         created_at=datetime(2026, 1, 2, tzinfo=UTC),
+        claim=0,
     )
 
 
@@ -187,9 +188,12 @@ def test_user_metadata_that_json_cannot_hold_is_refused_by_name(value: object) -
 
 def test_user_metadata_is_bounded() -> None:
     deep: object = 1
-    for _ in range(40):
+    for _ in range(31):
         deep = [deep]
-    for value in ("x" * 40_000, deep):
+    assert check_user_metadata({"value": deep}) == {"value": deep}
+    # With the quotes, the name and the braces: 32 KiB.
+    assert check_user_metadata({"value": "x" * (32 * 1024 - 12)})
+    for value in ("x" * (32 * 1024 - 11), [deep]):
         with pytest.raises(ConfigError):
             check_user_metadata({"value": value})
     looped: list[object] = []
