@@ -584,7 +584,9 @@ def go_back(job: Job, last: int, process: Process | None = None) -> None:
     )
 
 
-def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(run: MemoryStore) -> None:
+def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(
+    run: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job(run)
     for n in (1, 2, 3, 4):
         job.save(f"step-{n}")
@@ -592,6 +594,7 @@ def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(run: Memor
     go_back(job, 2)
     kept = {name: before[name] for name in ("step-1", "step-2")}
     assert listed(run) == kept
+    assert "these 2 steps no longer count: step-3, step-4" in caplog.text
     named(Process(run).at("step-4"))  # it is whole, for any reader
     kept["step-3"] = job.save("step-3")
     assert listed(run) == kept

@@ -241,8 +241,11 @@ class Reach:
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*rare_first))
         chosen: dict[str, float] = {}
         for test in filter(None, in_turn):
-            if not chosen or sum(chosen.values()) + self._seconds[test] <= seconds:
+            if sum(chosen.values()) + self._seconds[test] <= seconds:
                 chosen[test] = self._seconds[test]
+        if not chosen and ways:
+            test = min(itertools.chain.from_iterable(ways.values()), key=cost)
+            chosen[test] = self._seconds[test]
         # Those of a file together, because they share servers and ranks; slow ones later.
         rank = {test: place for place, test in enumerate(chosen)}
         first: dict[tuple[bool, str], int] = {}

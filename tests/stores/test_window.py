@@ -118,6 +118,22 @@ def test_a_larger_window_is_kept_if_it_moves_more(gain: float) -> None:
     assert (window.size > 8) or gain < 1.15
 
 
+def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before() -> None:
+    window, now = Window(8.0).begun(0.0, 1), 0.0
+
+    def move(answers: int, seconds: float) -> None:
+        nonlocal window, now
+        for _ in range(answers):
+            now += seconds
+            window = window.moved(now, 4 << 20, int(window.size))
+
+    while window.size == 8:
+        move(1, 0.01)
+    move(16, 0.03)
+    move(64, 0.005)
+    assert window.size == 32
+
+
 def test_a_window_that_is_not_used_does_not_change() -> None:
     window = Window(8.0).begun(0.0, 1)
     for number in range(1, 1000):
