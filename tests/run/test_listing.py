@@ -238,6 +238,26 @@ def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
     assert replaced.objects == 2  # of the save before
 
 
+def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = memory_url()
+    with dos.CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.ones(5)})
+    read, moments = listing._claims_of, iter(["first"])
+
+    def read_then_go_back(*args: Any) -> Any:
+        found = read(*args)
+        if next(moments, None):
+            with dos.CheckpointManager(run) as manager:
+                manager.load({"w": torch.zeros(5)}, 1)
+                manager.save(2, {"w": torch.ones(5)})
+        return found
+
+    monkeypatch.setattr(listing, "_claims_of", read_then_go_back)
+    found = dos.list_checkpoints(run).checkpoints
+    assert [one.state for one in found] == ["committed", "committed", "superseded"]
+
+
 @pytest.mark.backends("seaweed")
 def test_a_commit_that_replaces_another_meanwhile_is_not_called_left_over(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch

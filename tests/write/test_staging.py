@@ -609,6 +609,20 @@ def test_saves_of_two_threads_with_one_writer_are_both_committed(
     assert [dos.open(url).read("t")["t"].tolist() for url in urls] == [[1.0] * 3, [2.0] * 3]
 
 
+def test_a_thread_that_saves_again_does_not_wait_for_itself() -> None:
+    """DCP's executor may keep its thread, and what was staged, for the next save."""
+    state = stage({"t": torch.ones(3)})
+    save = stager._BackgroundSave(state)
+
+    def run_and_begin_another() -> bool:
+        save.runs_here()
+        return save.wait(30)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_and_begin_another).result(30)
+    assert save.thread is not None
+
+
 def test_a_copy_that_went_to_a_child_process_says_nothing_of_the_saves_end() -> None:
     writer = dos.ObjectStoreWriter(memory_url(), on_busy="raise")
     sent, go_on = threading.Event(), threading.Event()
