@@ -138,6 +138,6 @@ def test_each_rank_reports_what_its_own_state_misses(tmp_path: Path) -> None:
     ],
 )
 def test_the_nearest_of_many_names_is_found(asked: str, first: str, others: int) -> None:
-    saved = [f"{number:04}.norm.bias" for number in range(others)]
+    saved = [f"mod{number:04}.norm.bias" for number in range(others)]
     saved.insert(others // 2, "model.head.weight")
     assert nearest(asked, saved)[0] == first

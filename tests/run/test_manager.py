@@ -23,6 +23,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining, manager
+from dcp_objstore.run.steps import step_numbers
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import api, async_save as async_api
 from tests.support.servers import Bucket
@@ -784,6 +785,11 @@ def test_other_names_below_the_run_do_not_count(url: str) -> None:
     with dos.CheckpointManager(url) as run:
         assert run.latest() == 10
         assert run.steps() == (10,)
+        run.load(state(0))
+        for step in (11, 12):
+            run.save(step, state(step))
+    # They are the last by name, so the newest two are not those of two names.
+    assert step_numbers(StoreSpec(url), 2) == (11, 12)
 
 
 def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -> None:
