@@ -267,7 +267,7 @@ class _Finder(ast.NodeVisitor):
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is None:
             self._replaced("removed", node, [])
-        elif not (isinstance(node.value, ast.Constant) and node.value.value is None):
+        elif not (isinstance(node.value, ast.Constant) and not node.value.value):
             self._replaced("returned", node, [ast.Return(ast.Constant(None))])
         if node.value is not None:
             self.visit(node.value)

@@ -35,7 +35,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.read import item_read as gather
+from dcp_objstore.read import item_read as gather, session
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.stored_checkpoint import ForeignItems, ItemLocation, StoredCheckpoint
 from dcp_objstore.stores import StoreSpec
@@ -490,6 +490,21 @@ def test_threads_that_share_a_reader_each_load_what_they_asked_for() -> None:
     with ThreadPoolExecutor(2) as pool:
         for n, tensor in enumerate(pool.map(load_step, range(2))):
             assert tensor.eq(n).all(), f"the load of step {n} got another step's"
+
+
+def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each body waits for memory of its own, it cannot."""
+    fetch, given = session.fetch_ranges, []
+
+    def watch(*args: Any, **settings: Any) -> Any:
+        given.append(settings["admit"])
+        return fetch(*args, **settings)
+
+    monkeypatch.setattr(session, "fetch_ranges", watch)
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    dos.load({"t": torch.zeros(3)}, url)
+    assert given == [None]
 
 
 def test_nothing_more_is_asked_for_when_a_planner_has_failed(
