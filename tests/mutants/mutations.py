@@ -247,7 +247,7 @@ class _Finder(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
+        if node.value is not None and ast.unparse(node.annotation) != "TypeAlias":
             if isinstance(node.target, ast.Attribute) and self.names[-1:] != ["__init__"]:
                 self._replaced("removed", node, [])
             self.visit(node.value)
@@ -367,11 +367,7 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.op, ast.Pow):
             return  # a unit
         swapped = _COMPUTED.get(type(node.op))
-        texts = any(
-            isinstance(side, ast.JoinedStr)
-            or (isinstance(side, ast.Constant) and isinstance(side.value, (str, bytes)))
-            for side in (node.left, node.right)
-        )
+        texts = _is_text(node.left) or _is_text(node.right)
         if swapped is not None and not texts:
             new = copy.copy(node)
             new.op = swapped()
@@ -387,6 +383,8 @@ class _Finder(ast.NodeVisitor):
                 self._expression("constant", node, ast.Constant(node.value - 1))
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
+        if _is_text(node.body) or _is_text(node.orelse):
+            return
         self._expression("branch", node, node.body)
         self._expression("branch", node, node.orelse)
         self.generic_visit(node)
@@ -489,6 +487,11 @@ def _names(node: ast.stmt) -> tuple[str, ...]:
     """What a statement in the body of a module or a class gives a value; "" if nothing."""
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     return tuple(target.id for target in targets if isinstance(target, ast.Name)) or ("",)
+
+
+def _is_text(node: ast.expr) -> bool:
+    constant = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(node, ast.JoinedStr) or isinstance(constant, (str, bytes))
 
 
 def _is_log(node: ast.Call) -> bool:

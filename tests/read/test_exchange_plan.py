@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from dcp_objstore.read.peers.exchange import Exchange
-from dcp_objstore.read.peers.plan import NEED, Needs, SharedRequest, plan_exchange
+from dcp_objstore.read.peers.plan import NEED, Needs, Segment, SharedRequest, plan_exchange
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest
 
@@ -190,3 +190,8 @@ def test_a_worker_that_waits_for_a_slot_ends_with_the_transfer() -> None:
             waiting._freed = 0
             with waiting._changed:
                 waiting._changed.notify_all()
+
+
+def test_a_segment_is_as_long_as_what_is_packed_of_it_or_as_its_bytes() -> None:
+    assert Segment(64, 96).length_bytes == 32
+    assert Segment(64, 128, packed_bytes=10, read=3).length_bytes == 10

@@ -35,8 +35,9 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.read import item_read as gather, session
+from dcp_objstore.read import item_read as gather, reader as reading, session
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
+from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.stored_checkpoint import ForeignItems, ItemLocation, StoredCheckpoint
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.progress import Progress
@@ -505,6 +506,43 @@ def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch: pytest.Monke
     dos.save({"t": torch.ones(3)}, url)
     dos.load({"t": torch.zeros(3)}, url)
     assert given == [None]
+
+
+class Shared:
+    """An exchange in which no rank takes part, but which has taken some memory."""
+
+    memory_bytes, received_bytes, requests = 3 * MIB, 0, ()
+
+    def __init__(self, planned: PlannedLoad) -> None:
+        self.alone = lambda: planned.spans
+
+    def admit(self, *_: object) -> None:
+        """None: the worker has memory."""
+
+    keep = advance = admit
+
+
+def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetch, run, budgets = session.fetch_ranges, session.run_load, []
+
+    def watch(*args: Any, **settings: Any) -> Any:
+        budgets.append(settings["budget_bytes"])
+        return fetch(*args, **settings)
+
+    def share(store: Any, planned: PlannedLoad, *args: Any, **settings: Any) -> Any:
+        return run(store, planned, *args, **{**settings, "exchange": Shared(planned)})
+
+    monkeypatch.setattr(session, "fetch_ranges", watch)
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    for load in (run, share):
+        monkeypatch.setattr(reading, "run_load", load)
+        state = {"t": torch.zeros(3)}
+        dos.load(state, url, config=SMALL)
+        assert state["t"].eq(1).all()
+    assert budgets == [8 * MIB, 5 * MIB]
 
 
 def test_nothing_more_is_asked_for_when_a_planner_has_failed(

@@ -242,6 +242,15 @@ def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None
     assert not limiter.window.is_throttled
 
 
+def test_what_is_slow_is_measured_by_the_fastest_fifth() -> None:
+    slot = AdmissionSlot(Limiter(), judged=True)
+    slot._took.extend([(1.0, 0.5), *[(10.0, 10.0)] * 4])
+    assert not slot._is_slow(2.5, 1)
+    assert slot._is_slow(2.6, 1)
+    slot._took.append((10.0, 10.0))  # now the second one is no longer of the fastest fifth
+    assert not slot._is_slow(2.6, 1)
+
+
 def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
     clock = Clock()
     limiter = Limiter(clock)

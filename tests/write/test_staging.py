@@ -609,6 +609,19 @@ def test_saves_of_two_threads_with_one_writer_are_both_committed(
     assert [dos.open(url).read("t")["t"].tolist() for url in urls] == [[1.0] * 3, [2.0] * 3]
 
 
+def test_a_save_whose_copy_nothing_holds_has_ended_unless_a_child_has_it() -> None:
+    """Its thread may stay: DCP's executor waits for the next call."""
+    for in_child in (False, True):
+        state = stage({"t": torch.ones(3)})
+        save = stager._BackgroundSave(state)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(save.runs_here, in_child=in_child).result(30)
+            assert not save.has_ended()
+            del state
+            assert save.has_ended() is not in_child
+        assert save.has_ended()
+
+
 def test_a_thread_that_saves_again_does_not_wait_for_itself() -> None:
     """DCP's executor may keep its thread, and what was staged, for the next save."""
     state = stage({"t": torch.ones(3)})
