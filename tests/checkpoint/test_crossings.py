@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.delete import delete
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
-from dcp_objstore.checkpoint.read import open_committed
+from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.repair import repair
 from dcp_objstore.checkpoint.sweep import sweep
-from dcp_objstore.errors import StoreUnavailableError
+from dcp_objstore.errors import RetryableError, StoreUnavailableError
 from tests.support import upkeep
-from tests.support.memory_store import MemoryStore, Put
+from tests.support.memory_store import MemoryStore, Put, TickingClock
 from tests.support.upkeep import DESCRIBED, AgedStore
 
 
@@ -102,3 +103,26 @@ def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it() -> None:
     assert sweep(store, dot_metadata=DESCRIBED).outcome == "lost"
     assert inner.verb is None
     assert old <= upkeep.keys(store)
+
+
+def test_a_deletion_that_begins_as_dot_metadata_is_repaired_is_left_to_finish() -> None:
+    """The last look at the marker finds the same commit, which is being deleted."""
+    store = MemoryStore()
+    upkeep.save(store, publish=False)
+    looks = 0
+
+    def begin_to_delete(key: str) -> None:
+        nonlocal looks
+        if key == MARKER_KEY and DOT_METADATA_KEY in store.objects:
+            looks += 1
+            if looks == 2:
+                found = read_marker(store)
+                assert found is not None
+                assert rewrite_marker(
+                    store, found, "the deletion", TickingClock().tries(), state="deleting"
+                )
+
+    store.on_get = begin_to_delete
+    with pytest.raises(RetryableError, match="being deleted"):
+        repair(store, dot_metadata=DESCRIBED)
+    assert looks >= 2

@@ -90,6 +90,17 @@ def test_what_broke_off_too_often_is_an_error_after_which_nothing_more_is_read()
     assert len(source.asked) == 3
 
 
+def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come() -> None:
+    """Those of an earlier answer say nothing of the store's state now."""
+    source = Source(limits := iter([300, 0, 0, 1000]).__next__)
+    told: list[bool] = []
+    source.limit = lambda _: limits()
+    source.failed = lambda error, asked_at, *, came: told.append(came)  # type: ignore[method-assign]
+    with Range(source, 0, 1000, nullcontext) as body:
+        body.readinto(memoryview(bytearray(1000)))
+    assert told == [True, False, False]
+
+
 def test_an_answer_is_closed_where_the_reader_stops() -> None:
     source = Source(lambda left: left)
     with opened(source) as body:
