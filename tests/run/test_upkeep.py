@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +15,17 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits, probe as probes
+from dcp_objstore.checkpoint.delete import DeleteReport
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.compat.foreign import decode_metadata
+from dcp_objstore.run import upkeep
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion
 from dcp_objstore.transfer.interruptible import InterruptibleStore
+from tests.support.checkpoints import memory_url
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.upkeep import AgedStore, Ages, finish, tear, upload
@@ -129,6 +134,26 @@ def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket
     assert bucket.keys("run/step-10") == [MARKER_KEY]
     with pytest.raises(dos.CheckpointNotFoundError):
         dos.open(bucket.at("run/step-10"), storage_options=options)
+
+
+def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    dos.save({"a": WEIGHT}, url, progress=False)
+    really_delete = upkeep.delete_checkpoint
+
+    def lose(store: ObjectStore, **settings: Any) -> DeleteReport:
+        report = really_delete(store, **settings)
+        dos.save({"a": WEIGHT * 2}, url, progress=False)
+        store.delete(DOT_METADATA_KEY)  # as a deletion that was late does
+        return replace(report, superseded=True)
+
+    monkeypatch.setattr(upkeep, "delete_checkpoint", lose)
+    assert dos.delete(url, even_newest=True).superseded
+    store = StoreSpec(url).open()
+    body, _ = store.get(DOT_METADATA_KEY, max_size_bytes=1 << 20)
+    assert StockDotMetadata().describes(body, open_committed(store)[1])
 
 
 def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None:

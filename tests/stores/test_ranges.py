@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from dcp_objstore.errors import CorruptDataError, StoreUnavailableError
+from dcp_objstore.errors import CorruptDataError, InputError, StoreUnavailableError
 from dcp_objstore.stores.ranges import BrokenOffError, FetchedSource, Range, RangeSource
 
 MIB = 1 << 20
@@ -99,6 +99,18 @@ def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come()
     with Range(source, 0, 1000, nullcontext) as body:
         body.readinto(memoryview(bytearray(1000)))
     assert told == [True, False, False]
+
+
+def test_a_range_that_cannot_be_cancelled_at_once_is_read_on_or_asks_for_nothing_more() -> None:
+    source = Source(lambda left: min(left, 300))
+    with opened(source) as body:
+        assert read(body, 10) == BODY[:10]
+        assert not body.cancel(at_once=True)
+        assert read(body, 10) == BODY[10:20]
+        assert not body.cancel(at_once=False)
+        with pytest.raises(InputError, match="closed"):
+            read(body, 10)
+    assert source.asked == [(0, 1000)]
 
 
 def test_an_answer_is_closed_where_the_reader_stops() -> None:

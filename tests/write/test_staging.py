@@ -618,7 +618,7 @@ def test_a_save_whose_copy_nothing_holds_has_ended_unless_a_child_has_it() -> No
             pool.submit(save.runs_here, in_child=in_child).result(30)
             assert not save.has_ended()
             del state
-            assert save.has_ended() is not in_child
+            assert save.has_ended() == (not in_child)
         assert save.has_ended()
 
 
