@@ -429,18 +429,22 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     dos.load(state(0), f"{url}/step-1", progress=False)
 
 
-def test_steps_that_somebody_else_deleted_do_not_keep_others_from_being_deleted(
-    url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", ["deleted", "pinned"])
+def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_deleted(
+    url: str, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """A few are deleted at a time; those that are gone must not fill the next time, too."""
+    """A few are deleted at a time; a step that is gone, or stays, must not fill the next time."""
     monkeypatch.setattr(retaining, "_AT_A_TIME", 1)
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(3), sweeps=False)
     for step in range(1, 6):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
         retainer.committed(step, {})  # lists the run at first
-        if step == 3:
+        if step == 3 and change == "deleted":
             dos.delete(f"{url}/step-1")
-    assert names(url) == ["step-3", "step-4", "step-5"]
+        elif step == 3:
+            dos.pin(f"{url}/step-1", "paper")
+    pinned = ["step-1"] if change == "pinned" else []
+    assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
 
 
 def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(

@@ -5,11 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 
 from dcp_objstore.errors import CorruptDataError, InputError, StoreUnavailableError
-from dcp_objstore.stores.ranges import BrokenOffError, FetchedSource, Range, RangeSource
+from dcp_objstore.stores.ranges import (
+    BrokenOffError,
+    FetchedSource,
+    Range,
+    RangeSource,
+    RetriedSource,
+)
 
 MIB = 1 << 20
 BODY = random.Random(4).randbytes(1000)
@@ -145,3 +152,19 @@ def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once() -> None:
     for wrong in (b"", b"12", b"1234"):
         with pytest.raises(CorruptDataError):
             read(opened(FetchedSource(lambda *_, wrong=wrong: wrong), 0, 3), 3)
+
+
+def test_only_bytes_that_have_come_begin_the_time_for_retries_anew() -> None:
+    """A store that answers each request and sends nothing must not be asked for ever."""
+    tries, requests = Mock(), Mock()
+    requests.tries.return_value = tries
+    source = RetriedSource(requests, "k", Mock())
+    error = BrokenOffError("planned")
+    source.failed(error, 1.0, came=False)
+    tries.came.assert_not_called()
+    source.failed(error, 2.0, came=True)
+    tries.came.assert_called_once_with()
+    assert [call.args for call in requests.again.call_args_list] == [
+        (tries, error, 1.0),
+        (tries, error, 2.0),
+    ]

@@ -725,6 +725,41 @@ def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(
         dos.open(url)
 
 
+def test_of_two_threads_that_save_at_once_one_waits_for_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meeting = threading.Barrier(2)
+    objection, run_save = async_api._objection, async_api.run_save
+    under_way, second = [0], threading.Event()
+
+    def meet(earlier: Any, url: str) -> Any:
+        if earlier is last:  # neither has begun
+            meeting.wait(30)
+        return objection(earlier, url)
+
+    def count(*args: Any) -> Any:
+        under_way.append(under_way[-1] + 1)
+        try:
+            if len(under_way) == 2:
+                second.wait(0.3)
+            second.set()
+            return run_save(*args)
+        finally:
+            under_way.append(under_way[-1] - 1)
+
+    dos.async_save({"t": torch.ones(3)}, memory_url()).result(30)
+    last = async_api._saves.here.latest
+    monkeypatch.setattr(async_api, "_objection", meet)
+    monkeypatch.setattr(async_api, "run_save", count)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        begun = [
+            pool.submit(dos.async_save, {"t": torch.ones(3 * MIB)}, memory_url()) for _ in range(2)
+        ]
+        for one in begun:
+            one.result(60).result(60)
+    assert under_way == [0, 1, 0, 1, 0]
+
+
 def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save() -> None:
     url = memory_url()
     dos.save({"t": torch.ones(1)}, url)
