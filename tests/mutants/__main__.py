@@ -45,7 +45,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gather", nargs="*", metavar="TESTS", help="run tests under a tracer")
+    parser.add_argument(
+        "--gather", nargs=argparse.REMAINDER, help="run tests under a tracer; pytest's arguments"
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="how many mutants to draw")
     parser.add_argument("--seed", type=int, default=0, help="which mutants are drawn")
     parser.add_argument("--only", default="", metavar="TEXT", help="of places that have this text")
