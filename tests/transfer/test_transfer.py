@@ -291,6 +291,7 @@ def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
     assert len(rows) > 1
     told = [(read.offset, read.offset + read.size_bytes) for read in of(RangeRead, heard)]
     assert sorted(told) == list(pairwise(ends))
+    assert progress.moved_bytes == 48 * MIB
     for times in rows.values():
         assert all(earlier[1] <= later[0] for earlier, later in pairwise(sorted(times)))
 
