@@ -136,6 +136,15 @@ def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before() -> N
     assert window.size == 32
 
 
+def test_a_transfer_begins_with_a_request_after_a_pause_in_which_none_was_in_flight() -> None:
+    window = Window(8.0).begun(0.0, 1).moved(0.01, 4 << 20, 1)
+    assert window.round.answers == 1
+    assert window.begun(0.1, 1) == window  # no pause yet
+    assert window.begun(9.0, 2) == window  # one that takes long is of the same transfer
+    begun = window.begun(9.0, 1)
+    assert (begun.round.answers, begun.round.began_at, begun.trying) == (0, 9.0, None)
+
+
 def test_a_window_that_is_not_used_does_not_change() -> None:
     window = Window(8.0).begun(0.0, 1)
     for number in range(1, 1000):
