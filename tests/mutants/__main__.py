@@ -10,6 +10,11 @@
 A mutant is killed when a test fails that reaches its line; the tests that take least, and those of
 the same room, are run first, within `--seconds`. Mutants that nothing can notice stand in
 `equivalent.toml`, with a line why. What is left is open.
+
+Not by mutmut: it puts all mutants of a function behind a call that chooses one, which changes what
+torch sees of a function (its signature, how it pickles) and when threads switch; it forks a process
+that has run tests, with the threads of obstore and gloo; it learns which tests reach a function
+from one process, without ranks; and it leaves code outside of functions alone.
 """
 
 from __future__ import annotations
