@@ -32,9 +32,10 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     TransferStalledError,
 )
+from dcp_objstore.read import session
 from dcp_objstore.read.stored_checkpoint import ItemLocation
 from dcp_objstore.read.tensor_read import TensorRead
-from dcp_objstore.state import device
+from dcp_objstore.state import device, tensor_frame
 from dcp_objstore.state.device import Inbound, Outbound, pinned_memory, plan_ring
 from dcp_objstore.state.ring import Ring
 from dcp_objstore.stores import StoreSpec
@@ -307,6 +308,30 @@ def test_memory_as_a_store_gives_back_what_it_was_sent_before_the_last_of_it_com
     loaded = blank(state)
     load(loaded, url)
     assert_same(loaded, state)
+
+
+def test_what_is_loaded_into_a_device_is_received_in_the_ring(lane, monkeypatch):
+    fetch, admits = session.fetch_ranges, []
+
+    def watch(*args, **settings):
+        admits.append(settings["admit"])
+        return fetch(*args, **settings)
+
+    monkeypatch.setattr(session, "fetch_ranges", watch)
+    state, url = {"t": seeded("t", (300_000,))}, memory_url()
+    dos.save(state, url)
+    loaded = blank(state)
+    load(loaded, url)
+    assert_same(loaded, state)
+    assert [admit is not None for admit in admits] == [True]
+
+
+def test_memory_that_only_torch_can_read_is_copied_a_slice_at_a_time(monkeypatch):
+    monkeypatch.setattr(tensor_frame, "byte_memory", lambda tensor: None)
+    tensor = torch.arange(7, dtype=torch.int16)
+    slices = list(tensor_frame.payload_slices(tensor, 4))
+    assert [piece.nbytes for piece in slices] == [4, 4, 4, 2]
+    assert b"".join(map(bytes, slices)) == tensor.numpy().tobytes()
 
 
 @given(st.integers(5 * MIB, 200 * MIB), st.integers(1, 16), st.integers(0, 2**40))
