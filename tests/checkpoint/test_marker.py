@@ -270,3 +270,9 @@ def test_key_that_leaves_the_checkpoint_is_corrupt(key: str) -> None:
 @pytest.mark.parametrize("key", ["a", "a/b", "..a", "a..", ".metadata", "ö", "__0_0.distcp"])
 def test_clean_key_passes(key: str) -> None:
     assert names.check_object_key(key) == key
+
+
+def test_the_key_of_an_object_is_as_long_as_a_store_takes_it_and_no_longer() -> None:
+    assert names.check_object_key("ä" * 512) == "ä" * 512
+    with pytest.raises(CheckpointCorruptError, match="1024 bytes"):
+        names.check_object_key("ä" * 512 + "a")

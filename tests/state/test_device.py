@@ -568,6 +568,23 @@ def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
     assert same_bits(found[0], found[1])
 
 
+@pytest.mark.parametrize("cut", [0, 5 * 120, 7 * 120 + 4, 15 * 120, 4800])
+def test_of_a_block_only_what_is_wanted_is_sent(cut):
+    """The rows 5 to 15, of blocks that begin before them, in their midst, and after them."""
+    values = seeded("rows", (40, 30))
+    stored = ItemLocation(0, 0, values.nbytes, (40, 30), "float32", None)
+    block = values.numpy().view(np.uint8).reshape(-1).copy()
+    destination = torch.zeros(10, 30)
+    read = TensorRead(_part((5, 0), (10, 30)), stored)
+    read.bind(destination)
+    with Inbound({destination.device: LateLane()}, 2, 8192) as inbound:
+        read.send_through(inbound)
+        for start, end in ((0, cut), (cut, len(block))):
+            if start < end and max(start, 600) < min(end, 1800):
+                read.accept(start, block[start:end])
+    assert same_bits(destination, values[5:15])
+
+
 def _part(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
     place = MetadataIndex("t")
     nothing = torch.Size([0] * len(offsets))
