@@ -12,6 +12,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.state.per_rank import PerRank
 from dcp_objstore.state.state_dict import ConvertedState
+from tests.support.checkpoints import memory_url
 
 
 def to_state_dict(state):
@@ -361,3 +362,43 @@ def test_a_tensor_on_the_meta_device_is_not_loaded_into_wherever_it_stands():
         with pytest.raises(UnsupportedError, match="empty_like") as caught:
             ConvertedState(state, loading=True)
         assert caught.value.key == "a.inner.0"
+
+
+def test_modules_come_first_then_optimizers_then_what_may_look_at_both() -> None:
+    """Whatever their names: a scheduler may read the rates of its optimizer as it is restored."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[tuple[float, float]] = []
+
+    class Looks:
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            seen.append((optimizer.param_groups[0]["lr"], model.weight[0, 0].item()))
+
+    state = {"a": Looks(), "b": optimizer, "c": model}
+    optimizer.param_groups[0]["lr"] = 0.5
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    url = memory_url()
+    dos.save(state, url)
+    optimizer.param_groups[0]["lr"] = 0.1
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    dos.load(state, url)
+    assert seen == [(0.5, 7.0)]
+
+
+def test_a_module_that_is_compiled_loads_what_was_saved_without() -> None:
+    model, url = nn.Linear(2, 2), memory_url()
+    dos.save({"model": model}, url)
+    compiled = torch.compile(nn.Linear(2, 2))
+    dos.load({"model": compiled}, url)
+    assert torch.equal(compiled.weight, model.weight)
+
+
+def test_a_name_below_a_per_rank_value_is_refused_only_if_it_is_that_of_a_rank() -> None:
+    ConvertedState({"rng": PerRank(1), "rng.note": 2, "rng.1a": 3}, loading=False)
+    with pytest.raises(StateMismatchError, match="same name"):
+        ConvertedState({"rng": PerRank(1), "rng.12": 2}, loading=False)
