@@ -117,6 +117,7 @@ def test_chunks_are_taken_for_a_list() -> None:
     assert chunks == listed
     assert listed == chunks
     assert chunks != listed[1:]
+    assert chunks != len(listed)
     assert (
         chunks[-1] == listed[-1] == ChunkStorageMetadata(torch.Size([189, 0]), torch.Size([3, 3]))
     )

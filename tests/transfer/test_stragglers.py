@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FetchedSource, Range
-from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.download import _Shared, fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
@@ -122,6 +123,20 @@ def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests: int, most:
             with waits.stragglers.waiting("usual", MIB):
                 waits.clock.now += 0.1
     assert taken == most
+
+
+def test_a_wait_is_taken_away_only_while_no_worker_is_started() -> None:
+    """Whether there is room for another worker must not change in between."""
+    held: list[bool] = []
+    shared: Any = SimpleNamespace(
+        progress=Progress(60),
+        _limiter=SimpleNamespace(spares_retries=True),
+        staffing=threading.Lock(),
+        stragglers=SimpleNamespace(take=lambda _: held.append(shared.staffing.locked())),
+        _give_up=None,
+    )
+    _Shared.look(shared)
+    assert held == [True]
 
 
 # --- over a transport that cannot be interrupted
