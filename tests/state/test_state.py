@@ -402,3 +402,25 @@ def test_a_name_below_a_per_rank_value_is_refused_only_if_it_is_that_of_a_rank()
     ConvertedState({"rng": PerRank(1), "rng.note": 2, "rng.1a": 3}, loading=False)
     with pytest.raises(StateMismatchError, match="same name"):
         ConvertedState({"rng": PerRank(1), "rng.12": 2}, loading=False)
+
+
+def test_only_the_optimizer_that_was_saved_without_state_is_left_without() -> None:
+    def make(seed: int) -> dict[str, object]:
+        torch.manual_seed(seed)
+        models = {name: nn.Linear(2, 2, bias=False) for name in "ab"}
+        optimizers = {
+            f"optimizer_{name}": torch.optim.Adam(model.parameters())
+            for name, model in models.items()
+        }
+        return {**models, **optimizers}
+
+    state = make(0)
+    for name in "ab":
+        state[name](torch.ones(1, 2)).sum().backward()
+        state[f"optimizer_{name}"].step()
+    saved = to_state_dict(state)
+    other = make(1)
+    restore(other, saved, [(("optimizer_b",), "weight")])
+    (found,) = other["optimizer_a"].state.values()
+    assert torch.equal(found["exp_avg"], next(iter(state["optimizer_a"].state.values()))["exp_avg"])
+    assert not other["optimizer_b"].state

@@ -615,11 +615,13 @@ def test_the_memory_of_tensors_is_not_read_once_their_save_has_failed(
     assert len(looked) == before
 
 
-@pytest.mark.parametrize(("count", "most"), [(16, AUTO_MOST), (17, 3)])
+@pytest.mark.parametrize(
+    ("count", "part_mib", "most"), [(16, 5, AUTO_MOST), (17, 5, 3), (17, 16, 2)]
+)
 def test_parts_of_copied_tensors_are_bounded_in_bytes(
-    monkeypatch: pytest.MonkeyPatch, count: int, most: int
+    monkeypatch: pytest.MonkeyPatch, count: int, part_mib: int, most: int
 ) -> None:
-    """Copies may take 16 MiB here: 3 parts of 5 MiB."""
+    """Copies may take 16 MiB here: 3 parts of 5 MiB. One part is filled as another is sent."""
     monkeypatch.setattr(uploading, "COPIED_MOST_BYTES", 16 * MIB)
     given: list[int] = []
     upload = uploading.upload_object
@@ -630,5 +632,5 @@ def test_parts_of_copied_tensors_are_bounded_in_bytes(
 
     monkeypatch.setattr(uploading, "upload_object", noting)
     state = {f"{n}": torch.zeros(MIB // 4) for n in range(count)}
-    dos.save(state, memory_url(), config=dos.TransferConfig(part_size_bytes=5 * MIB))
+    dos.save(state, memory_url(), config=dos.TransferConfig(part_size_bytes=part_mib * MIB))
     assert given == [most]
