@@ -10,10 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.read.nearest import nearest
+from dcp_objstore.read.planner import AgreeingLoadPlanner
 from tests.support.ranks import run_ranks
 
 
@@ -141,3 +144,20 @@ def test_the_nearest_of_many_names_is_found(asked: str, first: str, others: int)
     saved = [f"mod{number:04}.norm.bias" for number in range(others)]
     saved.insert(others // 2, "model.head.weight")
     assert nearest(asked, saved)[0] == first
+
+
+@pytest.mark.parametrize("ranks", [["empty", "empty"], ["empty", "full"], ["full", "empty"]])
+def test_a_load_is_called_empty_only_if_no_rank_loads_anything(
+    ranks: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    nothing = torch.Size([])
+    place = MetadataIndex("t", nothing)
+    item = ReadItem(LoadItemType.TENSOR, place, nothing, place, nothing, nothing)
+    planner = AgreeingLoadPlanner("memory://x/step-1")
+    planner.is_coordinator = True
+    plans = [
+        LoadPlan([item] if rank == "full" else [], planner_data=("memory://x/step-1", 0))
+        for rank in ranks
+    ]
+    planner.create_global_plan(plans)
+    assert ("nothing is loaded" in caplog.text) is ("full" not in ranks)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from dcp_objstore.stores.protocol import CopySource, Version
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.copies import copied_parts
 from dcp_objstore.write import api
-from dcp_objstore.write.base import Unchanged
+from dcp_objstore.write.base import Unchanged, _candidates
 from tests.support.checkpoints import assert_nothing_visible, memory_url
 from tests.support.lanes import LateLane, use_lane
 from tests.support.proxy import Asked, NetworkProxy
@@ -167,6 +168,28 @@ def test_a_tensor_is_the_same_only_with_its_key_dtype_shape_and_every_bit(
     report = save(local.at("step-3"), state=changed, base="latest")
     assert report.uploaded_bytes == 0
     assert_holds(local.at("step-3"), None, changed)
+
+
+def test_what_the_base_does_not_have_keeps_nothing_after_it_from_being_copied() -> None:
+    def item(key: str, offset: int, size: int = 8, chunk: int = 4) -> Any:
+        box = SimpleNamespace(offsets=torch.Size([offset]), sizes=torch.Size([chunk]))
+        data = SimpleNamespace(size=torch.Size([size]), chunk=box)
+        return SimpleNamespace(index=SimpleNamespace(fqn=key, index=None), tensor_data=data)
+
+    rows = {("w", 0): 0, ("w", 4): 1}
+    pickled = {0: False, 1: False}
+    index: Any = SimpleNamespace(
+        tensors={"w": SimpleNamespace(key="w", shape=(8,), dtype="float32")},
+        find=lambda key, offsets, _: rows.get((key, offsets[0])),
+        item=lambda row: SimpleNamespace(pickled=pickled[row]),
+        box=lambda _, row: ([4 * row], [4]),
+        rows=lambda _: range(2),
+    )
+    items = [item("new", 0), item("w", 0, size=9), item("w", 2), item("w", 0, chunk=3)]
+    items += [item("w", 0), SimpleNamespace(index=items[1].index, tensor_data=None), item("w", 4)]
+    assert [kept.row for kept in _candidates(index, items)] == [0, 1]
+    pickled[0] = True
+    assert [kept.row for kept in _candidates(index, items)] == [1]
 
 
 def test_values_and_tensors_that_only_torch_can_decode_are_uploaded(local: Folder) -> None:
