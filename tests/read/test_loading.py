@@ -545,6 +545,21 @@ def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
     assert budgets == [8 * MIB, 5 * MIB]
 
 
+def test_a_rank_without_a_group_to_share_in_loads_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    reader = dos.ObjectStoreReader(url, process_group=object())  # type: ignore[arg-type]
+
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("no gloo here")
+
+    monkeypatch.setattr(reading, "current_rank", lambda: 0)
+    monkeypatch.setattr(reader, "_group", refuse)
+    assert reader.read_metadata().state_dict_metadata.keys() == {"t"}
+
+
 def test_nothing_more_is_asked_for_when_a_planner_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -38,7 +38,9 @@ def saved(url: str) -> tuple[nn.Sequential, torch.optim.AdamW]:
     return made, optimizer
 
 
-def test_weights_load_without_the_optimizer_and_the_rest_is_named(tmp_path: Path) -> None:
+def test_weights_load_without_the_optimizer_and_the_rest_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = (tmp_path / "step-5").as_uri()
     made, _ = saved(url)
     fresh = model(2)
@@ -50,6 +52,7 @@ def test_weights_load_without_the_optimizer_and_the_rest_is_named(tmp_path: Path
     assert "step" in report.unexpected
     assert "optim.state.0.weight.exp_avg" in report.unexpected
     assert not any(key.startswith("model.") for key in report.unexpected)
+    assert "optimizer state" not in caplog.text
 
 
 def test_a_larger_model_takes_what_there_is_and_keeps_the_rest(

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ from dcp_objstore.config import MIB
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.observe.events import NotCopied, PartCopied, Planned, Saved
 from dcp_objstore.stores import ObjectStore, StoreSpec
-from dcp_objstore.stores.protocol import CopySource, Version
+from dcp_objstore.stores.protocol import Capabilities, CopySource, Version
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.copies import copied_parts
 from dcp_objstore.write import api
@@ -168,6 +169,34 @@ def test_a_tensor_is_the_same_only_with_its_key_dtype_shape_and_every_bit(
     report = save(local.at("step-3"), state=changed, base="latest")
     assert report.uploaded_bytes == 0
     assert_holds(local.at("step-3"), None, changed)
+
+
+class WholeAlone(WrappedStore):
+    """Copies only whole objects, each by itself, as GCS and Azure do."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, range_copies=False)
+
+    def copy(self, key: str, sources: Sequence[CopySource], **settings: Any) -> Version:
+        (source,) = sources
+        name = source.url.rpartition("step-")[2].partition("/")[2]
+        there = StoreSpec(source.url.removesuffix(f"/{name}")).open()
+        assert (source.start, source.end) == (0, there.head(name).size_bytes)
+        return super().copy(key, sources, **settings)
+
+
+def test_a_store_that_copies_whole_objects_gets_what_does_not_change_in_its_own(
+    local: Folder, through: Through
+) -> None:
+    through(WholeAlone)
+    copied = [
+        save(local.at(f"step-{edition}"), None, edition, base="latest").copied_bytes
+        for edition in (1, 2, 3)
+    ]
+    assert copied[:2] == [0, 0]
+    assert copied[2] > 16 * MIB
+    assert_holds(local.at("step-3"), None, 3)
 
 
 def test_what_the_base_does_not_have_keeps_nothing_after_it_from_being_copied() -> None:

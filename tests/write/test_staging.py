@@ -760,6 +760,15 @@ def test_of_two_threads_that_save_at_once_one_waits_for_the_other(
     assert under_way == [0, 1, 0, 1, 0]
 
 
+def test_a_copy_that_timed_out_is_not_called_unfinished() -> None:
+    handle = dos.AsyncSaveHandle("memory://x/step-1")
+    with pytest.raises(TimeoutError, match="still being copied"):
+        handle.staged(0.01)
+    handle.staging_completion.set_exception(TimeoutError("the device's own"))
+    with pytest.raises(TimeoutError, match="the device's own"):
+        handle.staged(30)
+
+
 def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save() -> None:
     url = memory_url()
     dos.save({"t": torch.ones(1)}, url)
