@@ -6,6 +6,7 @@ import contextlib
 import io
 import threading
 import tracemalloc
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,6 +154,17 @@ def test_autograd_is_told_that_a_destination_was_written(tmp_path: Path, origin:
     load({"t": leaf}, url)
     assert leaf._version > before
     assert leaf.detach().eq(1).all()
+
+
+def test_one_warning_names_the_first_tensor_whose_values_may_not_fit() -> None:
+    url = memory_url()
+    dos.save({"a": torch.ones(3), "b": torch.ones(3)}, url)
+    with pytest.warns(UserWarning, match="a: saved as float32, converted to float16") as told:
+        dos.load({"a": torch.zeros(3).half(), "b": torch.zeros(3).half()}, url)
+    assert len([one for one in told if "converted" in str(one.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="loading .* converted")
+        dos.load({"a": torch.zeros(3).double(), "b": torch.zeros(3)}, url)
 
 
 def sparse(layout: str) -> torch.Tensor:
@@ -304,6 +316,20 @@ def test_a_value_is_whole_whose_first_blocks_arrive_at_once(
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(read.accept, (0, 4), (b"aaaa", b"bbbb")))
     assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
+
+
+def test_a_queue_of_values_is_full_above_its_limit() -> None:
+    queue = CompletionQueue(16)
+    reads = [gathered(size, queue.add) for size in (8, 8, 1)]
+    full = []
+    for read in reads:
+        read.accept(0, bytes(read.location.payload_length))
+        full.append(queue.is_full)
+    assert full == [False, False, True]
+    taken: list[ItemRead] = []
+    queue.drain(taken.append)
+    assert taken == reads
+    assert not queue.is_full
 
 
 def test_an_item_without_bytes_is_complete_at_once() -> None:

@@ -41,6 +41,8 @@ from dcp_objstore.state.ring import Ring
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.parts import plan_parts
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest
 from tests.support.campaign import cases
 from tests.support.checkpoints import memory_url
 from tests.support.lanes import LateLane, use_lane
@@ -566,6 +568,19 @@ def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
         found.append(destination)
     assert found[0].any()
     assert same_bits(found[0], found[1])
+
+
+def test_after_an_error_nothing_is_sent_from_the_memory_that_was_admitted():
+    """The body is fetched and consumed once more, wherever it arrives then."""
+    request = RangeRequest(0, 0, 8)
+    with Inbound({torch.device("cpu"): LateLane()}, 2, 8192) as inbound:
+        assert inbound.admit(request, Progress(60)) is not None
+        with pytest.raises(ZeroDivisionError), inbound.taking(request):
+            assert inbound._of_thread.slot is not None
+            raise ZeroDivisionError
+        assert inbound._of_thread.slot is None
+        with inbound.taking(request):  # it was kept
+            assert inbound._of_thread.slot is not None
 
 
 @pytest.mark.parametrize("cut", [0, 5 * 120, 7 * 120 + 4, 15 * 120, 4800])

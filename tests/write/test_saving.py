@@ -194,6 +194,13 @@ def test_stock_torch_reads_a_state_whose_keys_are_of_a_class_of_their_own(tmp_pa
 # --- planners of one's own ---
 
 
+def test_a_step_of_a_save_that_was_never_begun_says_of_which() -> None:
+    writer = dos.ObjectStoreWriter(url := memory_url())
+    with pytest.raises(dos.UnsupportedError, match="no save was begun") as caught:
+        writer.prepare_global_plan([])
+    assert caught.value.url == url
+
+
 class OwnFormatSaver(DefaultSavePlanner):
     """Writes values in a format of its own."""
 
