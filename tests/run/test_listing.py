@@ -12,7 +12,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK
 from dcp_objstore.checkpoint.commit import put_tombstone
-from dcp_objstore.checkpoint.names import beacon_key, data_key, new_nonce
+from dcp_objstore.checkpoint.names import beacon_key, data_key, is_ours, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_objstore.run import listing
@@ -226,6 +226,7 @@ def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
     with dos.CheckpointManager(run) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.ones(5)})
+    before = [meta for meta in open_store(f"{run}/step-2").list() if is_ours(meta.key)]
     with dos.CheckpointManager(run) as manager:
         manager.load({"w": torch.zeros(5)}, 1)
         manager.save(2, {"w": torch.ones(5)})
@@ -235,7 +236,9 @@ def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
     assert not kept
     assert not superseded
     assert replaced is not None
-    assert replaced.objects == 2  # of the save before
+    assert replaced.objects == len(before) == 2
+    assert replaced.objects_bytes == sum(meta.size_bytes for meta in before)
+    assert replaced.written_at == max(meta.last_modified for meta in before)
 
 
 def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

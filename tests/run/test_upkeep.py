@@ -183,6 +183,8 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     later.age()
     tear(StoreSpec(bucket.at("step-6"), options).open())  # may be under way
     before = bucket.keys()
+    (alone,) = dos.sweep(bucket.at("step-1"), storage_options=options, dry_run=True).checkpoints
+    assert (alone.outcome, alone.superseded) == ("clean", False), "no job has claimed the run"
     planned = dos.sweep(bucket.url, storage_options=options, dry_run=True)
     assert bucket.keys() == before
     report = dos.sweep(bucket.url, storage_options=options)
@@ -318,6 +320,14 @@ def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path: Pat
 
 
 # --- Ctrl-C, and what is imported
+
+
+@pytest.mark.parametrize("retry", [True, False])
+def test_a_request_that_can_be_interrupted_is_the_same_request(retry: bool) -> None:
+    store = MemoryStore()
+    InterruptibleStore(store).put("k", b"x", precondition=IfAbsent(), retry=retry)
+    (put,) = store.puts
+    assert (put.key, put.data, put.precondition, put.retry) == ("k", b"x", IfAbsent(), retry)
 
 
 def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other() -> None:

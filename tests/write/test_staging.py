@@ -130,6 +130,23 @@ def test_what_shares_memory_shares_it_in_the_copy_and_is_copied_once(
     assert memory.allocated_bytes < 2 * weight.nbytes
 
 
+def test_what_has_no_memory_keeps_nothing_after_it_from_being_copied() -> None:
+    without = [
+        torch.zeros(0),
+        torch.ones(3, device="meta"),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, dtype=torch.complex64).conj(),
+    ]
+    for first in without:
+        last = torch.ones(3)
+        places = regions.plan_regions([first, last])
+        assert id(last) in places
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    places = regions.plan_regions([freed, last])
+    assert id(last) in places
+
+
 def test_views_that_overlap_in_the_midst_of_a_storage_share_memory_in_the_copy() -> None:
     base = torch.arange(100_000.0)
     staged = stage({"a": base[1001:1010], "b": base[1005:1020], "c": base[1020:1021]})
