@@ -573,14 +573,19 @@ def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
 def test_after_an_error_nothing_is_sent_from_the_memory_that_was_admitted():
     """The body is fetched and consumed once more, wherever it arrives then."""
     request = RangeRequest(0, 0, 8)
+    sent = []
     with Inbound({torch.device("cpu"): LateLane()}, 2, 8192) as inbound:
-        assert inbound.admit(request, Progress(60)) is not None
+        admitted = inbound.admit(request, Progress(60))
+        assert admitted is not None
         with pytest.raises(ZeroDivisionError), inbound.taking(request):
             assert inbound._of_thread.slot is not None
             raise ZeroDivisionError
         assert inbound._of_thread.slot is None
         with inbound.taking(request):  # it was kept
-            assert inbound._of_thread.slot is not None
+            inbound.send(torch.device("cpu"), admitted[:8], sent.append)
+            inbound.send(torch.device("cpu"), bytes(8), sent.append)
+    address = np.frombuffer(admitted, np.uint8).ctypes.data
+    assert [part.data_ptr() == address for part in sent].count(True) == 1
 
 
 @pytest.mark.parametrize("cut", [0, 5 * 120, 7 * 120 + 4, 15 * 120, 4800])
