@@ -192,7 +192,7 @@ def check_user_metadata(values: Mapping[str, object] | None) -> dict[str, Any]:
     return plain
 
 
-def next_marker(old: Marker | None, *, claim: int = 0, **fields: Any) -> Marker:
+def next_marker(old: Marker | None, *, claim: int, **fields: Any) -> Marker:
     """Make the marker of a new commit, with these other fields.
 
     Its generation is one higher than that of the marker it replaces, whose commit_id joins the log,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -146,11 +146,6 @@ class IndexItems:
     def __len__(self) -> int:
         return len(self._index.columns.offset)
 
-    def __iter__(self) -> Iterator[tuple[str, ItemLocation]]:
-        for key in (*self._index.tensors, *self._index.blobs):
-            for row in self._index.rows(key):
-                yield key, self._location(key, row)
-
     @property
     def keys(self) -> KeysView[str]:
         """The keys of all tensors and values."""
@@ -212,9 +207,6 @@ class ForeignItems:
 
     def __len__(self) -> int:
         return len(self._locations)
-
-    def __iter__(self) -> Iterator[tuple[str, ItemLocation]]:
-        return ((key, location) for (key, _), location in self._locations.items())
 
     @property
     def keys(self) -> KeysView[str]:

@@ -33,6 +33,7 @@ from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
     LostRaceError,
+    PermissionDeniedError,
     StoreUnavailableError,
     SupersededError,
     UnsupportedError,
@@ -380,6 +381,23 @@ def test_a_save_that_cannot_see_the_claim_is_no_success(run: MemoryStore) -> Non
         end()
 
 
+def test_a_claim_that_may_not_be_read_is_asked_for_once(run: MemoryStore) -> None:
+    """A refusal stays one: a save must not hold training for a minute to find that out."""
+    job = Job(run)
+    job.save("step-1")
+    clock = TickingClock()
+
+    def refuse(key: str) -> None:
+        raise PermissionDeniedError("403")
+
+    run.on_get = refuse
+    before = len(run.requests)
+    with pytest.raises(CommitUnknownError, match="403"):
+        rule.confirm(job.process.at(""), job.number, clock=clock)
+    assert run.requests[before:] == [("get", CLAIM_KEY)]
+    assert clock.now == 0
+
+
 def test_a_claim_that_somebody_removed_is_damage(run: MemoryStore) -> None:
     job = Job(run)
     end = job.begin("step-1")
@@ -566,7 +584,9 @@ def go_back(job: Job, last: int, process: Process | None = None) -> None:
     )
 
 
-def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(run: MemoryStore) -> None:
+def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(
+    run: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
     job = Job(run)
     for n in (1, 2, 3, 4):
         job.save(f"step-{n}")
@@ -574,6 +594,7 @@ def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(run: Memor
     go_back(job, 2)
     kept = {name: before[name] for name in ("step-1", "step-2")}
     assert listed(run) == kept
+    assert "these 2 steps no longer count: step-3, step-4" in caplog.text
     named(Process(run).at("step-4"))  # it is whole, for any reader
     kept["step-3"] = job.save("step-3")
     assert listed(run) == kept
@@ -682,6 +703,30 @@ def test_a_list_that_a_take_over_ran_through_is_made_again(run: MemoryStore) -> 
     found = listed(run)
     assert first not in found.values()
     assert set(found) == {"step-3"}
+
+
+def test_a_list_during_which_the_base_rose_is_made_again(run: MemoryStore) -> None:
+    """The successor's number is there already; its second PUT comes while the list is made."""
+    zombie = Job(run)
+    first = zombie.save("step-1")
+    late = zombie.begin("step-2")
+    found: dict[str, str] = {}
+
+    def list_before_it_arrives(put: Put) -> None:
+        with pytest.raises(SupersededError):
+            late()  # its marker has the zombie's claim, which still counts
+
+        def arrive(key: str) -> None:
+            if key == f"step-1/{MARKER_KEY}":
+                run.on_get = None
+                run.apply(put)
+
+        run.on_get = arrive
+        found.update(listed(run))
+
+    run.on_put = in_turn(CLAIM_KEY, None, list_before_it_arrives)
+    Job(run)
+    assert found == {"step-1": first}
 
 
 def test_requests_of_a_list_are_bounded(run: MemoryStore) -> None:

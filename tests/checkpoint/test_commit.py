@@ -334,6 +334,20 @@ def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemorySto
     assert open_committed(store)[0] == done.marker
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_404_to_the_marker_where_nothing_has_changed_is_no_refusal(
+    store: MemoryStore, overwrite: bool
+) -> None:
+    """It is the answer of a store that is not sure yet of what it has."""
+    if overwrite:
+        save(store)
+        store.puts.clear()
+    store.on_put = in_turn(MARKER_KEY, ObjectNotFoundError("404"))
+    done = save(store, overwrite=overwrite)
+    assert len(marker_puts(store)) == 2
+    assert open_committed(store)[0] == done.marker
+
+
 def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
     """S3 may answer 409 to a conditional PUT although nobody else wins."""
     store.on_put = in_turn(MARKER_KEY, LOST, LOST, PreconditionFailedError("409"))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.delete import delete
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
-from dcp_objstore.checkpoint.read import open_committed
+from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.repair import repair
 from dcp_objstore.checkpoint.sweep import sweep
-from dcp_objstore.errors import StoreUnavailableError
+from dcp_objstore.errors import RetryableError, StoreUnavailableError
 from tests.support import upkeep
-from tests.support.memory_store import MemoryStore, Put
+from tests.support.memory_store import MemoryStore, Put, TickingClock
 from tests.support.upkeep import DESCRIBED, AgedStore
 
 
@@ -102,3 +105,40 @@ def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it() -> None:
     assert sweep(store, dot_metadata=DESCRIBED).outcome == "lost"
     assert inner.verb is None
     assert old <= upkeep.keys(store)
+
+
+class Repaired(MemoryStore):
+    """The checkpoint changes right after its `.metadata` was written and looked after."""
+
+    def __init__(self, change: Callable[[MemoryStore], object]) -> None:
+        super().__init__()
+        upkeep.save(self, publish=False)
+        self._change = change
+        self._looks = 0
+        self.on_get = self._look
+
+    def _look(self, key: str) -> None:
+        if key == MARKER_KEY and DOT_METADATA_KEY in self.objects:
+            self._looks += 1
+            if self._looks == 2:
+                self._change(self)
+
+
+def test_a_deletion_that_begins_as_dot_metadata_is_repaired_is_left_to_finish() -> None:
+    """The last look at the marker finds the same commit, which is being deleted."""
+
+    def begin_to_delete(store: MemoryStore) -> None:
+        found = read_marker(store)
+        assert found is not None
+        tries = TickingClock().tries()
+        assert rewrite_marker(store, found, "the deletion", tries, state="deleting")
+
+    with pytest.raises(RetryableError, match="being deleted"):
+        repair(Repaired(begin_to_delete), dot_metadata=DESCRIBED)
+
+
+def test_a_save_that_comes_as_dot_metadata_is_repaired_has_its_own() -> None:
+    store = Repaired(lambda store: upkeep.save(store, overwrite=True, publish=False))
+    assert repair(store, dot_metadata=DESCRIBED).dot_metadata == "written"
+    _, index = open_committed(store)
+    assert DESCRIBED.describes(store.body(DOT_METADATA_KEY), index)

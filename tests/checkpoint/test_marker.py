@@ -46,6 +46,7 @@ def follow(old: Marker | None, commit_id: str | None = None, **user_metadata: An
         world_size=8,
         user_metadata=user_metadata,
         created_at=datetime(2026, 1, 2, tzinfo=UTC),
+        claim=0,
     )
 
 
@@ -187,9 +188,12 @@ def test_user_metadata_that_json_cannot_hold_is_refused_by_name(value: object) -
 
 def test_user_metadata_is_bounded() -> None:
     deep: object = 1
-    for _ in range(40):
+    for _ in range(31):
         deep = [deep]
-    for value in ("x" * 40_000, deep):
+    assert check_user_metadata({"value": deep}) == {"value": deep}
+    # With the quotes, the name and the braces: 32 KiB.
+    assert check_user_metadata({"value": "x" * (32 * 1024 - 12)})
+    for value in ("x" * (32 * 1024 - 11), [deep]):
         with pytest.raises(ConfigError):
             check_user_metadata({"value": value})
     looped: list[object] = []
@@ -266,3 +270,9 @@ def test_key_that_leaves_the_checkpoint_is_corrupt(key: str) -> None:
 @pytest.mark.parametrize("key", ["a", "a/b", "..a", "a..", ".metadata", "ö", "__0_0.distcp"])
 def test_clean_key_passes(key: str) -> None:
     assert names.check_object_key(key) == key
+
+
+def test_the_key_of_an_object_is_as_long_as_a_store_takes_it_and_no_longer() -> None:
+    assert names.check_object_key("ä" * 512) == "ä" * 512
+    with pytest.raises(CheckpointCorruptError, match="1024 bytes"):
+        names.check_object_key("ä" * 512 + "a")

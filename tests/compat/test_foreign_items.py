@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 import random
@@ -25,13 +26,15 @@ from torch.distributed.checkpoint._extension import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_objstore as dos
-from dcp_objstore.compat.transforms import check_transforms, undo
+from dcp_objstore.compat.transforms import FRAMING_SIZE_BYTES, check_transforms, undo
 from dcp_objstore.errors import (
     CheckpointCorruptError,
+    CheckpointNotFoundError,
     DcpObjstoreError,
     UnsupportedError,
     UntrustedPickleError,
 )
+from dcp_objstore.read.stored_checkpoint import _MAX_UNEXPLAINED_BYTES
 from tests.support.checkpoints import cause
 from tests.support.ranks import run_ranks
 from tests.support.states import ALL_DTYPES, same_bits, seeded
@@ -404,3 +407,36 @@ def test_metadata_of_each_rank_is_named_as_what_it_is(tmp_path: Path) -> None:
     error = refused({"w": torch.zeros(3)}, tmp_path / "stock")
     assert isinstance(error, UnsupportedError)
     assert "use_collectives=False" in str(error)
+
+
+@pytest.mark.parametrize("key", ["w", "v"])
+def test_bytes_that_nothing_explains_are_refused_before_they_are_asked_for(
+    tmp_path: Path, key: str
+) -> None:
+    place = save({"w": torch.ones(2), "v": {1, 2}}, tmp_path / "stock")
+    metadata = pickle.loads((place / ".metadata").read_bytes())
+    (index,) = (index for index in metadata.storage_data if index.fqn == key)
+    info = metadata.storage_data[index]
+    remove_data(place)
+    # What frames a tensor, and its 8 bytes, are no surprise.
+    explained = FRAMING_SIZE_BYTES + 8 if key == "w" else 0
+    others = sum(one.length for at, one in metadata.storage_data.items() if at.fqn == "v" != key)
+    for more in (0, 1):
+        length = _MAX_UNEXPLAINED_BYTES + explained - others + more
+        metadata.storage_data[index] = dataclasses.replace(info, length=length)
+        (place / ".metadata").write_bytes(pickle.dumps(metadata))
+        if more:
+            with pytest.raises(CheckpointCorruptError, match="framing"):
+                dos.open(place.as_uri())
+        else:
+            assert sorted(dos.open(place.as_uri()).keys()) == ["v", "w"]
+
+
+def test_a_stock_checkpoint_without_anything_is_one(tmp_path: Path) -> None:
+    place = save({}, tmp_path / "stock")
+    assert not dos.open(place.as_uri()).keys()
+    metadata = pickle.loads((save({"w": torch.ones(2)}, place) / ".metadata").read_bytes())
+    metadata.storage_data.clear()
+    (place / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointNotFoundError, match="where they lie"):
+        dos.open(place.as_uri())

@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint.claim import FORMAT, ClaimRecord, encode_claim
+from dcp_objstore.checkpoint.marker import new_id
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import (
     CheckpointExistsError,
@@ -266,5 +268,10 @@ def test_a_save_into_a_run_whose_claim_is_damaged_says_so(bucket: Bucket) -> Non
     run, options = bucket.at("run"), bucket.storage_options
     StoreSpec(run, options).open().put("_CLAIM", b"{}")
     with pytest.raises(dos.CheckpointCorruptError, match="_CLAIM"):
+        saver(None, options)(1, run=run)
+    assert not [key for key in bucket.keys("run") if "step-1" in key]
+    newer = ClaimRecord(format=FORMAT + 1, number=1, base=1, write_id=new_id())
+    StoreSpec(run, options).open().put("_CLAIM", encode_claim(newer))
+    with pytest.raises(dos.UnsupportedError, match="_CLAIM"):
         saver(None, options)(1, run=run)
     assert not [key for key in bucket.keys("run") if "step-1" in key]

@@ -417,7 +417,7 @@ def test_the_copy_of_a_background_save_is_told_of(wait: bool) -> None:
     handle.result(30)
     (staged,) = of(events.Staged, heard)
     assert heard[0] is staged
-    assert staged.size_bytes == 24 * MIB + 12
+    assert (staged.size_bytes, staged.rank) == (24 * MIB + 12, 0)
     assert staged.end_ns <= of(events.Saved, heard)[0].start_ns
 
 

@@ -6,9 +6,11 @@ import contextlib
 import io
 import threading
 import tracemalloc
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 import dcp_objstore as dos
@@ -28,9 +36,10 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.read import item_read as gather
+from dcp_objstore.read import item_read as gather, reader as reading, session
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
-from dcp_objstore.read.stored_checkpoint import ItemLocation
+from dcp_objstore.read.plan import PlannedLoad
+from dcp_objstore.read.stored_checkpoint import ForeignItems, ItemLocation, StoredCheckpoint
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.progress import Progress
 from tests.support.checkpoints import cause, memory_url
@@ -199,6 +208,17 @@ def test_tied_tensors_of_many_blocks_are_filled_by_the_last_key() -> None:
     assert tied.unique().tolist() == [2.0]
 
 
+def test_one_warning_names_the_first_tensor_whose_values_may_not_fit() -> None:
+    url = memory_url()
+    dos.save({"a": torch.ones(3), "b": torch.ones(3)}, url)
+    with pytest.warns(UserWarning, match="a: saved as float32, converted to float16") as told:
+        dos.load({"a": torch.zeros(3).half(), "b": torch.zeros(3).half()}, url)
+    assert len([one for one in told if "converted" in str(one.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="loading .* converted")
+        dos.load({"a": torch.zeros(3).double(), "b": torch.zeros(3)}, url)
+
+
 def sparse(layout: str) -> torch.Tensor:
     eye = torch.eye(4)
     return {
@@ -297,6 +317,20 @@ def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRea
     return read
 
 
+def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape() -> None:
+    def of_size(size: int) -> TensorStorageMetadata:
+        chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+        properties = TensorProperties(torch.float32)
+        return TensorStorageMetadata(properties, torch.Size([size]), [chunk])
+
+    metadata = Metadata({"whole": of_size(4), "half": of_size(8)})
+    checkpoint = StoredCheckpoint((), ForeignItems(metadata, {}))
+    checkpoint.check_whole(["whole"])
+    with pytest.raises(CheckpointCorruptError, match="do not make up") as caught:
+        checkpoint.check_whole(["whole", "half"])
+    assert caught.value.key == "half"
+
+
 def test_a_value_is_held_once_however_it_arrives() -> None:
     size = 8 * MIB
     blocks = [np.full(size // 4, n, dtype=np.uint8) for n in range(4)]
@@ -316,6 +350,38 @@ def test_a_value_is_held_once_however_it_arrives() -> None:
     assert peak_bytes < 1.1 * size
     assert value == b"".join(block.tobytes() for block in blocks)
     assert body.read(1) == b"\0", "it stands at its beginning"
+
+
+def test_a_value_is_whole_whose_first_blocks_arrive_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meeting = threading.Barrier(2)
+
+    def make_memory(content: bytes) -> io.BytesIO:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.2)  # for another thread that makes some, too
+        return io.BytesIO(content)
+
+    monkeypatch.setattr(gather, "io", SimpleNamespace(BytesIO=make_memory))
+    arrived: list[ItemRead] = []
+    read = gathered(8, arrived.append)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read.accept, (0, 4), (b"aaaa", b"bbbb")))
+    assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
+
+
+def test_a_queue_of_values_is_full_above_its_limit() -> None:
+    queue = CompletionQueue(16)
+    reads = [gathered(size, queue.add) for size in (8, 8, 1)]
+    full = []
+    for read in reads:
+        read.accept(0, bytes(read.location.payload_length))
+        full.append(queue.is_full)
+    assert full == [False, False, True]
+    taken: list[ItemRead] = []
+    queue.drain(taken.append)
+    assert taken == reads
+    assert not queue.is_full
 
 
 def test_an_item_without_bytes_is_complete_at_once() -> None:
@@ -505,6 +571,104 @@ def test_threads_that_share_a_reader_each_load_what_they_asked_for() -> None:
             assert tensor.eq(n).all(), f"the load of step {n} got another step's"
 
 
+def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each body waits for memory of its own, it cannot."""
+    fetch, given = session.fetch_ranges, []
+
+    def watch(*args: Any, **settings: Any) -> Any:
+        given.append(settings["admit"])
+        return fetch(*args, **settings)
+
+    monkeypatch.setattr(session, "fetch_ranges", watch)
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    dos.load({"t": torch.zeros(3)}, url)
+    assert given == [None]
+
+
+class Shared:
+    """An exchange in which no rank takes part, but which has taken some memory."""
+
+    memory_bytes, received_bytes, requests = 3 * MIB, 0, ()
+
+    def __init__(self, planned: PlannedLoad) -> None:
+        self.alone = lambda: planned.spans
+
+    def admit(self, *_: object) -> None:
+        """None: the worker has memory."""
+
+    keep = advance = admit
+
+
+def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetch, run, budgets = session.fetch_ranges, session.run_load, []
+
+    def watch(*args: Any, **settings: Any) -> Any:
+        budgets.append(settings["budget_bytes"])
+        return fetch(*args, **settings)
+
+    def share(store: Any, planned: PlannedLoad, *args: Any, **settings: Any) -> Any:
+        return run(store, planned, *args, **{**settings, "exchange": Shared(planned)})
+
+    monkeypatch.setattr(session, "fetch_ranges", watch)
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    for load in (run, share):
+        monkeypatch.setattr(reading, "run_load", load)
+        state = {"t": torch.zeros(3)}
+        dos.load(state, url, config=SMALL)
+        assert state["t"].eq(1).all()
+    assert budgets == [8 * MIB, 5 * MIB]
+
+
+def test_a_rank_without_a_group_to_share_in_loads_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    reader = dos.ObjectStoreReader(url, process_group=object())  # type: ignore[arg-type]
+
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("no gloo here")
+
+    monkeypatch.setattr(reading, "current_rank", lambda: 0)
+    monkeypatch.setattr(reader, "_group", refuse)
+    assert reader.read_metadata().state_dict_metadata.keys() == {"t"}
+
+
+def test_nothing_more_is_asked_for_when_a_planner_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its error may be kept, with all that it refers to, for as long as the program runs."""
+    url = memory_url()
+    values = {f"value{n}": "x" * 5 * MIB for n in range(6)}
+    dos.save(values, url)
+    stopped: list[BaseException] = []
+    stop = Progress.stop
+
+    def note(progress: Progress, error: BaseException) -> None:
+        stopped.append(error)
+        stop(progress, error)
+
+    monkeypatch.setattr(Progress, "stop", note)
+    failure = ZeroDivisionError("the planner's")
+
+    def fail(_: int) -> None:
+        raise failure
+
+    reader = dos.ObjectStoreReader(url, config=SMALL)
+    with pytest.raises(CheckpointException):
+        dcp.load(
+            dict.fromkeys(values, ""),
+            storage_reader=reader,
+            planner=ValuePlanner(fail),
+            no_dist=True,
+        )
+    assert len(stopped) == 1
+
+
 def test_a_failed_load_leaves_the_reader_fit_for_the_next() -> None:
     url = memory_url()
     reader = dos.ObjectStoreReader(url)
@@ -536,6 +700,14 @@ def test_writer_and_reader_have_the_ids_that_are_stored_and_planned_with(tmp_pat
         seen.append((meta.load_id, meta.save_id))
     assert len({load_id for load_id, _ in seen}) == 3
     assert seen[0][1] == seen[1][1] == writer.save_id is not None
+
+
+@pytest.mark.parametrize("kind", [dos.ObjectStoreWriter, dos.ObjectStoreReader])
+def test_dcp_is_told_which_checkpoint_ids_are_urls(kind: Any) -> None:
+    """It chooses what stores a checkpoint by that."""
+    assert kind.validate_checkpoint_id("s3://bucket/step-1") is True
+    for other in ("/scratch/step-1", Path("s3:/bucket/step-1"), None):
+        assert kind.validate_checkpoint_id(other) is False
 
 
 def test_a_checkpoint_id_that_contradicts_the_url_is_refused_until_that_url_was_used() -> None:

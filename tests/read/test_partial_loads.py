@@ -10,9 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.read.nearest import nearest
+from dcp_objstore.read.planner import AgreeingLoadPlanner
 from tests.support.ranks import run_ranks
 
 
@@ -34,7 +38,9 @@ def saved(url: str) -> tuple[nn.Sequential, torch.optim.AdamW]:
     return made, optimizer
 
 
-def test_weights_load_without_the_optimizer_and_the_rest_is_named(tmp_path: Path) -> None:
+def test_weights_load_without_the_optimizer_and_the_rest_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = (tmp_path / "step-5").as_uri()
     made, _ = saved(url)
     fresh = model(2)
@@ -46,6 +52,7 @@ def test_weights_load_without_the_optimizer_and_the_rest_is_named(tmp_path: Path
     assert "step" in report.unexpected
     assert "optim.state.0.weight.exp_avg" in report.unexpected
     assert not any(key.startswith("model.") for key in report.unexpected)
+    assert "optimizer state" not in caplog.text
 
 
 def test_a_larger_model_takes_what_there_is_and_keeps_the_rest(
@@ -123,3 +130,37 @@ def test_each_rank_reports_what_its_own_state_misses(tmp_path: Path) -> None:
     url = (tmp_path / "step-5").as_uri()
     dos.save({f"stage{n}": torch.full((3,), n + 1.0) for n in range(2)}, url, progress=False)
     assert run_ranks(3, load_stages, url) == [((), 1.0), ((), 2.0), (("stage2",), 0.0)]
+
+
+@pytest.mark.parametrize("others", [10, 1000])
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ("head.weight", "model.head.weight"),
+        ("module.model.head.weight", "model.head.weight"),
+        ("model.head", "model.head.weight"),
+        ("modul.head.weight", "model.head.weight"),
+        ("model.head.weigth", "model.head.weight"),
+    ],
+)
+def test_the_nearest_of_many_names_is_found(asked: str, first: str, others: int) -> None:
+    saved = [f"mod{number:04}.norm.bias" for number in range(others)]
+    saved.insert(others // 2, "model.head.weight")
+    assert nearest(asked, saved)[0] == first
+
+
+@pytest.mark.parametrize("ranks", [["empty", "empty"], ["empty", "full"], ["full", "empty"]])
+def test_a_load_is_called_empty_only_if_no_rank_loads_anything(
+    ranks: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    nothing = torch.Size([])
+    place = MetadataIndex("t", nothing)
+    item = ReadItem(LoadItemType.TENSOR, place, nothing, place, nothing, nothing)
+    planner = AgreeingLoadPlanner("memory://x/step-1")
+    planner.is_coordinator = True
+    plans = [
+        LoadPlan([item] if rank == "full" else [], planner_data=("memory://x/step-1", 0))
+        for rank in ranks
+    ]
+    planner.create_global_plan(plans)
+    assert ("nothing is loaded" in caplog.text) is ("full" not in ranks)

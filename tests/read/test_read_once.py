@@ -32,12 +32,14 @@ from dcp_objstore.errors import (
     RankFailedError,
     UnsupportedError,
 )
+from dcp_objstore.observe.events import Failed
 from dcp_objstore.read import reader as reader_module
 from dcp_objstore.read.peers import exchange, shared_memory
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, group_digest, share_out
 from dcp_objstore.read.peers.plan import NEED
 from tests.support.campaign import cases
 from tests.support.checkpoints import cause, causes
+from tests.support.listening import Heard, of
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded
@@ -324,8 +326,13 @@ def out_of_memory(*_: object) -> Any:
 def load_failing(rank: int, world: int, url: str, options: Options, how: str) -> float:
     started = time.monotonic()
     how = how if rank == 1 else "not"
+    heard = Heard()
     reader = dos.ObjectStoreReader(
-        url, storage_options=options, config=SMALL, process_group=dist.group.WORLD
+        url,
+        storage_options=options,
+        config=SMALL,
+        process_group=dist.group.WORLD,
+        on_event=heard,
     )
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -335,6 +342,8 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
     except BaseException:
         # Well below the group's time-out, for which they would wait if nobody told them.
         assert time.monotonic() - started < 100
+        if rank != 1:
+            assert [one.failed_rank for one in of(Failed, heard)] == [1]
         raise
     return time.monotonic() - started
 

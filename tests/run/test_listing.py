@@ -12,11 +12,12 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK
 from dcp_objstore.checkpoint.commit import put_tombstone
-from dcp_objstore.checkpoint.names import beacon_key, data_key, new_nonce
+from dcp_objstore.checkpoint.names import beacon_key, data_key, is_ours, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_objstore.run import listing
 from dcp_objstore.stores import open_store
+from tests.support.checkpoints import memory_url
 from tests.support.command_line import environment
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import READ_ONLY, Bucket
@@ -218,6 +219,46 @@ def test_what_a_sweep_leaves_alone_is_not_called_left_over(
     damaged, foreign = capsys.readouterr().out.splitlines()[2:]
     assert damaged.split()[3] == "-"  # objects
     assert foreign.split()[3] == "1"
+
+
+def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
+    run = memory_url()
+    with dos.CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.ones(5)})
+    before = [meta for meta in open_store(f"{run}/step-2").list() if is_ours(meta.key)]
+    with dos.CheckpointManager(run) as manager:
+        manager.load({"w": torch.zeros(5)}, 1)
+        manager.save(2, {"w": torch.ones(5)})
+    found = dos.list_checkpoints(run, everything=True).checkpoints
+    assert [one.state for one in found] == ["committed", "committed", "superseded"]
+    kept, replaced, superseded = (one.leftovers for one in found)
+    assert not kept
+    assert not superseded
+    assert replaced is not None
+    assert replaced.objects == len(before) == 2
+    assert replaced.objects_bytes == sum(meta.size_bytes for meta in before)
+    assert replaced.written_at == max(meta.last_modified for meta in before)
+
+
+def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = memory_url()
+    with dos.CheckpointManager(run) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": torch.ones(5)})
+    read, moments = listing._claims_of, iter(["first"])
+
+    def read_then_go_back(*args: Any) -> Any:
+        found = read(*args)
+        if next(moments, None):
+            with dos.CheckpointManager(run) as manager:
+                manager.load({"w": torch.zeros(5)}, 1)
+                manager.save(2, {"w": torch.ones(5)})
+        return found
+
+    monkeypatch.setattr(listing, "_claims_of", read_then_go_back)
+    found = dos.list_checkpoints(run).checkpoints
+    assert [one.state for one in found] == ["committed", "committed", "superseded"]
 
 
 @pytest.mark.backends("seaweed")

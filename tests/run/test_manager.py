@@ -25,6 +25,7 @@ from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining, manager
 from dcp_objstore.run.gc import SweepReport, sweep_below
+from dcp_objstore.run.steps import step_numbers
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import run_into
 from dcp_objstore.write import api, async_save as async_api
@@ -479,6 +480,24 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     dos.load(state(0), f"{url}/step-1", progress=False)
 
 
+@pytest.mark.parametrize("change", ["deleted", "pinned"])
+def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_deleted(
+    url: str, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """A few are deleted at a time; a step that is gone, or stays, must not fill the next time."""
+    monkeypatch.setattr(retaining, "_AT_A_TIME", 1)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(3), sweeps=False)
+    for step in range(1, 6):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+        retainer.committed(step, {})  # lists the run at first
+        if step == 3 and change == "deleted":
+            dos.delete(f"{url}/step-1")
+        elif step == 3:
+            dos.pin(f"{url}/step-1", "paper")
+    pinned = ["step-1"] if change == "pinned" else []
+    assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
+
+
 def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     url: str, held: threading.Event
 ) -> None:
@@ -740,6 +759,26 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
         assert run.steps() == (1, 2)
 
 
+def test_after_an_error_in_the_body_no_rank_waits_for_this_one_to_agree_while_it_saves(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    close, abandon = manager.StepConsensus.close, manager.RunSaves.abandon
+    monkeypatch.setattr(
+        manager.StepConsensus, "close", lambda self: (ended.append("agreeing"), close(self))
+    )
+    monkeypatch.setattr(
+        manager.RunSaves,
+        "abandon",
+        lambda self, error: (ended.append("saving"), abandon(self, error)),
+    )
+    with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url) as run:
+        run.async_save(1, state(1))
+        raise ZeroDivisionError
+    assert ended[:2] == ["agreeing", "saving"]
+    assert names(url) == ["step-1"]
+
+
 def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_body(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -931,6 +970,11 @@ def test_other_names_below_the_run_do_not_count(url: str) -> None:
     with dos.CheckpointManager(url) as run:
         assert run.latest() == 10
         assert run.steps() == (10,)
+        run.load(state(0))
+        for step in (11, 12):
+            run.save(step, state(step))
+    # They are the last by name, so the newest two are not those of two names.
+    assert step_numbers(StoreSpec(url), 2) == (11, 12)
 
 
 def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -> None:

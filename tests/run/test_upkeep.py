@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 import threading
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,17 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits, probe as probes
+from dcp_objstore.checkpoint.delete import DeleteReport
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.compat.foreign import decode_metadata
+from dcp_objstore.run import upkeep
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion
 from dcp_objstore.transfer.interruptible import InterruptibleStore
+from tests.support.checkpoints import memory_url
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.upkeep import AgedStore, Ages, finish, tear, upload
@@ -72,7 +76,7 @@ def test_repair_writes_what_the_writer_would_have_written(bucket: Bucket, tmp_pa
     assert decode_metadata(StockDotMetadata().derive(index)) == decode_metadata(written)
     bucket.delete("step-1/.metadata")
     report = dos.repair(bucket.at("step-1"), storage_options=bucket.storage_options)
-    assert report.dot_metadata == "written"
+    assert (report.dot_metadata, report.dry_run) == ("written", False)
     assert torch.equal(stock_weight(bucket, "step-1", tmp_path), WEIGHT)
     again = dos.repair(bucket.at("step-1"), storage_options=bucket.storage_options)
     assert again.dot_metadata is None
@@ -152,6 +156,26 @@ def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
     dos.delete(f"{run}/{names[0]}")
 
 
+def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    dos.save({"a": WEIGHT}, url, progress=False)
+    really_delete = upkeep.delete_checkpoint
+
+    def lose(store: ObjectStore, **settings: Any) -> DeleteReport:
+        report = really_delete(store, **settings)
+        dos.save({"a": WEIGHT * 2}, url, progress=False)
+        store.delete(DOT_METADATA_KEY)  # as a deletion that was late does
+        return replace(report, superseded=True)
+
+    monkeypatch.setattr(upkeep, "delete_checkpoint", lose)
+    assert dos.delete(url, even_newest=True).superseded
+    store = StoreSpec(url).open()
+    body, _ = store.get(DOT_METADATA_KEY, max_size_bytes=1 << 20)
+    assert StockDotMetadata().describes(body, open_committed(store)[1])
+
+
 def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None:
     options, url = bucket.storage_options, bucket.at("step-1")
     save(bucket, "step-1")
@@ -179,6 +203,8 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     later.age()
     tear(StoreSpec(bucket.at("step-6"), options).open())  # may be under way
     before = bucket.keys()
+    (alone,) = dos.sweep(bucket.at("step-1"), storage_options=options, dry_run=True).checkpoints
+    assert (alone.outcome, alone.superseded) == ("clean", False), "no job has claimed the run"
     planned = dos.sweep(bucket.url, storage_options=options, dry_run=True)
     assert bucket.keys() == before
     report = dos.sweep(bucket.url, storage_options=options)
@@ -204,33 +230,35 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     assert torch.equal(state["model"]["weight"], WEIGHT * 2)
 
 
+@pytest.mark.parametrize("swept", ["/run", ""])
 def test_a_step_that_a_superseded_job_committed_late_is_swept(
-    bucket: Bucket, later: AgedStore
+    bucket: Bucket, later: AgedStore, swept: str
 ) -> None:
-    run, options = bucket.url, bucket.storage_options
+    """A sweep may begin at the run, or above it."""
+    run, options = bucket.at("run"), bucket.storage_options
     old = dos.claim_run(run, storage_options=options)
-    stores = [StoreSpec(bucket.at(f"step-{step}"), options).open() for step in (2, 3)]
+    stores = [StoreSpec(f"{run}/step-{step}", options).open() for step in (2, 3)]
     begun = [commits.begin(store, overwrite=False, claim=old.number) for store in stores]
     new = dos.claim_run(run, storage_options=options)
     for store, token in zip(stores, begun, strict=True):
         finish(store, token, upload(store))
-    dos.pin(bucket.at("step-3"), "look at it", storage_options=options)
-    dos.save({"a": WEIGHT}, bucket.at("step-4"), claim=new, storage_options=options, progress=False)
-    report = dos.sweep(run, storage_options=options)
+    dos.pin(f"{run}/step-3", "look at it", storage_options=options)
+    dos.save({"a": WEIGHT}, f"{run}/step-4", claim=new, storage_options=options, progress=False)
+    report = dos.sweep(bucket.url + swept, storage_options=options)
     assert not [one.url for one in report.checkpoints if one.superseded], "they are young"
     later.age()
-    before = {name: bucket.keys(name) for name in ("step-2", "step-3", "step-4")}
-    (planned,) = dos.sweep(bucket.at("step-2"), storage_options=options, dry_run=True).checkpoints
+    before = {name: bucket.keys(f"run/{name}") for name in ("step-2", "step-3", "step-4")}
+    (planned,) = dos.sweep(f"{run}/step-2", storage_options=options, dry_run=True).checkpoints
     assert planned.superseded
     assert open_committed(stores[0])
-    report = dos.sweep(run, storage_options=options)
-    assert [one.url for one in report.checkpoints if one.superseded] == [bucket.at("step-2")]
+    report = dos.sweep(bucket.url + swept, storage_options=options)
+    assert [one.url for one in report.checkpoints if one.superseded] == [f"{run}/step-2"]
     # Who reads it now gets another grace period.
-    assert [key for key in before["step-2"] if key != DOT_METADATA_KEY] == bucket.keys("step-2")
+    assert [key for key in before["step-2"] if key != DOT_METADATA_KEY] == bucket.keys("run/step-2")
     later.age()
-    dos.sweep(run, storage_options=options)
-    assert bucket.keys("step-2") == [MARKER_KEY]
-    assert {name: bucket.keys(name) for name in ("step-3", "step-4")} == {
+    dos.sweep(bucket.url + swept, storage_options=options)
+    assert bucket.keys("run/step-2") == [MARKER_KEY]
+    assert {name: bucket.keys(f"run/{name}") for name in ("step-3", "step-4")} == {
         name: before[name] for name in ("step-3", "step-4")
     }
     assert [one.name for one in dos.steps(run, storage_options=options)] == ["step-4"]
@@ -312,6 +340,14 @@ def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path: Pat
 
 
 # --- Ctrl-C, and what is imported
+
+
+@pytest.mark.parametrize("retry", [True, False])
+def test_a_request_that_can_be_interrupted_is_the_same_request(retry: bool) -> None:
+    store = MemoryStore()
+    InterruptibleStore(store).put("k", b"x", precondition=IfAbsent(), retry=retry)
+    (put,) = store.puts
+    assert (put.key, put.data, put.precondition, put.retry) == ("k", b"x", IfAbsent(), retry)
 
 
 @pytest.mark.usefixtures("usual_signals")

@@ -10,6 +10,8 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -17,7 +19,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.state import dcp_metadata
-from dcp_objstore.state.dcp_metadata import Results, WriteResults, describe
+from dcp_objstore.state.dcp_metadata import (
+    Results,
+    WriteResults,
+    build_index,
+    describe,
+    planned_index,
+)
 from dcp_objstore.state.stored import StoredItem, StoredObject
 from tests.support import indexes
 
@@ -122,6 +130,7 @@ def test_chunks_are_taken_for_a_list() -> None:
     assert chunks == listed
     assert listed == chunks
     assert chunks != listed[1:]
+    assert chunks != len(listed)
     assert (
         chunks[-1] == listed[-1] == ChunkStorageMetadata(torch.Size([189, 0]), torch.Size([3, 3]))
     )
@@ -140,3 +149,23 @@ def test_a_pickled_metadata_carries_the_index_once_and_no_chunk() -> None:
     received = pickle.loads(pickle.dumps(metadata))
     assert received == metadata
     assert saved(received, "a").chunks[0] is saved(received, "b").chunks[0]
+
+
+def test_the_chunks_of_a_tensor_stand_in_the_order_of_their_offsets() -> None:
+    """Whatever rank has which: so equal states have equal indexes, and neighbours are found."""
+    halves = [ChunkStorageMetadata(torch.Size([at]), torch.Size([4])) for at in (4, 0)]
+    properties = TensorProperties(torch.float32)
+    tensor = TensorStorageMetadata(properties, torch.Size([8]), halves)
+    results = []
+    for rank, half in enumerate(halves):
+        entry = ix.ObjectEntry(f"__{rank}_0.a{rank}.distcp", 100, None, b"d" * 16)
+        stored = StoredObject(entry, 1, "memory://x")
+        digest = bytes([rank]) * 16
+        item = StoredItem(stored, 0, 100, 64, 16, digest, False, "float32")
+        results.append([WriteResult(MetadataIndex("w", half.offsets, rank), 100, item)])
+    sent = [WriteResults(of_rank).columns() for of_rank in results]
+    planned = planned_index(Metadata({"w": tensor}), sent)
+    built, _ = build_index(planned, sent, StorageMeta())
+    assert built.boxes("w")[0].tolist() == [[0], [4]]
+    assert [built.item(row).digests for row in built.rows("w")] == [b"\1" * 16, b"\0" * 16]
+    assert [built.item(row).object_number for row in built.rows("w")] == [1, 0]

@@ -32,14 +32,17 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     TransferStalledError,
 )
+from dcp_objstore.read import session
 from dcp_objstore.read.stored_checkpoint import ItemLocation
 from dcp_objstore.read.tensor_read import TensorRead
-from dcp_objstore.state import device
+from dcp_objstore.state import device, tensor_frame
 from dcp_objstore.state.device import Inbound, Outbound, pinned_memory, plan_ring
 from dcp_objstore.state.ring import Ring
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.parts import plan_parts
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest
 from tests.support.campaign import cases
 from tests.support.checkpoints import memory_url
 from tests.support.lanes import LateLane, use_lane
@@ -309,6 +312,30 @@ def test_memory_as_a_store_gives_back_what_it_was_sent_before_the_last_of_it_com
     assert_same(loaded, state)
 
 
+def test_what_is_loaded_into_a_device_is_received_in_the_ring(lane, monkeypatch):
+    fetch, admits = session.fetch_ranges, []
+
+    def watch(*args, **settings):
+        admits.append(settings["admit"])
+        return fetch(*args, **settings)
+
+    monkeypatch.setattr(session, "fetch_ranges", watch)
+    state, url = {"t": seeded("t", (300_000,))}, memory_url()
+    dos.save(state, url)
+    loaded = blank(state)
+    load(loaded, url)
+    assert_same(loaded, state)
+    assert [admit is not None for admit in admits] == [True]
+
+
+def test_memory_that_only_torch_can_read_is_copied_a_slice_at_a_time(monkeypatch):
+    monkeypatch.setattr(tensor_frame, "byte_memory", lambda tensor: None)
+    tensor = torch.arange(7, dtype=torch.int16)
+    slices = list(tensor_frame.payload_slices(tensor, 4))
+    assert [piece.nbytes for piece in slices] == [4, 4, 4, 2]
+    assert b"".join(map(bytes, slices)) == tensor.numpy().tobytes()
+
+
 @given(st.integers(5 * MIB, 200 * MIB), st.integers(1, 16), st.integers(0, 2**40))
 def test_the_ring_of_a_save_has_room_for_a_part_wherever_that_begins_in_a_slot(
     part, parts, payload
@@ -541,6 +568,41 @@ def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
         found.append(destination)
     assert found[0].any()
     assert same_bits(found[0], found[1])
+
+
+def test_after_an_error_nothing_is_sent_from_the_memory_that_was_admitted():
+    """The body is fetched and consumed once more, wherever it arrives then."""
+    request = RangeRequest(0, 0, 8)
+    sent = []
+    with Inbound({torch.device("cpu"): LateLane()}, 2, 8192) as inbound:
+        admitted = inbound.admit(request, Progress(60))
+        assert admitted is not None
+        with pytest.raises(ZeroDivisionError), inbound.taking(request):
+            assert inbound._of_thread.slot is not None
+            raise ZeroDivisionError
+        assert inbound._of_thread.slot is None
+        with inbound.taking(request):  # it was kept
+            inbound.send(torch.device("cpu"), admitted[:8], sent.append)
+            inbound.send(torch.device("cpu"), bytes(8), sent.append)
+    address = np.frombuffer(admitted, np.uint8).ctypes.data
+    assert [part.data_ptr() == address for part in sent].count(True) == 1
+
+
+@pytest.mark.parametrize("cut", [0, 5 * 120, 7 * 120 + 4, 15 * 120, 4800])
+def test_of_a_block_only_what_is_wanted_is_sent(cut):
+    """The rows 5 to 15, of blocks that begin before them, in their midst, and after them."""
+    values = seeded("rows", (40, 30))
+    stored = ItemLocation(0, 0, values.nbytes, (40, 30), "float32", None)
+    block = values.numpy().view(np.uint8).reshape(-1).copy()
+    destination = torch.zeros(10, 30)
+    read = TensorRead(_part((5, 0), (10, 30)), stored)
+    read.bind(destination)
+    with Inbound({destination.device: LateLane()}, 2, 8192) as inbound:
+        read.send_through(inbound)
+        for start, end in ((0, cut), (cut, len(block))):
+            if start < end and max(start, 600) < min(end, 1800):
+                read.accept(start, block[start:end])
+    assert same_bits(destination, values[5:15])
 
 
 def _part(offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:

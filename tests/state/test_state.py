@@ -423,3 +423,65 @@ def test_a_tensor_on_the_meta_device_is_not_loaded_into_wherever_it_stands():
         with pytest.raises(UnsupportedError, match="empty_like") as caught:
             ConvertedState(state, loading=True)
         assert caught.value.key == "a.inner.0"
+
+
+def test_modules_come_first_then_optimizers_then_what_may_look_at_both() -> None:
+    """Whatever their names: a scheduler may read the rates of its optimizer as it is restored."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[tuple[float, float]] = []
+
+    class Looks:
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            seen.append((optimizer.param_groups[0]["lr"], model.weight[0, 0].item()))
+
+    state = {"a": Looks(), "b": optimizer, "c": model}
+    optimizer.param_groups[0]["lr"] = 0.5
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    url = memory_url()
+    dos.save(state, url)
+    optimizer.param_groups[0]["lr"] = 0.1
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    dos.load(state, url)
+    assert seen == [(0.5, 7.0)]
+
+
+def test_a_module_that_is_compiled_loads_what_was_saved_without() -> None:
+    model, url = nn.Linear(2, 2), memory_url()
+    dos.save({"model": model}, url)
+    compiled = torch.compile(nn.Linear(2, 2))
+    dos.load({"model": compiled}, url)
+    assert torch.equal(compiled.weight, model.weight)
+
+
+def test_a_name_below_a_per_rank_value_is_refused_only_if_it_is_that_of_a_rank() -> None:
+    ConvertedState({"rng": PerRank(1), "rng.note": 2, "rng.1a": 3}, loading=False)
+    with pytest.raises(StateMismatchError, match="same name"):
+        ConvertedState({"rng": PerRank(1), "rng.12": 2}, loading=False)
+
+
+def test_only_the_optimizer_that_was_saved_without_state_is_left_without() -> None:
+    def make(seed: int) -> dict[str, object]:
+        torch.manual_seed(seed)
+        models = {name: nn.Linear(2, 2, bias=False) for name in "ab"}
+        optimizers = {
+            f"optimizer_{name}": torch.optim.Adam(model.parameters())
+            for name, model in models.items()
+        }
+        return {**models, **optimizers}
+
+    state = make(0)
+    for name in "ab":
+        state[name](torch.ones(1, 2)).sum().backward()
+        state[f"optimizer_{name}"].step()
+    saved = to_state_dict(state)
+    other = make(1)
+    restore(other, saved, [(("optimizer_b",), "weight")])
+    (found,) = other["optimizer_a"].state.values()
+    assert torch.equal(found["exp_avg"], next(iter(state["optimizer_a"].state.values()))["exp_avg"])
+    assert not other["optimizer_b"].state

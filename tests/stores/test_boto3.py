@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import boto3
 import numpy as np
@@ -31,6 +32,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.boto3 import JoinedBuffers
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent
+from dcp_objstore.stores.s3.upload import MultipartUpload
 from tests.contract import PART, BucketContract, StoreContract
 from tests.support.proxy import Asked, Cut, NetworkProxy
 from tests.support.ranks import run_ranks, start_workers
@@ -246,6 +248,34 @@ def test_a_part_that_fails_ends_the_upload_and_lets_go_of_the_memory(bucket: Buc
     gc.collect()
     # All but the one that was to be sent next, which the error's traceback leads to.
     assert len(alive) <= 1, "the error holds what it was about"
+
+
+def test_the_store_is_told_to_abort_once_no_part_is_under_way() -> None:
+    """A part that arrived after the abort would stay, and nobody would know of it."""
+    begun, aborted = threading.Event(), threading.Event()
+    sent: list[str] = []
+
+    class Unchecked:
+        beginning: ClassVar[dict[str, str]] = {}
+
+        def of(self, part: object) -> dict[str, str]:
+            return {}
+
+    def send(verb: str, _arguments: object, *, body: object = None, check: Any = None) -> Any:
+        if verb == "upload_part":
+            begun.set()
+            aborted.wait(0.2)
+        sent.append(verb)
+        if verb == "abort_multipart_upload":
+            aborted.set()
+        return {"UploadId": "u", "ETag": "e"}
+
+    upload = MultipartUpload(send, {"Bucket": "b", "Key": "k"}, {}, Unchecked(), 2)  # type: ignore[arg-type]
+    upload.begin()
+    upload.send([memoryview(b"x")])
+    assert begun.wait(30)
+    assert upload.abort()
+    assert sent == ["create_multipart_upload", "upload_part", "abort_multipart_upload"]
 
 
 @pytest.mark.backends("seaweed")

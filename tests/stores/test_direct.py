@@ -396,6 +396,40 @@ def test_a_lane_that_only_fails_is_left_alone(server: Server, lane: DirectLane) 
     assert len(server.seen) == 3
 
 
+def test_a_lane_is_left_alone_only_after_failures_in_a_row(
+    server: Server, lane: DirectLane
+) -> None:
+    for how in ("refused", "refused", "right", "refused", "refused"):
+        server.how = how
+        assert (read(lane) is not None) is (how == "right")
+    server.how = "right"
+    assert read(lane) is not None
+
+
+@pytest.mark.parametrize(
+    ("of_the_token", "of_the_url", "signatures"), [(600, 600, 1), (0, 600, 2), (600, 0, 2)]
+)
+def test_a_signature_is_used_until_it_or_its_token_expires(
+    make_lane: Lanes,
+    monkeypatch: pytest.MonkeyPatch,
+    of_the_token: float,
+    of_the_url: float,
+    signatures: int,
+) -> None:
+    monkeypatch.setattr(direct, "_USED_FOR_SECONDS", of_the_url)
+    signed: list[str] = []
+
+    def sign(key: str) -> SignedGet:
+        signed.append(key)
+        return SignedGet(server.url, until=time.monotonic() + of_the_token)
+
+    with running(Server()) as server:
+        lane = make_lane(sign, timeout_seconds=5)
+        for _ in range(2):
+            assert read(lane) is not None
+    assert len(signed) == signatures
+
+
 def test_a_server_that_is_gone_and_a_url_that_cannot_be_signed_are_no_errors(
     server: Server, make_lane: Lanes
 ) -> None:

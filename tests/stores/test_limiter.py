@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,6 +108,31 @@ def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever() ->
     assert slot.in_flight == 2
 
 
+def test_a_request_waits_on_while_places_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a store that answers nothing for a time-out is taken to hold its places for ever."""
+    monkeypatch.setattr("dcp_objstore.stores.admission.limiter.STEP_SECONDS", 0.001)
+    clock = Clock()
+    limiter = Limiter(clock)
+    other = filled(limiter, 8)
+    limiter.throttled(clock())
+    clock.now += 60
+    slot = AdmissionSlot(limiter, judged=False, timeout_seconds=10)
+    slot.begin(0)
+    looks = 0
+
+    def others_go_on() -> None:
+        nonlocal looks
+        looks += 1
+        clock.now += 6
+        if looks <= 3:  # another transfer's request takes the place at once
+            other.end(looks)
+            with limiter._changed:
+                limiter.in_flight += 1
+
+    assert slot.begin(1, others_go_on)
+    assert looks == 5
+
+
 def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer() -> None:
     limiter = Limiter()
     limiter.heard(0.0005)
@@ -172,9 +198,10 @@ def test_a_slot_that_is_closed_gives_back_all_and_late_ends_are_not_counted() ->
     assert limiter.in_flight == 0
 
 
-def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alone_does_not() -> (
-    None
-):
+@pytest.mark.parametrize("under_way", [True, False])
+def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alone_does_not(
+    under_way: bool,
+) -> None:
     clock = Clock()
     limiter = Limiter(clock)
     slot = AdmissionSlot(limiter, judged=True)
@@ -189,12 +216,14 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
     slot.begin("slow")
     slot.begin("another")
     clock.now += 1.5
-    slot.look()  # they are still under way
-    assert limiter.window.is_throttled
-    found = limiter.window
+    if under_way:
+        slot.look()
+        assert limiter.window.is_throttled
+    cut_at = limiter.window.cut_at
     slot.end("slow")
     slot.end("another")
-    assert limiter.window.cut_at == found.cut_at
+    assert limiter.window.is_throttled
+    assert not under_way or limiter.window.cut_at == cut_at
 
 
 def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None:
@@ -211,6 +240,15 @@ def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None
     for number in range(8):
         slot.end(number)
     assert not limiter.window.is_throttled
+
+
+def test_what_is_slow_is_measured_by_the_fastest_fifth() -> None:
+    slot = AdmissionSlot(Limiter(), judged=True)
+    slot._took.extend([(1.0, 0.5), *[(10.0, 10.0)] * 4])
+    assert not slot._is_slow(2.5, 1)
+    assert slot._is_slow(2.6, 1)
+    slot._took.append((10.0, 10.0))  # now the second one is no longer of the fastest fifth
+    assert not slot._is_slow(2.6, 1)
 
 
 def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
@@ -234,3 +272,49 @@ def test_retries_share_a_budget_that_successes_refill() -> None:
         limiter.succeeded()
     assert limiter.spend_retry()
     assert not limiter.spend_retry()
+
+
+def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -> None:
+    limiter = Limiter()
+    for _ in range(int(RETRY_BUDGET / 2)):
+        assert limiter.spares_retries
+        assert limiter.spend_retry()
+    assert not limiter.spares_retries
+    limiter.succeeded()
+    assert limiter.spares_retries
+    limiter.throttled(limiter._clock())
+    assert not limiter.spares_retries
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda limiter, slot: limiter.heard(0.001),
+        lambda limiter, slot: limiter.throttled(limiter._clock()),
+        lambda limiter, slot: limiter.succeeded(),
+        lambda limiter, slot: limiter.spend_retry(),
+        lambda limiter, slot: limiter.refund_retry(),
+        lambda limiter, slot: limiter.wait_turn(),
+        lambda limiter, slot: slot.begin(1),
+        lambda limiter, slot: slot.begin(0),
+        lambda limiter, slot: slot.moved(1),
+        lambda limiter, slot: slot.end(0),
+        lambda limiter, slot: slot.look(),
+        lambda limiter, slot: slot.close(),
+    ],
+)
+def test_no_thread_sees_what_another_one_has_half_changed(
+    use: Callable[[Limiter, AdmissionSlot], object],
+) -> None:
+    limiter = Limiter()
+    slot = filled(limiter, 1)
+    began = {name: value for name, value in vars(limiter).items() if name != "_changed"}
+    before = (began, list(limiter._done), dict(slot._begun), slot._closed)
+    thread = threading.Thread(target=use, args=(limiter, slot))
+    with limiter._changed:
+        thread.start()
+        thread.join(0.02)
+        now = {name: value for name, value in vars(limiter).items() if name != "_changed"}
+        assert (now, list(limiter._done), dict(slot._begun), slot._closed) == before
+    thread.join(30)
+    assert not thread.is_alive()

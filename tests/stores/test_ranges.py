@@ -5,11 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 
-from dcp_objstore.errors import CorruptDataError, StoreUnavailableError
-from dcp_objstore.stores.ranges import BrokenOffError, FetchedSource, Range, RangeSource
+from dcp_objstore.errors import CorruptDataError, InputError, StoreUnavailableError
+from dcp_objstore.stores.ranges import (
+    BrokenOffError,
+    FetchedSource,
+    Range,
+    RangeSource,
+    RetriedSource,
+)
 
 MIB = 1 << 20
 BODY = random.Random(4).randbytes(1000)
@@ -90,6 +97,29 @@ def test_what_broke_off_too_often_is_an_error_after_which_nothing_more_is_read()
     assert len(source.asked) == 3
 
 
+def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come() -> None:
+    """Those of an earlier answer say nothing of the store's state now."""
+    source = Source(limits := iter([300, 0, 0, 1000]).__next__)
+    told: list[bool] = []
+    source.limit = lambda _: limits()
+    source.failed = lambda error, asked_at, *, came: told.append(came)  # type: ignore[method-assign]
+    with Range(source, 0, 1000, nullcontext) as body:
+        body.readinto(memoryview(bytearray(1000)))
+    assert told == [True, False, False]
+
+
+def test_a_range_that_cannot_be_cancelled_at_once_is_read_on_or_asks_for_nothing_more() -> None:
+    source = Source(lambda left: min(left, 300))
+    with opened(source) as body:
+        assert read(body, 10) == BODY[:10]
+        assert not body.cancel(at_once=True)
+        assert read(body, 10) == BODY[10:20]
+        assert not body.cancel(at_once=False)
+        with pytest.raises(InputError, match="closed"):
+            read(body, 10)
+    assert source.asked == [(0, 1000)]
+
+
 def test_an_answer_is_closed_where_the_reader_stops() -> None:
     source = Source(lambda left: left)
     with opened(source) as body:
@@ -122,3 +152,19 @@ def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once() -> None:
     for wrong in (b"", b"12", b"1234"):
         with pytest.raises(CorruptDataError):
             read(opened(FetchedSource(lambda *_, wrong=wrong: wrong), 0, 3), 3)
+
+
+def test_only_bytes_that_have_come_begin_the_time_for_retries_anew() -> None:
+    """A store that answers each request and sends nothing must not be asked for ever."""
+    tries, requests = Mock(), Mock()
+    requests.tries.return_value = tries
+    source = RetriedSource(requests, "k", Mock())
+    error = BrokenOffError("planned")
+    source.failed(error, 1.0, came=False)
+    tries.came.assert_not_called()
+    source.failed(error, 2.0, came=True)
+    tries.came.assert_called_once_with()
+    assert [call.args for call in requests.again.call_args_list] == [
+        (tries, error, 1.0),
+        (tries, error, 2.0),
+    ]

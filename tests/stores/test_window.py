@@ -118,6 +118,33 @@ def test_a_larger_window_is_kept_if_it_moves_more(gain: float) -> None:
     assert (window.size > 8) or gain < 1.15
 
 
+def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before() -> None:
+    window, now = Window(8.0).begun(0.0, 1), 0.0
+
+    def move(answers: int, seconds: float) -> None:
+        nonlocal window, now
+        for _ in range(answers):
+            now += seconds
+            window = window.moved(now, 4 << 20, int(window.size))
+
+    while window.size == 8:
+        move(1, 0.01)
+    move(16, 0.03)
+    for answers, seconds in ((48, 0.005), (16, 0.015)):  # four rounds count together
+        assert window.size == 16
+        move(answers, seconds)
+    assert window.size == 32
+
+
+def test_a_transfer_begins_with_a_request_after_a_pause_in_which_none_was_in_flight() -> None:
+    window = Window(8.0).begun(0.0, 1).moved(0.01, 4 << 20, 1)
+    assert window.round.answers == 1
+    assert window.begun(0.1, 1) == window  # no pause yet
+    assert window.begun(9.0, 2) == window  # one that takes long is of the same transfer
+    begun = window.begun(9.0, 1)
+    assert (begun.round.answers, begun.round.began_at, begun.trying) == (0, 9.0, None)
+
+
 def test_a_window_that_is_not_used_does_not_change() -> None:
     window = Window(8.0).begun(0.0, 1)
     for number in range(1, 1000):
@@ -167,6 +194,18 @@ def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line() -> 
         now += 0.1
         window = window.moved(now, 8 << 20, AUTO_MOST).answered(now, now - 1, AUTO_MOST, 150)
     assert window.answered(40.0, 0.0, 1, 150).allowed() > 0.9 * AUTO_MOST
+
+
+def test_a_rate_ends_a_minute_after_the_last_throttled_request() -> None:
+    window = FAR.throttled(100.0, 99.0, 64, 50.0)
+    assert window.rate(100.0) == 35.0
+    assert window.rate(110.0) == 3 * 35.0
+    still = window.answered(100.0 + OPEN_AFTER_SECONDS, 159.9, 1, 150)
+    assert still.is_throttled
+    assert still.size > window.size
+    after = window.answered(100.1 + OPEN_AFTER_SECONDS, 160.0, 1, 150)
+    assert not after.is_throttled
+    assert after.rate(161.0) == math.inf
 
 
 def _earlier(window: Window) -> Window:

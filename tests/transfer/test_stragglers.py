@@ -8,6 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import CorruptDataError, StoreUnavailableError, TransferStalledError
+from dcp_objstore.observe.events import Retried
 from dcp_objstore.observe.report import counted
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
@@ -24,10 +26,11 @@ from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FetchedSource, Range
-from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.download import _Shared, fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
+from tests.support.listening import heard_channel, of
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.slow_sink import SlowSink
 
@@ -120,6 +123,20 @@ def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests: int, most:
             with waits.stragglers.waiting("usual", MIB):
                 waits.clock.now += 0.1
     assert taken == most
+
+
+def test_a_wait_is_taken_away_only_while_no_worker_is_started() -> None:
+    """Whether there is room for another worker must not change in between."""
+    held: list[bool] = []
+    shared: Any = SimpleNamespace(
+        progress=Progress(60),
+        _limiter=SimpleNamespace(spares_retries=True),
+        staffing=threading.Lock(),
+        stragglers=SimpleNamespace(take=lambda _: held.append(shared.staffing.locked())),
+        _give_up=None,
+    )
+    _Shared.look(shared)
+    assert held == [True]
 
 
 # --- over a transport that cannot be interrupted
@@ -266,9 +283,12 @@ def test_a_request_is_asked_for_again_twice_at_most(
         return right
 
     holding.again = late
-    with pytest.raises(TransferStalledError):
+    channel, heard = heard_channel()
+    with channel.current(), pytest.raises(TransferStalledError):
         Load(holding).run(stall_timeout_seconds=3.0)
+    channel.settle()
     assert holding.asked.count(HELD) == 3
+    assert [one.attempt for one in of(Retried, heard)] == [2, 3]
 
 
 @pytest.mark.usefixtures("soon")

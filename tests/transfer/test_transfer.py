@@ -41,7 +41,7 @@ from dcp_objstore.transfer.ranges import (
     grown_request_size,
     plan_requests,
 )
-from dcp_objstore.transfer.upload import run_watched, upload_object
+from dcp_objstore.transfer.upload import _Tracked, run_watched, upload_object
 from dcp_objstore.transfer.workers import at_once, wait_for
 from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
@@ -290,6 +290,9 @@ def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
     for read in of(RangeRead, heard):
         rows.setdefault(read.worker, []).append((read.start_ns, read.end_ns))
     assert len(rows) > 1
+    told = [(read.offset, read.offset + read.size_bytes) for read in of(RangeRead, heard)]
+    assert sorted(told) == list(pairwise(ends))
+    assert progress.moved_bytes == 48 * MIB
     for times in rows.values():
         assert all(earlier[1] <= later[0] for earlier, later in pairwise(sorted(times)))
 
@@ -495,6 +498,32 @@ def test_a_part_under_way_has_the_lowest_number_that_is_free():
     workers = {part.part: part.worker for part in of(PartUploaded, heard)}
     assert workers == {0: 0, 1: 1, 2: 2, 3: 1}
     assert of(PartUploaded, heard)[0].part == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "released"),
+    [([10, 10, 10], [[0], [1], [2]]), ([4, 6, 10], [[0], [0], [1]]), ([15, 5], [[0, 1], [1]])],
+)
+def test_a_buffer_that_is_dropped_ends_the_parts_that_have_bytes_of_it_and_no_other(
+    sizes, released
+):
+    """A part that ended too early would let more requests begin than the window allows."""
+
+    class Slot:
+        def begin(self, part, check):
+            pass
+
+        def end(self, part, size_bytes):
+            ended.append(part)
+
+    ended = []
+    pieces = [np.zeros(size, np.uint8) for size in sizes]
+    tracked = _Tracked(pieces, Progress(60), 10, "o", Slot())
+    held = list(tracked)
+    for parts in released:
+        ended.clear()
+        del held[0]
+        assert ended == parts
 
 
 def test_bytes_reported_in_the_midst_of_a_report_are_counted():

@@ -11,7 +11,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -36,7 +36,14 @@ from dcp_objstore.write import (
 )
 from tests.support.checkpoints import cause, memory_url
 from tests.support.servers import Bucket
-from tests.support.wrapped_stores import Fault, FaultStore, Request, Verb, WatchedStore
+from tests.support.wrapped_stores import (
+    Fault,
+    FaultStore,
+    Request,
+    Through,
+    Verb,
+    WatchedStore,
+)
 
 MIB = 1024 * 1024
 
@@ -109,6 +116,34 @@ def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch: pytest.Mon
     assert_loads(url)
 
 
+class ClaimedMeanwhile(WatchedStore):
+    """A store in which another job claims the run as a step is committed."""
+
+    run = ""
+
+    @contextlib.contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        yield
+        if (request.verb, request.key) == ("put", "_COMMIT") and self.run:
+            run, ClaimedMeanwhile.run = self.run, ""
+            dos.claim_run(run)
+
+
+def test_a_step_that_does_not_count_leaves_no_report(
+    through: Through, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = memory_url()
+    claim = dos.claim_run(run)
+    writer = dos.ObjectStoreWriter(f"{run}/step-1", claim=claim)
+    monkeypatch.setattr(ClaimedMeanwhile, "run", run)
+    through(ClaimedMeanwhile)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"t": torch.ones(5)}, storage_writer=writer, no_dist=True)
+    assert isinstance(cause(caught.value), dos.SupersededError)
+    assert writer.last_save is None
+    assert not ClaimedMeanwhile.run
+
+
 def test_the_metadata_that_a_save_returns_is_pickled_without_an_object_per_chunk() -> None:
     state = {f"layer.{number}": torch.ones(3) for number in range(3)}
     saved = dcp.save(state, storage_writer=dos.ObjectStoreWriter(memory_url()), no_dist=True)
@@ -157,6 +192,13 @@ def test_stock_torch_reads_a_state_whose_keys_are_of_a_class_of_their_own(tmp_pa
 
 
 # --- planners of one's own ---
+
+
+def test_a_step_of_a_save_that_was_never_begun_says_of_which() -> None:
+    writer = dos.ObjectStoreWriter(url := memory_url())
+    with pytest.raises(dos.UnsupportedError, match="no save was begun") as caught:
+        writer.prepare_global_plan([])
+    assert caught.value.url == url
 
 
 class OwnFormatSaver(DefaultSavePlanner):
@@ -549,11 +591,44 @@ def test_a_tensor_that_does_not_change_is_not_told_of(
     assert "changed" not in logged.text
 
 
-@pytest.mark.parametrize(("count", "most"), [(16, AUTO_MOST), (17, 3)])
-def test_parts_of_copied_tensors_are_bounded_in_bytes(
-    monkeypatch: pytest.MonkeyPatch, count: int, most: int
+class Keeping(WatchedStore):
+    """Refuses every object of data, and keeps what it was handed of it."""
+
+    kept: ClassVar[list[Any]] = []
+
+    def put(self, key: str, data: Any, **settings: Any) -> Any:
+        if not key.endswith(".distcp"):
+            return super().put(key, data, **settings)
+        self.kept.extend(data)
+        raise PermissionDeniedError("no")
+
+
+def test_the_memory_of_tensors_is_not_read_once_their_save_has_failed(
+    through: Through, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies may take 16 MiB here: 3 parts of 5 MiB."""
+    """A transport that was left behind lets go of its buffers whenever it likes."""
+    looked: list[object] = []
+    watched_words = layout._watched_words
+    monkeypatch.setattr(
+        layout, "_watched_words", lambda piece: looked.append(piece) or watched_words(piece)
+    )
+    through(Keeping)
+    with pytest.raises(PermissionDeniedError):
+        dos.save({"t": torch.zeros(2 * MIB)}, memory_url())
+    before = len(looked)
+    assert before
+    assert Keeping.kept
+    Keeping.kept.clear()
+    assert len(looked) == before
+
+
+@pytest.mark.parametrize(
+    ("count", "part_mib", "most"), [(16, 5, AUTO_MOST), (17, 5, 3), (17, 16, 2)]
+)
+def test_parts_of_copied_tensors_are_bounded_in_bytes(
+    monkeypatch: pytest.MonkeyPatch, count: int, part_mib: int, most: int
+) -> None:
+    """Copies may take 16 MiB here: 3 parts of 5 MiB. One part is filled as another is sent."""
     monkeypatch.setattr(uploading, "COPIED_MOST_BYTES", 16 * MIB)
     given: list[int] = []
     upload = uploading.upload_object
@@ -564,5 +639,5 @@ def test_parts_of_copied_tensors_are_bounded_in_bytes(
 
     monkeypatch.setattr(uploading, "upload_object", noting)
     state = {f"{n}": torch.zeros(MIB // 4) for n in range(count)}
-    dos.save(state, memory_url(), config=dos.TransferConfig(part_size_bytes=5 * MIB))
+    dos.save(state, memory_url(), config=dos.TransferConfig(part_size_bytes=part_mib * MIB))
     assert given == [most]

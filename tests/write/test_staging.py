@@ -130,6 +130,36 @@ def test_what_shares_memory_shares_it_in_the_copy_and_is_copied_once(
     assert memory.allocated_bytes < 2 * weight.nbytes
 
 
+def test_what_has_no_memory_keeps_nothing_after_it_from_being_copied() -> None:
+    without = [
+        torch.zeros(0),
+        torch.ones(3, device="meta"),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, dtype=torch.complex64).conj(),
+    ]
+    for first in without:
+        last = torch.ones(3)
+        places = regions.plan_regions([first, last])
+        assert id(last) in places
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    places = regions.plan_regions([freed, last])
+    assert id(last) in places
+
+
+def test_views_that_overlap_in_the_midst_of_a_storage_share_memory_in_the_copy() -> None:
+    base = torch.arange(100_000.0)
+    staged = stage({"a": base[1001:1010], "b": base[1005:1020], "c": base[1020:1021]})
+    assert {key: value.tolist() for key, value in staged.items()} == {
+        "a": base[1001:1010].tolist(),
+        "b": base[1005:1020].tolist(),
+        "c": [1020.0],
+    }
+    staged["a"][4] = -1.0
+    assert staged["b"][0] == -1.0
+    assert staged["a"].untyped_storage().nbytes() < 200
+
+
 class Anything:
     def __init__(self) -> None:
         self.tensor, self.names = torch.ones(3), ["a"]
@@ -335,6 +365,15 @@ def test_two_states_saved_in_turn_both_have_their_memory(memory: StagingMemory) 
     for turn in range(6):
         stage(states[turn % 2])
     assert memory.allocations == 2
+
+
+def test_memory_that_two_saves_did_not_need_is_freed(memory: StagingMemory) -> None:
+    first, second = {"t": torch.ones(5 * MIB)}, {"t": torch.ones(6 * MIB)}
+    stage(first)
+    stage(second)
+    both = memory.allocated_bytes
+    stage(second)
+    assert (both, memory.allocated_bytes) == (4 * 11 * MIB, 4 * 6 * MIB)
 
 
 def resident_kib() -> int:
@@ -587,6 +626,33 @@ def test_saves_of_two_threads_with_one_writer_are_both_committed(
     assert [dos.open(url).read("t")["t"].tolist() for url in urls] == [[1.0] * 3, [2.0] * 3]
 
 
+def test_a_save_whose_copy_nothing_holds_has_ended_unless_a_child_has_it() -> None:
+    """Its thread may stay: DCP's executor waits for the next call."""
+    for in_child in (False, True):
+        state = stage({"t": torch.ones(3)})
+        save = stager._BackgroundSave(state)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(save.runs_here, in_child=in_child).result(30)
+            assert not save.has_ended()
+            del state
+            assert save.has_ended() == (not in_child)
+        assert save.has_ended()
+
+
+def test_a_thread_that_saves_again_does_not_wait_for_itself() -> None:
+    """DCP's executor may keep its thread, and what was staged, for the next save."""
+    state = stage({"t": torch.ones(3)})
+    save = stager._BackgroundSave(state)
+
+    def run_and_begin_another() -> bool:
+        save.runs_here()
+        return save.wait(30)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run_and_begin_another).result(30)
+    assert save.thread is not None
+
+
 def test_a_copy_that_went_to_a_child_process_says_nothing_of_the_saves_end() -> None:
     writer = dos.ObjectStoreWriter(memory_url(), on_busy="raise")
     sent, go_on = threading.Event(), threading.Event()
@@ -648,6 +714,76 @@ def test_a_copy_that_fails_is_told_by_staged_and_result(monkeypatch: pytest.Monk
             with pytest.raises(dos.RankFailedError, match="no memory"):
                 ask(30)
     dos.async_save({"t": torch.ones(3)}, memory_url()).result(30)
+
+
+def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name != "dcp_objstore-async-save":
+            return start(thread)
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    url = memory_url()
+    with pytest.raises(KeyboardInterrupt):
+        dos.async_save({"t": torch.ones(3)}, url)
+    latest = async_api._saves.here.latest
+    assert latest is not None
+    monkeypatch.undo()
+    late[0].start()  # it was, before the call heard of Ctrl-C
+    late[0].join(30)
+    assert isinstance(latest.exception(30), KeyboardInterrupt)
+    with pytest.raises(dos.CheckpointNotFoundError):
+        dos.open(url)
+
+
+def test_of_two_threads_that_save_at_once_one_waits_for_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meeting = threading.Barrier(2)
+    objection, run_save = async_api._objection, async_api.run_save
+    under_way, second = [0], threading.Event()
+
+    def meet(earlier: Any, url: str) -> Any:
+        if earlier is last:  # neither has begun
+            meeting.wait(30)
+        return objection(earlier, url)
+
+    def count(*args: Any) -> Any:
+        under_way.append(under_way[-1] + 1)
+        try:
+            if len(under_way) == 2:
+                second.wait(0.3)
+            second.set()
+            return run_save(*args)
+        finally:
+            under_way.append(under_way[-1] - 1)
+
+    dos.async_save({"t": torch.ones(3)}, memory_url()).result(30)
+    last = async_api._saves.here.latest
+    monkeypatch.setattr(async_api, "_objection", meet)
+    monkeypatch.setattr(async_api, "run_save", count)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        begun = [
+            pool.submit(dos.async_save, {"t": torch.ones(3 * MIB)}, memory_url()) for _ in range(2)
+        ]
+        for one in begun:
+            one.result(60).result(60)
+    assert under_way == [0, 1, 0, 1, 0]
+
+
+def test_a_copy_that_timed_out_is_not_called_unfinished() -> None:
+    handle = dos.AsyncSaveHandle("memory://x/step-1")
+    with pytest.raises(TimeoutError, match="still being copied"):
+        handle.staged(0.01)
+    handle.staging_completion.set_exception(TimeoutError("the device's own"))
+    with pytest.raises(TimeoutError, match="the device's own"):
+        handle.staged(30)
 
 
 def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save() -> None:

@@ -127,7 +127,7 @@ def _touching(views: list[_View]) -> Iterator[list[_View]]:
         if group and view.start > end:
             yield group
             group = []
-        end = max(end, view.end) if group else view.end
+        end = max(end, view.end)
         group.append(view)
     if group:
         yield group
