@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.read.planner import AgreeingLoadPlanner
+from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
 
 
@@ -153,14 +153,13 @@ def test_the_nearest_of_many_names_is_found(asked: str, first: str, others: int)
 def test_a_load_is_called_empty_only_if_no_rank_loads_anything(
     ranks: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    nothing = torch.Size([])
-    place = MetadataIndex("t", nothing)
-    item = ReadItem(LoadItemType.TENSOR, place, nothing, place, nothing, nothing)
-    planner = AgreeingLoadPlanner("memory://x/step-1")
-    planner.is_coordinator = True
-    plans = [
-        LoadPlan([item] if rank == "full" else [], planner_data=("memory://x/step-1", 0))
-        for rank in ranks
-    ]
+    url = memory_url()
+    dos.save({"t": torch.ones(2)}, url, progress=False)
+    plans, metadata = [], dos.ObjectStoreReader(url).read_metadata()
+    for rank in ranks:
+        planner = AgreeingLoadPlanner(url)
+        planner.set_up_planner({"t": torch.ones(2)} if rank == "full" else {}, metadata)
+        plans.append(pickle.loads(pickle.dumps(planner.create_local_plan())))
+        assert not plans[-1].items, "they stay on their rank"
     planner.create_global_plan(plans)
     assert ("nothing is loaded" in caplog.text) is ("full" not in ranks)
