@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ class SweepReport:
 
     Attributes:
         url: the URL that was swept.
-        checkpoints: what was done at each checkpoint, in the order of their URLs.
+        checkpoints: what was done at each checkpoint, in the order of their URLs. Deleted steps
+            whose objects are gone are left out.
         uploads_unseen: why orphaned multipart uploads could not be listed; None if they were.
         lifecycle_days: the number of days after which the bucket itself removes such uploads here;
             None if it does not, or if its rules could not be read.
@@ -135,7 +137,7 @@ def sweep(
         listed += [one.key for one in uploads.list()]
     except (InputError, RetryableError) as error:
         uploads, unseen = None, error.message
-    names = {_above(key) for key in listed if _is_known(_name(key))}
+    names = _to_sweep(listed)
     runs = {_above(key) for key in listed if _name(key) == CLAIM_KEY}
     bases = {run: _base(spec.child(run)) for run in runs}
     if names and not dry_run:
@@ -160,6 +162,20 @@ def sweep(
         lifecycle_unread=unread,
         dry_run=dry_run,
     )
+
+
+def _to_sweep(listed: Sequence[str]) -> set[str]:
+    """Return the names of the checkpoints that may hold something to remove; "" is the URL itself.
+
+    A deleted step keeps just its marker, for ever: it must not cost requests in each sweep.
+    """
+    held = Counter(_above(key) for key in listed)
+    return {
+        name
+        for key in listed
+        if _is_known(_name(key))
+        and ((name := _above(key)) == "" or held[name] > 1 or _name(key) != MARKER_KEY)
+    }
 
 
 def _sweep_one(
