@@ -289,7 +289,7 @@ def _take(
 
     claimed = put(known[1] if known else None, base)
     while True:
-        found = list(_steps_backwards(run, open_step))
+        found = list(_steps_backwards(run, open_step, but_bare=True))
         later = _last_claim(found)
         if later > number:
             # `_CLAIM` still has our number, so no job of this run has a later one: the step was
