@@ -300,7 +300,8 @@ def soak(
             "cycle_seconds": cycle_seconds,
         }
         one = _Soak(told, faults, random.Random(seed))
-        while not one.problems and one.hour < minutes / 60:
+        last = False
+        while not (last or one.problems):
             last = one.hour + 1.5 * every > minutes / 60
             full.append(len(one.began))
             until = minutes / 60 if last else one.hour + every

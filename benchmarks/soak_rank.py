@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -63,13 +65,21 @@ def train(rank: int, world_size: int, job: SoakJob) -> None:
     """Resume and save, manager after manager, until the job is preempted."""
     del world_size  # the state is spread over the group
     trainer = _Trainer(rank, job)
-    while not trainer.preempted:
-        # As training itself does. If a rank was killed, this raises, and this rank ends, too.
-        dist.all_reduce(torch.ones(1))
+    signals: list[int] = []
+    # A signal that comes while one manager closes is not seen by the next.
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    while not (trainer.preempted or _is_seen_by_any(signals)):
         try:
             trainer.run()
         except DcpObjstoreError as error:
             _tell_failure(error)
+
+
+def _is_seen_by_any(signals: Sequence[int]) -> bool:
+    """Return whether a rank has seen a signal; raise if a rank was killed, as training would."""
+    seen = torch.tensor(float(bool(signals)))
+    dist.all_reduce(seen)
+    return bool(seen)
 
 
 def _tell_failure(error: DcpObjstoreError) -> None:
@@ -109,7 +119,7 @@ class _Trainer:
             say("resumed", resumed)
             self._step = self._newest = resumed
             for _ in range(_SAVES_PER_MANAGER):
-                dist.all_reduce(torch.ones(1))
+                _is_seen_by_any([])
                 self._run_cycle(run)
                 if run.preempted():
                     self.preempted = True
