@@ -22,6 +22,7 @@
     python -m benchmarks index --ranks 256          the index of a large job, and `.metadata`
     python -m benchmarks scale --ranks 10000 --tensors 2000    planning and requests of a large job
     python -m benchmarks all --out results.json     saves and loads under all conditions, pictures
+    python -m benchmarks soak --minutes 60          does anything grow in an hour of faults
     python -m benchmarks.sink --port 9000 [--keep]  the sink by itself
 
 `pip install -e '.[bench]'` brings the peers; one that is missing is reported and left out. The
@@ -128,6 +129,20 @@ def _add_scale(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_soak(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--minutes", type=float, default=60.0)
+    command.add_argument("--ranks", type=_positive, default=4)
+    command.add_argument("--state-mib", type=_positive, default=64)
+    command.add_argument(
+        "--cycle-seconds", type=float, default=5.0, help="between two saves; default %(default)s"
+    )
+    command.add_argument(
+        "--kill-every-minutes", type=float, help="default 15, or half of a shorter run"
+    )
+    command.add_argument("--seed", type=int, default=1, help="of the faults")
+    command.add_argument("--plot", metavar="FILE.png", help="each figure against time")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -198,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out", default="results.json", metavar="FILE", help="default %(default)s"
     )
     _add_settings(command)
+    _add_soak(commands.add_parser("soak", help="what grows in a job that runs for an hour"))
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print data, not a table")
     return parser

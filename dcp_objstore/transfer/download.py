@@ -20,9 +20,8 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from itertools import count
+from mmap import MAP_PRIVATE, mmap
 from typing import TYPE_CHECKING, Generic, TypeVar
-
-import numpy as np
 
 from dcp_objstore.config import at_most, processors
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
@@ -444,8 +443,9 @@ class _Worker(Generic[T]):
         """Return memory for a piece.
 
         It is kept for the next one, because memory that is new to the process costs as much as
-        copying into it.
+        copying into it. When the thread ends, it goes back to the system: of memory from malloc,
+        each arena, of which there may be one for each thread, would keep a piece.
         """
         if len(self._scratch) < size_bytes:
-            self._scratch = memoryview(np.empty(size_bytes, dtype=np.uint8))
+            self._scratch = memoryview(mmap(-1, size_bytes, MAP_PRIVATE))
         return self._scratch[:size_bytes]

@@ -741,6 +741,27 @@ def test_requests_of_a_list_are_bounded(run: MemoryStore) -> None:
         assert found == [f"step-{n}" for n in range(40 - markers, 40)]
 
 
+def test_a_claim_reads_no_marker_of_a_deleted_step_whose_objects_are_gone(
+    run: MemoryStore,
+) -> None:
+    job = Job(run)
+    for n in range(12):
+        job.save(f"step-{n}")
+    for n in range(10):
+        job.delete(f"step-{n}")
+        store = job.process.at(f"step-{n}")
+        for meta in store.list():
+            if meta.key != MARKER_KEY:
+                store.delete(meta.key)
+    before = len(run.requests)
+    second = Job(run)
+    assert all(f"step-{n}/" not in str(one) for one in run.requests[before:] for n in range(10))
+    assert list(listed(run)) == ["step-10", "step-11"]
+    # Rule C5 holds there, too: the marker is of an earlier claim.
+    second.save("step-3")
+    assert list(listed(run)) == ["step-3", "step-10", "step-11"]
+
+
 def listed_names(run: MemoryStore, **settings: Any) -> list[str]:
     process = Process(run)
     steps = rule.list_steps(process.at(""), process.at, clock=TickingClock(), **settings)

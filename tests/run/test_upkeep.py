@@ -30,6 +30,7 @@ from tests.support.checkpoints import memory_url
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.upkeep import AgedStore, Ages, finish, tear, upload
+from tests.support.wrapped_stores import Request
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 
@@ -228,6 +229,30 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     state = {"model": {"weight": torch.zeros(3, 4)}}
     dos.load(state, bucket.at("step-2"), storage_options=options, progress=False)
     assert torch.equal(state["model"]["weight"], WEIGHT * 2)
+
+
+@pytest.mark.backends("seaweed")
+def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
+    bucket: Bucket, requests: list[Request]
+) -> None:
+    options = bucket.storage_options
+    for step in range(3):
+        save(bucket, f"step-{step}")
+
+    def sweep() -> tuple[list[str], int]:
+        requests.clear()
+        report = dos.sweep(bucket.url, storage_options=options)
+        return [one.url.rpartition("/")[2] for one in report.checkpoints], len(requests)
+
+    assert sweep()[0] == ["step-0", "step-1", "step-2"]
+    dos.delete(bucket.at("step-0"), storage_options=options, now=True)
+    names, sent = sweep()
+    assert names == ["step-1", "step-2"]
+    dos.delete(bucket.at("step-1"), storage_options=options, now=True)
+    names, sent_later = sweep()
+    assert names == ["step-2"]
+    assert sent_later < sent
+    assert bucket.keys("step-0") == [MARKER_KEY]
 
 
 @pytest.mark.parametrize("swept", ["/run", ""])
