@@ -737,7 +737,7 @@ def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(
     monkeypatch.undo()
     late[0].start()  # it was, before the call heard of Ctrl-C
     late[0].join(30)
-    assert isinstance(latest.exception(30), KeyboardInterrupt)
+    assert "KeyboardInterrupt" in str(latest.exception(30))
     with pytest.raises(dos.CheckpointNotFoundError):
         dos.open(url)
 

@@ -136,13 +136,3 @@ def test_one_rank_exchanges_no_plans(world: None, monkeypatch: pytest.MonkeyPatc
         loaded = {"t": torch.zeros(5)}
         dos.load(loaded, f"{url}/{step}")
         assert torch.equal(loaded["t"], value["t"])
-
-
-def test_what_several_ranks_have_and_is_tiny_is_left_to_the_first_of_them() -> None:
-    state = {"tiny": torch.zeros(1024), "larger": torch.zeros(1025), "value": 3}
-    plans = [create_default_local_save_plan(state, is_coordinator=True) for _ in range(2)]
-    of_first, of_second = (
-        [item.index.fqn for item in plan.items] for plan in planner._with_tiny_together(plans)
-    )
-    assert of_first == ["tiny", "larger", "value"]
-    assert of_second == ["larger"], "DCP gives it to the rank that has least to save"
