@@ -62,6 +62,7 @@ class _Call:
         self._store: Any = None
         self._is_first = False
         self.due = self._began_at + _NOTED_AFTER_SECONDS
+        self.is_over = False
         self.missing: list[int] = []
 
     def look(self) -> None:
@@ -74,6 +75,8 @@ class _Call:
             self._is_first = self._store.add(f"{self._notes}/count", 1) == 1
             if self._is_first:
                 self.due = self._began_at + _WARNED_AFTER_SECONDS
+            if self.is_over:  # since this look began
+                self.clear()
             return
         came = {int(rank) for rank in self._store.get(f"{self._notes}/ranks").split()}
         self.missing = sorted(set(dist.get_process_group_ranks(self._group)) - came)
@@ -104,7 +107,7 @@ class _Watch:
         self._changed = threading.Condition()
         self._calls: set[_Call] = set()
         self._left: list[_Call] = []
-        self._idle = False
+        self._wakes_at = -math.inf  # while the thread waits; it looks at new calls before that
         self._has_thread = False
 
     def add(self, call: _Call) -> None:
@@ -113,12 +116,13 @@ class _Watch:
             if not self._has_thread:
                 spawn(self._run, "arrivals")
                 self._has_thread = True
-            elif self._idle:
+            elif call.due < self._wakes_at:
                 self._changed.notify()
 
     def remove(self, call: _Call) -> None:
         with self._changed:
             self._calls.discard(call)
+            call.is_over = True
             if call._store is not None:
                 self._left.append(call)
                 self._changed.notify()
@@ -126,12 +130,11 @@ class _Watch:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._idle = not self._calls and not self._left
                 if not self._left:
-                    due = min((call.due for call in self._calls), default=math.inf)
-                    seconds = min(due - time.monotonic(), threading.TIMEOUT_MAX)
-                    self._changed.wait(None if self._idle else max(0.0, seconds))
-                self._idle = False
+                    self._wakes_at = min((call.due for call in self._calls), default=math.inf)
+                    seconds = min(self._wakes_at - time.monotonic(), threading.TIMEOUT_MAX)
+                    self._changed.wait(max(0.0, seconds))
+                    self._wakes_at = -math.inf
                 now = time.monotonic()
                 looks = [call.look for call in self._calls if call.due <= now]
                 clears, self._left = [call.clear for call in self._left], []

@@ -160,7 +160,7 @@ def raise_on_all(
             _raise_lowest(failures, url)
         _, call, first = found[0]
         for number, (_, other, theirs) in enumerate(found):
-            if other != call:
+            if other != call or theirs.keys() != first.keys():
                 raise RankFailedError(
                     f"rank {_global(number, group)} makes another call than rank"
                     f" {_global(0, group)}. {call}",

@@ -122,6 +122,9 @@ class Retainer:
         """
         with self._lock:
             try:
+                # In its own thread: neither deletions nor the end of the job wait for it.
+                if self._sweeper is None or not self._sweeper.is_alive():
+                    self._sweeper = spawn(self.sweep, "sweep")
                 if self._policy is not None:
                     self._apply(_facts(step, user_metadata))
             except Exception as error:  # noqa: BLE001 - the policy may be the user's own
@@ -130,9 +133,6 @@ class Retainer:
                     self._run.url,
                     error if isinstance(error, DcpObjstoreError) else repr(error),
                 )
-            # In its own thread: neither the next deletions nor the end of the job wait for it.
-            if self._sweeper is None or not self._sweeper.is_alive():
-                self._sweeper = spawn(self.sweep, "sweep")
 
     def end(self) -> None:
         """Let a sweep that is under way end before its next checkpoint; do not wait for it."""

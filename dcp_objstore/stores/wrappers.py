@@ -136,6 +136,16 @@ class PinnedStore(WrappedStore):
         super().__init__(inner)
         self._versions = versions
 
+    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
+        """Return an object and its metadata.
+
+        Raises:
+            PreconditionFailedError: another writer replaced the object.
+        """
+        body, found = self.inner.get(key, max_size_bytes=max_size_bytes)
+        self._check(key, found.version)
+        return body, found
+
     def head(self, key: str) -> ObjectMeta:
         """Return the metadata of an object.
 
