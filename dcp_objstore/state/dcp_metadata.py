@@ -119,6 +119,13 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
     positions: bytes | None
     places: list[tuple[str, tuple[int, ...] | None]] | None
 
+    @classmethod
+    def of(cls, found: Results | Sequence[WriteResult]) -> Results:
+        """Return a rank's results, which DCP has sent; without other ranks they are as they were."""
+        if isinstance(found, Results):
+            return found
+        return (found if isinstance(found, WriteResults) else WriteResults(found)).columns()
+
     def column(self, name: str) -> ix.Numbers:
         """Return a column of `numbers`."""
         numbers = np.frombuffer(self.numbers, np.int64).reshape(-1, len(_RESULT))
@@ -141,7 +148,7 @@ class PlannedIndex:
 
     Attributes:
         tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping: as in `Index`.
-        rows: for each rank, the row of each item of its plan.
+        rows: for each rank, the row of each item of its plan; empty if only the planner knows.
     """
 
     tensors: dict[str, ix.Tensor]
@@ -152,7 +159,7 @@ class PlannedIndex:
     flatten_mapping: dict[str, tuple[str | int, ...]] | None
 
 
-def planned_index(metadata: Metadata, results: Sequence[Results]) -> PlannedIndex:
+def planned_index(metadata: Metadata) -> PlannedIndex:
     """Return what any planner has put into DCP's Metadata.
 
     Raises:
@@ -162,28 +169,20 @@ def planned_index(metadata: Metadata, results: Sequence[Results]) -> PlannedInde
     tensors: dict[str, ix.Tensor] = {}
     blobs: list[str] = []
     chunks: list[ChunkStorageMetadata] = []
-    rows: dict[tuple[str, tuple[int, ...] | None], int] = {}
     for fqn, described in metadata.state_dict_metadata.items():
         if isinstance(described, BytesStorageMetadata):
             blobs.append(fqn)
             continue
         boxes = sorted(described.chunks, key=_OFFSETS)
         tensors[fqn] = _tensor_entry(fqn, described, boxes)
-        for box in boxes:
-            rows[fqn, box.offsets] = len(rows)
         chunks += boxes
-    for fqn in blobs:
-        rows[fqn, None] = len(rows)
     flat = itertools.chain.from_iterable
     return PlannedIndex(
         tensors=tensors,
         blobs=tuple(blobs),
         chunk_offsets=_column(flat(map(_OFFSETS, chunks))),
         chunk_sizes=_column(flat(map(_SIZES, chunks))),
-        rows=[
-            np.array([rows.get(place, -1) for place in one.places or ()], np.int64)
-            for one in results
-        ],
+        rows=(),
         flatten_mapping=_flatten_mapping(metadata.planner_data),
     )
 
@@ -199,9 +198,12 @@ def build_index(
     """
     objects = [stored for one in results for stored in one.objects]
     firsts = np.cumsum([0, *(len(one.objects) for one in results)])[:-1]
+    at = {} if all(one.places is None for one in results) else _rows_by_place(planned)
     shares = [
-        rows if one.positions is None else rows[np.frombuffer(one.positions, np.int64)]
-        for rows, one in zip(planned.rows, results, strict=True)
+        planned.rows[rank][np.frombuffer(one.positions, np.int64)]
+        if one.positions is not None
+        else np.array([at.get(place, -1) for place in one.places or ()], np.int64)
+        for rank, one in enumerate(results)
     ]
     row = np.concatenate(shares)
     # By row, the number of the result that is of it. (A foreign planner may report others.)
@@ -245,6 +247,20 @@ def build_index(
         ),
     )
     return index, objects
+
+
+def _rows_by_place(
+    planned: PlannedIndex,
+) -> dict[tuple[str, tuple[int, ...] | None], int]:
+    """Return the row of each chunk by its key and offset, and of each value by its key."""
+    rows: dict[tuple[str, tuple[int, ...] | None], int] = {}
+    offsets, first, row = planned.chunk_offsets.tolist(), 0, 0
+    for key, tensor in planned.tensors.items():
+        dims = len(tensor.shape)
+        for _ in range(tensor.chunk_count):
+            rows[key, tuple(offsets[first : first + dims])] = row
+            first, row = first + dims, row + 1
+    return rows | {(key, None): row + number for number, key in enumerate(planned.blobs)}
 
 
 def _digests(

@@ -333,6 +333,8 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
     shared = np.flatnonzero(is_shared)
     for at in shared[np.argsort(-table.size_bytes[chosen[shared]], kind="stable")].tolist():
         candidates = order[firsts[at] : firsts[at] + counts[at]]
+        if not is_empty[candidates[0]]:
+            candidates = candidates[~is_empty[candidates]]
         taken = candidates[np.argmin(loads[table.rank[candidates]])]
         loads[table.rank[taken]] += table.size_bytes[taken]
         chosen[at] = taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from dcp_objstore.checkpoint.index import Numbers
 from dcp_objstore.distributed.failures import same_on_all
 from dcp_objstore.distributed.groups import gone_error, is_first
 from dcp_objstore.distributed.plugin import same_url
-from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.dcp_metadata import PlannedIndex
 from dcp_objstore.state.state_dict import AgreeingPlanner
@@ -164,6 +162,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._planned: PlannedIndex | None = None
         self._layouts: _Layouts = {}
         self._known: _KnownLayout | None = None
+        self._failed: BaseException | None = None
 
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         """Find out whether all ranks save the layout of an earlier save. A collective.
@@ -172,9 +171,11 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         """
         self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
         known = None
-        with contextlib.suppress(DcpObjstoreError):
+        try:
             self.set_up_planner(state_dict, is_coordinator=is_first(group))
             known = self._layouts.get(self._described())
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the other ranks wait below
+            self._failed = error
         number = None if known is None else known.number
         if same_on_all(number, self._url, group):
             self._known = known
@@ -204,6 +205,13 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
+        with self._typed_errors():
+            failed, self._failed = self._failed, None
+            try:
+                if failed is not None:
+                    raise failed
+            finally:
+                del failed  # which has this frame
         local = self._described()
         return SavePlan([], storage_data=_Offer(self._url, None if self._known else local))
 
@@ -249,7 +257,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             self._layouts.pop(local, None)
             self._layouts[local] = layout
             for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:
-                del self._layouts[oldest]
+                self._layouts.pop(oldest, None)  # unless another thread has removed it
             items = [self.plan.items[at] for at in layout.kept.tolist()]
             self.plan = SavePlan(items, planner_data=self.mappings)
             return self.plan

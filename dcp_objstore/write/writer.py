@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -36,7 +36,6 @@ from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import (
     PlannedIndex,
     Results,
-    WriteResults,
     build_index,
     describe,
     planned_index,
@@ -366,15 +365,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Commit the save. DCP calls it on the coordinator after all ranks have reported."""
         with self._logged(), self._watched() as save:
             own = save.spec.url
-            # Without a process group DCP does not pickle them.
-            reported = [
-                found.columns() if isinstance(found, WriteResults) else cast(Results, found)
-                for found in results
-            ]
+            reported = [Results.of(found) for found in results]
             same_url([found.objects[0].url if found.objects else own for found in reported])
             planned = metadata.planner_data
             if not isinstance(planned, PlannedIndex):
-                planned = planned_index(metadata, reported)
+                planned = planned_index(metadata)
             meta = StorageMeta(checkpoint_id=own, save_id=save.nonce)
             index = save.commit(
                 *build_index(planned, reported, meta),

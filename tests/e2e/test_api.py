@@ -632,4 +632,4 @@ def test_a_tensor_saved_in_part_or_in_parts_of_different_dtypes_is_refused(
     with pytest.raises(error, match=says):
         sent = [WriteResults(results).columns()]
         meta = described.StorageMeta()
-        build_index(planned_index(described.Metadata({"g": whole}), sent), sent, meta)
+        build_index(planned_index(described.Metadata({"g": whole})), sent, meta)

@@ -164,7 +164,7 @@ def test_the_chunks_of_a_tensor_stand_in_the_order_of_their_offsets() -> None:
         item = StoredItem(stored, 0, 100, 64, 16, digest, False, "float32")
         results.append([WriteResult(MetadataIndex("w", half.offsets, rank), 100, item)])
     sent = [WriteResults(of_rank).columns() for of_rank in results]
-    planned = planned_index(Metadata({"w": tensor}), sent)
+    planned = planned_index(Metadata({"w": tensor}))
     built, _ = build_index(planned, sent, StorageMeta())
     assert built.boxes("w")[0].tolist() == [[0], [4]]
     assert [built.item(row).digests for row in built.rows("w")] == [b"\1" * 16, b"\0" * 16]

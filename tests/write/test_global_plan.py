@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_objstore as dos
+from dcp_objstore.write import planner
+from dcp_objstore.write.api import run_save
 from dcp_objstore.write.global_plan import GlobalPlan, LocalPlan, plan_globally
 from dcp_objstore.write.layout import item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
@@ -173,8 +176,8 @@ def test_boxes_that_are_no_grid_are_no_overlap() -> None:
 
 
 def test_an_empty_shard_at_the_place_of_another_is_left_out() -> None:
-    ranks = [[shard("w", [4], [0], [0])], [shard("w", [4], [0], [4])]]
-    assert [kept.tolist() for kept in planned(ranks).kept] == [[], [0]]
+    ranks = [[shard("w", [4], [0], [0])], [shard("b", [9], [0], [9]), shard("w", [4], [0], [4])]]
+    assert [kept.tolist() for kept in planned(ranks).kept] == [[], [0, 1]]
 
 
 # --- an unchanged layout ---
@@ -196,8 +199,8 @@ def is_planned(make: Callable[..., object], *args: Any) -> bool:
     sent: list[LocalPlan | None] = []
     create = AgreeingSavePlanner.create_local_plan
 
-    def noted(planner: AgreeingSavePlanner) -> SavePlan:
-        plan = create(planner)
+    def noted(own: AgreeingSavePlanner) -> SavePlan:
+        plan = create(own)
         sent.append(plan.storage_data.plan)
         return plan
 
@@ -288,6 +291,68 @@ def fails_once(rank: int, world: int, url: str) -> list[bool]:
 def test_a_save_that_failed_leaves_what_is_known_of_the_layout(tmp_path: Path) -> None:
     assert run_ranks(2, fails_once, tmp_path.as_uri()) == [[True, False]] * 2
     assert not (tmp_path / "bad/_COMMIT").exists()
+
+
+class PlainResults(dos.ObjectStoreWriter):
+    """A writer that returns a plain list, as DCP asks for."""
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        found: Any = super().write_data(plan, planner)
+        future: Any = torch.futures.Future()
+        future.set_result(list(found.wait()))
+        return future
+
+
+def test_a_writer_may_return_a_plain_list_of_results(tmp_path: Path) -> None:
+    state = {"w": torch.arange(6.0).reshape(2, 3), "n": [1]}
+    url = tmp_path.as_uri()
+    run_save(PlainResults(url, progress=False), state, None)
+    assert torch.equal(dos.load_state_dict(url)["w"], state["w"])
+
+
+class Outer:
+    """Its state is another object that has a state."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+
+    def state_dict(self) -> Any:
+        return self.net
+
+    def load_state_dict(self, state: Any) -> None:
+        """Do nothing: the state is the object itself, which is filled."""
+
+
+@pytest.mark.parametrize("way", ["save", "async"])
+def test_a_state_whose_state_is_stateful_comes_back(tmp_path: Path, way: str) -> None:
+    saved, loaded = Outer(), Outer()
+    save(way, {"a": saved}, tmp_path.as_uri())
+    dos.load({"a": loaded}, tmp_path.as_uri(), progress=False)
+    assert torch.equal(saved.net.linear.weight, loaded.net.linear.weight)
+
+
+def interrupted(rank: int, world: int, root: str) -> list[str]:
+    def ctrl_c(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    with contextlib.ExitStack() as stack:
+        if rank:
+            stack.enter_context(patch.object(planner, "create_default_local_save_plan", ctrl_c))
+        try:
+            dos.save({"w": torch.ones(2)}, f"{root}/1", progress=False)
+        except (dos.DcpObjstoreError, KeyboardInterrupt) as error:
+            found.append(type(error).__name__)
+    dos.save({"w": torch.ones(2)}, f"{root}/2", progress=False)
+    return found
+
+
+def test_ctrl_c_while_a_rank_plans_ends_the_save_on_all_and_the_next_one_works(
+    tmp_path: Path,
+) -> None:
+    found = run_ranks(2, interrupted, tmp_path.as_uri())
+    assert found == [["RankFailedError"], ["KeyboardInterrupt"]]
+    assert not (tmp_path / "1/_COMMIT").exists()
 
 
 def test_one_process_alone_plans_a_layout_once(tmp_path: Path) -> None:
