@@ -121,7 +121,7 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, found: Results | Sequence[WriteResult]) -> Results:
-        """Return a rank's results, which DCP has sent; without other ranks they are as they were."""
+        """Return the results of a rank; without other ranks DCP has not sent them."""
         if isinstance(found, Results):
             return found
         return (found if isinstance(found, WriteResults) else WriteResults(found)).columns()
