@@ -18,6 +18,7 @@ from unittest import mock
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
 import dcp_objstore as dos
@@ -182,8 +183,8 @@ class _Trainer:
         saved: Any = async_save(self._saved, storage_writer=writer, **mode)
         try:
             getattr(saved, "upload_completion", saved).result()
-        except RuntimeError as error:  # the child's own error, which has lost its type
-            raise StoreUnavailableError(f"in a child: {error}") from error
+        except (CheckpointException, RuntimeError) as error:  # what DCP makes of the child's own
+            raise StoreUnavailableError(f"in a child: {error}") from None
 
     def _check(self, step: int) -> None:
         """Raise unless every element of what was loaded is of this step; 0: nothing was there."""
