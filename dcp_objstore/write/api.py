@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_objstore.distributed.failures import (
     capture,
@@ -141,18 +140,8 @@ def run_save(
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()
     writer.share_base(group)
-    if planner is None:
-        planner = AgreeingSavePlanner(url, state_dict, ranks)
-        # DCP does the same, but the planner sees the state before.
-        planner.agree(
-            {
-                key: value.state_dict() if isinstance(value, Stateful) else value
-                for key, value in state_dict.items()
-            },
-            group,
-        )
-    else:
-        planner.agree(state_dict, group)
+    planner = planner or AgreeingSavePlanner(url, state_dict, ranks)
+    planner.agree(state_dict, group)
     with typed_failures(url, group, _MAYBE_SAVED):
         state_dict_saver.save(
             state_dict,

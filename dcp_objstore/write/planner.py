@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
@@ -172,7 +173,12 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
         known = None
         try:
-            self.set_up_planner(state_dict, is_coordinator=is_first(group))
+            # As DCP does before it gives the state to the planner.
+            plain = {
+                key: value.state_dict() if isinstance(value, Stateful) else value
+                for key, value in state_dict.items()
+            }
+            self.set_up_planner(plain, is_coordinator=is_first(group))
             known = self._layouts.get(self._described())
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the other ranks wait below
             self._failed = error
