@@ -141,10 +141,10 @@ def run_save(
     single_process_is_fine()
     writer.share_base(group)
     planner = planner or AgreeingSavePlanner(url, state_dict, ranks)
-    planner.agree(state_dict, group)
+    plain = planner.agree(state_dict, group)
     with typed_failures(url, group, _MAYBE_SAVED):
         state_dict_saver.save(
-            state_dict,
+            plain,
             storage_writer=writer,
             planner=planner,
             process_group=group,

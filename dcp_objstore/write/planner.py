@@ -165,15 +165,17 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._known: _KnownLayout | None = None
         self._failed: BaseException | None = None
 
-    def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
         """Find out whether all ranks save the layout of an earlier save. A collective.
 
         An error of this rank is raised by `create_local_plan`, from where DCP tells all ranks.
+
+        Returns:
+            The state without Stateful objects, whose states DCP would ask for outside of that.
         """
         self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
-        known = None
+        known, plain = None, dict[str, Any]()
         try:
-            # As DCP does before it gives the state to the planner.
             plain = {
                 key: value.state_dict() if isinstance(value, Stateful) else value
                 for key, value in state_dict.items()
@@ -185,6 +187,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         number = None if known is None else known.number
         if same_on_all(number, self._url, group):
             self._known = known
+        return plain
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False

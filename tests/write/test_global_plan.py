@@ -331,26 +331,32 @@ def test_a_state_whose_state_is_stateful_comes_back(tmp_path: Path, way: str) ->
     assert torch.equal(saved.net.linear.weight, loaded.net.linear.weight)
 
 
-def interrupted(rank: int, world: int, root: str) -> list[str]:
+def interrupted(rank: int, world: int, root: str, where: str) -> list[str]:
     def ctrl_c(*_: Any) -> None:
         raise KeyboardInterrupt
 
     found = []
+    outer = Outer()
+    broken: dict[str, tuple[Any, str]] = {
+        "the planner": (planner, "create_default_local_save_plan"),
+        "a state of a state": (outer.net, "state_dict"),
+    }
     with contextlib.ExitStack() as stack:
         if rank:
-            stack.enter_context(patch.object(planner, "create_default_local_save_plan", ctrl_c))
+            stack.enter_context(patch.object(*broken[where], ctrl_c))
         try:
-            dos.save({"w": torch.ones(2)}, f"{root}/1", progress=False)
+            dos.save({"w": torch.ones(2), "a": outer}, f"{root}/1", progress=False)
         except (dos.DcpObjstoreError, KeyboardInterrupt) as error:
             found.append(type(error).__name__)
     dos.save({"w": torch.ones(2)}, f"{root}/2", progress=False)
     return found
 
 
+@pytest.mark.parametrize("where", ["the planner", "a state of a state"])
 def test_ctrl_c_while_a_rank_plans_ends_the_save_on_all_and_the_next_one_works(
-    tmp_path: Path,
+    tmp_path: Path, where: str
 ) -> None:
-    found = run_ranks(2, interrupted, tmp_path.as_uri())
+    found = run_ranks(2, interrupted, tmp_path.as_uri(), where)
     assert found == [["RankFailedError"], ["KeyboardInterrupt"]]
     assert not (tmp_path / "1/_COMMIT").exists()
 
