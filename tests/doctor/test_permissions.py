@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,9 @@ def manage(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
             assert run.load(small()) == start
             for step in range(start + 1, start + 4):
                 run.step(step, small())
+    for thread in threading.enumerate():
+        if thread.name == "dcp_objstore-sweep":
+            thread.join()  # it may be removing objects: the manager does not wait for it
 
 
 def collect(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
