@@ -11,8 +11,6 @@ package does not import torch.
 
 import lazy_loader
 
-from dcp_objstore.observe import events as events  # lazy_loader finds no submodule of a folder
-
 __version__ = "0.1.0.dev0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

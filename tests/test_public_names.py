@@ -8,12 +8,13 @@ import sys
 import pytest
 
 import dcp_objstore as dos
+from tests.support.public_api import SAVED, public_api
 
 
 def test_importing_the_package_imports_neither_torch_nor_a_store_sdk() -> None:
     program = (
         "import sys, dcp_objstore as dos\n"
-        "dos.TransferConfig(); dos.CommitLostError\n"
+        "dos.TransferConfig(); dos.errors.CommitLostError\n"
         "heavy = {'torch', 'obstore', 'boto3', 'numpy', 'tqdm'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -30,3 +31,7 @@ def test_every_public_name_resolves_and_has_a_docstring() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="svae"):
         dos.svae  # noqa: B018
+
+
+def test_a_change_of_the_public_api_is_a_change_of_its_file() -> None:
+    assert public_api() == SAVED.read_text(), "run `python -m tests.support.public_api`"

@@ -1,0 +1,9 @@
+"""The public names of `dcp_objstore.measure` and where each is defined."""
+
+from .bench import bench as bench
+from .report import (
+    BenchReport as BenchReport,
+    SettingsGain as SettingsGain,
+    Spread as Spread,
+    Throughput as Throughput,
+)

@@ -1,0 +1,26 @@
+"""The names of `dcp_objstore.reports` and where each is defined."""
+
+from .checkpoint.delete import DeleteReport as DeleteReport
+from .checkpoint.repair import RepairReport as RepairReport
+from .checkpoint.sweep import CheckpointSweep as CheckpointSweep
+from .convert.copy import CopyReport as CopyReport
+from .convert.export import ExportReport as ExportReport
+from .inspect.checkpoint import TensorEntry as TensorEntry, ValueEntry as ValueEntry
+from .inspect.diff import (
+    DiffReport as DiffReport,
+    TensorDifference as TensorDifference,
+    ValueDifference as ValueDifference,
+)
+from .inspect.modules import Module as Module
+from .inspect.rank_plan import RankPlan as RankPlan
+from .inspect.stats import TensorStats as TensorStats
+from .inspect.verify import Damage as Damage, VerifyReport as VerifyReport
+from .observe.report import LoadReport as LoadReport, SaveReport as SaveReport
+from .run.gc import SweepReport as SweepReport
+from .run.listing import (
+    Leftovers as Leftovers,
+    ListedCheckpoint as ListedCheckpoint,
+    Listing as Listing,
+)
+from .run.resume import ResumeReport as ResumeReport, SkippedStep as SkippedStep
+from .run.steps import RunStep as RunStep
