@@ -66,7 +66,6 @@ from .integrations.install import (
 from .measure.bench import bench as bench
 from .measure.report import (
     BenchReport as BenchReport,
-    SettingsGain as SettingsGain,
     Spread as Spread,
     Throughput as Throughput,
 )
