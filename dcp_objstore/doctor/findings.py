@@ -1,11 +1,11 @@
-"""`Finding`: the result of one check as data, and advice on errors."""
+"""`Finding`: the result of one check as data, and what an error means for a check."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -45,6 +45,15 @@ class Finding:
     text: str
     advice: str = ""
     details: Mapping[str, object] = field(default_factory=dict)
+
+
+class Verdict(NamedTuple):
+    """A finding without the name of its check; the fields are those of `Finding`."""
+
+    status: Status
+    text: str
+    advice: str = ""
+    details: Mapping[str, object] = {}
 
 
 _NO_STORE: Final = (
@@ -116,6 +125,26 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
         "delete": f"{_BLOBS}/delete",
     },
 }
+# A week, according to Azure's documentation of "Put Block". Listing such blocks takes a request
+# that obstore neither makes nor signs.
+_WITHOUT_RULES: Final[Mapping[tuple[str, str], Verdict]] = {
+    ("az", "lifecycle"): Verdict(
+        "ok",
+        "Azure removes the blocks of an unfinished upload a week after the last block, so no rule"
+        " is needed",
+        details={"days": 7},
+    ),
+    ("az", "versioning"): Verdict(
+        "not made",
+        "it is a setting of the account, which cannot be read with the rights to a container",
+        "`az storage account blob-service-properties show` shows it",
+    ),
+    ("az", "unfinished uploads"): Verdict(
+        "not applicable",
+        "Azure has no uploads that can be listed or aborted; uncommitted blocks are not visible,"
+        " but are billed, and removed after a week",
+    ),
+}
 # A longer text, such as a proxy's web page, is cut off.
 _LONGEST_TEXT: Final = 400
 # Rights to the bucket itself, not to the objects in it.
@@ -127,10 +156,25 @@ _OF_BUCKET: Final = (
 )
 
 
-def failed(check: str, error: DcpObjstoreError, url: StoreUrl) -> Finding:
-    """Return the finding for a check that ended with an error."""
+def failure(check: str, error: DcpObjstoreError, url: StoreUrl) -> Verdict:
+    """Return the verdict of a check that ended with an error."""
     details = {"error": type(error).__name__, "message": error.message}
-    return Finding(check, "failed", summary(error), advice_for(check, error, url), details)
+    return Verdict("failed", summary(error), advice_for(check, error, url), details)
+
+
+def unread(check: str, error: DcpObjstoreError, url: StoreUrl) -> Verdict:
+    """Return the verdict of a check of the bucket's rules that ended with an error.
+
+    No job needs to read them, so this is not a failure.
+    """
+    if isinstance(error, UnsupportedError) and (url.scheme, check) in _WITHOUT_RULES:
+        return _WITHOUT_RULES[url.scheme, check]
+    if isinstance(error, UnsupportedError) and url.scheme in ("file", "memory"):
+        return Verdict("not applicable", error.message)
+    if isinstance(error, PermissionDeniedError):
+        text = "these credentials do not have the right to read it"
+        return Verdict("not made", text, advice_for(check, error, url))
+    return Verdict("not made", error.message)
 
 
 def summary(error: DcpObjstoreError) -> str:
