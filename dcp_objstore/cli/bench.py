@@ -43,6 +43,7 @@ def measure(
 
 
 def _print(report: dos.BenchReport) -> None:
+    """Print the figures: what all depends on, then a table, then warnings."""
     say(report.url)
     say(f"{size_text(report.size_bytes)} of tensors, one process, {report.seconds:.0f} s in all")
     machine = f"{counted(report.processors, 'processor')}, copy"
@@ -51,7 +52,7 @@ def _print(report: dos.BenchReport) -> None:
     say(f"small requests GET {_spread(report.get_ms)} ms, PUT {_spread(report.put_ms)} ms")
     say()
     lines: list[tuple[str, ...]] = [("", *_HEAD)]
-    for name, found in (
+    for name, throughput in (
         ("save", report.save),
         ("plain PUTs", report.plain_puts),
         ("one PUT at a time", report.put_alone),
@@ -59,9 +60,9 @@ def _print(report: dos.BenchReport) -> None:
         ("plain GETs", report.plain_gets),
         ("one GET at a time", report.get_alone),
     ):
-        speed = found.gib_per_second
-        figures = (speed.median, speed.lowest, speed.highest, found.cpu_seconds_per_gib)
-        counts = str(found.requests), str(found.connections)
+        speed = throughput.gib_per_second
+        figures = (speed.median, speed.lowest, speed.highest, throughput.cpu_seconds_per_gib)
+        counts = str(throughput.requests), str(throughput.connections)
         lines.append((name, *map(_figure, figures), *counts))
     say(*aligned(lines, _HEAD))
     if report.warnings:

@@ -94,10 +94,10 @@ class ObjectChecks:
 
     def listing(self) -> Verdict:
         """List objects, and see one that was just written."""
-        found = {meta.key for meta in self._store.list()}
+        keys = {meta.key for meta in self._store.list()}
         if not self._written:
             return Verdict("ok", "listing works")
-        if "put" in found:
+        if "put" in keys:
             return Verdict("ok", "listing works, and shows a written object at once")
         return Verdict(
             "failed",
@@ -128,12 +128,12 @@ class ObjectChecks:
     def _read_existing(self) -> Verdict:
         """Read one byte of an existing object, because nothing can be written."""
         store = self._spec.open()
-        found = next((meta for meta in store.list() if meta.size_bytes), None)
-        if found is None:
+        existing = next((meta for meta in store.list() if meta.size_bytes), None)
+        if existing is None:
             text = "there is no object to read, and none can be written"
             return Verdict("not made", text)
-        read_range(store, found.key, 0, 1)
-        return Verdict("ok", f"a byte of {found.key} was read")
+        read_range(store, existing.key, 0, 1)
+        return Verdict("ok", f"a byte of {existing.key} was read")
 
     def _put_in_parts(self, name: str, parts: Iterator[bytes]) -> None:
         with self.scratch.writing(name) as key:
@@ -180,11 +180,11 @@ class ObjectChecks:
             self._put_in_parts("abort", broken())
         except _EndedOnPurposeError as error:
             refused = LEFTOVER_ADVICE in error.message
-        left = self._unfinished()
-        if refused or left:
+        unfinished = self._unfinished()
+        if refused or unfinished:
             denied = PermissionDeniedError("the parts of an aborted upload were not removed")
             return failure("abort", denied, self._url)
-        if left is None:
+        if unfinished is None:
             text = "an upload was aborted; whether its parts are gone cannot be seen"
             return Verdict("ok", text)
         return Verdict("ok", "an upload was aborted, and its parts are gone")
@@ -200,15 +200,15 @@ class ObjectChecks:
         """Let writers race for one object."""
         if not self._written:
             return Verdict("not made", "no object can be written")
-        found = probe.probe(self._store)
+        conditions = probe.probe(self._store)
         details = {
-            "conditional_create": found.conditional_create,
-            "conditional_update": found.conditional_update,
+            "conditional_create": conditions.conditional_create,
+            "conditional_update": conditions.conditional_update,
         }
-        if found.conditional_create and found.conditional_update:
+        if conditions.conditional_create and conditions.conditional_update:
             text = "of two or more writers that create or replace an object, exactly one wins"
             return Verdict("ok", text, details=details)
-        if found.conditional_create:
+        if conditions.conditional_create:
             return Verdict(
                 "warning",
                 "an object can be created conditionally, but not replaced",

@@ -116,20 +116,20 @@ def check_up(
         ConfigError: an option has a wrong type or value.
     """
     spec = StoreSpec(url, storage_options, config)
-    found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+    findings: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
     stop = Stop()
     done: Future[None] = Future()
 
     def work() -> None:
         try:
             for finding in _findings(spec, stop):
-                found.put(finding)
+                findings.put(finding)
         finally:
-            found.put(None)
+            findings.put(None)
 
     spawn(lambda: run_into(done, work), "check-up")
     try:
-        while (finding := take(found)) is not None:
+        while (finding := take(findings)) is not None:
             yield finding
         done.result()
     finally:

@@ -10,17 +10,8 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from dcp_objstore import errors
 from dcp_objstore.doctor.findings import Verdict, failure, summary
-from dcp_objstore.errors import (
-    BucketNotFoundError,
-    ConfigError,
-    CorruptDataError,
-    CredentialsError,
-    DcpObjstoreError,
-    ObjectNotFoundError,
-    PermissionDeniedError,
-    StoreUnavailableError,
-)
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores.diagnosis import Identity, ask_server, identify, named_server
 from dcp_objstore.stores.obstore.errors import http_code
@@ -62,15 +53,15 @@ _PATIENCE_SECONDS = 10.0
 
 def versions(spec: StoreSpec) -> Verdict:
     """Return the versions of this library and its main dependencies, without importing them."""
-    found: dict[str, object] = {"python": platform.python_version()}
+    installed: dict[str, object] = {"python": platform.python_version()}
     carriers = _FILESYSTEMS.get(spec.parsed.scheme, ("fsspec",)) if _over_fsspec(spec) else ()
     for name in (*_PACKAGES, *carriers):
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    shown = [f"{name} {version or 'is not installed'}" for name, version in found.items()]
-    return Verdict("ok", ", ".join(shown), details=found)
+            installed[name] = None
+    shown = [f"{name} {version or 'is not installed'}" for name, version in installed.items()]
+    return Verdict("ok", ", ".join(shown), details=installed)
 
 
 def _over_fsspec(spec: StoreSpec) -> bool:
@@ -111,9 +102,9 @@ class Surroundings:
             return Access(without, without, without, without)
         try:
             identity = identify(self._spec)
-        except ConfigError:
+        except errors.ConfigError:
             identity = None  # the first request fails alike
-        except DcpObjstoreError as error:
+        except errors.DcpObjstoreError as error:
             advice = _OTHER_TOOLS.get(self._url.scheme, "")
             credentials = failure("credentials", error, self._url)._replace(advice=advice)
             blocked = "there are no credentials"
@@ -136,19 +127,19 @@ class Surroundings:
         if error is None:
             text = "the answer does not show whether the bucket exists"
             return Access(known, answered, Verdict("not made", text))
-        if isinstance(error, CredentialsError):
+        if isinstance(error, errors.CredentialsError):
             blocked = "the store does not accept the credentials"
             advice = failure("credentials", error, self._url).advice
             refused = Verdict("failed", f"{who}: {summary(error)}", advice, details)
             return Access(refused, answered, Verdict("not made", blocked), blocked=blocked)
-        if isinstance(error, BucketNotFoundError):
+        if isinstance(error, errors.BucketNotFoundError):
             missing = failure("bucket", error, self._url)
             return Access(known, answered, missing, blocked="the bucket does not exist")
         blocked = "the endpoint does not answer like a store"
-        if isinstance(error, StoreUnavailableError):
+        if isinstance(error, errors.StoreUnavailableError):
             blocked = "the endpoint does not answer"
         server, bucket = failure("endpoint", error, self._url), None
-        if isinstance(error, ConfigError):
+        if isinstance(error, errors.ConfigError):
             bucket = self._right_region()
         if bucket is not None:
             blocked = "the bucket is in another region"
@@ -157,7 +148,7 @@ class Surroundings:
         unknown = Verdict("not made", f"{who}; {blocked}", details=details)
         return Access(unknown, server, bucket or unasked, unasked, blocked)
 
-    def _ask(self) -> tuple[DcpObjstoreError | None, bool]:
+    def _ask(self) -> tuple[errors.DcpObjstoreError | None, bool]:
         """Return what is wrong, if anything, and whether the answer is like that of a store."""
         patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
         hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
@@ -167,19 +158,19 @@ class Surroundings:
                 store.head(_ABSENT)
             else:
                 read_range(store, _ABSENT, 0, 1)  # the answer to a HEAD has no body to hold a code
-        except (ObjectNotFoundError, PermissionDeniedError) as error:
+        except (errors.ObjectNotFoundError, errors.PermissionDeniedError) as error:
             # Without the right to list, a store answers "denied" for absent objects as well. The
             # next checks report that.
             return None, self._has_code(error)
-        except BucketNotFoundError as error:
+        except errors.BucketNotFoundError as error:
             return error, self._has_code(error)
-        except CorruptDataError:
+        except errors.CorruptDataError:
             pass  # the answer is not the requested byte
-        except DcpObjstoreError as error:
+        except errors.DcpObjstoreError as error:
             return error, True
-        return ConfigError(_ANSWERS_ALL), False
+        return errors.ConfigError(_ANSWERS_ALL), False
 
-    def _has_code(self, error: DcpObjstoreError) -> bool:
+    def _has_code(self, error: errors.DcpObjstoreError) -> bool:
         """Whether an error has a store's error code; True if the transport does not show codes."""
         scheme = self._url.scheme
         if scheme not in _OTHER_TOOLS or (scheme != "s3" and _over_fsspec(self._spec)):
@@ -191,7 +182,7 @@ class Surroundings:
     def _where(self) -> tuple[str, dict[str, object]]:
         try:
             endpoint = named_server(self._spec)
-        except DcpObjstoreError:
+        except errors.DcpObjstoreError:
             endpoint = None  # the request before has shown what is wrong
         shown = endpoint or {"s3": "AWS", "gs": "Google"}.get(self._url.scheme, "the provider")
         region = f", region {self._region}" if self._region else ""
@@ -201,7 +192,7 @@ class Surroundings:
         """Return a verdict with the bucket's true region, if AWS names it."""
         try:
             answer = ask_server(self._spec)
-        except DcpObjstoreError:
+        except errors.DcpObjstoreError:
             answer = None  # the error of the endpoint was already reported
         region = answer.bucket_region if answer is not None else None
         if region is None:
@@ -219,7 +210,7 @@ class Surroundings:
             return self.access.clock
         try:
             answer = ask_server(self._spec)
-        except DcpObjstoreError as error:
+        except errors.DcpObjstoreError as error:
             return Verdict("not made", f"the server's clock could not be read: {error.message}")
         ahead = answer.ahead_seconds if answer is not None else None
         if ahead is None:
@@ -270,11 +261,11 @@ def versioning(uploads: S3Uploads, url: StoreUrl) -> Verdict:
 
 def unfinished(uploads: S3Uploads, url: StoreUrl) -> Verdict:
     """Look for unfinished uploads below the URL."""
-    found = uploads.list()
-    old = [one for one in found if datetime.now(UTC) - one.initiated > _OLD]
-    all_bytes, old_bytes = (sum(one.size_bytes for one in some) for some in (found, old))
+    listed = uploads.list()
+    old = [one for one in listed if datetime.now(UTC) - one.initiated > _OLD]
+    all_bytes, old_bytes = (sum(one.size_bytes for one in some) for some in (listed, old))
     details = {
-        "uploads": len(found),
+        "uploads": len(listed),
         "bytes": all_bytes,
         "old_uploads": len(old),
         "old_bytes": old_bytes,
@@ -286,8 +277,8 @@ def unfinished(uploads: S3Uploads, url: StoreUrl) -> Verdict:
             f"`dcp-objstore gc {shlex.quote(str(url))} --yes` removes those of saves",
             details,
         )
-    young = f"{len(found)} of the last day ({size_text(all_bytes)}), perhaps of running saves"
-    return Verdict("ok", young if found else "none below the URL", details=details)
+    young = f"{len(listed)} of the last day ({size_text(all_bytes)}), perhaps of running saves"
+    return Verdict("ok", young if listed else "none below the URL", details=details)
 
 
 def _who(identity: Identity | None) -> tuple[str, dict[str, object]]:

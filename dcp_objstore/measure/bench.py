@@ -295,10 +295,10 @@ class _Bench:
         figures: list[list[float]] = [[], []]
         ways: Sequence[Callable[[], object]] = (lambda: np.copyto(target, source), hash_all)
         for _ in range(_MOST_ROUNDS):
-            for way, found in zip(ways, figures, strict=True):
+            for way, speeds in zip(ways, figures, strict=True):
                 began_at = time.perf_counter()
                 way()
-                found.append(_MACHINE_BYTES / GIB / (time.perf_counter() - began_at))
+                speeds.append(_MACHINE_BYTES / GIB / (time.perf_counter() - began_at))
         return Spread.of(figures[0]), Spread.of(figures[1])
 
     def _alone(self) -> tuple[list[_Round], list[_Round]]:
@@ -491,7 +491,7 @@ def _plan_gets(
     Args:
         objects: the objects to read.
         memory: about as large as all of them.
-        size_bytes: of one request.
+        size_bytes: the size of one request.
     """
     requests: list[_PlainRequest] = []
     at = 0

@@ -12,7 +12,7 @@ class Spread:
     """The figures of some rounds.
 
     Attributes:
-        lowest, median, highest: of the rounds.
+        lowest, median, highest: the lowest, median and highest figure of the rounds.
         rounds: the number of them.
     """
 
@@ -37,7 +37,7 @@ class Throughput:
     """What one way of moving the bytes gave.
 
     Attributes:
-        gib_per_second: of the bytes of the tensors.
+        gib_per_second: the speed, counting the bytes of the tensors.
         cpu_seconds_per_gib: user and system time of this process; the median of the rounds.
         requests: the number of requests that carried these bytes in one round, the median.
         request_size_bytes: size of the largest of them.
