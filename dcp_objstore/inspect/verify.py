@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,7 +92,6 @@ class VerifyReport:
         total_bytes: number of bytes read.
         quick: whether only the existence and the sizes of the objects were checked.
         deep: whether framing, padding, counts and `.metadata` were compared as well.
-        from_byte: where the comparison of blocks began; 0: at the beginning.
         damaged: all damage that was found, ordered by object.
     """
 
@@ -104,7 +102,6 @@ class VerifyReport:
     total_bytes: int
     quick: bool
     deep: bool
-    from_byte: int
     damaged: tuple[Damage, ...]
 
     @property
@@ -241,7 +238,6 @@ def verify_at(
     quick: bool,
     deep: bool,
     progress: bool,
-    from_byte: int = 0,
     commit_id: str | None = None,
 ) -> VerifyReport:
     """Do what `Checkpoint.verify` does, for a URL. Damage to the marker or index is reported, too.
@@ -277,20 +273,9 @@ def verify_at(
                 total_bytes=0,
                 quick=quick,
                 deep=deep,
-                from_byte=from_byte,
                 damaged=(Damage(object_key, "unreadable", text=text),),
             )
-        return _verify(
-            store,
-            marker,
-            body,
-            index,
-            spec.config,
-            channel,
-            quick=quick,
-            deep=deep,
-            from_byte=from_byte,
-        )
+        return _verify(store, marker, body, index, spec.config, channel, quick=quick, deep=deep)
 
 
 def _open(store: ObjectStore, commit_id: str | None) -> tuple[Marker, bytes, ix.Index]:
@@ -333,7 +318,6 @@ def _verify(
     *,
     quick: bool,
     deep: bool,
-    from_byte: int = 0,
 ) -> VerifyReport:
     """Read a checkpoint, compare it with its digests, and report all damage.
 
@@ -346,22 +330,15 @@ def _verify(
         channel: channel for the events of the verification.
         quick: only check the existence and the sizes of the objects.
         deep: also compare framing, padding, the marker's counts, and `.metadata`.
-        from_byte: leave out the blocks before this position, counted over all objects in the order
-            of the index. If this is interrupted or fails, a note of the error gives the position
-            up to which everything was compared, and the damage so far.
+
+    If this is interrupted or fails, notes of the error give the damage so far.
 
     Raises:
-        ConfigError: `quick` contradicts another argument, or the checkpoint has no byte
-            `from_byte`.
+        ConfigError: `quick` and `deep` contradict each other.
         CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
     """
     if quick and deep:
         raise ConfigError("a verification is either quick or deep")
-    if quick and from_byte:
-        raise ConfigError("a quick verification reads no blocks, so it has no from_byte")
-    begins = [0, *itertools.accumulate(entry.size_bytes for entry in index.objects)]
-    if from_byte and not 0 < from_byte < begins[-1]:
-        raise ConfigError(f"from_byte={from_byte}: the objects have {begins[-1]} bytes")
     comparison = _Comparison(index)
     check_gone = _GoneCheck(store, marker)
     sizes = _sizes(store, index, comparison, config, check_gone)
@@ -374,19 +351,11 @@ def _verify(
             comparison.differs(span)
     if not quick:
         framing = framing_pieces(index, spans, whole) if deep else []
-        spans = [one for one in spans if begins[one.object_number] + one.end > from_byte]
         comparison.begin(whole if deep else ())
         requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
         try:
             _read(store, index, requests, framing, comparison, config, channel, check_gone)
         except (KeyboardInterrupt, RetryableError, CredentialsError) as error:
-            left = [begins[one.object_number] + one.start for one in comparison.left(spans)]
-            # If all blocks were compared, there is framing to read again.
-            position = max(from_byte, min(left, default=begins[-1] - 1))
-            error.add_note(
-                f"{store.url}: blocks were compared up to byte {position} of {begins[-1]};"
-                f" to go on there: from_byte={position} (--from-byte {position})"
-            )
             for damage in sorted(comparison.damaged):
                 error.add_note(f"damaged so far: {damage.text}")
             raise
@@ -413,7 +382,6 @@ def _verify(
         total_bytes=comparison.total_bytes,
         quick=quick,
         deep=deep,
-        from_byte=from_byte,
         damaged=tuple(sorted(comparison.damaged)),
     )
 
