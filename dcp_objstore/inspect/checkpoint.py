@@ -490,22 +490,23 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             device: device to make the tensors on.
             in_one_piece: make them in one piece of CPU memory.
         """
-        from dcp_objstore.inspect.fill import allocate, fill
+        from dcp_objstore.inspect.fill import read_new
 
-        made = allocate(self._stored, boxes, device, in_one_piece=in_one_piece)
         channel = self._event_settings.channel("read", self.url, *rank_and_world_size())
         channel.show(bar=progress, summary=False)
         with channel.watching():
-            self.last_read, found = fill(
+            self.last_read, content = read_new(
                 self._spec,
                 self._stored,
-                {key: (box, made[key]) for key, box in boxes.items()},
+                boxes,
                 values,
+                device=device,
+                in_one_piece=in_one_piece,
                 verify=self._verify,
                 trust_pickle=self._trust_pickle,
                 channel=channel,
             )
-        return {**made, **found}
+        return content
 
 
 def open(  # noqa: A001 - `dos.open`, like gzip.open

@@ -107,7 +107,7 @@ def _rank_plan(
     places += [(r.object_number, r.start, r.end) for r in requests]
     return RankPlan(
         rank=rank,
-        items=len(planned.items),
+        items=len(planned.reads),
         total_bytes=sum(end - start for _, start, end in places),
         received_bytes=received_bytes,
         requests=len(places),
