@@ -57,10 +57,10 @@ T = TypeVar("T")
 _EVERY_RANK = every_rank("dcp_objstore.async_save")
 
 
-class Sequence:
+class BackgroundSaves:
     """The background saves of the program, or of one manager: each begins after the one before.
 
-    A save that fails is raised by the next one of its sequence, unless its result was asked for.
+    A save that fails is raised by the next of them, unless its result was asked for.
 
     Attributes:
         latest: the save that was begun last, or None.
@@ -70,13 +70,13 @@ class Sequence:
         self.latest: AsyncSaveHandle | None = None
 
 
-class _Saves(Sequence):
-    """The saves of this process, with those of the program as their own sequence.
+class _Saves(BackgroundSaves):
+    """All saves of this process; `latest` is the last that the program began by `async_save`.
 
     Attributes:
         lock: held while a save begins or ends.
-        unsettled: the saves of all sequences that run, or whose error nothing has asked for, in the
-            order of their turns.
+        unsettled: all saves, those of managers too, that run, or whose error nothing has asked for,
+            in the order of their turns.
     """
 
     def __init__(self) -> None:
@@ -229,16 +229,10 @@ class AsyncSaveHandle:
             stack.callback(settle, self.upload_completion)
             stack.callback(settle, self.staging_completion)
 
-    def _fail(self, error: BaseException) -> None:
-        """End the save with an error, unless its thread runs and will end it."""
-        with _saves.here.lock:
-            if not self._running:
-                self._end(None, error)
-
     def _run(self, save: _StagedSave, began_with: BaseException | None = None) -> None:
         """Run the save, unless another thread does; all ranks raise an error that it began with."""
         with _saves.here.lock:
-            if self._running or self.done():
+            if self._running:
                 return  # Ctrl-C came as the thread was started
             self._running = True
         report, failed = None, None
@@ -347,7 +341,7 @@ def async_save(
 
 
 def begin_save(
-    sequence: Sequence,
+    background: BackgroundSaves,
     state: Mapping[str, Any],
     url: str,
     *,
@@ -358,9 +352,9 @@ def begin_save(
     wait_for_staging: bool = True,
     **settings: Any,
 ) -> AsyncSaveHandle:
-    """Begin a save of a sequence, as `async_save` describes; `settings` are for the writer.
+    """Begin one of these saves, as `async_save` describes; `settings` are for the writer.
 
-    It does not wait for a save of another sequence, nor raise its error: the copy waits for its
+    It does not wait for other saves of the process, nor raise their errors: the copy waits for its
     turn in the background.
     """
 
@@ -379,9 +373,9 @@ def begin_save(
     save = _StagedSave(writer, saves)
     handle = save.handle
     try:
-        _wait_for_earlier(sequence, handle, on_busy, calls)
+        _wait_for_earlier(background, handle, on_busy, calls)
     except BaseException as error:
-        handle._fail(error)  # on all ranks
+        handle._end(None, error)  # on all ranks
         raise
     try:
         save.begin_staging(state)
@@ -464,19 +458,19 @@ class _StagedSave:
 
 
 def _wait_for_earlier(
-    sequence: Sequence,
+    background: BackgroundSaves,
     handle: AsyncSaveHandle,
     on_busy: Literal["wait", "raise"],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Make `handle` the latest of its sequence, or raise on every rank if any rank refuses.
+    """Make `handle` the latest of these saves, or raise on every rank if any rank refuses.
 
     Ranks see the end of the earlier save at different times, and only some may have asked for its
     result. If one rank refused alone, the others would hang in the collectives of the new save.
     """
     saves = _saves.here
     while True:
-        earlier, failed = sequence.latest, None
+        earlier, failed = background.latest, None
         if earlier is not None and on_busy == "wait":
             _, failed = capture(partial(wait_until, earlier._ended))
         objection = _objection(earlier, handle.url) if failed is None else None
@@ -489,8 +483,8 @@ def _wait_for_earlier(
                 earlier._raised = True
             raise
         with saves.lock:
-            if sequence.latest is earlier:
-                sequence.latest = handle
+            if background.latest is earlier:
+                background.latest = handle
                 saves.add(handle)
                 return
 
