@@ -100,11 +100,6 @@ class ItemRead:
                 return
         self._complete()
 
-    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
-        """Store packed bytes, which are all bytes here: this read leaves nothing out."""
-        del size_bytes
-        self.accept(position, packed)
-
     def _complete(self) -> None:
         if isinstance(self._destination, torch.Tensor):
             try:

@@ -30,6 +30,7 @@ from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, SharedRequest
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
+from dcp_objstore.read.tensor_read import TensorRead
 from dcp_objstore.state.geometry import Selection
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.workers import DaemonPool
@@ -405,6 +406,7 @@ class Exchange:
         if segment.packed_bytes:
             span = self._spans[request.object_number, segment.start, segment.end]
             read = self._reads[segment.read]
+            assert isinstance(read, TensorRead)  # an item that only torch decodes is sent whole
             if read in span.tag.reads:  # not left to another key that fills the same memory
                 read.accept_packed(span.tag.position, span.end - span.start, part)
             return
