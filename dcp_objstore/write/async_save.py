@@ -135,7 +135,6 @@ class AsyncSaveHandle:
         self.url = url
         self.staging_completion: Future[None] = _WatchedFuture()
         self.upload_completion: Future[SaveReport] = _WatchedFuture()
-        self._running = False
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._raised = False
@@ -228,26 +227,6 @@ class AsyncSaveHandle:
             stack.callback(self._ended.set)
             stack.callback(settle, self.upload_completion)
             stack.callback(settle, self.staging_completion)
-
-    def _run(self, save: _StagedSave, began_with: BaseException | None = None) -> None:
-        """Run the save, unless another thread does; all ranks raise an error that it began with."""
-        with _saves.here.lock:
-            if self._running:
-                return  # Ctrl-C came as the thread was started
-            self._running = True
-        report, failed = None, None
-        try:
-            save.fail(began_with)
-            report = save.run()
-        except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
-            failed = error
-            log_failure(self.url, error)
-            # The frames hold the copy of the state, whose memory the next save needs.
-            without_frames(error)
-        finally:
-            # Before the save counts as ended, so that its memory is free for the next save.
-            save.forget_state()
-            self._end(report, failed)
 
 
 def async_save(
@@ -383,11 +362,11 @@ def begin_save(
             save.finish_staging()
         ready_for_program_end()
         # Not a daemon: Python waits for this thread where `_wait_for_all` cannot be registered.
-        threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
+        threading.Thread(target=save.run, name="dcp_objstore-async-save").start()
         if has_ended():
             wait_until(handle._ended)  # in an `atexit` handler, after which nothing waits
     except BaseException as error:  # such as Ctrl-C, or no thread can be started
-        handle._run(save, error)
+        save.run(error)
         raise
     save.raise_interrupt()
     return handle
@@ -404,6 +383,7 @@ class _StagedSave:
         self._failed: DcpObjstoreError | None = None
         self._interrupt: BaseException | None = None
         self._began_at = 0.0
+        self._running = False
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
         """Allocate memory and start the copies from devices. `run` raises what fails here."""
@@ -413,13 +393,13 @@ class _StagedSave:
             return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
 
         self._staging, failed = capture(begin)
-        self.fail(failed)
+        self._fail(failed)
 
     def finish_staging(self) -> None:
         """Finish the copy. A second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
             _, failed = capture(self._staging.finish)
-            self.fail(failed)
+            self._fail(failed)
             size_bytes = self._staging.state.size_bytes
             self._writer._staged = staged_event(
                 self.handle.url, current_rank() or 0, size_bytes, self._began_at
@@ -430,8 +410,8 @@ class _StagedSave:
             else:
                 self.handle.staging_completion.set_exception(self._failed)
 
-    def fail(self, error: BaseException | None) -> None:
-        """Note an error that `run` raises on all ranks, unless there is one already."""
+    def _fail(self, error: BaseException | None) -> None:
+        """Note an error that `_save` raises on all ranks, unless there is one already."""
         if error is None or self._failed is not None:
             return
         if not isinstance(error, Exception):
@@ -443,7 +423,27 @@ class _StagedSave:
         if self._interrupt is not None:
             raise self._interrupt
 
-    def run(self) -> SaveReport:
+    def run(self, began_with: BaseException | None = None) -> None:
+        """Run the save, unless another thread does; all ranks raise an error that it began with."""
+        with _saves.here.lock:
+            if self._running:
+                return  # Ctrl-C came as the thread was started
+            self._running = True
+        report, failed = None, None
+        try:
+            self._fail(began_with)
+            report = self._save()
+        except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
+            failed = error
+            log_failure(self.handle.url, error)
+            # The frames hold the copy of the state, whose memory the next save needs.
+            without_frames(error)
+        finally:
+            # Before the save counts as ended, so that its memory is free for the next save.
+            self._staging = None
+            self.handle._end(report, failed)
+
+    def _save(self) -> SaveReport:
         """Save the copy; if it could not be made, raise that error on all ranks."""
         with reporting_failures(self._writer):
             self.finish_staging()
@@ -451,10 +451,6 @@ class _StagedSave:
             raise_on_all(self._failed, self.handle.url, self._group)
             assert self._staging is not None
             return run_save(self._writer, self._staging.state, self._group)
-
-    def forget_state(self) -> None:
-        """Drop the references to the copy."""
-        self._staging = None
 
 
 def _wait_for_earlier(

@@ -54,6 +54,13 @@ _WATCHED_EVERY_BYTES = 64 * 1024
 _WORD = np.dtype(np.uint64)
 
 
+class SizedItem(NamedTuple):
+    """An item to write and its `item_bytes`."""
+
+    item: WriteItem
+    size_bytes: int
+
+
 class ChangedSlice(NamedTuple):
     """A slice of a tensor that changed between its digest and the end of its upload.
 
@@ -145,9 +152,9 @@ class Layout:
     """The layout of the items in one object.
 
     Args:
-        pending: items that this rank still has to write, in order, each with its `item_bytes`. The
-            object takes items from the left, and leaves what would exceed
-            `plan.max_object_size_bytes` to the next object. A larger item gets its own object.
+        pending: items that this rank still has to write, in order. The object takes items from the
+            left, and leaves what would exceed `plan.max_object_size_bytes` to the next object. A
+            larger item gets its own object.
         resolve: returns the data of an item, as DCP's planners do.
         plan: sizes of parts and slices.
         hash_slice: begins to compute the digests of a slice's blocks.
@@ -161,7 +168,7 @@ class Layout:
         is_over: set when the upload has ended; the tensors' memory is not read after that.
     """
 
-    pending: deque[tuple[WriteItem, int]]
+    pending: deque[SizedItem]
     resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO]
     plan: PartPlan
     hash_slice: Callable[[ByteArray], Future[bytes]]
@@ -202,7 +209,7 @@ class Layout:
                 if isinstance(data, torch.Tensor) and data.dtype != _planned_dtype(item):
                     size_bytes = item_bytes(item, data.dtype)
                     if not self._fits(size_bytes):  # a planner converted it to a larger dtype
-                        self.pending.appendleft((item, size_bytes))
+                        self.pending.appendleft(SizedItem(item, size_bytes))
                         break
                 sliced = self._begin(item, data)
                 del data  # here and below: before the planner makes the next one

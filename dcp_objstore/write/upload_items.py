@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
@@ -32,7 +32,7 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
 from dcp_objstore.write.base import Unchanged, find_unchanged
-from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, item_bytes
+from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, SizedItem, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.write.base import Base
     from dcp_objstore.write.session import Save
-
-_Sized: TypeAlias = "tuple[WriteItem, int]"  # an item and its size in bytes
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -141,7 +139,7 @@ def upload_items(
 
 
 def _emit_planned(
-    save: Save, unchanged: Unchanged, order: Sequence[_Sized], part_plan: PartPlan
+    save: Save, unchanged: Unchanged, order: Sequence[SizedItem], part_plan: PartPlan
 ) -> None:
     """Emit what is to be moved: copied by the store, and uploaded."""
     groups = _groups(order, unchanged, unchanged.to_copy)
@@ -161,7 +159,7 @@ def _emit_planned(
 
 def upload_order(
     items: Iterable[WriteItem], unchanged: Collection[MetadataIndex] = ()
-) -> list[_Sized]:
+) -> list[SizedItem]:
     """Return items in the order in which they are uploaded, each with its size in bytes.
 
     Pickled values come first, as in stock writers. Tensors follow in the plan's order, but with the
@@ -170,18 +168,18 @@ def upload_order(
     base stays together too, so that the next save may copy it.
     """
     return sorted(
-        ((item, item_bytes(item)) for item in items),
-        key=lambda one: (
-            one[0].tensor_data is not None,
-            one[1] > DEFAULT_GAP_BYTES,
-            not (unchanged and one[0].index in unchanged),
+        (SizedItem(item, item_bytes(item)) for item in items),
+        key=lambda sized: (
+            sized.item.tensor_data is not None,
+            sized.size_bytes > DEFAULT_GAP_BYTES,
+            not (unchanged and sized.item.index in unchanged),
         ),
     )
 
 
 def _groups(
-    order: Sequence[_Sized], unchanged: Unchanged, copied: Collection[MetadataIndex]
-) -> list[deque[_Sized]]:
+    order: Sequence[SizedItem], unchanged: Unchanged, copied: Collection[MetadataIndex]
+) -> list[deque[SizedItem]]:
     """Return what is uploaded into separate objects: what has changed, and what has not.
 
     It is one group, unless the next save could only copy the second as whole objects.
@@ -190,12 +188,14 @@ def _groups(
         copied: what is not uploaded.
     """
     # Most saves have no base, and the hash of an index costs as much as a tenth of the item.
-    uploads = [one for one in order if one[0].index not in copied] if copied else order
-    kept = [one for one in uploads if unchanged.whole and one[0].index in unchanged.items]
-    if sum(size for _, size in kept) < LEAST_PART_BYTES:
+    uploads = [sized for sized in order if sized.item.index not in copied] if copied else order
+    kept: deque[SizedItem] = deque()
+    changed: deque[SizedItem] = deque()
+    for sized in uploads if unchanged.whole else ():
+        (kept if sized.item.index in unchanged.items else changed).append(sized)
+    if sum(sized.size_bytes for sized in kept) < LEAST_PART_BYTES:
         return [deque(uploads)]
-    changed = [one for one in uploads if one[0].index not in unchanged.items]
-    return [deque(group) for group in (changed, kept) if group]
+    return [group for group in (changed, kept) if group]
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:
