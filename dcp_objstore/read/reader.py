@@ -358,6 +358,7 @@ class ObjectStoreReader(StorageReader):
         return future
 
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> LoadReport:
+        """Read a plan into the destinations that the planner gives, with other ranks or alone."""
         assert load.checkpoint is not None
         planned, load.planned = load.planned, None
         share, config = plan.storage_data, self._target.config

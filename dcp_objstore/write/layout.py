@@ -297,6 +297,7 @@ class Layout:
         )
 
     def _begin_tensor(self, item: WriteItem, payload: torch.Tensor) -> _Sliced:
+        """Begin a large tensor: frame its memory, or slices that are copied from its device."""
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         padding = tensor_frame.padding_before(self._position, len(frame.header))
         self._frame(bytes(padding) + frame.header)

@@ -253,13 +253,7 @@ class Exchange:
 
     def alone(self) -> list[Span[Block]]:
         """Return the spans that are not shared, which this rank fetches by itself."""
-        shared = {
-            (request.object_number, *block)
-            for requests in self._rounds
-            for request in requests
-            for block in request.blocks
-        }
-        return [span for place, span in self._spans.items() if place not in shared]
+        return self._share.plan.alone(self._spans.values())
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         """Block a worker until a shared request has a slot; requests are admitted in order."""
