@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint.claim import list_steps
 from dcp_objstore.checkpoint.names import natural_order
-from dcp_objstore.errors import CheckpointGoneError, CheckpointNotFoundError, ConfigError
-from dcp_objstore.inspect.verify import VerifyReport, verify_at
+from dcp_objstore.errors import CheckpointGoneError, CheckpointNotFoundError
+from dcp_objstore.inspect.verify import VerifyReport, check_depth, verify_at
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import wait_for
@@ -69,8 +69,7 @@ def verify_run(
         StoreUnavailableError: the store did not answer, after all retries.
         PermissionDeniedError: the credentials do not allow the request.
     """
-    if quick and deep:
-        raise ConfigError("a verification is either quick or deep")
+    check_depth(quick=quick, deep=deep)
     spec = StoreSpec(run_url, storage_options, config)
     event_settings = EventSettings(on_event, trace)
     damaged: set[str] = set()

@@ -62,7 +62,7 @@ class RunSaves:
         self._retainer = retainer
         self._user_metadata = user_metadata
         self._saving = saving
-        self._background = async_api.Sequence()
+        self._background = async_api.BackgroundSaves()
         self._pending: tuple[int, async_api.AsyncSaveHandle] | None = None
         self._retention: Spawned | None = None
         self._loaded = False  # after a load, this job may replace later steps
