@@ -40,7 +40,7 @@ from dcp_objstore.integrations.install import SCHEMES, url_in
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.housekeeping import Retainer, after_commit
-from dcp_objstore.run.steps import commit_time, steps_of
+from dcp_objstore.run.steps import catalogue
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import checked_config
@@ -262,16 +262,9 @@ class _ObjectStore:
 
     def newest(self, run_url: str) -> str | None:
         """Return the URL of the index of the newest checkpoint to resume from, if there is one."""
-        run = StoreSpec(run_url, **self.access)
-        resumable = [
-            step for step in steps_of(run) if _WEIGHTS_ONLY not in step.marker.user_metadata
-        ]
-        written_at = {meta.key: meta.last_modified for meta in run.open().list()}
-        newest = max(
-            resumable,
-            key=lambda step: commit_time(step.name, step.marker, written_at),
-            default=None,
-        )
+        steps = catalogue(StoreSpec(run_url, **self.access)).steps
+        resumable = [step for step in steps if _WEIGHTS_ONLY not in step.marker.user_metadata]
+        newest = max(resumable, key=lambda step: step.committed_at, default=None)
         if newest is None or newest.marker.index is None:
             return None
         return f"{newest.store.url}/{newest.marker.index.key}"

@@ -10,22 +10,31 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import pins
-from dcp_objstore.checkpoint.claim import check_claim, counts, read_claim
+from dcp_objstore.checkpoint.catalogue import (
+    base_of,
+    commit_time,
+    counts,
+    list_places,
+    read_claim_record,
+    read_steps,
+    undamaged,
+)
+from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.delete import delete as delete_checkpoint
-from dcp_objstore.checkpoint.names import CLAIM_KEY, step_of
+from dcp_objstore.checkpoint.names import CLAIM_KEY
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.repair import repair as repair_checkpoint
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
-from dcp_objstore.run.steps import commit_time, step_number
+from dcp_objstore.run.steps import step_number
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.checkpoint.delete import DeleteReport
-    from dcp_objstore.checkpoint.marker import Marker
+    from dcp_objstore.checkpoint.read import Found
     from dcp_objstore.checkpoint.repair import RepairReport
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import ObjectStore
@@ -95,7 +104,7 @@ def delete_step(
     store = InterruptibleStore(spec.open())
     found = read_marker(store)
     if found is not None and found[0].is_committed and not found[0].pins and not even_newest:
-        _refuse_newest(spec, found[0])
+        _refuse_newest(spec, found)
     if found is not None and not dry_run:
         require_rewrites(store, "no checkpoint can be deleted")
     report = delete_checkpoint(store, now=now, dry_run=dry_run, claim=number)
@@ -105,7 +114,7 @@ def delete_step(
     return report
 
 
-def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
+def _refuse_newest(spec: StoreSpec, found: Found) -> None:
     """Raise if a checkpoint is the newest committed one of its run.
 
     Of `step-N`, the one with the highest number is the newest, of other names the one that was
@@ -114,35 +123,33 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     run, name = spec.parent()
     if run is not None:
         store = InterruptibleStore(run.open())
-        listed = {meta.key: meta.last_modified for meta in store.list()}
-        base = 0
-        if CLAIM_KEY in listed:
-            claim = read_claim(store)
-            base = claim[0].base if claim is not None else 0
-        if not counts(marker, base):
+        places = list_places(store)
+        base = base_of(read_claim_record(store)) if CLAIM_KEY in places.get("", ()) else 0
+        if not counts(found[0], base):
             return  # no job resumes from it
-        number, at = step_number(name), commit_time(name, marker, listed)
-        # The last written first: mostly, the first one that is read decides.
-        for key in sorted(listed, key=lambda key: listed[key], reverse=True):
-            other = step_of(key)
-            if other is None or other == name:
-                continue
+        number, at = step_number(name), commit_time(found[0], places.get(name, {}))
+
+        def is_later(other: str) -> bool | None:
+            """Compare the numbers of two steps; None if one has no number."""
             others_number = step_number(other)
-            later = None if number is None or others_number is None else others_number > number
-            theirs = None if later is False else _counting(run.child(other), base)
-            if theirs and (later or commit_time(other, theirs, listed) > at):
+            return None if number is None or others_number is None else others_number > number
+
+        # What was written before cannot be newer, so mostly the first one that is read decides.
+        candidates = {
+            other: objects
+            for other, objects in places.items()
+            if other != name
+            and is_later(other) is not False
+            and (is_later(other) or max(one.last_modified for one in objects.values()) >= at[0])
+        }
+        for other in undamaged(read_steps(candidates, run.open_child, wave=1)):
+            if counts(other.marker, base) and (is_later(other.name) or other.committed_at > at):
                 return
     raise InputError(
         "this is the newest committed checkpoint of its run, from which a job would resume; pass"
         " even_newest=True (--even-newest) to delete it anyway",
         url=spec.url,
     )
-
-
-def _counting(spec: StoreSpec, base: int) -> Marker | None:
-    """Return the marker of a step, if the step counts."""
-    found = read_marker(InterruptibleStore(spec.open()))
-    return found[0] if found is not None and counts(found[0], base) else None
 
 
 def repair(

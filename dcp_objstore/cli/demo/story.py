@@ -22,7 +22,8 @@ from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.report import SaveReport, counted
-from dcp_objstore.run.steps import RunStep, step_number, steps
+from dcp_objstore.run.listing import ListedCheckpoint, steps
+from dcp_objstore.run.steps import step_number
 from dcp_objstore.stores import ObjectStore
 
 _STEPS = (4, 8, 12)
@@ -277,7 +278,7 @@ class Story:
         spec = self.place.run if step is None else self.place.step(step)
         return spec.url, spec.storage_options
 
-    def _committed(self) -> dict[int, RunStep]:
+    def _committed(self) -> dict[int, ListedCheckpoint]:
         """Return the committed steps by their numbers."""
         url, options = self._access()
         listed = steps(url, storage_options=options)
