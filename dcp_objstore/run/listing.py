@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import (
     ClaimRecord,
     Entry,
+    Objects,
     base_of,
     counts,
     list_places,
@@ -174,7 +176,8 @@ def list_checkpoints(
     """
     spec = StoreSpec(url, storage_options, config)
     store = InterruptibleStore(spec.open())
-    itself = _at_url(spec, store)
+    base_above, found = _base_above(spec), read_marker(store)
+    itself = None if found is None else Entry("", store, found=found)
     uploads: dict[str, list[UnfinishedUpload]] | None = None
     unseen = None
     if everything:
@@ -189,13 +192,13 @@ def list_checkpoints(
         except (errors.InputError, errors.RetryableError) as error:
             unseen = error.message
     try:
-        checkpoints, unread = _below(spec, store, itself, uploads)
+        checkpoints, unread = _Look(spec, itself, base_above, uploads).below(store)
     except errors.PermissionDeniedError as error:
         if itself is None:
             raise
         return Listing(
             url=spec.url,
-            checkpoints=(_describe(*itself),),
+            checkpoints=(_describe(itself, base_above),),
             unlisted=error,
             uploads_unseen=unseen,
         )
@@ -242,20 +245,6 @@ def steps(
     return tuple(_describe(step, base_of(listed.claim)) for step in listed.steps)
 
 
-class _Itself(NamedTuple):
-    """The checkpoint at the URL itself, and the base of the run that contains it."""
-
-    entry: Entry
-    base: int
-
-
-def _at_url(spec: StoreSpec, store: ObjectStore) -> _Itself | None:
-    """Read the marker at the URL itself, which may be allowed where a listing is not."""
-    base = _base_above(spec)
-    found = read_marker(store)
-    return None if found is None else _Itself(Entry("", store, found=found), base)
-
-
 def _base_above(spec: StoreSpec) -> int:
     """Return the base of the run that contains a checkpoint; 0 if there is none, or unreadable."""
     run, _ = spec.parent()
@@ -269,89 +258,87 @@ def _base_above(spec: StoreSpec) -> int:
         return 0
 
 
-_Uploads: TypeAlias = Mapping[str, Sequence["UnfinishedUpload"]]
-_Described: TypeAlias = tuple[tuple[ListedCheckpoint, ...], tuple[errors.DcpObjstoreError, ...]]
+@dataclass(frozen=True)
+class _Look:
+    """A look at what lies at and below a URL.
 
-
-def _below(
-    spec: StoreSpec, store: ObjectStore, itself: _Itself | None, uploads: _Uploads | None
-) -> _Described:
-    """Do what `_below_once` does, again if a job claims a run meanwhile (rule C3 of `claim`)."""
-    for _ in range(_TRIES):
-        described, claims = _below_once(spec, store, itself, uploads)
-        if _claims_of(spec, list(claims))[0] == claims:
-            return described
-    raise errors.RetryableError("jobs kept claiming the runs here; try again", url=spec.url)
-
-
-def _below_once(
-    spec: StoreSpec, store: ObjectStore, itself: _Itself | None, uploads: _Uploads | None
-) -> tuple[_Described, dict[str, ClaimRecord | None]]:
-    """Describe the checkpoints and saves at and below a URL, in natural order.
-
-    Args:
+    Attributes:
         spec: the URL and its options.
-        store: rooted at the URL.
-        itself: the checkpoint at the URL itself, if there is one.
+        itself: the checkpoint at the URL itself, whose marker was read first, or None.
+        base_above: the base of the run that contains it.
         uploads: the unfinished uploads by their prefix; None to leave out what no commit names.
-
-    Returns:
-        The descriptions, the errors of what could not be read, and the `_CLAIM` of each run that
-        has one.
     """
-    places = list_places(store)
-    claims, unread = _claims_of(spec, [run for run in places if CLAIM_KEY in places[run]])
 
-    def look(prefix: str) -> tuple[ListedCheckpoint, errors.DcpObjstoreError | None]:
+    spec: StoreSpec
+    itself: Entry | None
+    base_above: int
+    uploads: Mapping[str, Sequence[UnfinishedUpload]] | None
+
+    def below(
+        self, store: ObjectStore
+    ) -> tuple[tuple[ListedCheckpoint, ...], tuple[errors.DcpObjstoreError, ...]]:
+        """Describe the checkpoints and saves, in natural order; the errors of what is unreadable.
+
+        It starts again if a job claims one of the runs meanwhile (rule C3 of `claim`).
+        """
+        for _ in range(_TRIES):
+            places = list_places(store)
+            claims, unread = self._claims([run for run in places if CLAIM_KEY in places[run]])
+            prefixes = {prefix for prefix in places if self._is_listed(places[prefix])}
+            prefixes |= {*(self.uploads or ()), *([""] if self.itself is not None else [])}
+            describe = partial(self._describe, places, claims)
+            described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
+            if self._claims(list(claims))[0] == claims:
+                unread += [error for _, error in described if error is not None]
+                return tuple(listed for listed, _ in described), tuple(unread)
+        raise errors.RetryableError("jobs kept claiming the runs here; try again", url=store.url)
+
+    def _claims(
+        self, runs: Sequence[str]
+    ) -> tuple[dict[str, ClaimRecord | None], list[errors.DcpObjstoreError]]:
+        """Return the `_CLAIM` of each run, or None, and the errors of those that are unreadable."""
+        unread: dict[str, errors.DcpObjstoreError] = {}
+
+        def read(run: str) -> ClaimRecord | None:
+            try:
+                return read_claim_record(self.spec.open_child(run))
+            except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
+                unread[run] = error
+                return None
+
+        return dict(zip(runs, in_waves(read, runs), strict=True)), [
+            unread[run] for run in sorted(unread)
+        ]
+
+    def _is_listed(self, objects: Objects) -> bool:
+        """Return whether a save has begun where these objects are, or left something there."""
+        if MARKER_KEY in objects or any(is_beacon_key(name) for name in objects):
+            return True
+        if self.uploads is None:
+            return any(parse_data_key(name) is not None for name in objects)
+        return DOT_METADATA_KEY in objects or any(is_ours(name) for name in objects)
+
+    def _describe(
+        self,
+        places: Mapping[str, Objects],
+        claims: Mapping[str, ClaimRecord | None],
+        prefix: str,
+    ) -> tuple[ListedCheckpoint, errors.DcpObjstoreError | None]:
+        """Describe what lies at a prefix; also return why its marker cannot be read, or None."""
         objects = places.get(prefix, {})
         # The last segment is the step's name; the segments before it name the run.
-        base = base_of(claims.get(prefix.rpartition("/")[0])) if prefix else 0
-        if itself is not None and not prefix:
-            entry, base = replace(itself.entry, objects=objects), itself.base
+        base = base_of(claims.get(prefix.rpartition("/")[0])) if prefix else self.base_above
+        if self.itself is not None and not prefix:
+            entry = replace(self.itself, objects=objects)
         elif MARKER_KEY in objects:
-            entry = read_entry(prefix, spec.open_child(prefix), objects)
+            entry = read_entry(prefix, self.spec.open_child(prefix), objects)
         else:
-            entry = Entry(prefix, spec.open_child(prefix), objects)
+            entry = Entry(prefix, self.spec.open_child(prefix), objects)
         listed = _describe(entry, base)
-        if uploads is not None:
-            listed = replace(listed, leftovers=_leftovers(entry, uploads.get(prefix, ())))
+        if self.uploads is not None:
+            leftovers = _leftovers(entry, self.uploads.get(prefix, ()))
+            listed = replace(listed, leftovers=leftovers)
         return listed, entry.error
-
-    prefixes = {prefix for prefix in places if _is_save(places[prefix])}
-    if uploads is not None:
-        prefixes |= {
-            prefix
-            for prefix, objects in places.items()
-            if DOT_METADATA_KEY in objects or any(map(is_ours, objects))
-        } | set(uploads)
-    if itself is not None:
-        prefixes.add("")
-    looked = list(in_waves(look, sorted(prefixes, key=natural_order)))
-    unread += [error for _, error in looked if error is not None]
-    return (tuple(listed for listed, _ in looked), tuple(unread)), claims
-
-
-def _is_save(objects: Mapping[str, ObjectMeta]) -> bool:
-    """Return whether a save has begun where these objects are."""
-    return MARKER_KEY in objects or any(
-        is_beacon_key(name) or parse_data_key(name) is not None for name in objects
-    )
-
-
-def _claims_of(
-    spec: StoreSpec, runs: Sequence[str]
-) -> tuple[dict[str, ClaimRecord | None], list[errors.DcpObjstoreError]]:
-    """Return the `_CLAIM` of each run, or None, and the errors of those that cannot be read."""
-
-    def read(run: str) -> tuple[ClaimRecord | None, errors.DcpObjstoreError | None]:
-        try:
-            return read_claim_record(spec.open_child(run)), None
-        except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
-            return None, error
-
-    records = list(in_waves(read, runs))
-    claims = {run: claim for run, (claim, _) in zip(runs, records, strict=True)}
-    return claims, [error for _, error in records if error is not None]
 
 
 def _describe(entry: Entry, base: int) -> ListedCheckpoint:

@@ -246,7 +246,7 @@ def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.Monke
     with dos.CheckpointManager(run) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.ones(5)})
-    read, moments = listing._claims_of, iter(["first"])
+    read, moments = listing._Look._claims, iter(["first"])
 
     def read_then_go_back(*args: Any) -> Any:
         found = read(*args)
@@ -256,7 +256,7 @@ def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.Monke
                 manager.save(2, {"w": torch.ones(5)})
         return found
 
-    monkeypatch.setattr(listing, "_claims_of", read_then_go_back)
+    monkeypatch.setattr(listing._Look, "_claims", read_then_go_back)
     found = dos.list_checkpoints(run).checkpoints
     assert [one.state for one in found] == ["committed", "committed", "superseded"]
 
