@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import (
     ClaimRecord,
     Entry,
@@ -52,16 +53,6 @@ from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
 from dcp_objstore.checkpoint.marker import MAX_CLAIM, new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-    CommitUnknownError,
-    ConfigError,
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    RetryableError,
-    SupersededError,
-)
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.stores.protocol import ObjectStore, Version
 from dcp_objstore.transfer.workers import in_waves
@@ -88,7 +79,7 @@ class RunClaim:
         """Refuse values that `claim_run` never returns."""
         whole = isinstance(self.number, int) and not isinstance(self.number, bool)
         if not isinstance(self.run_url, str) or not whole or not 0 < self.number <= MAX_CLAIM:
-            raise ConfigError("a RunClaim comes from dcp_objstore.claim_run")
+            raise errors.ConfigError("a RunClaim comes from dcp_objstore.claim_run")
 
 
 def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
@@ -101,12 +92,12 @@ def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
     if claim is None:
         return None
     if not isinstance(claim, RunClaim):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"claim must be what dcp_objstore.claim_run returned, got {type(claim).__name__}"
         )
     run, _ = step.parent()
     if run is None or run.url != step.at(claim.run_url).url:
-        raise InputError(
+        raise errors.InputError(
             f"the claim is for the run {claim.run_url}, but this step is not directly below it",
             url=step.url,
         )
@@ -206,7 +197,7 @@ def _take(
         )
         again = read_claim(run) if outcome.landed else None
         if again is None or again[0].write_id != record.write_id:
-            raise SupersededError(
+            raise errors.SupersededError(
                 f"another job claimed this run at the same time as this one (claim {number}), and"
                 " goes on with it. Stop this job",
                 url=run.url,
@@ -292,7 +283,7 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
     if number:
         _refuse_not_owned(run, found, number)
     elif found is not None:
-        raise SupersededError(
+        raise errors.SupersededError(
             f"a job has claimed this run (claim {found[0].number}), and this save has no claim, so"
             " its step would not count: no job would resume from it. Pass the claim that"
             " dcp_objstore.claim_run returned (CheckpointManager with claim_run=True does this and"
@@ -320,11 +311,11 @@ def confirm(
         try:
             found = read_claim(run)
             break
-        except CorruptDataError:
+        except errors.CorruptDataError:
             raise
-        except DcpObjstoreError as error:
-            if not isinstance(error, RetryableError) or not tries.pause():
-                raise CommitUnknownError(
+        except errors.DcpObjstoreError as error:
+            if not isinstance(error, errors.RetryableError) or not tries.pause():
+                raise errors.CommitUnknownError(
                     "the step is committed, but it is not known whether it counts, because the"
                     f" run's _CLAIM could not be read ({error}). Look at the run before you go on",
                     url=run.url,
@@ -337,14 +328,14 @@ def _refuse_not_owned(
 ) -> None:
     """Raise unless the `_CLAIM` that was read has this number."""
     if found is None or found[0].number < number:
-        raise CheckpointCorruptError(
+        raise errors.CheckpointCorruptError(
             "the run's _CLAIM was removed, or replaced by an older one (this job has claim"
             f" {number})",
             object_key=CLAIM_KEY,
             url=run.url,
         )
     if found[0].number > number:
-        raise SupersededError(
+        raise errors.SupersededError(
             f"a newer job claimed this run (claim {found[0].number}; this job has claim"
             f" {number}), so what this job saves does not count. Stop this job",
             url=run.url,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from dcp_objstore import errors
 from dcp_objstore.checkpoint import sweep as rule
 from dcp_objstore.checkpoint.catalogue import base_of, list_places, read_claim_record
 from dcp_objstore.checkpoint.names import (
@@ -19,15 +20,6 @@ from dcp_objstore.checkpoint.names import (
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.compat.derived import StockDotMetadata
-from dcp_objstore.errors import (
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    LostRaceError,
-    PermissionDeniedError,
-    RetryableError,
-    UnsupportedError,
-)
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
@@ -151,7 +143,7 @@ def sweep_below(
         for upload in uploads.list():
             prefix, _, name = upload.key.rpartition("/")
             names.setdefault(prefix, []).append(name)
-    except (InputError, RetryableError) as error:
+    except (errors.InputError, errors.RetryableError) as error:
         uploads, unseen = None, error.message
     prefixes = [
         prefix
@@ -203,10 +195,10 @@ def _sweep_one(
             base=base,
             dry_run=dry_run,
         )
-    except (LostRaceError, CorruptDataError, UnsupportedError) as error:
+    except (errors.LostRaceError, errors.CorruptDataError, errors.UnsupportedError) as error:
         return CheckpointSweep(
             url=spec.url,
-            outcome="lost" if isinstance(error, LostRaceError) else "damaged",
+            outcome="lost" if isinstance(error, errors.LostRaceError) else "damaged",
             reason=error.message,
             dry_run=dry_run,
         )
@@ -218,7 +210,11 @@ def _base(run: StoreSpec | None) -> int:
         return 0
     try:
         return base_of(read_claim_record(InterruptibleStore(run.open())))
-    except (CorruptDataError, UnsupportedError, PermissionDeniedError) as error:
+    except (
+        errors.CorruptDataError,
+        errors.UnsupportedError,
+        errors.PermissionDeniedError,
+    ) as error:
         logger.warning("steps of superseded jobs in %s are not swept: %s", run.url, error)
         return 0
 
@@ -244,7 +240,7 @@ def _lifecycle(
         return None, text, "they cannot be read here"
     try:
         rules = uploads.lifecycle_rules()
-    except DcpObjstoreError as error:
+    except errors.DcpObjstoreError as error:
         return None, lifecycle_configuration(url.scheme, prefix), error.message
     days = covering_days(rules, prefix)
     return days, None if days else lifecycle_configuration(url.scheme, prefix, rules), None
