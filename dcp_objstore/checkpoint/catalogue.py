@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -80,7 +80,14 @@ def decode_claim(body: bytes) -> ClaimRecord:
     return record
 
 
-def read_claim(run: ObjectStore) -> tuple[ClaimRecord, Version] | None:
+class StoredClaim(NamedTuple):
+    """The content of `_CLAIM`, and the version of the object that has it."""
+
+    record: ClaimRecord
+    version: Version
+
+
+def read_claim(run: ObjectStore) -> StoredClaim | None:
     """Read `_CLAIM` and its version from one response; return None if no job ever claimed the run.
 
     Sends one GET.
@@ -90,13 +97,13 @@ def read_claim(run: ObjectStore) -> tuple[ClaimRecord, Version] | None:
         UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
     found = find_record(run, CLAIM_KEY, decode_claim, _WHAT, MAX_SIZE_BYTES)
-    return None if found is None else (found[0], found[1].version)
+    return None if found is None else StoredClaim(found[0], found[1].version)
 
 
 def read_claim_record(run: ObjectStore) -> ClaimRecord | None:
     """Read `_CLAIM` as `read_claim` does, without its version."""
-    found = read_claim(run)
-    return None if found is None else found[0]
+    claim = read_claim(run)
+    return None if claim is None else claim.record
 
 
 def base_of(claim: ClaimRecord | None) -> int:
@@ -170,7 +177,12 @@ def read_entry(name: str, store: ObjectStore, objects: Objects) -> Entry:
 
 
 def read_steps(
-    places: Mapping[str, Objects], open_step: OpenBelow, *, bare: bool = False, wave: int = WAVE
+    places: Mapping[str, Objects],
+    open_step: OpenBelow,
+    *,
+    bare: bool = False,
+    with_damaged: bool = False,
+    wave: int = WAVE,
 ) -> Iterator[Entry]:
     """Read the markers of the steps of a run, several at a time; the last name first.
 
@@ -180,6 +192,7 @@ def read_steps(
         bare: also read a marker that is the only object of its step. A deleted step keeps just its
             marker, for ever, while a committed step also has its index, which was put before the
             marker. So without this, deleted steps cost no requests.
+        with_damaged: yield the steps whose markers are damaged, too. Default: log a warning.
         wave: the number of markers that are asked for before the first is yielded.
 
     Raises:
@@ -196,17 +209,10 @@ def read_steps(
     ):
         if isinstance(entry.error, UnsupportedError):
             raise entry.error
-        if entry.found is not None or entry.error is not None:
-            yield entry
-
-
-def undamaged(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Leave out the steps whose markers are damaged, with a warning."""
-    for entry in entries:
-        if entry.error is None:
-            yield entry
-        else:
+        if entry.error is not None and not with_damaged:
             _log.warning("a step is left out because its marker cannot be read: %s", entry.error)
+        elif entry.error is not None or entry.found is not None:
+            yield entry
 
 
 # --- C3
@@ -256,10 +262,9 @@ def list_run(
     while True:
         claim = read_claim_record(run)
         places = list_places(run)
-        entries = read_steps(places, open_step, wave=wave)
         counting = (
             entry
-            for entry in (entries if with_damaged else undamaged(entries))
+            for entry in read_steps(places, open_step, with_damaged=with_damaged, wave=wave)
             if entry.error is not None or counts(entry.marker, base_of(claim))
         )
         steps = list(islice(counting, newest))

@@ -41,12 +41,12 @@ from dcp_objstore.checkpoint.catalogue import (
     ClaimRecord,
     Entry,
     OpenBelow,
+    StoredClaim,
     counts,
     encode_claim,
     list_places,
     read_claim,
     read_steps,
-    undamaged,
 )
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
 from dcp_objstore.checkpoint.commit import rewrite_marker
@@ -133,8 +133,8 @@ def claim_run(
             format. (A step whose marker is damaged is left out, with a warning.)
     """
     known = read_claim(run)
-    number = 1 + (known[0].number if known else _last_claim(_read_all(run, open_step, bare=True)))
-    return _take(run, open_step, known, number, lambda _: True, clock)
+    last = known.record.number if known else _last_claim(_read_all(run, open_step, bare=True))
+    return _take(run, open_step, known, last + 1, lambda _: True, clock)
 
 
 def go_back(
@@ -174,12 +174,16 @@ def go_back(
 def _take(
     run: ObjectStore,
     open_step: OpenBelow,
-    known: tuple[ClaimRecord, Version] | None,
+    known: StoredClaim | None,
     number: int,
     keeps: Callable[[str], bool],
     clock: Clock,
 ) -> int:
-    base = known[0].base if known else 0
+    """Claim the run with this number, or a later one, and adopt the steps that `keeps` names.
+
+    `known` is what `_CLAIM` was read as, which each PUT of it must find unchanged.
+    """
+    base = known.record.base if known else 0
     tries = clock.tries()
 
     def put(version: Version | None, new_base: int) -> Version:
@@ -196,25 +200,25 @@ def _take(
             landed=lambda seen: seen.write_id == record.write_id,
         )
         again = read_claim(run) if outcome.landed else None
-        if again is None or again[0].write_id != record.write_id:
+        if again is None or again.record.write_id != record.write_id:
             raise errors.SupersededError(
                 f"another job claimed this run at the same time as this one (claim {number}), and"
                 " goes on with it. Stop this job",
                 url=run.url,
             )
-        return again[1]
+        return again.version
 
-    claimed = put(known[1] if known else None, base)
+    claimed = put(known.version if known else None, base)
     while True:
-        found = _read_all(run, open_step)
-        later = _last_claim(found)
+        steps = _read_all(run, open_step)
+        later = _last_claim(steps)
         if later > number:
             # `_CLAIM` still has our number, so no job of this run has a later one: the step was
             # copied here from another run.
             number = later + 1
             claimed = put(claimed, base)
             continue
-        counting = [step for step in found if counts(step.marker, base)]
+        counting = [step for step in steps if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
         if _adopt(kept, number, clock):
             put(claimed, number)
@@ -259,11 +263,11 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Entry]) -> None:
 
 def _read_all(run: ObjectStore, open_step: OpenBelow, *, bare: bool = False) -> list[Entry]:
     """Read the steps of the run that have a marker, the last name first, as `read_steps` does."""
-    return list(undamaged(read_steps(list_places(run), open_step, bare=bare)))
+    return list(read_steps(list_places(run), open_step, bare=bare))
 
 
-def _last_claim(found: Iterable[Entry]) -> int:
-    return max((step.marker.claim for step in found), default=0)
+def _last_claim(steps: Iterable[Entry]) -> int:
+    return max((step.marker.claim for step in steps), default=0)
 
 
 # --- C4
@@ -279,13 +283,13 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
         SupersededError: another job has claimed the run.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
     """
-    found = read_claim(run)
+    claim = read_claim(run)
     if number:
-        _refuse_not_owned(run, found, number)
-    elif found is not None:
+        _refuse_not_owned(run, claim, number)
+    elif claim is not None:
         raise errors.SupersededError(
-            f"a job has claimed this run (claim {found[0].number}), and this save has no claim, so"
-            " its step would not count: no job would resume from it. Pass the claim that"
+            f"a job has claimed this run (claim {claim.record.number}), and this save has no claim,"
+            " so its step would not count: no job would resume from it. Pass the claim that"
             " dcp_objstore.claim_run returned (CheckpointManager with claim_run=True does this and"
             " has the claim as its attribute `claim`), or save under a URL that is not directly"
             " below this run",
@@ -309,7 +313,7 @@ def confirm(
     tries = clock.tries()
     while True:
         try:
-            found = read_claim(run)
+            claim = read_claim(run)
             break
         except errors.CorruptDataError:
             raise
@@ -320,23 +324,21 @@ def confirm(
                     f" run's _CLAIM could not be read ({error}). Look at the run before you go on",
                     url=run.url,
                 ) from error
-    _refuse_not_owned(run, found, number)
+    _refuse_not_owned(run, claim, number)
 
 
-def _refuse_not_owned(
-    run: ObjectStore, found: tuple[ClaimRecord, Version] | None, number: int
-) -> None:
+def _refuse_not_owned(run: ObjectStore, claim: StoredClaim | None, number: int) -> None:
     """Raise unless the `_CLAIM` that was read has this number."""
-    if found is None or found[0].number < number:
+    if claim is None or claim.record.number < number:
         raise errors.CheckpointCorruptError(
             "the run's _CLAIM was removed, or replaced by an older one (this job has claim"
             f" {number})",
             object_key=CLAIM_KEY,
             url=run.url,
         )
-    if found[0].number > number:
+    if claim.record.number > number:
         raise errors.SupersededError(
-            f"a newer job claimed this run (claim {found[0].number}; this job has claim"
+            f"a newer job claimed this run (claim {claim.record.number}; this job has claim"
             f" {number}), so what this job saves does not count. Stop this job",
             url=run.url,
         )

@@ -17,7 +17,6 @@ from dcp_objstore.checkpoint.catalogue import (
     list_places,
     read_claim_record,
     read_steps,
-    undamaged,
 )
 from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.delete import delete as delete_checkpoint
@@ -142,7 +141,7 @@ def _refuse_newest(spec: StoreSpec, found: Found) -> None:
             and is_later(other) is not False
             and (is_later(other) or max(one.last_modified for one in objects.values()) >= at[0])
         }
-        for other in undamaged(read_steps(candidates, run.open_child, wave=1)):
+        for other in read_steps(candidates, run.open_child, wave=1):
             if counts(other.marker, base) and (is_later(other.name) or other.committed_at > at):
                 return
     raise InputError(
