@@ -85,6 +85,7 @@ def test_everything_in_a_run_is_listed_and_nothing_is_changed(run: Bucket) -> No
         indices = [asked.key for asked in proxy.asked if asked.name.endswith(".msgpack")]
     assert (run.keys(), run.uploads()) == before
     assert {name: one.state for name, one in found.items()} == STATES
+    assert [one.name for one in found.values()] == list(found)
     # Only where more lies than the marker counts.
     assert [key.split("/")[-2] for key in indices] == ["step-1"]
     left = {name: one.leftovers for name, one in found.items()}
