@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import pins
 from dcp_objstore.checkpoint.catalogue import (
+    Objects,
     base_of,
     commit_time,
     counts,
@@ -20,7 +21,7 @@ from dcp_objstore.checkpoint.catalogue import (
 )
 from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.delete import delete as delete_checkpoint
-from dcp_objstore.checkpoint.names import CLAIM_KEY
+from dcp_objstore.checkpoint.names import CLAIM_KEY, parse_index_key
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.repair import repair as repair_checkpoint
@@ -33,7 +34,7 @@ from dcp_objstore.transfer.interruptible import InterruptibleStore
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.checkpoint.delete import DeleteReport
-    from dcp_objstore.checkpoint.read import Found
+    from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.checkpoint.repair import RepairReport
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import ObjectStore
@@ -103,7 +104,7 @@ def delete_step(
     store = InterruptibleStore(spec.open())
     found = read_marker(store)
     if found is not None and found[0].is_committed and not found[0].pins and not even_newest:
-        _refuse_newest(spec, found)
+        _refuse_newest(spec, found[0])
     if found is not None and not dry_run:
         require_rewrites(store, "no checkpoint can be deleted")
     report = delete_checkpoint(store, now=now, dry_run=dry_run, claim=number)
@@ -113,7 +114,7 @@ def delete_step(
     return report
 
 
-def _refuse_newest(spec: StoreSpec, found: Found) -> None:
+def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     """Raise if a checkpoint is the newest committed one of its run.
 
     Of `step-N`, the one with the highest number is the newest, of other names the one that was
@@ -124,23 +125,26 @@ def _refuse_newest(spec: StoreSpec, found: Found) -> None:
         store = InterruptibleStore(run.open())
         places = list_places(store)
         base = base_of(read_claim_record(store)) if CLAIM_KEY in places.get("", ()) else 0
-        if not counts(found[0], base):
+        if not counts(marker, base):
             return  # no job resumes from it
-        number, at = step_number(name), commit_time(found[0], places.get(name, {}))
+        number, at = step_number(name), commit_time(marker, places.get(name, {}))
 
         def is_later(other: str) -> bool | None:
             """Compare the numbers of two steps; None if one has no number."""
             others_number = step_number(other)
             return None if number is None or others_number is None else others_number > number
 
+        def has_index_since(objects: Objects) -> bool:
+            indices = [meta for key, meta in objects.items() if parse_index_key(key) is not None]
+            return any(index.last_modified >= at[0] for index in indices)
+
         # What was written before cannot be newer, so mostly the first one that is read decides.
         candidates = {
             other: objects
             for other, objects in places.items()
-            if other != name
-            and is_later(other) is not False
-            and (is_later(other) or max(one.last_modified for one in objects.values()) >= at[0])
+            if is_later(other) or (is_later(other) is None and has_index_since(objects))
         }
+        candidates.pop(name, None)
         for other in read_steps(candidates, run.open_child, wave=1):
             if counts(other.marker, base) and (is_later(other.name) or other.committed_at > at):
                 return
