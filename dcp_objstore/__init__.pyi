@@ -81,6 +81,7 @@ from .run.listing import (
     ListedCheckpoint as ListedCheckpoint,
     Listing as Listing,
     list_checkpoints as list_checkpoints,
+    steps as steps,
 )
 from .run.manager import CheckpointManager as CheckpointManager
 from .run.resume import ResumeReport as ResumeReport, SkippedStep as SkippedStep
@@ -93,7 +94,6 @@ from .run.retention import (
     RetentionPolicy as RetentionPolicy,
     StepFacts as StepFacts,
 )
-from .run.steps import RunStep as RunStep, steps as steps
 from .run.upkeep import delete as delete, pin as pin, repair as repair, unpin as unpin
 from .state.per_rank import PerRank as PerRank
 from .state.random_state import RandomState as RandomState

@@ -235,8 +235,8 @@ class RunSaves:
         if not isinstance(error, CheckpointExistsError):  # what exists is another job's
             self._failed.add(step)
 
-    def settle_quietly(self) -> None:
-        """Wait for the save under way, and log its error.
+    def settle_quietly(self) -> DcpObjstoreError | None:
+        """Wait for the save under way; log its error, and return it.
 
         The error is not raised, because the current state is worth more and may still be saved.
         """
@@ -244,6 +244,8 @@ class RunSaves:
             self.settle()
         except DcpObjstoreError as error:
             logger.error("%s: an earlier save failed: %s", self._url, error)
+            return error
+        return None
 
     def end(self) -> None:
         """Wait for the save under way, as `settle` does, and for deletions."""

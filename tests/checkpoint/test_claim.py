@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from dcp_objstore.checkpoint import claim as rule, commit as commits
-from dcp_objstore.checkpoint.claim import ClaimRecord, RunClaim, decode_claim, encode_claim
+from dcp_objstore.checkpoint.catalogue import ClaimRecord, decode_claim, encode_claim, list_run
+from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.commit import CommitResult
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import new_id
@@ -156,7 +157,7 @@ def run() -> MemoryStore:
 def listed(run: MemoryStore, **settings: Any) -> dict[str, str]:
     """Name and commit of every step that counts, as a resuming job finds them; each is whole."""
     process = Process(run)
-    found = rule.list_steps(process.at(""), process.at, clock=TickingClock(), **settings)
+    found = list_run(process.at(""), process.at, clock=TickingClock(), **settings).steps
     for step in found:
         named(process.at(step.name))
     return {step.name: step.marker.commit_id for step in found}
@@ -764,7 +765,7 @@ def test_a_claim_reads_no_marker_of_a_deleted_step_whose_objects_are_gone(
 
 def listed_names(run: MemoryStore, **settings: Any) -> list[str]:
     process = Process(run)
-    steps = rule.list_steps(process.at(""), process.at, clock=TickingClock(), **settings)
+    steps = list_run(process.at(""), process.at, clock=TickingClock(), **settings).steps
     return [step.name for step in steps]
 
 

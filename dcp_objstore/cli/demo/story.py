@@ -341,7 +341,7 @@ class Story:
         )
         self.add_row("save", ranks, state.step, report.total_bytes, report.seconds)
 
-    def _committed(self) -> dict[int, tuple[int, Any]]:
+    def _committed(self) -> dict[int, tuple[int | None, Any]]:
         """Return the world size and the noted step of each committed step, by its number."""
         url, options = self._access()
         return {
