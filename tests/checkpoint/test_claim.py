@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -38,7 +37,8 @@ from dcp_objstore.errors import (
     SupersededError,
     UnsupportedError,
 )
-from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, Precondition, Version
+from dcp_objstore.stores.protocol import Version
+from tests.support.memory_bucket import BucketStore
 from tests.support.memory_store import (
     DELAYED,
     LOST,
@@ -69,7 +69,7 @@ class Process:
         self.run, self.last, self.after, self.asked = run, last, after, 0
 
     def at(self, name: str) -> Below:
-        return Below(self, f"{name}/" if name else "")
+        return Below(self, name)
 
     def ask(self, do: Callable[[], Any]) -> Any:
         self.asked += 1
@@ -81,40 +81,19 @@ class Process:
         return answer
 
 
-class Below:
-    def __init__(self, process: Process, prefix: str) -> None:
-        self._process, self._prefix = process, prefix
-        self.url = f"{process.run.url}/{prefix}".rstrip("/")
-        self.capabilities = Capabilities()
+class Below(BucketStore):
+    """A prefix of the run, as one process sees it."""
 
-    def _ask(self, verb: str, key: str, *args: Any, **settings: Any) -> Any:
-        do = getattr(self._process.run, verb)
-        return self._process.ask(lambda: do(self._prefix + key, *args, **settings))
+    def __init__(self, process: Process, name: str) -> None:
+        url = f"{process.run.url}/{name}".rstrip("/")
+        super().__init__(process.run.bucket, url, f"{name}/" if name else "")
+        self._process = process
 
-    def put(
-        self, key: str, data: Any, *, precondition: Precondition | None = None, retry: bool = True
-    ) -> Version:
-        return self._ask("put", key, data, precondition=precondition, retry=retry)
+    def put(self, key: str, data: Any, **settings: Any) -> Version:
+        return self._process.ask(lambda: self._process.run.put(self.root + key, data, **settings))
 
-    def put_stream(self, key: str, buffers: Any, **settings: Any) -> Version:
-        return self._ask("put_stream", key, buffers, **settings)
-
-    def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
-        body, meta = self._ask("get", key, max_size_bytes=max_size_bytes)
-        return body, replace(meta, key=key)
-
-    def open_range(self, key: str, start: int, end: int) -> Any:
-        return self._ask("open_range", key, start, end)
-
-    def head(self, key: str) -> ObjectMeta:
-        return replace(self._ask("head", key), key=key)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        metas = list(self._ask("list", prefix))
-        return iter([replace(meta, key=meta.key.removeprefix(self._prefix)) for meta in metas])
-
-    def delete(self, key: str) -> None:
-        self._ask("delete", key)
+    def _request(self, verb: str, key: str, effect: Callable[[], Any]) -> Any:
+        return self._process.ask(lambda: self._process.run._request(verb, key, effect))
 
 
 class Job:
