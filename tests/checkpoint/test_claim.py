@@ -38,11 +38,11 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import Version
-from tests.support.memory_bucket import BucketStore
 from tests.support.memory_store import (
     DELAYED,
     LOST,
     UNANSWERED,
+    BucketStore,
     Fate,
     MemoryStore,
     Put,

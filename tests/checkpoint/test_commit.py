@@ -11,6 +11,7 @@ import pytest
 
 from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import Marker, decode_marker, encode_marker, new_id
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
@@ -368,6 +369,36 @@ def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
 
 def publish(store: MemoryStore, commit_id: str, body: bytes) -> bool:
     return publish_dot_metadata(store, commit_id, body, tries=TickingClock().tries())
+
+
+def test_dot_metadata_loop_stops_for_a_newer_commit_that_comes_in_between(
+    store: MemoryStore,
+) -> None:
+    """The newer commit publishes between our look at the marker and our PUT."""
+    first = save(store)
+
+    def overtake(put: Put) -> None:
+        store.on_put = None
+        second = save(store, overwrite=True)
+        assert publish(store, second.commit_id, b"second")
+
+    store.on_put = overtake
+    assert not publish(store, first.commit_id, b"first")
+    assert store.body(DOT_METADATA_KEY) == b"second"
+
+
+def test_a_deletion_that_crosses_a_publication_leaves_no_dot_metadata(store: MemoryStore) -> None:
+    """The PUT takes effect after the deletion, and its answer is lost."""
+    done = save(store)
+
+    def cross(put: Put) -> BaseException:
+        delete(store, clock=TickingClock())
+        store.apply(put)
+        return StoreUnavailableError("no answer")
+
+    store.on_put = in_turn(DOT_METADATA_KEY, cross)
+    assert not publish(store, done.commit_id, b"first")
+    assert DOT_METADATA_KEY not in store.objects
 
 
 def overwrite_seen(store: MemoryStore) -> tuple[BeginToken, CommitResult]:
