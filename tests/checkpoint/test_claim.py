@@ -10,6 +10,7 @@ import contextlib
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -67,11 +68,21 @@ class Process:
 
     def __init__(self, run: MemoryStore, *, last: int = 10**9, after: bool = False) -> None:
         self.run, self.last, self.after, self.asked = run, last, after, 0
+        self._meeting: tuple[int, Callable[[], object]] | None = None
+        self._lock = threading.Lock()  # markers are read in several threads
+
+    def meet(self, number: int, act: Callable[[], object]) -> None:
+        """After so many more requests, have something done before the next one."""
+        self._meeting = self.asked + number, act
 
     def at(self, name: str) -> Below:
         return Below(self, name)
 
     def ask(self, do: Callable[[], Any]) -> Any:
+        with self._lock:
+            if self._meeting is not None and self.asked == self._meeting[0]:
+                (_, act), self._meeting = self._meeting, None
+                act()
         self.asked += 1
         if self.asked > self.last or (self.asked == self.last and not self.after):
             raise Dead
@@ -328,19 +339,11 @@ def test_what_was_acknowledged_is_in_the_successors_list_wherever_the_take_over_
         old = Job(world)
         acknowledged = {"step-1": old.save("step-1")}
         asked = old.process.asked
-        moment, process = moments, old.process
-        really_ask = process.ask
-
-        def ask(do: Callable[[], Any]) -> Any:
-            if process.asked - asked == moment:  # noqa: B023 - called in this round only
-                Job(world)  # noqa: B023
-            return really_ask(do)  # noqa: B023
-
-        process.ask = ask  # type: ignore[method-assign]
+        old.process.meet(moments, partial(Job, world))
         with contextlib.suppress(LostRaceError):
             acknowledged["step-2"] = old.save("step-2")
-        assert acknowledged.items() <= listed(world).items(), moment
-        if process.asked - asked <= moment:
+        assert acknowledged.items() <= listed(world).items(), moments
+        if old.process.asked - asked <= moments:
             break
         moments += 1
     assert moments >= 7
@@ -404,21 +407,18 @@ def test_all_steps_that_count_are_adopted_and_others_are_not(run: MemoryStore) -
     assert decode_marker_of(run, "step-11").claim == 1
 
 
+def take_over(world: MemoryStore, others: list[Job]) -> None:
+    others.append(Job(world))
+
+
 def test_of_two_that_take_over_at_once_exactly_one_trains(run: MemoryStore) -> None:
     """The other comes before each request of the first, in turn."""
     moment = 0
     while True:
         world = MemoryStore("memory://test/run")
         old = {"step-1": Job(world).save("step-1")}
-        process = Process(world)
-        really_ask, others = process.ask, []
-
-        def ask(do: Callable[[], Any]) -> Any:
-            if process.asked == moment and not others:  # noqa: B023
-                others.append(Job(world))  # noqa: B023
-            return really_ask(do)  # noqa: B023
-
-        process.ask = ask  # type: ignore[method-assign]
+        process, others = Process(world), []
+        process.meet(moment, partial(take_over, world, others))
         trains = []
         try:
             number = rule.claim_run(process.at(""), process.at, clock=TickingClock())
@@ -598,21 +598,13 @@ def test_a_superseded_job_that_goes_back_changes_nothing(run: MemoryStore) -> No
 
 def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains() -> None:
     """The other comes before each request of the first, in turn."""
-    moment, lock = 0, threading.Lock()
+    moment = 0
     while True:
         world = MemoryStore("memory://test/run")
         old = Job(world)
         before = {f"step-{n}": old.save(f"step-{n}") for n in (1, 2)}
-        process = Process(world)
-        really_ask, others = process.ask, []
-
-        def ask(do: Callable[[], Any]) -> Any:
-            with lock:  # markers are read in several threads
-                if process.asked == moment and not others:  # noqa: B023
-                    others.append(Job(world))  # noqa: B023
-            return really_ask(do)  # noqa: B023
-
-        process.ask = ask  # type: ignore[method-assign]
+        process, others = Process(world), []
+        process.meet(moment, partial(take_over, world, others))
         try:
             go_back(old, 1, process)
         except SupersededError:
