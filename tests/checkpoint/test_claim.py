@@ -155,20 +155,6 @@ def listed(run: MemoryStore, **settings: Any) -> dict[str, str]:
 # --- a superseded job
 
 
-def test_a_superseded_job_cannot_add_a_step(run: MemoryStore) -> None:
-    zombie = Job(run)
-    first = zombie.save("step-1")
-    late = zombie.begin("step-2")
-    successor = Job(run)
-    with pytest.raises(SupersededError, match="Stop this job"):
-        late()
-    with pytest.raises(SupersededError):
-        zombie.save("step-3")
-    assert listed(run) == {"step-1": first}
-    second = successor.save("step-2")
-    assert listed(run) == {"step-1": first, "step-2": second}
-
-
 def test_a_superseded_job_cannot_replace_a_step(run: MemoryStore) -> None:
     zombie = Job(run)
     before = {"step-1": zombie.save("step-1")}
@@ -183,19 +169,6 @@ def test_a_superseded_job_cannot_replace_a_step(run: MemoryStore) -> None:
     with pytest.raises(SupersededError, match="claim_run"):
         Job(run, 0).save("step-2", overwrite=True)  # one without a claim
     assert listed(run) == before
-
-
-def test_a_superseded_job_cannot_delete_a_step(run: MemoryStore) -> None:
-    zombie = Job(run)
-    before = {"step-1": zombie.save("step-1")}
-    successor = Job(run)
-    before["step-2"] = successor.save("step-2")
-    for name in before:
-        with pytest.raises(SupersededError):
-            zombie.delete(name)
-    assert listed(run) == before
-    delete(Process(run).at("step-1"), clock=TickingClock())  # somebody who belongs to no job may
-    assert listed(run) == {"step-2": before["step-2"]}
 
 
 def test_a_deletion_that_meets_the_take_over_deletes_nothing(run: MemoryStore) -> None:
