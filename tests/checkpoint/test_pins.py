@@ -7,6 +7,7 @@ import pytest
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import MAX_PINS
+from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.sweep import sweep
@@ -17,9 +18,7 @@ from dcp_objstore.errors import (
     ConfigError,
 )
 from dcp_objstore.stores import ObjectStore
-from tests.support.memory_store import (
-    MemoryStore,
-)
+from tests.support.memory_store import MemoryStore, TickingClock, in_turn
 from tests.support.upkeep import DESCRIBED, AgedStore, save, state, tear
 
 
@@ -65,6 +64,13 @@ def test_a_sweep_keeps_pins(store: MemoryStore) -> None:
     aged.age()
     assert sweep(aged, dot_metadata=DESCRIBED).fenced
     assert pins_of(store) == ("paper",)
+
+
+def test_two_pins_at_once_are_both_set(store: MemoryStore) -> None:
+    save(store)
+    store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "other", clock=TickingClock()))
+    pin(store, "mine", clock=TickingClock())
+    assert set(pins_of(store)) == {"mine", "other"}
 
 
 def test_there_must_be_a_checkpoint_to_pin(store: MemoryStore) -> None:

@@ -349,6 +349,24 @@ def test_what_a_removed_dot_metadata_named_is_kept_for_the_grace_period(store: A
     assert old <= keys(store)
 
 
+def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it(store: AgedStore) -> None:
+    save(store)
+    replaced = named(store)
+    save(store, overwrite=True, publish=False)
+    store.age()
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+
+    def cross(key: str) -> None:
+        if key == DOT_METADATA_KEY:
+            inner.on_get = None
+            delete(store)
+
+    inner.on_get = cross
+    assert go(store).outcome == "lost"
+    assert inner.on_get is None
+    assert replaced <= keys(store)
+
+
 def test_another_librarys_checkpoint_is_left_alone(store: AgedStore) -> None:
     """A tombstone would hide it from our readers, and `.metadata` would be removed next."""
     for key in (DOT_METADATA_KEY, "__0_0.distcp", "__1_0.distcp"):
@@ -414,6 +432,24 @@ def test_upload_that_completes_between_the_two_listings_is_seen(store: AgedStore
     done = go(ListedStore(store), uploads=uploads)
     assert (done.outcome, done.fenced) == ("waiting", False)
     assert torn | {late.key} == keys(store)
+
+
+def test_a_commit_right_after_the_fence_stops_the_sweep(store: AgedStore) -> None:
+    torn = tear(store)
+    store.age()
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+
+    def commit_behind(key: str) -> None:
+        if key == MARKER_KEY and key in inner.objects:  # the fence is a tombstone
+            inner.on_get = None
+            save(store)
+
+    inner.on_get = commit_behind
+    done = go(store)
+    assert inner.on_get is None
+    assert (done.outcome, done.deleted) == ("lost", 1)  # the beacon of the torn one
+    assert torn <= keys(store)
+    named(store)
 
 
 @pytest.mark.parametrize("fences", [0, 1], ids=["nothing to remove", "replaced"])
