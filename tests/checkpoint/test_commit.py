@@ -416,6 +416,20 @@ def test_dot_metadata_costs_two_requests_if_it_is_what_the_save_saw(store: Memor
     assert store.body(DOT_METADATA_KEY) == b"second"
 
 
+def test_dot_metadata_that_cannot_be_written_is_an_error_and_the_commit_stands(
+    store: MemoryStore,
+) -> None:
+    done = save(store)
+    for fate, kind in (
+        (LOST, RetryableError),
+        (PermissionDeniedError("no"), PermissionDeniedError),
+    ):
+        store.on_put = lambda put, fate=fate: fate
+        with pytest.raises(kind):
+            publish(store, done.commit_id, b"ours")
+    assert open_committed(store)[0] == done.marker
+
+
 # --- reading
 
 
