@@ -29,10 +29,10 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.diagnosis import shortened
 from dcp_objstore.stores.uploads.lifecycle import lifecycle_configuration
 from tests.support.command_line import environment, run, run_here
-from tests.support.proxy import NetworkProxy
+from tests.support.proxy import Asked, NetworkProxy
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
-from tests.support.tampering import Asked, TamperingProxy, flipped
+from tests.support.tampering import TamperingProxy, flipped
 from tests.support.unfinished_uploads import PART, Before, begin_upload, patch_bucket
 
 CHECKS = [

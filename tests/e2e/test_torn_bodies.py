@@ -29,10 +29,11 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from tests.support import tampering
+from tests.support.proxy import Asked
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import BUCKET, Bucket
 from tests.support.states import same_bits, seeded
-from tests.support.tampering import Asked, TamperingProxy
+from tests.support.tampering import TamperingProxy
 
 pytestmark = pytest.mark.backends("seaweed")
 
