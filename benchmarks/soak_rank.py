@@ -26,7 +26,7 @@ from benchmarks.resume_state import blank, fill, local, make_state, tensors_of
 from benchmarks.settings import MIB, Settings
 from dcp_objstore.checkpoint import sweep
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from dcp_objstore.cli.demo.ranks import say
+from dcp_objstore.cli.ranks import say
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, StoreUnavailableError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.uploads.open import open_uploads

@@ -11,9 +11,7 @@ from .inspect.checkpoint import (
     load_state_dict as load_state_dict,
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
 )
-from .inspect.diff import (
-    diff as diff,
-)
+from .inspect.diff import diff as diff
 from .inspect.verify_run import verify_run as verify_run
 from .integrations.install import (
     Installation as Installation,
@@ -24,9 +22,7 @@ from .read.api import load as load
 from .read.reader import ObjectStoreReader as ObjectStoreReader
 from .run.claim_run import claim_run as claim_run
 from .run.gc import sweep as sweep
-from .run.listing import (
-    list_checkpoints as list_checkpoints,
-)
+from .run.listing import list_checkpoints as list_checkpoints, steps as steps
 from .run.manager import CheckpointManager as CheckpointManager
 from .run.retention import (
     KeepAll as KeepAll,
@@ -37,7 +33,6 @@ from .run.retention import (
     RetentionPolicy as RetentionPolicy,
     StepFacts as StepFacts,
 )
-from .run.steps import steps as steps
 from .run.upkeep import delete as delete, pin as pin, repair as repair, unpin as unpin
 from .state.per_rank import PerRank as PerRank
 from .state.random_state import RandomState as RandomState

@@ -23,4 +23,3 @@ from .run.listing import (
     Listing as Listing,
 )
 from .run.resume import ResumeReport as ResumeReport, SkippedStep as SkippedStep
-from .run.steps import RunStep as RunStep

@@ -88,8 +88,9 @@ def test_seaweedfs_that_refuses_its_owner_is_given_up_at_once_with_its_log(
 
     monkeypatch.setattr(seaweedfs.SeaweedServer, "storage_options", property(with_wrong_secret))
     monkeypatch.setattr(seaweedfs.SeaweedServer, "_start", count)
+    monkeypatch.setattr(seaweedfs, "_START_SECONDS", 20)
     with pytest.raises(StoreUnavailableError, match="refuses the credentials") as caught:
-        seaweedfs.SeaweedServer(start_timeout_seconds=20)
+        seaweedfs.SeaweedServer()
     assert len(begun) == 1
     (log,) = caught.value.__notes__
     assert len(log.splitlines()) > 5

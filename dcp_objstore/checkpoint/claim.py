@@ -15,7 +15,8 @@ C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and 
     A job that has gone back to an earlier step does the same before its next save, but only if
     `_CLAIM` still has its own number, and it does not adopt the steps after that one.
 C3. A step counts if it is committed and the claim of its marker is at least the base. To list the
-    steps, a job reads `_CLAIM` before and after, and lists again if it has changed.
+    steps, a job reads `_CLAIM` before and after, and lists again if it has changed
+    (`catalogue.list_run`).
 C4. After its commit a job reads `_CLAIM`. If the number is still its own, the save succeeded;
     otherwise the job is superseded. It also reads `_CLAIM` before it uploads, so as not to upload
     in vain. There a save without a claim is refused if `_CLAIM` exists, because its step would not
@@ -31,50 +32,35 @@ The base only rises, and only steps that count are adopted: a step that does not
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING
 
-import msgspec
-from msgspec import Meta
-
+from dcp_objstore import errors
+from dcp_objstore.checkpoint.catalogue import (
+    ClaimRecord,
+    Entry,
+    OpenBelow,
+    StoredClaim,
+    counts,
+    encode_claim,
+    list_places,
+    read_claim,
+    read_steps,
+)
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
 from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
-from dcp_objstore.checkpoint.marker import (
-    MAX_CLAIM,
-    Marker,
-    damaged,
-    decode_record,
-    new_id,
-    with_checksum,
-)
-from dcp_objstore.checkpoint.names import CLAIM_KEY, natural_order, step_of
-from dcp_objstore.checkpoint.read import Found, find_record, read_marker
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-    CommitUnknownError,
-    ConfigError,
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    RetryableError,
-    SupersededError,
-)
+from dcp_objstore.checkpoint.marker import MAX_CLAIM, new_id
+from dcp_objstore.checkpoint.names import CLAIM_KEY
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.stores.protocol import ObjectStore, Version
-from dcp_objstore.transfer.workers import WAVE, in_waves
+from dcp_objstore.transfer.workers import in_waves
 
 if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
 
-FORMAT: Final = 1
-MAX_SIZE_BYTES: Final = 4096
-_WHAT = "the run's _CLAIM"
 _log = logging.getLogger("dcp_objstore")
-
-OpenStep: TypeAlias = Callable[[str], ObjectStore]
-OnDamaged: TypeAlias = Callable[[str, CheckpointCorruptError], object]
 
 
 @dataclass(frozen=True)
@@ -93,7 +79,7 @@ class RunClaim:
         """Refuse values that `claim_run` never returns."""
         whole = isinstance(self.number, int) and not isinstance(self.number, bool)
         if not isinstance(self.run_url, str) or not whole or not 0 < self.number <= MAX_CLAIM:
-            raise ConfigError("a RunClaim comes from dcp_objstore.claim_run")
+            raise errors.ConfigError("a RunClaim comes from dcp_objstore.claim_run")
 
 
 def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
@@ -106,85 +92,16 @@ def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
     if claim is None:
         return None
     if not isinstance(claim, RunClaim):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"claim must be what dcp_objstore.claim_run returned, got {type(claim).__name__}"
         )
     run, _ = step.parent()
     if run is None or run.url != step.at(claim.run_url).url:
-        raise InputError(
+        raise errors.InputError(
             f"the claim is for the run {claim.run_url}, but this step is not directly below it",
             url=step.url,
         )
     return claim.number
-
-
-class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of `_CLAIM`.
-
-    Attributes:
-        format: number of the format; it rises when an older version would misread the record.
-        number: number of the latest claim.
-        base: the oldest claim whose steps count.
-        write_id: new for every content.
-    """
-
-    format: Annotated[int, Meta(ge=1)] = FORMAT
-    number: Annotated[int, Meta(ge=1, le=MAX_CLAIM)]
-    base: Annotated[int, Meta(ge=0, le=MAX_CLAIM)]
-    write_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-
-
-_encoder = msgspec.json.Encoder(order="deterministic")
-_decoder = msgspec.json.Decoder(ClaimRecord)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step whose marker was read.
-
-    Attributes:
-        found: its marker, in any state, with the version.
-    """
-
-    name: str
-    store: ObjectStore
-    found: Found
-
-    @property
-    def marker(self) -> Marker:
-        """The marker without its version."""
-        return self.found[0]
-
-
-def encode_claim(record: ClaimRecord) -> bytes:
-    """Encode `_CLAIM` as it is stored."""
-    return with_checksum(_encoder.encode(record))
-
-
-def decode_claim(body: bytes) -> ClaimRecord:
-    """Decode and check a stored `_CLAIM`, with the errors of `decode_record`."""
-    record = decode_record(body, _decoder, _WHAT, FORMAT, MAX_SIZE_BYTES)
-    if record.base > record.number:
-        raise damaged(_WHAT, f"base {record.base} is beyond number {record.number}")
-    return record
-
-
-def read_claim(run: ObjectStore) -> tuple[ClaimRecord, Version] | None:
-    """Read `_CLAIM` and its version from one response; return None if no job ever claimed the run.
-
-    Sends one GET.
-
-    Raises:
-        CheckpointCorruptError: `_CLAIM` is damaged.
-        UnsupportedError: a newer version wrote it in a format that this one does not know.
-    """
-    found = find_record(run, CLAIM_KEY, decode_claim, _WHAT, MAX_SIZE_BYTES)
-    return None if found is None else (found[0], found[1].version)
-
-
-def counts(marker: Marker, base: int) -> bool:
-    """Return whether the step with this marker counts (rule C3)."""
-    return marker.is_committed and marker.claim >= base
 
 
 # --- C2
@@ -192,7 +109,7 @@ def counts(marker: Marker, base: int) -> bool:
 
 def claim_run(
     run: ObjectStore,
-    open_step: OpenStep,
+    open_step: OpenBelow,
     *,
     clock: Clock = SYSTEM_CLOCK,
 ) -> int:
@@ -216,13 +133,13 @@ def claim_run(
             format. (A step whose marker is damaged is left out, with a warning.)
     """
     known = read_claim(run)
-    number = known[0].number + 1 if known else 1 + _last_claim(_steps_backwards(run, open_step))
-    return _take(run, open_step, known, number, lambda _: True, clock)
+    last = known.record.number if known else _last_claim(_read_all(run, open_step, bare=True))
+    return _take(run, open_step, known, last + 1, lambda _: True, clock)
 
 
 def go_back(
     run: ObjectStore,
-    open_step: OpenStep,
+    open_step: OpenBelow,
     number: int,
     keeps: Callable[[str], bool],
     *,
@@ -256,13 +173,17 @@ def go_back(
 
 def _take(
     run: ObjectStore,
-    open_step: OpenStep,
-    known: tuple[ClaimRecord, Version] | None,
+    open_step: OpenBelow,
+    known: StoredClaim | None,
     number: int,
     keeps: Callable[[str], bool],
     clock: Clock,
 ) -> int:
-    base = known[0].base if known else 0
+    """Claim the run with this number, or a later one, and adopt the steps that `keeps` names.
+
+    `known` is what `_CLAIM` was read as, which each PUT of it must find unchanged.
+    """
+    base = known.record.base if known else 0
     tries = clock.tries()
 
     def put(version: Version | None, new_base: int) -> Version:
@@ -279,26 +200,25 @@ def _take(
             landed=lambda seen: seen.write_id == record.write_id,
         )
         again = read_claim(run) if outcome.landed else None
-        if again is None or again[0].write_id != record.write_id:
-            raise SupersededError(
+        if again is None or again.record.write_id != record.write_id:
+            raise errors.SupersededError(
                 f"another job claimed this run at the same time as this one (claim {number}), and"
                 " goes on with it. Stop this job",
                 url=run.url,
             )
-        return again[1]
+        return again.version
 
-    claimed = put(known[1] if known else None, base)
+    claimed = put(known.version if known else None, base)
     while True:
-        # A step that counts has more than its marker, as in `list_steps`.
-        found = list(_steps_backwards(run, open_step, but_bare=True))
-        later = _last_claim(found)
+        steps = _read_all(run, open_step)
+        later = _last_claim(steps)
         if later > number:
             # `_CLAIM` still has our number, so no job of this run has a later one: the step was
             # copied here from another run.
             number = later + 1
             claimed = put(claimed, base)
             continue
-        counting = [step for step in found if counts(step.marker, base)]
+        counting = [step for step in steps if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
         if _adopt(kept, number, clock):
             put(claimed, number)
@@ -311,17 +231,18 @@ def _take(
         )
 
 
-def _adopt(steps: Sequence[Step], number: int, clock: Clock) -> bool:
+def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
     """Rewrite the markers of these steps; return False if another job changed one meanwhile."""
 
-    def adopt(step: Step) -> bool:
+    def adopt(step: Entry) -> bool:
+        assert step.found is not None
         what = f"adopting the step as of claim {number}"
         return rewrite_marker(step.store, step.found, what, clock.tries(), claim=number) is not None
 
     return all(list(in_waves(adopt, [step for step in steps if step.marker.claim < number])))
 
 
-def _log_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
+def _log_dropped(run: ObjectStore, dropped: Sequence[Entry]) -> None:
     if not dropped:
         return
     names = [step.name for step in reversed(dropped)]
@@ -340,98 +261,13 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Step]) -> None:
             )
 
 
-def _last_claim(found: Iterable[Step]) -> int:
-    return max((step.marker.claim for step in found), default=0)
+def _read_all(run: ObjectStore, open_step: OpenBelow, *, bare: bool = False) -> list[Entry]:
+    """Read the steps of the run that have a marker, the last name first, as `read_steps` does."""
+    return list(read_steps(list_places(run), open_step, bare=bare))
 
 
-# --- C3
-
-
-def list_steps(
-    run: ObjectStore,
-    open_step: OpenStep,
-    *,
-    newest: int | None = None,
-    on_damaged: OnDamaged | None = None,
-    clock: Clock = SYSTEM_CLOCK,
-) -> list[Step]:
-    """List the steps that count, in natural order of their names, the newest last (rule C3).
-
-    Sends two GETs of `_CLAIM`, one listing, and one GET for each marker; with `newest`, it reads
-    markers from the last one on until it has enough. It does not read a marker that is the only
-    object of its step. A deleted step keeps just its marker, for ever, while a committed step also
-    has its index, which was put before the marker. So deleted steps cost no requests.
-
-    Args:
-        open_step: returns the store of a step by its name; called from several threads.
-        newest: the number of steps to return, the newest ones. Default: all.
-        on_damaged: called, from several threads, with the name of each step whose marker is
-            damaged, and the error. Default: log a warning.
-
-    Raises:
-        RetryableError: other jobs kept claiming the run until the deadline.
-        CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
-            format. (A step whose marker is damaged is left out.)
-    """
-    tries = clock.tries()
-    while True:
-        before = read_claim(run)
-        base = before[0].base if before else 0
-        found: list[Step] = []
-        for step in _steps_backwards(run, open_step, newest, but_bare=True, on_damaged=on_damaged):
-            if counts(step.marker, base):
-                found.append(step)
-            if len(found) == newest:
-                break
-        after = read_claim(run)
-        if (before and before[0]) == (after and after[0]):
-            return found[::-1]
-        pause_or_raise(
-            run, tries, "other jobs kept claiming this run until the deadline; try again"
-        )
-
-
-def _steps_backwards(
-    run: ObjectStore,
-    open_step: OpenStep,
-    newest: int | None = None,
-    *,
-    but_bare: bool = False,
-    on_damaged: OnDamaged | None = None,
-) -> Iterator[Step]:
-    """Yield the steps that have a marker, the last name first.
-
-    Args:
-        newest: read markers in batches of at most this size.
-        but_bare: leave out steps that have nothing but a marker.
-    """
-
-    def read(name: str) -> Step | None:
-        store = open_step(name)
-        try:
-            found = read_marker(store)
-        except CheckpointCorruptError as error:
-            (on_damaged or _warn)(name, error)
-            return None
-        return None if found is None else Step(name, store, found)
-
-    names: set[str | None] = set()
-    holding: set[str | None] = set()
-    for meta in run.list():
-        name = step_of(meta.key)
-        if name is not None:
-            names.add(name)
-        else:
-            holding.add(meta.key.partition("/")[0])
-    if but_bare:
-        names &= holding
-    ordered = sorted((name for name in names if name), key=natural_order, reverse=True)
-    wave = WAVE if newest is None else max(1, min(newest, WAVE))
-    return (step for step in in_waves(read, ordered, wave) if step is not None)
-
-
-def _warn(_name: str, error: CheckpointCorruptError) -> None:
-    _log.warning("a step is left out because its marker cannot be read: %s", error)
+def _last_claim(steps: Iterable[Entry]) -> int:
+    return max((step.marker.claim for step in steps), default=0)
 
 
 # --- C4
@@ -447,13 +283,13 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
         SupersededError: another job has claimed the run.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
     """
-    found = read_claim(run)
+    claim = read_claim(run)
     if number:
-        _refuse_not_owned(run, found, number)
-    elif found is not None:
-        raise SupersededError(
-            f"a job has claimed this run (claim {found[0].number}), and this save has no claim, so"
-            " its step would not count: no job would resume from it. Pass the claim that"
+        _refuse_not_owned(run, claim, number)
+    elif claim is not None:
+        raise errors.SupersededError(
+            f"a job has claimed this run (claim {claim.record.number}), and this save has no claim,"
+            " so its step would not count: no job would resume from it. Pass the claim that"
             " dcp_objstore.claim_run returned (CheckpointManager with claim_run=True does this and"
             " has the claim as its attribute `claim`), or save under a URL that is not directly"
             " below this run",
@@ -477,34 +313,32 @@ def confirm(
     tries = clock.tries()
     while True:
         try:
-            found = read_claim(run)
+            claim = read_claim(run)
             break
-        except CorruptDataError:
+        except errors.CorruptDataError:
             raise
-        except DcpObjstoreError as error:
-            if not isinstance(error, RetryableError) or not tries.pause():
-                raise CommitUnknownError(
+        except errors.DcpObjstoreError as error:
+            if not isinstance(error, errors.RetryableError) or not tries.pause():
+                raise errors.CommitUnknownError(
                     "the step is committed, but it is not known whether it counts, because the"
                     f" run's _CLAIM could not be read ({error}). Look at the run before you go on",
                     url=run.url,
                 ) from error
-    _refuse_not_owned(run, found, number)
+    _refuse_not_owned(run, claim, number)
 
 
-def _refuse_not_owned(
-    run: ObjectStore, found: tuple[ClaimRecord, Version] | None, number: int
-) -> None:
+def _refuse_not_owned(run: ObjectStore, claim: StoredClaim | None, number: int) -> None:
     """Raise unless the `_CLAIM` that was read has this number."""
-    if found is None or found[0].number < number:
-        raise CheckpointCorruptError(
+    if claim is None or claim.record.number < number:
+        raise errors.CheckpointCorruptError(
             "the run's _CLAIM was removed, or replaced by an older one (this job has claim"
             f" {number})",
             object_key=CLAIM_KEY,
             url=run.url,
         )
-    if found[0].number > number:
-        raise SupersededError(
-            f"a newer job claimed this run (claim {found[0].number}; this job has claim"
+    if claim.record.number > number:
+        raise errors.SupersededError(
+            f"a newer job claimed this run (claim {claim.record.number}; this job has claim"
             f" {number}), so what this job saves does not count. Stop this job",
             url=run.url,
         )

@@ -117,16 +117,6 @@ def is_probe_key(key: str) -> bool:
     return _PROBE.match(key) is not None
 
 
-def step_of(key: str) -> str | None:
-    """Return the name of the step whose marker has this key, or None for any other key.
-
-    Args:
-        key: relative to the run.
-    """
-    name, _, last = key.partition("/")
-    return name if name and last == MARKER_KEY else None
-
-
 def natural_order(text: str) -> list[tuple[int, int, str]]:
     """Return a sort key under which step-9 comes before step-10."""
     return [

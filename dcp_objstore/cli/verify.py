@@ -46,15 +46,6 @@ def verify(
             metavar="STEP",
         ),
     ] = None,
-    from_byte: Annotated[
-        int,
-        typer.Option(
-            help="Leave out what lies before it, to go on where Ctrl-C said.",
-            metavar="N",
-            min=0,
-            show_default=False,
-        ),
-    ] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per checkpoint, one per line.")
     ] = False,
@@ -66,8 +57,6 @@ def verify(
     one. Exits with status 4 if something is damaged.
     """
     reports: Iterable[dos.VerifyReport]
-    if run and from_byte:
-        raise ConfigError("--from-byte is for a single checkpoint, not for --run")
     if run:
         reports = dos.verify_run(
             url, quick=quick, deep=deep, before=before, storage_options=chosen()
@@ -80,9 +69,7 @@ def verify(
         from dcp_objstore.stores import StoreSpec
 
         spec, settings = StoreSpec(url, chosen()), EventSettings(None, None)
-        reports = [
-            verify_at(spec, settings, quick=quick, deep=deep, progress=True, from_byte=from_byte)
-        ]
+        reports = [verify_at(spec, settings, quick=quick, deep=deep, progress=True)]
     damaged: list[str] = []
     whole: str | None = None
     for report in reports:
@@ -113,8 +100,7 @@ def _print(report: dos.VerifyReport) -> None:
     if report.quick:
         say(f"  {objects} looked at, nothing read")
     else:
-        since = f", from byte {report.from_byte} on" if report.from_byte else ""
-        say(f"  {objects}, {blocks}, {size_text(report.total_bytes)} read{since}")
+        say(f"  {objects}, {blocks}, {size_text(report.total_bytes)} read")
     width = max(columns(), 60)
     for damage in report.damaged[:_SHOWN]:
         # Keys are copied from here, so no word is broken.

@@ -26,7 +26,7 @@ def remove(directory: str, command: Iterable[str]) -> None:
     """Remove a server's directory, and the sockets that it puts into /tmp for its gRPC ports.
 
     Args:
-        directory: of the server's data and log.
+        directory: the folder of the server's data and log.
         command: the server's command; its options name the ports, as `-s3.port.grpc=10001`.
     """
     shutil.rmtree(directory, ignore_errors=True)

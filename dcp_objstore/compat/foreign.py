@@ -13,6 +13,7 @@ import functools
 import gc
 import io
 import math
+import pathlib
 import pickle
 from collections.abc import Iterator
 from typing import Final
@@ -29,24 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_objstore.checkpoint.index import MAX_PLACE_LENGTH
-from dcp_objstore.compat.foreign_names import (
-    ALLOWED,
-    DTYPES,
-    FILESYSTEM,
-    GETATTR,
-    LAYOUT,
-    LAYOUTS,
-    MEMORY_ENCODING,
-    MEMORY_FORMATS,
-    MEMORY_NAMES,
-    METADATA,
-    METADATA_CLASSES,
-    MSC_PATH,
-    ORDERED_DICT,
-    PATHS,
-    PROPERTIES,
-    SIZE,
-)
 from dcp_objstore.compat.inert_pickle import (
     Dialect,
     Global,
@@ -58,6 +41,104 @@ from dcp_objstore.compat.inert_pickle import (
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.torch_private import StorageInfo
+
+# The globals that a `.metadata` may name, and what they stand for. None of them is imported.
+# Sources: the code of torch 2.1 to 2.15 (distributed/checkpoint/metadata.py, planner.py,
+# filesystem.py), Megatron-Core 0.8 to 0.16 (core/dist_checkpointing/strategies) and
+# multi-storage-client 1.3 (pathlib.py).
+
+# CPython 3.11.0 to 3.11.3 pickle a member of an enum as `getattr(class, name)`, others as
+# `class(value)`.
+_GETATTR: Final = frozenset({"builtins.getattr", "__builtin__.getattr"})
+_ORDERED_DICT: Final = "collections.OrderedDict"
+_METADATA: Final = "torch.distributed.checkpoint.metadata."
+_FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem."
+_PLANNER: Final = "torch.distributed.checkpoint.planner."
+_MEGATRON: Final = "megatron.core.dist_checkpointing.strategies.torch."
+# Before TensorProperties moved (torch 2.3) it lived here; its state is the same.
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata."
+
+_SIZE: Final = "torch.Size"
+_LAYOUT: Final = "torch.serialization._get_layout"
+# Megatron-Core 0.15 writes a subclass with one attribute more.
+_METADATA_CLASSES: Final = (_METADATA + "Metadata", _MEGATRON + "MCoreMetadata")
+_PROPERTIES: Final = frozenset({_METADATA + "TensorProperties", _SHARDED + "TensorProperties"})
+_MEMORY_ENCODING: Final = frozenset(
+    {_METADATA + "_MEM_FORMAT_ENCODING", _SHARDED + "MEM_FORMAT_ENCODING"}
+)
+_MEMORY_FORMATS: Final = {
+    0: torch.contiguous_format,
+    1: torch.channels_last,
+    2: torch.preserve_format,
+}
+# By the names of the members, as CPython 3.11.0 to 3.11.3 write them.
+_MEMORY_NAMES: Final = {
+    f"{cls}.{name}": number
+    for cls in _MEMORY_ENCODING
+    for number, name in enumerate(
+        ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+    )
+}
+_DTYPES: Final = {
+    f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+_LAYOUTS: Final = {
+    str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)
+}
+# Python 3.13 pickles its paths from a private module.
+_PATHS: Final[dict[str, type[pathlib.PurePath]]] = {
+    f"{module}.{pure}{flavour}Path": cls
+    for module in ("pathlib", "pathlib._local")
+    for pure in ("", "Pure")
+    for flavour, cls in (
+        ("Posix", pathlib.PurePosixPath),
+        ("Windows", pathlib.PureWindowsPath),
+    )
+}
+# A path of multi-storage-client (MSC), whose state has the text as `_path`.
+_MSC_PATH: Final = "multistorageclient.pathlib.MultiStoragePath"
+# Megatron-Core from 0.12 keeps the plans of all ranks in an attribute `all_local_plans`, which must
+# be parsed before it can be dropped.
+_PLANS: Final = frozenset(
+    {
+        *(
+            _PLANNER + name
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData",
+                         "BytesIOWriteData")
+        ),
+        *(f"{_PLANNER}WriteItemType.{name}" for name in ("TENSOR", "SHARD", "BYTE_IO")),
+        _MEGATRON + "MCoreSavePlan",
+        _FILESYSTEM + "_StoragePrefix",
+    }
+)  # fmt: skip
+
+_ALLOWED: Final = frozenset(
+    {
+        *_DTYPES,
+        *_PATHS,
+        *_PROPERTIES,
+        *_MEMORY_ENCODING,
+        *_MEMORY_NAMES,
+        *_METADATA_CLASSES,
+        *_GETATTR,
+        *_PLANS,
+        _SIZE,
+        _LAYOUT,
+        _MSC_PATH,
+        _ORDERED_DICT,
+        _FILESYSTEM + "_StorageInfo",
+        *(
+            _METADATA + name
+            for name in (
+                "TensorStorageMetadata",
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "MetadataIndex",
+                "StorageMeta",
+            )
+        ),
+    }
+)
 
 _MAX_NUMBER: Final = 2**63 - 1
 _MAX_DIMENSIONS: Final = 64
@@ -136,7 +217,7 @@ def _find(module: str, name: str) -> Global:
     # A dot in `name` would stand for attributes. No stock class needs that, and the joined name
     # would no longer show where the module ends.
     whole = f"{module}.{name}"
-    if "." in name or whole not in ALLOWED:
+    if "." in name or whole not in _ALLOWED:
         raise UntrustedPickleError(
             f"the .metadata asks for {whole[:200]!r}, which is not among the classes that "
             "stock torch.distributed.checkpoint writes; it was not unpickled"
@@ -146,7 +227,7 @@ def _find(module: str, name: str) -> Global:
 
 @functools.cache
 def _stand_in(name: str) -> Global:
-    base = _Getattr if name in GETATTR else _OrderedDict if name == ORDERED_DICT else Node
+    base = _Getattr if name in _GETATTR else _OrderedDict if name == _ORDERED_DICT else Node
     return stand_in(base, name)
 
 
@@ -236,7 +317,7 @@ def _number(value: object, what: str) -> int:
 
 def _size(value: object, what: str) -> torch.Size:
     """Return a value that must be a `torch.Size` of non-negative numbers."""
-    args = value.args if isinstance(value, Node) and value.name == SIZE else ()
+    args = value.args if isinstance(value, Node) and value.name == _SIZE else ()
     if len(args) != 1 or value.is_new or value.state is not None:  # type: ignore[attr-defined]
         raise _damaged(f"{what} is {_kind(value)}, not a torch.Size")
     numbers = args[0]
@@ -252,7 +333,7 @@ def _properties(value: object, fqn: str) -> TensorProperties:
     """Return TensorProperties from the pickled 5-tuple, or a longer one of a newer torch."""
     if (
         not isinstance(value, Node)
-        or value.name not in PROPERTIES
+        or value.name not in _PROPERTIES
         or not value.is_new
         or value.args
     ):
@@ -261,24 +342,24 @@ def _properties(value: object, fqn: str) -> TensorProperties:
     if type(state) is not tuple or not 5 <= len(state) <= 32:
         raise _damaged(f"the properties of {fqn!r} do not have their five fields")
     dtype, layout, requires_grad, encoding, pin_memory = state[:5]
-    if type(dtype) is not Global or dtype.name not in DTYPES:
+    if type(dtype) is not Global or dtype.name not in _DTYPES:
         raise _damaged(f"the dtype of {fqn!r} is {_kind(dtype)}")
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise _damaged(f"requires_grad or pin_memory of {fqn!r} is not a bool")
-    layout_name = _only_argument(layout, {LAYOUT}, f"the layout of {fqn!r}")
+    layout_name = _only_argument(layout, {_LAYOUT}, f"the layout of {fqn!r}")
     if type(encoding) is Global:
-        number: object = MEMORY_NAMES.get(encoding.name)
+        number: object = _MEMORY_NAMES.get(encoding.name)
     else:
-        number = _only_argument(encoding, MEMORY_ENCODING, f"the memory format of {fqn!r}")
-    if type(layout_name) is not str or layout_name not in LAYOUTS:
+        number = _only_argument(encoding, _MEMORY_ENCODING, f"the memory format of {fqn!r}")
+    if type(layout_name) is not str or layout_name not in _LAYOUTS:
         raise _damaged(f"the layout of {fqn!r} is unknown")
-    if type(number) is not int or number not in MEMORY_FORMATS:
+    if type(number) is not int or number not in _MEMORY_FORMATS:
         raise _damaged(f"the memory format of {fqn!r} is unknown")
     return TensorProperties(
-        dtype=DTYPES[dtype.name],
-        layout=LAYOUTS[layout_name],
+        dtype=_DTYPES[dtype.name],
+        layout=_LAYOUTS[layout_name],
         requires_grad=requires_grad,
-        memory_format=MEMORY_FORMATS[number],
+        memory_format=_MEMORY_FORMATS[number],
         pin_memory=pin_memory,
     )
 
@@ -341,7 +422,7 @@ class _Converter:
         return text
 
     def metadata(self, value: object) -> Metadata:
-        state = _state(value, *METADATA_CLASSES)
+        state = _state(value, *_METADATA_CLASSES)
         items = _dict(state.get("state_dict_metadata"), "state_dict_metadata")
         self.spend(len(items))
         return Metadata(
@@ -355,10 +436,10 @@ class _Converter:
         )
 
     def item(self, fqn: str, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
-        if isinstance(value, Node) and value.name == METADATA + "BytesStorageMetadata":
+        if isinstance(value, Node) and value.name == _METADATA + "BytesStorageMetadata":
             _state(value, value.name)
             return BytesStorageMetadata()
-        state = _state(value, METADATA + "TensorStorageMetadata")
+        state = _state(value, _METADATA + "TensorStorageMetadata")
         fqn = fqn[:200]  # only shown from here on, once for every chunk
         properties = _properties(state.get("properties"), fqn)
         size = _size(state.get("size"), f"the shape of {fqn!r}")
@@ -379,7 +460,7 @@ class _Converter:
         )
 
     def chunk(self, fqn: str, shape: torch.Size, value: object) -> ChunkStorageMetadata:
-        state = _state(value, METADATA + "ChunkStorageMetadata")
+        state = _state(value, _METADATA + "ChunkStorageMetadata")
         offsets = _size(state.get("offsets"), f"the offsets of a chunk of {fqn!r}")
         sizes = _size(state.get("sizes"), f"the sizes of a chunk of {fqn!r}")
         if len(offsets) != len(shape) or len(sizes) != len(shape):
@@ -415,7 +496,7 @@ class _Converter:
         return made
 
     def index(self, value: object) -> MetadataIndex:
-        state = _state(value, METADATA + "MetadataIndex")
+        state = _state(value, _METADATA + "MetadataIndex")
         offset, index = state.get("offset"), state.get("index")
         return MetadataIndex(
             self.text(state.get("fqn"), "the key in a MetadataIndex"),
@@ -424,7 +505,7 @@ class _Converter:
         )
 
     def storage_info(self, value: object) -> StorageInfo:
-        state = _state(value, FILESYSTEM + "_StorageInfo")
+        state = _state(value, _FILESYSTEM + "_StorageInfo")
         path = state.get("relative_path")
         if type(path) is not str or path not in self.paths:
             self.paths.add(_relative_path(path))
@@ -449,7 +530,7 @@ class _Converter:
     def storage_meta(self, value: object) -> StorageMeta | None:
         if value is None:
             return None
-        state = _state(value, METADATA + "StorageMeta")
+        state = _state(value, _METADATA + "StorageMeta")
         modules = state.get("modules", [])
         if type(modules) is not list:
             raise _damaged("StorageMeta.modules is not a list")
@@ -464,15 +545,20 @@ class _Converter:
 
 def _checkpoint_id(value: object) -> str | None:
     """Return where the checkpoint was written to, as text. It is never opened."""
-    if isinstance(value, Node) and value.name in PATHS and not value.is_new and value.state is None:
+    if (
+        isinstance(value, Node)
+        and value.name in _PATHS
+        and not value.is_new
+        and value.state is None
+    ):
         if len(value.args) > MAX_PLACE_LENGTH:
             raise _damaged("checkpoint_id has too many parts")
         parts = [part for part in value.args if type(part) is str]
         if len(parts) != len(value.args):
             raise _damaged("checkpoint_id is not a path of strings")
-        value = str(PATHS[value.name](*parts))
-    elif isinstance(value, Node) and value.name == MSC_PATH:
-        value = _state(value, MSC_PATH).get("_path")
+        value = str(_PATHS[value.name](*parts))
+    elif isinstance(value, Node) and value.name == _MSC_PATH:
+        value = _state(value, _MSC_PATH).get("_path")
     if type(value) is str:
         # A path on the writer's machine may hold bytes that are not UTF-8.
         return value.encode("utf-8", "replace").decode()

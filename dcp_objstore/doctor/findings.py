@@ -1,22 +1,13 @@
-"""`Finding`: the result of one check as data, and advice on errors."""
+"""`Finding`: the result of one check as data, and what an error means for a check."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from dcp_objstore.errors import (
-    BucketNotFoundError,
-    CorruptDataError,
-    CredentialsError,
-    DcpObjstoreError,
-    ObjectNotFoundError,
-    PermissionDeniedError,
-    StoreUnavailableError,
-    UnsupportedError,
-)
+from dcp_objstore import errors
 from dcp_objstore.stores.errors import advice_on
 from dcp_objstore.stores.obstore.errors import answer_of
 
@@ -47,25 +38,34 @@ class Finding:
     details: Mapping[str, object] = field(default_factory=dict)
 
 
+class Verdict(NamedTuple):
+    """A finding without the name of its check; the fields are those of `Finding`."""
+
+    status: Status
+    text: str
+    advice: str = ""
+    details: Mapping[str, object] = {}
+
+
 _NO_STORE: Final = (
     "check that this is the server that you mean; if it is, it cannot be used as a store"
 )
-_ADVICE: Final[Sequence[tuple[type[DcpObjstoreError], str]]] = (
+_ADVICE: Final[Sequence[tuple[type[errors.DcpObjstoreError], str]]] = (
     (
-        CredentialsError,
+        errors.CredentialsError,
         "check that key and secret belong together and to this endpoint, and have not expired",
     ),
     (
-        CorruptDataError,
+        errors.CorruptDataError,
         "use a store, and a network path to it, that answers range requests with those ranges",
     ),
-    (UnsupportedError, _NO_STORE),
-    (ObjectNotFoundError, _NO_STORE),
+    (errors.UnsupportedError, _NO_STORE),
+    (errors.ObjectNotFoundError, _NO_STORE),
     (
-        StoreUnavailableError,
+        errors.StoreUnavailableError,
         "try again; if that does not help, check the server's log and proxies on the way",
     ),
-    (DcpObjstoreError, "check the server's log; --json shows the whole message"),
+    (errors.DcpObjstoreError, "check the server's log; --json shows the whole message"),
 )
 
 _NAME_THE_SERVER: Final[Mapping[str, str]] = {
@@ -116,6 +116,26 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
         "delete": f"{_BLOBS}/delete",
     },
 }
+# A week, according to Azure's documentation of "Put Block". Listing such blocks takes a request
+# that obstore neither makes nor signs.
+_WITHOUT_RULES: Final[Mapping[tuple[str, str], Verdict]] = {
+    ("az", "lifecycle"): Verdict(
+        "ok",
+        "Azure removes the blocks of an unfinished upload a week after the last block, so no rule"
+        " is needed",
+        details={"days": 7},
+    ),
+    ("az", "versioning"): Verdict(
+        "not made",
+        "it is a setting of the account, which cannot be read with the rights to a container",
+        "`az storage account blob-service-properties show` shows it",
+    ),
+    ("az", "unfinished uploads"): Verdict(
+        "not applicable",
+        "Azure has no uploads that can be listed or aborted; uncommitted blocks are not visible,"
+        " but are billed, and removed after a week",
+    ),
+}
 # A longer text, such as a proxy's web page, is cut off.
 _LONGEST_TEXT: Final = 400
 # Rights to the bucket itself, not to the objects in it.
@@ -127,30 +147,47 @@ _OF_BUCKET: Final = (
 )
 
 
-def failed(check: str, error: DcpObjstoreError, url: StoreUrl) -> Finding:
-    """Return the finding for a check that ended with an error."""
+def failure(check: str, error: errors.DcpObjstoreError, url: StoreUrl) -> Verdict:
+    """Return the verdict of a check that ended with an error."""
     details = {"error": type(error).__name__, "message": error.message}
-    return Finding(check, "failed", summary(error), advice_for(check, error, url), details)
+    return Verdict("failed", summary(error), advice_for(check, error, url), details)
 
 
-def summary(error: DcpObjstoreError) -> str:
+def unread(check: str, error: errors.DcpObjstoreError, url: StoreUrl) -> Verdict:
+    """Return the verdict of a check of the bucket's rules that ended with an error.
+
+    No job needs to read them, so this is not a failure.
+    """
+    if isinstance(error, errors.UnsupportedError) and (url.scheme, check) in _WITHOUT_RULES:
+        return _WITHOUT_RULES[url.scheme, check]
+    if isinstance(error, errors.UnsupportedError) and url.scheme in ("file", "memory"):
+        return Verdict("not applicable", error.message)
+    if isinstance(error, errors.PermissionDeniedError):
+        text = "these credentials do not have the right to read it"
+        return Verdict("not made", text, advice_for(check, error, url))
+    return Verdict("not made", error.message)
+
+
+def summary(error: errors.DcpObjstoreError) -> str:
     """Return an error's text; if the store has answered, only the meaning and that answer."""
     answer, said = answer_of(error), advice_on(type(error))
     text = f"{said}: {answer}" if answer and said else error.message
     return textwrap.shorten(text, _LONGEST_TEXT, placeholder=" …")
 
 
-def advice_for(check: str, error: DcpObjstoreError, url: StoreUrl) -> str:
+def advice_for(check: str, error: errors.DcpObjstoreError, url: StoreUrl) -> str:
     """Return what to do about an error."""
-    if isinstance(error, PermissionDeniedError):
+    if isinstance(error, errors.PermissionDeniedError):
         return _allow(check, url)
-    if isinstance(error, BucketNotFoundError):
+    if isinstance(error, errors.BucketNotFoundError):
         return f"create the bucket {url.bucket!r}, or check its name and the endpoint"
     if check == "endpoint":
         return _NAME_THE_SERVER.get(
             url.scheme, "check the host in the URL and storage_options: they name the server"
         )
-    if url.scheme == "file" and not isinstance(error, CorruptDataError | UnsupportedError):
+    if url.scheme == "file" and not isinstance(
+        error, errors.CorruptDataError | errors.UnsupportedError
+    ):
         return (
             f"check that {url.prefix} is a folder, or that it can be created, on a disk that is"
             " mounted and has free space; or choose another folder"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import probe
 from dcp_objstore.config import MIB
-from dcp_objstore.doctor.findings import Finding, advice_for, failed, summary
+from dcp_objstore.doctor.findings import Verdict, advice_for, failure, summary
+from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
@@ -22,8 +25,10 @@ from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.stores.ranges import read_range
 
 if TYPE_CHECKING:
-    from dcp_objstore.doctor.scratch import Scratch, Stop
+    from dcp_objstore.stores.protocol import ObjectStore
     from dcp_objstore.stores.spec import StoreSpec
+
+_log = logging.getLogger("dcp_objstore")
 
 _PART_SIZE_BYTES = 5 * MIB  # the smallest part that S3 accepts
 _UNEQUAL = "the bytes read back differ from those written: this store cannot be trusted"
@@ -33,44 +38,38 @@ _REPORT_IT = "do not use it; tell its operator, or the operator of a proxy or ca
 class ObjectChecks:
     """The checks of object requests, in an order in which each can rely on those before it."""
 
-    def __init__(self, spec: StoreSpec, scratch: Scratch, stop: Stop) -> None:
+    def __init__(self, spec: StoreSpec) -> None:
         self._spec = spec
         self._url = spec.parsed
-        self._scratch = scratch
-        self._store = scratch.store
-        self._stop = stop
         self._body = os.urandom(2048)
         self._written = False
         self._parts: bytes | None = None  # the object that was written in parts
 
-    def all(self) -> Iterator[Finding]:
-        """Make all checks."""
-        checks = (
-            ("put", self._put),
-            ("list", self._list),
-            ("read", self._read),
-            ("multipart", self._multipart),
-            ("checksums", self._checksums),
-            ("abort", self._abort),
-            ("conditional put", self._conditional_put),
-            ("delete", self._delete),
-        )
-        for name, check in checks:
-            self._stop.check()
-            try:
-                yield check()
-            except DcpObjstoreError as error:
-                yield failed(name, error, self._url)
+    @cached_property
+    def scratch(self) -> Scratch:
+        """The prefix where the checks write. It does not exist before the first check."""
+        return Scratch(self._spec)
 
-    def _put(self) -> Finding:
+    @property
+    def _store(self) -> ObjectStore:
+        return self.scratch.store
+
+    def abandon(self) -> None:
+        """Remove what was written, and log what could not be."""
+        if "scratch" in self.__dict__:
+            left = self.scratch.remove()
+            if left.keys:
+                _log.warning("%s could not be removed: %s", ", ".join(left.keys), left.why)
+
+    def put(self) -> Verdict:
+        """Write an object, with the body unsigned or else signed."""
         try:
-            with self._scratch.writing("put") as key:
+            with self.scratch.writing("put") as key:
                 self._store.put(key, self._body)
         except (CredentialsError, PermissionDeniedError, InputError) as error:
             if not self._signed_put_works():
                 raise
-            return Finding(
-                "put",
+            return Verdict(
                 "failed",
                 f"writing works only with a signed body: {summary(error)}",
                 "pass storage_options={'sign_payload': True}",
@@ -78,41 +77,42 @@ class ObjectChecks:
         self._written = True
         unsigned = self._url.scheme == "s3" and not self._spec.storage_options.get("sign_payload")
         how = " (with an unsigned body, which is faster)" if unsigned else ""
-        return Finding("put", "ok", f"an object was written{how}")
+        return Verdict("ok", f"an object was written{how}")
 
     def _signed_put_works(self) -> bool:
         """Whether a PUT works if its body is signed: some servers refuse unsigned bodies."""
         options = dict(self._spec.storage_options)
         if self._url.scheme != "s3" or options.get("sign_payload"):
             return False
-        signing = replace(self._scratch.spec, storage_options={**options, "sign_payload": True})
+        signing = replace(self.scratch.spec, storage_options={**options, "sign_payload": True})
         try:
-            with self._scratch.writing("put") as key:
+            with self.scratch.writing("put") as key:
                 signing.open().put(key, self._body)
         except DcpObjstoreError:
             return False  # report the first error
         return True
 
-    def _list(self) -> Finding:
-        found = {meta.key for meta in self._store.list()}
+    def listing(self) -> Verdict:
+        """List objects, and see one that was just written."""
+        keys = {meta.key for meta in self._store.list()}
         if not self._written:
-            return Finding("list", "ok", "listing works")
-        if "put" in found:
-            return Finding("list", "ok", "listing works, and shows a written object at once")
-        return Finding(
-            "list",
+            return Verdict("ok", "listing works")
+        if "put" in keys:
+            return Verdict("ok", "listing works, and shows a written object at once")
+        return Verdict(
             "failed",
             "an object that was just written is not listed",
             "a commit lists the objects to check that all exist; use a store that lists an object"
             " as soon as it is written",
         )
 
-    def _read(self) -> Finding:
+    def read(self) -> Verdict:
+        """Read a range, and be told that an object does not exist."""
         if not self._written:
             return self._read_existing()
         body = read_range(self._store, "put", 100, 1500)
         if body != self._body[100:1500]:
-            return Finding("read", "failed", _UNEQUAL, _REPORT_IT)
+            return Verdict("failed", _UNEQUAL, _REPORT_IT)
         try:
             read_range(self._store, "absent", 0, 1)
         except PermissionDeniedError as error:
@@ -120,52 +120,55 @@ class ObjectChecks:
             # listed allows every listing of a job, but does not hold for this request.
             advice = f"{advice_for('absent', error, self._url)}, without a condition on a prefix"
             text = "an object that does not exist is answered with 'forbidden', so a job cannot see"
-            return Finding("read", "failed", f"{text} that there is no checkpoint yet", advice)
+            return Verdict("failed", f"{text} that there is no checkpoint yet", advice)
         except ObjectNotFoundError:
             pass
-        return Finding("read", "ok", "a range of an object was read")
+        return Verdict("ok", "a range of an object was read")
 
-    def _read_existing(self) -> Finding:
+    def _read_existing(self) -> Verdict:
         """Read one byte of an existing object, because nothing can be written."""
         store = self._spec.open()
-        found = next((meta for meta in store.list() if meta.size_bytes), None)
-        if found is None:
+        existing = next((meta for meta in store.list() if meta.size_bytes), None)
+        if existing is None:
             text = "there is no object to read, and none can be written"
-            return Finding("read", "not made", text)
-        read_range(store, found.key, 0, 1)
-        return Finding("read", "ok", f"a byte of {found.key} was read")
+            return Verdict("not made", text)
+        read_range(store, existing.key, 0, 1)
+        return Verdict("ok", f"a byte of {existing.key} was read")
 
     def _put_in_parts(self, name: str, parts: Iterator[bytes]) -> None:
-        with self._scratch.writing(name) as key:
+        with self.scratch.writing(name) as key:
             self._store.put_stream(key, parts, part_size_bytes=_PART_SIZE_BYTES, max_concurrency=2)
 
-    def _multipart(self) -> Finding:
+    def multipart(self) -> Verdict:
+        """Write an object in two parts."""
         parts = os.urandom(_PART_SIZE_BYTES), os.urandom(1000)
         self._put_in_parts("multipart", iter(parts))
         self._parts = b"".join(parts)
         if self._store.capabilities.multipart:
-            return Finding("multipart", "ok", "an object was written in two parts")
+            return Verdict("ok", "an object was written in two parts")
         text = "this store takes an object in one request"
-        return Finding("multipart", "not applicable", text)
+        return Verdict("not applicable", text)
 
-    def _checksums(self) -> Finding:
+    def checksums(self) -> Verdict:
+        """Read back what was written in parts."""
         if self._parts is None:
-            return Finding("checksums", "not made", "an object could not be written in parts")
+            return Verdict("not made", "an object could not be written in parts")
         size = len(self._parts)
         try:
             same = read_range(self._store, "multipart", 0, size) == self._parts
         except DcpObjstoreError as error:
             text = f"the object could not be read back: {summary(error)}"
-            return Finding("checksums", "not made", text)
+            return Verdict("not made", text)
         if same:
-            return Finding("checksums", "ok", f"{size_text(size)} were read back unchanged")
-        return Finding("checksums", "failed", _UNEQUAL, _REPORT_IT)
+            return Verdict("ok", f"{size_text(size)} were read back unchanged")
+        return Verdict("failed", _UNEQUAL, _REPORT_IT)
 
-    def _abort(self) -> Finding:
+    def abort(self) -> Verdict:
+        """Abort an upload, whose parts are then gone."""
         if not self._store.capabilities.multipart:
-            return Finding("abort", "not applicable", "this store has no uploads in parts")
+            return Verdict("not applicable", "this store has no uploads in parts")
         if not self._written:
-            return Finding("abort", "not made", "no object can be written")
+            return Verdict("not made", "no object can be written")
 
         def broken() -> Iterator[bytes]:
             yield os.urandom(_PART_SIZE_BYTES)
@@ -177,44 +180,43 @@ class ObjectChecks:
             self._put_in_parts("abort", broken())
         except _EndedOnPurposeError as error:
             refused = LEFTOVER_ADVICE in error.message
-        left = self._unfinished()
-        if refused or left:
+        unfinished = self._unfinished()
+        if refused or unfinished:
             denied = PermissionDeniedError("the parts of an aborted upload were not removed")
-            return failed("abort", denied, self._url)
-        if left is None:
+            return failure("abort", denied, self._url)
+        if unfinished is None:
             text = "an upload was aborted; whether its parts are gone cannot be seen"
-            return Finding("abort", "ok", text)
-        return Finding("abort", "ok", "an upload was aborted, and its parts are gone")
+            return Verdict("ok", text)
+        return Verdict("ok", "an upload was aborted, and its parts are gone")
 
     def _unfinished(self) -> int | None:
-        uploads = self._scratch.uploads()
+        uploads = self.scratch.uploads()
         try:
             return len(uploads.list()) if uploads is not None else None
         except DcpObjstoreError:
             return None  # the check of unfinished uploads reports why
 
-    def _conditional_put(self) -> Finding:
+    def conditional_put(self) -> Verdict:
+        """Let writers race for one object."""
         if not self._written:
-            return Finding("conditional put", "not made", "no object can be written")
-        found = probe.probe(self._store)
+            return Verdict("not made", "no object can be written")
+        conditions = probe.probe(self._store)
         details = {
-            "conditional_create": found.conditional_create,
-            "conditional_update": found.conditional_update,
+            "conditional_create": conditions.conditional_create,
+            "conditional_update": conditions.conditional_update,
         }
-        if found.conditional_create and found.conditional_update:
+        if conditions.conditional_create and conditions.conditional_update:
             text = "of two or more writers that create or replace an object, exactly one wins"
-            return Finding("conditional put", "ok", text, details=details)
-        if found.conditional_create:
-            return Finding(
-                "conditional put",
+            return Verdict("ok", text, details=details)
+        if conditions.conditional_create:
+            return Verdict(
                 "warning",
                 "an object can be created conditionally, but not replaced",
                 "save each checkpoint under a new URL: a checkpoint cannot be overwritten, or saved"
                 " again after it was deleted",
                 details,
             )
-        return Finding(
-            "conditional put",
+        return Verdict(
             "failed",
             "the store ignores or refuses the condition of a PUT (If-None-Match: *), so two jobs"
             " that save the same checkpoint would damage it",
@@ -223,19 +225,33 @@ class ObjectChecks:
             details,
         )
 
-    def _delete(self) -> Finding:
+    def delete(self) -> Verdict:
+        """Delete an object, which is then gone."""
         if not self._written:
             text = "no object was written, so there is none to delete"
-            return Finding("delete", "not made", text)
+            return Verdict("not made", text)
         self._store.delete("put")
         try:
             self._store.head("put")
         except ObjectNotFoundError:
-            return Finding("delete", "ok", "an object was deleted, and was gone at once")
+            return Verdict("ok", "an object was deleted, and was gone at once")
         except PermissionDeniedError:
             text = "an object was deleted; these credentials may not look whether it is gone"
-            return Finding("delete", "ok", text)
-        return Finding("delete", "failed", "a deleted object is still there")
+            return Verdict("ok", text)
+        return Verdict("failed", "a deleted object is still there")
+
+    def clean_up(self) -> Verdict:
+        """Remove everything that the checks wrote."""
+        left = self.scratch.remove()
+        if not left.keys:
+            return Verdict("ok", "all objects of these checks were removed")
+        url = self.scratch.spec.url
+        return Verdict(
+            "failed",
+            f"{len(left.keys)} objects of these checks could not be removed: {left.why}",
+            f"remove everything below {url}",
+            {"url": url, "keys": list(left.keys)},
+        )
 
 
 class _EndedOnPurposeError(DcpObjstoreError):

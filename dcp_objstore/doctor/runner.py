@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.doctor.findings import Finding
+from dcp_objstore.doctor.findings import Finding, Verdict, failure, unread
 from dcp_objstore.doctor.objects import ObjectChecks
-from dcp_objstore.doctor.scratch import Scratch, Stop
-from dcp_objstore.doctor.surroundings import Surroundings, versions
+from dcp_objstore.doctor.scratch import Stop
+from dcp_objstore.doctor.surroundings import (
+    Surroundings,
+    lifecycle,
+    unfinished,
+    versioning,
+    versions,
+)
+from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.workers import run_into
@@ -24,6 +31,9 @@ from dcp_objstore.waiting import take
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from dcp_objstore.stores.uploads.s3 import S3Uploads
+    from dcp_objstore.stores.urls import StoreUrl
 
 _log = logging.getLogger("dcp_objstore")
 
@@ -36,20 +46,49 @@ CONFIG = TransferConfig(
     retry_timeout_seconds=5,
 )
 _CLEAN_UP_SECONDS = 30.0
-_OBJECT_CHECKS = (
-    "put",
-    "list",
-    "read",
-    "multipart",
-    "checksums",
-    "abort",
-    "conditional put",
-    "delete",
-    "lifecycle",
-    "versioning",
-    "unfinished uploads",
-    "clean-up",
-)
+
+
+class Check(NamedTuple):
+    """One line of the table of checks.
+
+    Attributes:
+        name: name of the check.
+        kind: `access`: made in any case. `request`: made if the store can be reached; what a job
+            needs, so an error is a failure. `rule`: the same, but no job needs it.
+        make: the check; it returns what it found, or raises.
+    """
+
+    name: str
+    kind: Literal["access", "request", "rule"]
+    make: Callable[[], Verdict]
+
+
+def table(spec: StoreSpec, around: Surroundings, objects: ObjectChecks) -> Sequence[Check]:
+    """Return all checks, in an order in which each can rely on those before it."""
+    url = spec.parsed
+
+    def uploads() -> S3Uploads:
+        return objects.scratch.around()
+
+    return (
+        Check("versions", "access", lambda: versions(spec)),
+        Check("credentials", "access", lambda: around.access.credentials),
+        Check("endpoint", "access", lambda: around.access.endpoint),
+        Check("bucket", "access", lambda: around.access.bucket),
+        Check("clock", "access", around.clock),
+        Check("put", "request", objects.put),
+        Check("list", "request", objects.listing),
+        Check("read", "request", objects.read),
+        Check("multipart", "request", objects.multipart),
+        Check("checksums", "request", objects.checksums),
+        Check("abort", "request", objects.abort),
+        Check("conditional put", "request", objects.conditional_put),
+        Check("delete", "request", objects.delete),
+        Check("lifecycle", "rule", lambda: lifecycle(uploads(), url)),
+        Check("versioning", "rule", lambda: versioning(uploads(), url)),
+        Check("unfinished uploads", "rule", lambda: unfinished(uploads(), url)),
+        Check("clean-up", "request", objects.clean_up),
+    )
 
 
 def check_up(
@@ -77,20 +116,20 @@ def check_up(
         ConfigError: an option has a wrong type or value.
     """
     spec = StoreSpec(url, storage_options, config)
-    found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+    findings: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
     stop = Stop()
     done: Future[None] = Future()
 
     def work() -> None:
         try:
-            for finding in _checks(spec, stop):
-                found.put(finding)
+            for finding in _findings(spec, stop):
+                findings.put(finding)
         finally:
-            found.put(None)
+            findings.put(None)
 
     spawn(lambda: run_into(done, work), "check-up")
     try:
-        while (finding := take(found)) is not None:
+        while (finding := take(findings)) is not None:
             yield finding
         done.result()
     finally:
@@ -103,37 +142,23 @@ def check_up(
             )
 
 
-def _checks(spec: StoreSpec, stop: Stop) -> Iterator[Finding]:
-    yield versions(spec)
-    around = Surroundings(spec)
-    yield from around.access()
-    stop.check()
-    if around.blocked is not None:
-        for check in _OBJECT_CHECKS:
-            yield Finding(check, "not made", around.blocked)
-        return
-    scratch = Scratch(spec)
+def _findings(spec: StoreSpec, stop: Stop) -> Iterator[Finding]:
+    """Make all checks; if they are ended early, remove what they wrote."""
+    around, objects = Surroundings(spec), ObjectChecks(spec)
     try:
-        objects = ObjectChecks(spec, scratch, stop)
-        yield from objects.all()
-        stop.check()
-        yield from around.rules(scratch.around)
+        for check in table(spec, around, objects):
+            stop.check()
+            yield Finding(check.name, *_made(check, spec.parsed, around))
     except BaseException:
-        left = scratch.remove()
-        if left.keys:
-            _log.warning("%s could not be removed: %s", ", ".join(left.keys), left.why)
+        objects.abandon()
         raise
-    yield _clean_up(scratch)
 
 
-def _clean_up(scratch: Scratch) -> Finding:
-    left = scratch.remove()
-    if not left.keys:
-        return Finding("clean-up", "ok", "all objects of these checks were removed")
-    return Finding(
-        "clean-up",
-        "failed",
-        f"{len(left.keys)} objects of these checks could not be removed: {left.why}",
-        f"remove everything below {scratch.spec.url}",
-        {"url": scratch.spec.url, "keys": list(left.keys)},
-    )
+def _made(check: Check, url: StoreUrl, around: Surroundings) -> Verdict:
+    if check.kind != "access" and around.access.blocked is not None:
+        return Verdict("not made", around.access.blocked)
+    try:
+        return check.make()
+    except DcpObjstoreError as error:
+        meaning = unread if check.kind == "rule" else failure
+        return meaning(check.name, error, url)

@@ -427,7 +427,6 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         *,
         quick: bool = False,
         deep: bool = False,
-        from_byte: int = 0,
         progress: bool = True,
     ) -> VerifyReport:
         """Read everything, compare it with its digests, and report all damage.
@@ -435,21 +434,18 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         The marker and the index are read again, too: they may be damaged since this was opened.
         Damage is reported and never raised, and the report lists all of it, not only the first. The
         bytes are not kept, so this takes the memory of a load (see `TransferConfig`). ETags are not
-        compared: they change when a checkpoint is copied, and the digests cover every byte.
+        compared: they change when a checkpoint is copied, and the digests cover every byte. If the
+        verification is interrupted or fails, notes of the error give the damage so far.
 
         Args:
             quick: read nothing; only check that all objects exist, with their sizes. Default False.
             deep: also compare the bytes around the payloads (framing and padding) and `.metadata`,
                 which only stock torch's readers use, and the marker's counts with those of the
                 index. Default False.
-            from_byte: leave out the blocks before this position, to go on where an earlier
-                verification ended: a note of what it raised (Ctrl-C, too) gives the position and
-                the damage that it had found. Default 0: all blocks.
             progress: show a progress bar if standard error is a terminal. Default True.
 
         Raises:
-            ConfigError: `quick` contradicts another argument, or the checkpoint has no byte
-                `from_byte`.
+            ConfigError: `quick` and `deep` contradict each other.
             UnsupportedError: another library wrote the checkpoint, without digests.
             CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
             StoreUnavailableError: the store did not answer, after all retries.
@@ -463,7 +459,6 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             quick=quick,
             deep=deep,
             progress=progress,
-            from_byte=from_byte,
             commit_id=self.commit_id,
         )
 
@@ -495,22 +490,23 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             device: device to make the tensors on.
             in_one_piece: make them in one piece of CPU memory.
         """
-        from dcp_objstore.inspect.fill import allocate, fill
+        from dcp_objstore.inspect.fill import read_new
 
-        made = allocate(self._stored, boxes, device, in_one_piece=in_one_piece)
         channel = self._event_settings.channel("read", self.url, *rank_and_world_size())
         channel.show(bar=progress, summary=False)
         with channel.watching():
-            self.last_read, found = fill(
+            self.last_read, content = read_new(
                 self._spec,
                 self._stored,
-                {key: (box, made[key]) for key, box in boxes.items()},
+                boxes,
                 values,
+                device=device,
+                in_one_piece=in_one_piece,
                 verify=self._verify,
                 trust_pickle=self._trust_pickle,
                 channel=channel,
             )
-        return {**made, **found}
+        return content
 
 
 def open(  # noqa: A001 - `dos.open`, like gzip.open

@@ -12,13 +12,14 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
 from dcp_objstore.inspect.selection import check_covered
 from dcp_objstore.read.plan import plan_load
-from dcp_objstore.read.session import run_load
+from dcp_objstore.read.session import report_loaded, run_load
+from dcp_objstore.read.tensor_read import is_value
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import is_quantized, narrow
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.read.item_read import Destination
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.stores import StoreSpec
 
@@ -102,78 +104,89 @@ def new_tensors(
     return [memory[begin:end].view(dtype).view(shape) for begin, end, shape, dtype in places]
 
 
-def allocate(
-    stored: StoredCheckpoint,
-    boxes: Mapping[str, Box],
-    device: torch.device | str,
-    *,
-    in_one_piece: bool,
-) -> dict[str, torch.Tensor]:
-    """Allocate a tensor for each box, with the errors of `new_tensor`.
-
-    Args:
-        stored: the opened checkpoint.
-        boxes: the box of each tensor.
-        device: device to make the tensors on.
-        in_one_piece: make them in one piece of CPU memory.
-
-    Raises:
-        UnsupportedError: the dtype of a tensor is unknown.
-    """
-    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for key, box in boxes.items():
-        saved = stored.items.tensor(key)
-        assert saved is not None
-        dtype = known_dtype(saved.dtype)
-        if dtype is None:
-            raise unknown_dtype(saved.dtype, key)
-        wanted[key] = box.sizes, dtype
-    if in_one_piece:
-        return dict(zip(wanted, new_tensors(wanted.values()), strict=True))
-    return {key: new_tensor(key, *one, device) for key, one in wanted.items()}
-
-
-def fill(
+def read_new(
     spec: StoreSpec,
     stored: StoredCheckpoint,
-    tensors: Mapping[str, tuple[Box, torch.Tensor]],
+    boxes: Mapping[str, Box],
     values: Iterable[str],
     *,
+    device: torch.device | str,
+    in_one_piece: bool,
     verify: bool,
     trust_pickle: bool,
     channel: Channel,
 ) -> tuple[LoadReport, dict[str, Any]]:
-    """Read boxes of tensors into memory of their size, and values, in one parallel read.
+    """Read boxes of tensors into new memory, and values, in one parallel read.
 
     Args:
         spec: the store and settings to read with.
         stored: the opened checkpoint.
-        tensors: for each key, the box to read and the tensor to fill.
+        boxes: the box to read of each tensor.
         values: keys of the values to read.
+        device: device to make the tensors on.
+        in_one_piece: make the tensors in one piece of CPU memory.
         verify: whether to check the bytes against their digests.
         trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
         channel: channel for the events of the read.
 
     Returns:
-        The report, and the values by key.
+        The report, and the tensors and values by key.
 
     Raises:
+        UnsupportedError: the dtype of a tensor is unknown, or there is no memory for it.
         CheckpointCorruptError: objects are missing or differ from what was saved, or the chunks of
             a tensor do not cover its box.
-        DcpObjstoreError: any other error of `run_load`.
+        DcpObjstoreError: any other error of `new_tensor` or `run_load`.
     """
-    items = read_items(stored, {key: box for key, (box, _) in tensors.items()}, values)
-    planner = _Filling({key: tensor for key, (_, tensor) in tensors.items()})
-    planned = plan_load(stored, items, verify=verify)
+    dtypes = {key: _dtype_of(stored, key) for key in boxes}
+    content: dict[str, Any]
+    if in_one_piece:
+        shapes = [(box.sizes, dtypes[key]) for key, box in boxes.items()]
+        content = dict(zip(boxes, new_tensors(shapes), strict=True))
+    else:
+        content = {k: new_tensor(k, box.sizes, dtypes[k], device) for k, box in boxes.items()}
+
+    def destination_of(item: ReadItem) -> Destination:
+        key = item.dest_index.fqn
+        if is_value(item):
+            return lambda body: content.update({key: _unpickled(key, body)})
+        box = Box(tuple(item.dest_offsets), tuple(item.lengths))
+        return narrow(content[key], box)
+
+    items = read_items(stored, boxes, values)
     report = run_load(
         spec.open(),
-        planned,
-        planner,
+        plan_load(stored, items, verify=verify),
+        list(map(destination_of, items)),
         spec.config,
         trust_pickle=trust_pickle,
         channel=channel,
     )
-    return report, planner.values
+    report_loaded(channel, report)
+    return report, content
+
+
+def _dtype_of(stored: StoredCheckpoint, key: str) -> torch.dtype:
+    saved = stored.items.tensor(key)
+    assert saved is not None
+    dtype = known_dtype(saved.dtype)
+    if dtype is None:
+        raise unknown_dtype(saved.dtype, key)
+    return dtype
+
+
+def _unpickled(key: str, body: io.BytesIO) -> Any:
+    try:
+        # The value was test-loaded with `weights_only=True`, or the user trusts it.
+        return torch.load(body, map_location="cpu", weights_only=False)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(
+            f"the value needs a class that is not installed: {error}", key=key
+        ) from error
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"the value cannot be loaded: {type(error).__name__}: {error}", key=key
+        ) from error
 
 
 def read_items(
@@ -197,37 +210,3 @@ def read_items(
         nothing = torch.Size([0])
         items.append(ReadItem(LoadItemType.BYTE_IO, place, nothing, place, nothing, nothing))
     return items
-
-
-class _Filling(LoadPlanner):
-    """A planner that gives out parts of existing tensors, and collects values."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self.values: dict[str, Any] = {}
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        box = Box(tuple(read_item.dest_offsets), tuple(read_item.lengths))
-        return narrow(self._tensors[read_item.dest_index.fqn], box)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        try:
-            # The value was test-loaded with `weights_only=True`, or the user trusts it.
-            self.values[key] = torch.load(value, map_location="cpu", weights_only=False)
-        except (ImportError, AttributeError) as error:
-            raise UnsupportedError(
-                f"the value needs a class that is not installed: {error}", key=key
-            ) from error
-        except Exception as error:
-            raise CheckpointCorruptError(
-                f"the value cannot be loaded: {type(error).__name__}: {error}", key=key
-            ) from error
-
-    def _no_plan(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("this planner makes no plans")
-
-    set_up_planner = create_local_plan = create_global_plan = finish_plan = _no_plan

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_objstore.inspect.fill import read_items
 from dcp_objstore.read.peers.meeting import make_offer, share_out
+from dcp_objstore.read.peers.plan import ExchangePlan
 from dcp_objstore.read.plan import plan_load
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.transfer.ranges import plan_requests
@@ -91,25 +92,19 @@ def _shard(shape: tuple[int, ...], rank: int, ranks: int) -> Box | None:
 def _rank_plan(
     rank: int, planned: PlannedLoad, share: Share | None, config: TransferConfig
 ) -> RankPlan:
-    places: list[tuple[int, int, int]] = []
-    alone = list(planned.spans)
-    received_bytes = 0
-    if share is not None:
-        together = [request for requests in share.plan.rounds for request in requests]
-        places = [(r.object_number, r.start, r.end) for r in together if r.fetcher == rank]
-        received = (r.messages[rank] for r in together if r.fetcher != rank)
-        received_bytes = sum(segment.length_bytes for one in received for segment in one)
-        shared = {
-            (request.object_number, *block) for request in together for block in request.blocks
-        }
-        alone = [one for one in alone if (one.object_number, one.start, one.end) not in shared]
-    requests = plan_requests(alone, request_size_bytes=config.request_size_bytes)
+    """Return what a rank would read: its share of what is read once, and the rest alone."""
+    plan = ExchangePlan() if share is None else share.plan
+    received = (r for requests in plan.rounds for r in requests if r.fetcher != rank)
+    requests = plan_requests(
+        plan.alone(planned.spans), request_size_bytes=config.request_size_bytes
+    )
+    places = [(r.object_number, r.start, r.end) for r in plan.fetched_by(rank)]
     places += [(r.object_number, r.start, r.end) for r in requests]
     return RankPlan(
         rank=rank,
-        items=len(planned.items),
+        items=len(planned.reads),
         total_bytes=sum(end - start for _, start, end in places),
-        received_bytes=received_bytes,
+        received_bytes=sum(one.length_bytes for r in received for one in r.messages[rank]),
         requests=len(places),
         objects=len({number for number, _, _ in places}),
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -93,7 +92,6 @@ class VerifyReport:
         total_bytes: number of bytes read.
         quick: whether only the existence and the sizes of the objects were checked.
         deep: whether framing, padding, counts and `.metadata` were compared as well.
-        from_byte: where the comparison of blocks began; 0: at the beginning.
         damaged: all damage that was found, ordered by object.
     """
 
@@ -104,7 +102,6 @@ class VerifyReport:
     total_bytes: int
     quick: bool
     deep: bool
-    from_byte: int
     damaged: tuple[Damage, ...]
 
     @property
@@ -154,29 +151,84 @@ class _Framing:
         return self._digest.digest()
 
 
-class _Comparison:
-    """Compare arriving bodies with their digests, and collect the damage."""
+class _Verification:
+    """Compares a checkpoint with its digests, and collects the damage.
 
-    def __init__(self, index: ix.Index) -> None:
-        self.damaged: set[Damage] = set()
-        self.blocks = 0
-        self.total_bytes = 0
+    Args:
+        store: the store, rooted at the checkpoint.
+        marker: its marker.
+        index: its index.
+        config: sizes, concurrency, time-outs and the memory budget.
+        channel: channel for the events of the verification.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        marker: Marker,
+        index: ix.Index,
+        config: TransferConfig,
+        channel: Channel,
+    ) -> None:
+        self._damaged: set[Damage] = set()
+        self._blocks = 0
+        self._total_bytes = 0
+        self._store = store
+        self._marker = marker
         self._index = index
+        self._config = config
+        self._channel = channel
+        self._was_there = False  # whether the store was asked if the checkpoint is gone
         self._lock = threading.Lock()
         # By place, not by identity: a request may arrive in pieces, which are temporary objects.
         self._tried: set[_Place] = set()
         self._done: set[_Place] = set()
         self._framing: dict[int, _Framing] = {}
 
-    def left(self, spans: Iterable[Span[Piece]]) -> list[Span[Piece]]:
+    def run(self, index_body: bytes, *, quick: bool, deep: bool) -> VerifyReport:
+        """Verify the checkpoint; return the report.
+
+        Args:
+            index_body: its index as it is stored.
+            quick: only check the existence and the sizes of the objects.
+            deep: also compare framing, padding, the marker's counts, and `.metadata`.
+
+        Raises:
+            CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
+        """
+        objects, sizes = self._index.objects, self._sizes()
+        payload = self._payload(sizes)
+        if not quick:
+            whole = [n for n, size in sizes.items() if size == objects[n].size_bytes]
+            self._read(payload, whole if deep else ())
+        if deep:
+            self._check_derived(index_body)
+        self._channel.emit(
+            Verified,
+            self._channel.began_at,
+            size_bytes=self._total_bytes,
+            damaged=len(self._damaged),
+        )
+        return VerifyReport(
+            url=self._store.url,
+            commit_id=self._marker.commit_id,
+            objects=len(objects),
+            blocks=self._blocks,
+            total_bytes=self._total_bytes,
+            quick=quick,
+            deep=deep,
+            damaged=tuple(sorted(self._damaged)),
+        )
+
+    def _left(self, spans: Iterable[Span[Piece]]) -> list[Span[Piece]]:
         """Return the pieces that were not compared."""
         return [span for span in spans if _place(span) not in self._done]
 
-    def consume(self, request: RangeRequest[Piece], body: Buffer) -> None:
+    def _consume(self, request: RangeRequest[Piece], body: Buffer) -> None:
         """Compare the pieces of a body; a piece that differs is read again before it counts."""
         view = memoryview(body)
         different, framing = [], []
-        left = self.left(request.spans)
+        left = self._left(request.spans)
         for span in left:
             part = view[span.start - request.start : span.end - request.start]
             if span.tag.digest is None:
@@ -189,14 +241,14 @@ class _Comparison:
                 self._tried.update(map(_place, new))
                 raise CheckpointCorruptError("blocks differ", key=new[0].tag.key)
             self._done.update(map(_place, left))
-            self.blocks += len(left) - len(framing)
-            self.total_bytes += _size(left)
+            self._blocks += len(left) - len(framing)
+            self._total_bytes += _size(left)
             for span in different:
-                self.differs(span)
+                self._differs(span)
             for number, piece in framing:
                 self._framing[request.object_number].add(number, piece)
 
-    def differs(self, span: Span[Piece]) -> None:
+    def _differs(self, span: Span[Piece]) -> None:
         """Note a damaged block of payload."""
         object_key = self._index.objects[span.object_number].key
         key, number = span.tag.key, span.tag.number
@@ -205,9 +257,9 @@ class _Comparison:
             f"{part}: block {number}, bytes [{span.start}, {span.end}) of {object_key}, differs"
             " from what was saved"
         )
-        self.damaged.add(Damage(object_key, "block", key, number, (part,), text))
+        self._damaged.add(Damage(object_key, "block", key, number, (part,), text))
 
-    def missing(self, object_number: int) -> None:
+    def _missing(self, object_number: int) -> None:
         """Note a missing object and the items whose bytes it held."""
         object_key = self._index.objects[object_number].key
         held = tuple(
@@ -217,14 +269,75 @@ class _Comparison:
         )
         text = f"{object_key}: the object is missing"
         text += f"; it held {first_few(held, _SHOWN)}" if held else ""
-        self.damaged.add(Damage(object_key, "missing", elements=held, text=text))
+        self._damaged.add(Damage(object_key, "missing", elements=held, text=text))
 
-    def begin(self, object_numbers: Iterable[int], again: Iterable[Span[Piece]] = ()) -> None:
-        """Begin a round of requests that fetch all framing of these objects, or fetch it again."""
-        self._done.difference_update(map(_place, again))
-        self._framing = {number: _Framing() for number in object_numbers}
+    def _sizes(self) -> dict[int, int]:
+        """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
+        sizes = {}
+        objects = self._index.objects
+        threads = min(at_most(self._config.download_concurrency, AT_ONCE), len(objects))
+        with DaemonPool(threads, "head") as pool:
+            answers = [pool.submit(self._store.head, entry.key) for entry in objects]
+            for number, (entry, answer) in enumerate(zip(objects, answers, strict=True)):
+                try:
+                    sizes[number] = answer.result().size_bytes
+                except ObjectNotFoundError as error:
+                    self._check_gone(error)
+                    self._missing(number)
+                    continue
+                if sizes[number] != entry.size_bytes:
+                    text = f"{entry.key}: has {sizes[number]} bytes, {entry.size_bytes} were saved"
+                    self._damaged.add(Damage(entry.key, "size", text=text))
+        return sizes
 
-    def differing_framing(self) -> dict[int, ix.ObjectEntry]:
+    def _payload(self, sizes: Mapping[int, int]) -> list[Span[Piece]]:
+        """Return all blocks of payload within objects of these sizes; note those after an end."""
+        spans = []
+        for span in payload_blocks(self._index):
+            if span.end <= sizes.get(span.object_number, 0):
+                spans.append(span)
+            elif span.object_number in sizes:
+                self._differs(span)
+        return spans
+
+    def _read(self, payload: Sequence[Span[Piece]], whole: Collection[int]) -> None:
+        """Read and compare blocks of payload, and the framing of whole objects.
+
+        If this is interrupted or fails, notes of the error give the damage so far.
+        """
+        framing = framing_pieces(self._index, payload, whole)
+        self._framing = {number: _Framing() for number in whole}
+        requests = self._requests([*payload, *framing])
+        self._channel.emit(
+            Planned,
+            self._channel.began_at,
+            operation="verify",
+            items=len(self._index.columns.offset),
+            size_bytes=sum(_size(request.spans) for request in requests),
+            objects=len({request.object_number for request in requests}),
+            requests=len(requests),
+        )
+        try:
+            broken = self._compare(requests)
+            again = self._differing_framing()
+            if again:  # read again, as for blocks: the transfer may be damaged, not the checkpoint
+                framing = [span for span in framing if span.object_number in again]
+                self._done.difference_update(map(_place, framing))
+                self._framing = {number: _Framing() for number in again}
+                broken |= self._compare(self._requests(framing))
+        except (KeyboardInterrupt, RetryableError, CredentialsError) as error:
+            for damage in sorted(self._damaged):
+                error.add_note(f"damaged so far: {damage.text}")
+            raise
+        for entry in self._differing_framing().values():
+            if entry.key not in broken:
+                text = f"{entry.key}: framing or padding differs from what was saved"
+                self._damaged.add(Damage(entry.key, "framing", text=text))
+
+    def _requests(self, spans: Iterable[Span[Piece]]) -> Sequence[RangeRequest[Piece]]:
+        return plan_requests(spans, request_size_bytes=self._config.request_size_bytes)
+
+    def _differing_framing(self) -> dict[int, ix.ObjectEntry]:
         """Return the objects whose framing differs from what was saved."""
         objects = self._index.objects
         return {
@@ -232,6 +345,79 @@ class _Comparison:
             for number, framing in self._framing.items()
             if framing.digest() != objects[number].framing_digest
         }
+
+    def _compare(self, requests: Sequence[RangeRequest[Piece]]) -> set[str]:
+        """Fetch and compare; return the keys of objects that are missing or too short after all.
+
+        These are left out and the rest goes on, so each of them takes one more round. They existed
+        with the right size a moment ago, so there are few of them, or the checkpoint is gone.
+        """
+        keys = [entry.key for entry in self._index.objects]
+        broken: set[str] = set()
+        while True:
+            left = [
+                r for r in requests if keys[r.object_number] not in broken and self._left(r.spans)
+            ]
+            progress = Progress(self._config.stall_timeout_seconds, self._channel)
+            fetched = fetch_ranges(self._store, keys, left, self._consume, self._config, progress)
+            try:
+                with closing(fetched) as arriving:
+                    for _ in arriving:
+                        pass
+            except ObjectNotFoundError as error:
+                self._check_gone(error)
+                object_key = error.object_key
+                if object_key is None or object_key in broken:
+                    raise
+                self._missing(keys.index(object_key))
+            except CorruptDataError as error:
+                object_key = error.object_key
+                if object_key is None or object_key in broken:
+                    raise
+                text = f"{object_key}: {error.message}; the bytes after that were not compared"
+                self._damaged.add(Damage(object_key, "size", text=text))
+            else:
+                return broken
+            broken.add(object_key)
+
+    def _check_derived(self, index_body: bytes) -> None:
+        """Compare what is derived from the index: the marker's counts, and `.metadata`."""
+        index = self._index
+        named = Counts(
+            tensors=len(index.tensors),
+            blobs=len(index.blobs),
+            objects=len(index.objects),
+            total_bytes=sum(entry.size_bytes for entry in index.objects),
+        )
+        if self._marker.counts != named:
+            text = f"{MARKER_KEY}: counts {self._marker.counts}, the index has {named}"
+            self._damaged.add(Damage(MARKER_KEY, "counts", text=text))
+        if wait_for(_misleads, self._store, index_body):
+            self._check_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
+            text = (
+                f"{DOT_METADATA_KEY}: does not describe this checkpoint, so stock torch cannot load"
+                f" it, or loads something else; `dcp-objstore repair {self._store.url}` writes it"
+                " again"
+            )
+            self._damaged.add(Damage(DOT_METADATA_KEY, "metadata", text=text))
+
+    def _check_gone(self, error: ObjectNotFoundError) -> None:
+        """Raise unless only an object is missing: CheckpointGoneError, or why this is unknown.
+
+        The store is asked once.
+        """
+        if self._was_there:
+            return
+        explained = explain_missing(self._store, self._marker.commit_id, error.object_key or "?")
+        if not isinstance(explained, CheckpointCorruptError):
+            raise explained from error
+        self._was_there = True
+
+
+def check_depth(*, quick: bool, deep: bool) -> None:
+    """Refuse a verification that is to be both quick and deep."""
+    if quick and deep:
+        raise ConfigError("a verification is either quick or deep")
 
 
 def verify_at(
@@ -241,7 +427,6 @@ def verify_at(
     quick: bool,
     deep: bool,
     progress: bool,
-    from_byte: int = 0,
     commit_id: str | None = None,
 ) -> VerifyReport:
     """Do what `Checkpoint.verify` does, for a URL. Damage to the marker or index is reported, too.
@@ -253,6 +438,7 @@ def verify_at(
         CheckpointNotFoundError: nothing is committed at this URL.
         DcpObjstoreError: any other error that `Checkpoint.verify` raises.
     """
+    check_depth(quick=quick, deep=deep)
     store = spec.open()
     channel = event_settings.channel("verify", spec.url, *rank_and_world_size())
     channel.show(bar=progress, summary=False)
@@ -277,20 +463,10 @@ def verify_at(
                 total_bytes=0,
                 quick=quick,
                 deep=deep,
-                from_byte=from_byte,
                 damaged=(Damage(object_key, "unreadable", text=text),),
             )
-        return _verify(
-            store,
-            marker,
-            body,
-            index,
-            spec.config,
-            channel,
-            quick=quick,
-            deep=deep,
-            from_byte=from_byte,
-        )
+        verification = _Verification(store, marker, index, spec.config, channel)
+        return verification.run(body, quick=quick, deep=deep)
 
 
 def _open(store: ObjectStore, commit_id: str | None) -> tuple[Marker, bytes, ix.Index]:
@@ -323,218 +499,8 @@ def without_digests(url: str) -> UnsupportedError:
     return UnsupportedError(text, url=url)
 
 
-def _verify(
-    store: ObjectStore,
-    marker: Marker,
-    body: bytes,
-    index: ix.Index,
-    config: TransferConfig,
-    channel: Channel,
-    *,
-    quick: bool,
-    deep: bool,
-    from_byte: int = 0,
-) -> VerifyReport:
-    """Read a checkpoint, compare it with its digests, and report all damage.
-
-    Args:
-        store: the store, rooted at the checkpoint.
-        marker: its marker.
-        body: its index as it is stored.
-        index: its index.
-        config: sizes, concurrency, time-outs and the memory budget.
-        channel: channel for the events of the verification.
-        quick: only check the existence and the sizes of the objects.
-        deep: also compare framing, padding, the marker's counts, and `.metadata`.
-        from_byte: leave out the blocks before this position, counted over all objects in the order
-            of the index. If this is interrupted or fails, a note of the error gives the position
-            up to which everything was compared, and the damage so far.
-
-    Raises:
-        ConfigError: `quick` contradicts another argument, or the checkpoint has no byte
-            `from_byte`.
-        CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
-    """
-    if quick and deep:
-        raise ConfigError("a verification is either quick or deep")
-    if quick and from_byte:
-        raise ConfigError("a quick verification reads no blocks, so it has no from_byte")
-    begins = [0, *itertools.accumulate(entry.size_bytes for entry in index.objects)]
-    if from_byte and not 0 < from_byte < begins[-1]:
-        raise ConfigError(f"from_byte={from_byte}: the objects have {begins[-1]} bytes")
-    comparison = _Comparison(index)
-    check_gone = _GoneCheck(store, marker)
-    sizes = _sizes(store, index, comparison, config, check_gone)
-    whole = {n for n, size in sizes.items() if size == index.objects[n].size_bytes}
-    spans = []
-    for span in payload_blocks(index):
-        if span.end <= sizes.get(span.object_number, 0):
-            spans.append(span)
-        elif span.object_number in sizes:  # the object ends before the block
-            comparison.differs(span)
-    if not quick:
-        framing = framing_pieces(index, spans, whole) if deep else []
-        spans = [one for one in spans if begins[one.object_number] + one.end > from_byte]
-        comparison.begin(whole if deep else ())
-        requests = plan_requests([*spans, *framing], request_size_bytes=config.request_size_bytes)
-        try:
-            _read(store, index, requests, framing, comparison, config, channel, check_gone)
-        except (KeyboardInterrupt, RetryableError, CredentialsError) as error:
-            left = [begins[one.object_number] + one.start for one in comparison.left(spans)]
-            # If all blocks were compared, there is framing to read again.
-            position = max(from_byte, min(left, default=begins[-1] - 1))
-            error.add_note(
-                f"{store.url}: blocks were compared up to byte {position} of {begins[-1]};"
-                f" to go on there: from_byte={position} (--from-byte {position})"
-            )
-            for damage in sorted(comparison.damaged):
-                error.add_note(f"damaged so far: {damage.text}")
-            raise
-    if deep:
-        comparison.damaged.update(_miscounted(marker, index))
-        if wait_for(_misleads, store, body):
-            check_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
-            text = (
-                f"{DOT_METADATA_KEY}: does not describe this checkpoint, so stock torch cannot load"
-                f" it, or loads something else; `dcp-objstore repair {store.url}` writes it again"
-            )
-            comparison.damaged.add(Damage(DOT_METADATA_KEY, "metadata", text=text))
-    channel.emit(
-        Verified,
-        channel.began_at,
-        size_bytes=comparison.total_bytes,
-        damaged=len(comparison.damaged),
-    )
-    return VerifyReport(
-        url=store.url,
-        commit_id=marker.commit_id,
-        objects=len(index.objects),
-        blocks=comparison.blocks,
-        total_bytes=comparison.total_bytes,
-        quick=quick,
-        deep=deep,
-        from_byte=from_byte,
-        damaged=tuple(sorted(comparison.damaged)),
-    )
-
-
-def _read(
-    store: ObjectStore,
-    index: ix.Index,
-    requests: Sequence[RangeRequest[Piece]],
-    framing: Sequence[Span[Piece]],
-    comparison: _Comparison,
-    config: TransferConfig,
-    channel: Channel,
-    check_gone: _GoneCheck,
-) -> None:
-    """Read and compare blocks of payload, and framing."""
-    channel.emit(
-        Planned,
-        channel.began_at,
-        operation="verify",
-        items=len(index.columns.offset),
-        size_bytes=sum(_size(request.spans) for request in requests),
-        objects=len({request.object_number for request in requests}),
-        requests=len(requests),
-    )
-    broken = _compare(store, index, requests, comparison, config, channel, check_gone)
-    again = comparison.differing_framing()
-    if again:  # read again, as for blocks: the transfer may be damaged, not the checkpoint
-        framing = [span for span in framing if span.object_number in again]
-        comparison.begin(again, framing)
-        requests = plan_requests(framing, request_size_bytes=config.request_size_bytes)
-        broken |= _compare(store, index, requests, comparison, config, channel, check_gone)
-    for entry in comparison.differing_framing().values():
-        if entry.key not in broken:
-            text = f"{entry.key}: framing or padding differs from what was saved"
-            comparison.damaged.add(Damage(entry.key, "framing", text=text))
-
-
-def _sizes(
-    store: ObjectStore,
-    index: ix.Index,
-    comparison: _Comparison,
-    config: TransferConfig,
-    check_gone: _GoneCheck,
-) -> dict[int, int]:
-    """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
-    sizes = {}
-    threads = min(at_most(config.download_concurrency, AT_ONCE), len(index.objects))
-    with DaemonPool(threads, "head") as pool:
-        answers = [pool.submit(store.head, entry.key) for entry in index.objects]
-        for number, (entry, answer) in enumerate(zip(index.objects, answers, strict=True)):
-            try:
-                sizes[number] = answer.result().size_bytes
-            except ObjectNotFoundError as error:
-                check_gone(error)
-                comparison.missing(number)
-                continue
-            if sizes[number] != entry.size_bytes:
-                text = f"{entry.key}: has {sizes[number]} bytes, {entry.size_bytes} were saved"
-                comparison.damaged.add(Damage(entry.key, "size", text=text))
-    return sizes
-
-
-def _compare(
-    store: ObjectStore,
-    index: ix.Index,
-    requests: Sequence[RangeRequest[Piece]],
-    comparison: _Comparison,
-    config: TransferConfig,
-    channel: Channel,
-    check_gone: _GoneCheck,
-) -> set[str]:
-    """Fetch and compare; return the keys of objects that are missing or too short after all.
-
-    These are left out and the rest goes on, so each of them takes one more round. They existed with
-    the right size a moment ago, so there are few of them, or the checkpoint is gone.
-    """
-    keys = [entry.key for entry in index.objects]
-    broken: set[str] = set()
-    while True:
-        left = [
-            r for r in requests if keys[r.object_number] not in broken and comparison.left(r.spans)
-        ]
-        progress = Progress(config.stall_timeout_seconds, channel)
-        try:
-            with closing(
-                fetch_ranges(store, keys, left, comparison.consume, config, progress)
-            ) as arriving:
-                for _ in arriving:
-                    pass
-        except ObjectNotFoundError as error:
-            check_gone(error)
-            object_key = error.object_key
-            if object_key is None or object_key in broken:
-                raise
-            comparison.missing(keys.index(object_key))
-        except CorruptDataError as error:
-            object_key = error.object_key
-            if object_key is None or object_key in broken:
-                raise
-            text = f"{object_key}: {error.message}; the bytes after that were not compared"
-            comparison.damaged.add(Damage(object_key, "size", text=text))
-        else:
-            return broken
-        broken.add(object_key)
-
-
 def _size(spans: Iterable[Span[Piece]]) -> int:
     return sum(span.end - span.start for span in spans)
-
-
-def _miscounted(marker: Marker, index: ix.Index) -> Iterator[Damage]:
-    """Yield the damage if the marker's counts are not those of the index."""
-    named = Counts(
-        tensors=len(index.tensors),
-        blobs=len(index.blobs),
-        objects=len(index.objects),
-        total_bytes=sum(entry.size_bytes for entry in index.objects),
-    )
-    if marker.counts != named:
-        text = f"{MARKER_KEY}: counts {marker.counts}, the index has {named}"
-        yield Damage(MARKER_KEY, "counts", text=text)
 
 
 def _misleads(store: ObjectStore, index: bytes) -> bool:
@@ -554,23 +520,6 @@ def _misleads(store: ObjectStore, index: bytes) -> bool:
         except CorruptDataError:
             continue
     return True
-
-
-class _GoneCheck:
-    """A check for whether the checkpoint or only an object is gone, which asks the store once."""
-
-    def __init__(self, store: ObjectStore, marker: Marker) -> None:
-        self._ask: Callable[[ObjectNotFoundError], Exception] | None = lambda error: (
-            explain_missing(store, marker.commit_id, error.object_key or "?")
-        )
-
-    def __call__(self, error: ObjectNotFoundError) -> None:
-        """Raise unless only the object is missing: CheckpointGoneError, or why this is unknown."""
-        if self._ask is not None:
-            explained = self._ask(error)
-            if not isinstance(explained, CheckpointCorruptError):
-                raise explained from error
-            self._ask = None
 
 
 def _items(index: ix.Index) -> Iterator[tuple[str, int, ix.Item]]:

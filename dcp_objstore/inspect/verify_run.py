@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from dcp_objstore.checkpoint.claim import list_steps
+from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.names import natural_order
-from dcp_objstore.errors import CheckpointGoneError, CheckpointNotFoundError, ConfigError
-from dcp_objstore.inspect.verify import VerifyReport, verify_at
+from dcp_objstore.errors import CheckpointGoneError, CheckpointNotFoundError
+from dcp_objstore.inspect.verify import VerifyReport, check_depth, verify_at
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import wait_for
@@ -69,19 +69,11 @@ def verify_run(
         StoreUnavailableError: the store did not answer, after all retries.
         PermissionDeniedError: the credentials do not allow the request.
     """
-    if quick and deep:
-        raise ConfigError("a verification is either quick or deep")
+    check_depth(quick=quick, deep=deep)
     spec = StoreSpec(run_url, storage_options, config)
     event_settings = EventSettings(on_event, trace)
-    damaged: set[str] = set()
-
-    found = wait_for(
-        list_steps,
-        spec.open(),
-        lambda name: spec.child(name).open(),
-        on_damaged=lambda name, _: damaged.add(name),
-    )
-    names = sorted({*damaged, *(one.name for one in found)}, key=natural_order, reverse=True)
+    listed = wait_for(list_run, spec.open(), spec.open_child, with_damaged=True)
+    names = [step.name for step in reversed(listed.steps)]
     if before is not None:
         names = [name for name in names if natural_order(name) < natural_order(before)]
     if not names:

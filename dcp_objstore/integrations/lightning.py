@@ -22,25 +22,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dcp_objstore import errors
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.values import check_safe
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.distributed.ranks import current_rank
-from dcp_objstore.errors import (
-    CheckpointNotFoundError,
-    CheckpointPinnedError,
-    ConfigError,
-    DcpObjstoreError,
-    StateMismatchError,
-    UnsupportedError,
-)
 from dcp_objstore.integrations.install import SCHEMES, url_in
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.housekeeping import Retainer, after_commit
-from dcp_objstore.run.steps import commit_time, steps_of
+from dcp_objstore.run.steps import catalogue
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import checked_config
@@ -116,17 +109,17 @@ def with_object_store(
     """
     strategy = getattr(trainer, "strategy", None)
     if strategy is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"with_object_store takes a Lightning Trainer or Fabric, got {type(trainer).__name__}"
         )
     if not (_is(strategy, "ModelParallelStrategy") or _is(strategy, "FSDPStrategy")):
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{type(strategy).__name__} saves no sharded checkpoints: rank 0 writes one file, also"
             " to s3:// if s3fs is installed. Use ModelParallelStrategy, or"
             ' FSDPStrategy(state_dict_type="sharded")'
         )
     if any(getattr(strategy, name, None) == value for name, value in _FULL.items()):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"this {type(strategy).__name__} saves full checkpoints, from rank 0; make it with"
             ' state_dict_type="sharded" (ModelParallelStrategy: save_distributed_checkpoint=True)'
         )
@@ -247,7 +240,7 @@ class _ObjectStore:
         state = {**parts, META_KEY: meta}
         report = load(state, url, strict=strict, trust_pickle=trust_pickle, **self._transfer)
         if META_KEY in report.missing:
-            raise StateMismatchError("Lightning did not save this checkpoint", url=url)
+            raise errors.StateMismatchError("Lightning did not save this checkpoint", url=url)
         return dict(meta.values)
 
     def exists(self, url: str) -> bool:
@@ -262,16 +255,9 @@ class _ObjectStore:
 
     def newest(self, run_url: str) -> str | None:
         """Return the URL of the index of the newest checkpoint to resume from, if there is one."""
-        run = StoreSpec(run_url, **self.access)
-        resumable = [
-            step for step in steps_of(run) if _WEIGHTS_ONLY not in step.marker.user_metadata
-        ]
-        written_at = {meta.key: meta.last_modified for meta in run.open().list()}
-        newest = max(
-            resumable,
-            key=lambda step: commit_time(step.name, step.marker, written_at),
-            default=None,
-        )
+        steps = catalogue(StoreSpec(run_url, **self.access)).steps
+        resumable = [step for step in steps if _WEIGHTS_ONLY not in step.marker.user_metadata]
+        newest = max(resumable, key=lambda step: step.committed_at, default=None)
         if newest is None or newest.marker.index is None:
             return None
         return f"{newest.store.url}/{newest.marker.index.key}"
@@ -283,11 +269,11 @@ class _ObjectStore:
             try:
                 # What asks for this has saved a newer one, or saved this one for a moment.
                 delete(url, now=self.delete_now, even_newest=True, **self.access)
-            except CheckpointNotFoundError:
+            except errors.CheckpointNotFoundError:
                 pass
-            except CheckpointPinnedError as error:
+            except errors.CheckpointPinnedError as error:
                 logger.info("%s", error)
-            except DcpObjstoreError as error:
+            except errors.DcpObjstoreError as error:
                 logger.warning("%s was not deleted: %s", url, error)
 
         self._deletions.append(after_commit(self._pending, remove))
@@ -415,7 +401,7 @@ class _FabricStrategy(_Hooks):
             )
             return loaded
         if not isinstance(state, MutableMapping):
-            raise ConfigError(
+            raise errors.ConfigError(
                 "Fabric loads a sharded checkpoint into a state, as {'model': model, ...};"
                 " dcp_objstore.load_state_dict(url) reads it without one",
                 url=url,
@@ -425,7 +411,7 @@ class _FabricStrategy(_Hooks):
         found = self._store.load(url, parts, strict=strict, weights_only=weights_only)
         absent = others.keys() - found.keys()
         if absent and strict:
-            raise StateMismatchError(
+            raise errors.StateMismatchError(
                 f"the checkpoint does not have {', '.join(sorted(absent))}, which the state asks"
                 " for (with strict=False it stays as it is)",
                 url=url,

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.tools import filesystem
 
-from dcp_objstore.checkpoint.names import CLAIM_KEY, DOT_METADATA_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.errors import (
@@ -32,7 +32,7 @@ from dcp_objstore.integrations.install import (
     installed_spec,
 )
 from dcp_objstore.run.housekeeping import Retainer
-from dcp_objstore.run.steps import step_number, step_numbers, step_url
+from dcp_objstore.run.steps import catalogue, step_number, step_numbers, step_url
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
@@ -145,14 +145,15 @@ def _retainer(run: StoreSpec) -> Retainer:
 
 def _loadable(run: StoreSpec) -> tuple[int, ...]:
     """List the committed steps, and those of torch's own writer, which have only `.metadata`."""
-    keys = {meta.key for meta in InterruptibleStore(run.open()).list()}
-    found: set[int | None] = {*step_numbers(run)}
-    if CLAIM_KEY not in keys:  # with a claim, only steps that carry one count
-        for key in keys:
-            name, _, rest = key.partition("/")
-            if rest == DOT_METADATA_KEY and f"{name}/{MARKER_KEY}" not in keys:
-                found.add(step_number(name))
-    return tuple(sorted(number for number in found if number is not None))
+    listed = catalogue(run)
+    names = {step.name for step in listed.steps}
+    if listed.claim is None:  # with a claim, only steps that carry one count
+        names |= {
+            name
+            for name, objects in listed.places.items()
+            if DOT_METADATA_KEY in objects and MARKER_KEY not in objects
+        }
+    return tuple(sorted(number for name in names if (number := step_number(name)) is not None))
 
 
 def _agreed(spec: StoreSpec) -> bool | None:

@@ -3,7 +3,6 @@
 from .bench import bench as bench
 from .report import (
     BenchReport as BenchReport,
-    SettingsGain as SettingsGain,
     Spread as Spread,
     Throughput as Throughput,
 )

@@ -1,4 +1,4 @@
-"""`bench`: measure saves and loads, what limits them, and what other settings would gain.
+"""`bench`: measure saves and loads, and what limits them.
 
 It measures everything in turns, round by round, because the speed of a network or of a shared
 machine changes from one second to the next.
@@ -8,33 +8,25 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import cycle, islice, zip_longest
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
+from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce, parse_data_key
 from dcp_objstore.config import MIB, TransferConfig, processors
 from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.measure import plain
-from dcp_objstore.measure.report import (
-    LEAST_GAIN,
-    BenchReport,
-    SettingsGain,
-    Spread,
-    Throughput,
-    settings_text,
-)
+from dcp_objstore.measure.report import BenchReport, Spread, Throughput
 from dcp_objstore.observe.events import AnyEvent, PartUploaded, RangeRead
 from dcp_objstore.observe.report import GIB, StatusLine, counted
 from dcp_objstore.read.api import load
@@ -46,7 +38,7 @@ from dcp_objstore.waiting import result_of
 from dcp_objstore.write.api import save
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.protocol import ObjectStore
+    from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
     from dcp_objstore.transfer.upload import ByteArray
 
 _log = logging.getLogger("dcp_objstore")
@@ -60,7 +52,6 @@ _LEAST_AUTO_BYTES, _MOST_AUTO_BYTES = 16 * MIB, 1024 * MIB
 _TENSOR_BYTES = 32 * MIB
 # One save or load takes at most this share of the time, unless the smallest takes longer.
 _SHARE = 1 / 25
-_TRY_SHARE = 0.5  # of the time, in which all settings are tried once
 _ALONE_SHARE = 1 / 20
 _MOST_ALONE = 8
 _MOST_ROUNDS = 5
@@ -68,20 +59,6 @@ _ENOUGH_ROUNDS = 3
 _MACHINE_BYTES = 256 * MIB
 _SMALL_REQUESTS = 9
 _NOISY = 1.25  # rounds that differ by this factor are worth a warning
-
-Action = Literal["save", "load"]
-Settings = Mapping[str, int]
-_USUAL: Settings = {}
-_TRIED: Mapping[Action, Sequence[Settings]] = {
-    "save": [
-        *({"upload_concurrency": number} for number in (32, 16, 64, 8)),
-        *({"part_size_bytes": size * MIB} for size in (32, 8, 64)),
-    ],
-    "load": [
-        *({"download_concurrency": number} for number in (32, 16, 64, 8)),
-        *({"request_size_bytes": size * MIB} for size in (16, 32)),
-    ],
-}
 
 
 def bench(
@@ -93,7 +70,7 @@ def bench(
     config: TransferConfig | None = None,
     progress: bool = True,
 ) -> BenchReport:
-    """Measure saves and loads on a store, from this machine, and what other settings would gain.
+    """Measure saves and loads on a store, from this machine, and what limits them.
 
     One process saves tensors below a random name under the URL, loads them, and sends plain
     requests, which show what the network and the store can do. It removes everything it wrote, also
@@ -108,8 +85,7 @@ def bench(
         seconds: about how long to measure. A step that has begun is finished, so a large
             `size_bytes` takes longer. Default 45.
         storage_options: credentials and endpoint, as for `save`.
-        config: the settings that you use, to compare others with. Default `TransferConfig()`, but
-            with fewer retries.
+        config: the settings that you use. Default `TransferConfig()`, but with fewer retries.
         progress: show what is being measured if standard error is a terminal. Default True.
 
     Returns:
@@ -199,16 +175,6 @@ class _Round:
         return self.size_bytes / GIB / self.seconds
 
 
-@dataclass(frozen=True)
-class _Compared:
-    """Rounds in which the ways to save, or to load, took turns. `best` is empty if it is None."""
-
-    settings: Settings | None
-    usual: list[_Round] = field(default_factory=list)
-    best: list[_Round] = field(default_factory=list)
-    plain: list[_Round] = field(default_factory=list)
-
-
 class _Bench:
     """One run, step by step."""
 
@@ -221,7 +187,7 @@ class _Bench:
         self._line = line
         self._began_at = time.monotonic()
         self._saves = 0
-        self._moved_bytes: dict[Action, int] = {"save": 0, "load": 0}
+        self._sent_bytes = self._received_bytes = 0
 
     def run(self, url: str, size_bytes: int | None) -> BenchReport:
         """Measure everything. The caller removes what is left."""
@@ -236,10 +202,12 @@ class _Bench:
             self._remove(kept)
             self._fill(next_bytes)
             kept, saved, loaded = self._first()
-        usual: dict[Action, _Round] = {"save": saved, "load": loaded}
-        tried = self._try(kept, usual)
-        compared = self._compare(kept, usual, tried)
-        save, load = compared["save"], compared["load"]
+        saves, plain_puts, loads, plain_gets = self._take_turns(
+            lambda: self._save()[1],
+            lambda: self._plain_puts(saved),
+            lambda: self._load(kept),
+            lambda: self._plain_gets(kept, loaded),
+        )
         return BenchReport(
             url=url,
             size_bytes=len(self._memory),
@@ -251,15 +219,13 @@ class _Bench:
             get_ms=get_ms,
             put_alone=_throughput(put_alone),
             get_alone=_throughput(get_alone),
-            save=_throughput(save.usual),
-            load=_throughput(load.usual),
-            plain_puts=_throughput(save.plain),
-            plain_gets=_throughput(load.plain),
-            save_settings=_gain(save, tried["save"]),
-            load_settings=_gain(load, tried["load"]),
-            sent_bytes=self._moved_bytes["save"],
-            received_bytes=self._moved_bytes["load"],
-            warnings=(*busy, *_doubts("saves", save), *_doubts("loads", load)),
+            save=_throughput(saves),
+            load=_throughput(loads),
+            plain_puts=_throughput(plain_puts),
+            plain_gets=_throughput(plain_gets),
+            sent_bytes=self._sent_bytes,
+            received_bytes=self._received_bytes,
+            warnings=(*busy, *_doubts("saves", saves), *_doubts("loads", loads)),
         )
 
     @property
@@ -273,19 +239,19 @@ class _Bench:
     def _small_requests(self) -> tuple[Spread, Spread]:
         """Measure PUTs and GETs of one byte. Whoever may make these may make all that follow."""
         self._step("small requests")
-        requests = plain.plan_puts(np.zeros(_SMALL_REQUESTS, dtype=np.uint8), 1)
+        requests = _plan_puts(np.zeros(_SMALL_REQUESTS, dtype=np.uint8), 1)
         with self._scratch.writing(requests[0].key):
-            plain.put(self._store, requests[0])
-        plain.get(self._store, requests[0])
+            _put(self._store, requests[0])
+        _get(self._store, requests[0])
         next(iter(self._store.list()), None)
         self._store.delete(requests[0].key)
         self._scratch.keys.clear()
-        found = []
-        for do in (plain.put, plain.get):
-            rounds = [self._timed("save", 0, [one], 1, do) for one in requests]
-            found.append(Spread.of([1000 * one.seconds for one in rounds]))
+        spreads = []
+        for do in (_put, _get):
+            rounds = [self._timed(do, [one], 1) for one in requests]
+            spreads.append(Spread.of([1000 * one.seconds for one in rounds]))
         self._delete(one.key for one in requests)
-        return found[0], found[1]
+        return spreads[0], spreads[1]
 
     def _fill(self, size_bytes: int) -> None:
         """Make tensors of that size, of bytes that no store can compress or has had before."""
@@ -299,8 +265,8 @@ class _Bench:
 
     def _first(self) -> tuple[str, _Round, _Round]:
         """Save and load once; the checkpoint stays."""
-        name, saved = self._save(_USUAL, keep=True)
-        return name, saved, self._load(name, _USUAL)
+        name, saved = self._save(keep=True)
+        return name, saved, self._load(name)
 
     def _next_size_bytes(self, wanted_bytes: int | None, saved: _Round, loaded: _Round) -> int:
         """Return a larger size, or 0 if this one is right.
@@ -329,114 +295,73 @@ class _Bench:
         figures: list[list[float]] = [[], []]
         ways: Sequence[Callable[[], object]] = (lambda: np.copyto(target, source), hash_all)
         for _ in range(_MOST_ROUNDS):
-            for way, found in zip(ways, figures, strict=True):
+            for way, speeds in zip(ways, figures, strict=True):
                 began_at = time.perf_counter()
                 way()
-                found.append(_MACHINE_BYTES / GIB / (time.perf_counter() - began_at))
+                speeds.append(_MACHINE_BYTES / GIB / (time.perf_counter() - began_at))
         return Spread.of(figures[0]), Spread.of(figures[1])
 
     def _alone(self) -> tuple[list[_Round], list[_Round]]:
         """Measure PUTs, then GETs, one after the other."""
-        requests = plain.plan_puts(self._memory, self._config.part_size_bytes)
-        found: tuple[list[_Round], list[_Round]] = ([], [])
-        for do, rounds, action in zip((plain.put, plain.get), found, _TRIED, strict=True):
-            self._step(f"one connection, {do.__name__.upper()}")
+        requests = _plan_puts(self._memory, self._config.part_size_bytes)
+        measured: tuple[list[_Round], list[_Round]] = ([], [])
+        for do, rounds in zip((_put, _get), measured, strict=True):
+            self._step(f"one connection, {'PUT' if do is _put else 'GET'}")
             deadline = time.monotonic() + _ALONE_SHARE * self._seconds
             for one in islice(cycle(requests), _MOST_ALONE):
-                rounds.append(self._timed(action, one.memory.nbytes, [one], 1, do))
+                rounds.append(self._timed(do, [one], 1))
                 if time.monotonic() > deadline:
                     break
             requests = requests[: len(rounds)]
         self._delete(one.key for one in requests)
-        return found
+        return measured
 
-    def _try(self, kept: str, usual: Mapping[Action, _Round]) -> dict[Action, dict[str, float]]:
-        """Try all settings that may matter once; return GiB/s by their text."""
-        tried: dict[Action, dict[str, float]] = {"save": {}, "load": {}}
-        for pair in zip_longest(*_TRIED.values()):
-            for action, settings in zip(_TRIED, pair, strict=True):
-                if self._elapsed_seconds > _TRY_SHARE * self._seconds:
-                    return tried
-                if settings is not None and self._matters(settings, usual[action]):
-                    measured = self._move(action, kept, settings)
-                    tried[action][settings_text(settings)] = measured.gib_per_second
-        return tried
-
-    def _matters(self, settings: Settings, usual: _Round) -> bool:
-        ((name, value),) = settings.items()
-        if getattr(self._config, name) == value:
-            return False
-        if name.endswith("_concurrency"):
-            return value <= usual.requests
-        return value <= len(self._memory) // 2
-
-    def _compare(
-        self,
-        kept: str,
-        usual: Mapping[Action, _Round],
-        tried: Mapping[Action, Mapping[str, float]],
-    ) -> dict[Action, _Compared]:
-        """Let the usual settings, the best that were tried and plain requests take turns."""
-        compared: dict[Action, _Compared] = {}
-        turns: list[list[tuple[list[_Round], partial[_Round]]]] = []
-        for action, found in tried.items():
-            best = max(_TRIED[action], key=lambda one: found.get(settings_text(one), 0.0))
-            one = _Compared(best if found else None)
-            ways = [
-                (one.usual, partial(self._move, action, kept, _USUAL)),
-                (one.plain, partial(self._plain, action, kept, usual[action])),
-            ]
-            if found:
-                ways.append((one.best, partial(self._move, action, kept, best)))
-            compared[action] = one
-            turns.append(ways)
-        for turn in range(_MOST_ROUNDS):
+    def _take_turns(self, *ways: Callable[[], _Round]) -> Sequence[list[_Round]]:
+        """Measure in each of these ways, round by round, until the time is up."""
+        turns = [(way, list[_Round]()) for way in ways]
+        measured = [rounds for _, rounds in turns]
+        for _ in range(_MOST_ROUNDS):
             began_seconds = self._elapsed_seconds
-            for ways in turns:
-                # Another one first each time: a way may profit from the one before it.
-                first = turn % len(ways)
-                for rounds, way in ways[first:] + ways[:first]:
-                    rounds.append(way())
+            for way, rounds in turns:
+                rounds.append(way())
+            # Another one first each time: a way may profit from the one before it.
+            turns = turns[1:] + turns[:1]
             if 2 * self._elapsed_seconds - began_seconds > self._seconds:
                 break  # one more round would take too long
-        return compared
+        return measured
 
-    def _move(self, action: Action, kept: str, settings: Settings) -> _Round:
-        return self._save(settings)[1] if action == "save" else self._load(kept, settings)
-
-    def _save(self, settings: Settings, *, keep: bool = False) -> tuple[str, _Round]:
+    def _save(self, *, keep: bool = False) -> tuple[str, _Round]:
         """Save once; return the checkpoint's name, and how it went."""
-        self._step(f"saving {_described(settings)}")
+        self._step("saving")
         self._saves += 1
         name = f"save-{self._saves}"
         with self._scratch.writing(f"{name}/{MARKER_KEY}"):
-            measured = self._call(save, "save", name, settings)
+            measured = self._call(save, name)
+        self._sent_bytes += measured.size_bytes
         if not keep:
             self._remove(name)
         return name, measured
 
-    def _load(self, name: str, settings: Settings) -> _Round:
+    def _load(self, name: str) -> _Round:
         """Load once. The tensors have the same bytes before and after."""
-        self._step(f"loading {_described(settings)}")
-        return self._call(load, "load", name, settings)
+        self._step("loading")
+        measured = self._call(load, name)
+        self._received_bytes += measured.size_bytes
+        return measured
 
-    def _call(
-        self, do: Callable[..., object], action: Action, name: str, settings: Settings
-    ) -> _Round:
+    def _call(self, do: Callable[..., object], name: str) -> _Round:
         spec = self._scratch.spec
-        config = replace(self._config, **settings)  # type: ignore[arg-type]  # it checks them
         seen: list[AnyEvent] = []
         began_at, cpu = time.perf_counter(), time.process_time()
         do(
             self._state,
             f"{spec.url}/{name}",
             storage_options=spec.storage_options,
-            config=config,
+            config=self._config,
             progress=False,
             on_event=seen.append,
         )
         seconds, cpu = time.perf_counter() - began_at, time.process_time() - cpu
-        self._moved_bytes[action] += self._memory.nbytes
         requests = [one for one in seen if isinstance(one, PartUploaded | RangeRead)]
         largest_bytes = max((one.size_bytes for one in requests), default=0)
         connections = len({one.worker for one in requests})
@@ -451,41 +376,41 @@ class _Bench:
         for _ in in_waves(self._store.delete, list(keys)):
             pass
 
-    def _plain(self, action: Action, kept: str, usual: _Round) -> _Round:
-        """Send as many plain requests at once as a save or load did, of the same size."""
-        self._step(f"plain requests instead of a {action}")
-        if action == "save":
-            puts = plain.plan_puts(self._memory, usual.request_size_bytes)
-            measured = self._timed(action, self._memory.nbytes, puts, usual.connections, plain.put)
-            self._delete(one.key for one in puts)
-            return measured
+    def _plain_puts(self, saved: _Round) -> _Round:
+        """Send as many plain requests at once as a save did, of the same size."""
+        self._step("plain requests instead of a save")
+        requests = _plan_puts(self._memory, saved.request_size_bytes)
+        measured = self._timed(_put, requests, saved.connections)
+        self._delete(one.key for one in requests)
+        return measured
+
+    def _plain_gets(self, kept: str, loaded: _Round) -> _Round:
+        """Send as many plain requests at once as a load did, of the same size."""
+        self._step("plain requests instead of a load")
         objects = [
             meta
             for meta in self._store.list(f"{kept}/")
             if parse_data_key(meta.key.rpartition("/")[2]) is not None
         ]
-        gets = plain.plan_gets(objects, self._memory, usual.request_size_bytes)
-        return self._timed(action, self._memory.nbytes, gets, usual.connections, plain.get)
+        requests = _plan_gets(objects, self._memory, loaded.request_size_bytes)
+        return self._timed(_get, requests, loaded.connections)
 
     def _timed(
         self,
-        action: Action,
-        size_bytes: int,
-        requests: Sequence[plain.PlainRequest],
+        do: Callable[[ObjectStore, _PlainRequest], None],
+        requests: Sequence[_PlainRequest],
         connections: int,
-        do: Callable[[ObjectStore, plain.PlainRequest], None],
     ) -> _Round:
         began_at, cpu = time.perf_counter(), time.process_time()
-        plain.send_all(do, self._store, requests, connections, self._stop)
+        _send_all(do, self._store, requests, connections, self._stop)
         seconds, cpu = time.perf_counter() - began_at, time.process_time() - cpu
-        self._moved_bytes[action] += size_bytes
-        largest_bytes = max(one.memory.nbytes for one in requests)
+        sizes_bytes = [one.memory.nbytes for one in requests]
+        if do is _put:
+            self._sent_bytes += sum(sizes_bytes)
+        else:
+            self._received_bytes += sum(sizes_bytes)
         connections = min(connections, len(requests))
-        return _Round(seconds, cpu, size_bytes, len(requests), largest_bytes, connections)
-
-
-def _described(settings: Settings) -> str:
-    return f"with {settings_text(settings)}" if settings else "with the settings as they are"
+        return _Round(seconds, cpu, sum(sizes_bytes), len(requests), max(sizes_bytes), connections)
 
 
 def _throughput(rounds: Sequence[_Round]) -> Throughput:
@@ -498,38 +423,19 @@ def _throughput(rounds: Sequence[_Round]) -> Throughput:
     )
 
 
-def _gain(compared: _Compared, tried: Mapping[str, float]) -> SettingsGain | None:
-    if compared.settings is None:
-        return None
-    pairs = zip(compared.usual, compared.best, strict=True)
-    gains = [usual.seconds / best.seconds for usual, best in pairs]
-    # Of two equal settings, one is faster in each of three pairs of rounds in every eighth
-    # measurement; the slowest of its rounds is faster than all of the other in every 20th.
-    apart = max(one.seconds for one in compared.best) < min(one.seconds for one in compared.usual)
-    return SettingsGain(
-        settings=compared.settings,
-        gain=median(gains),
-        is_faster=len(gains) >= _ENOUGH_ROUNDS and median(gains) >= LEAST_GAIN and apart,
-        best=_throughput(compared.best),
-        tried=tried,
-    )
-
-
-def _doubts(what: str, compared: _Compared) -> Iterator[str]:
+def _doubts(what: str, rounds: Sequence[_Round]) -> Iterator[str]:
     """Say why not to trust the rounds."""
-    rounds = compared.usual
     if len(rounds) < _ENOUGH_ROUNDS:
         yield (
-            f"{what}: {counted(len(rounds), 'round')}, too few to compare settings; give it more"
-            " time or a smaller size"
+            f"{what}: {counted(len(rounds), 'round')}, too few to show how much they differ; give"
+            " it more time or a smaller size"
         )
-    took = [one.seconds for one in rounds]
-    gain = _gain(compared, {})
-    differ = max(took) / min(took)
-    if differ > max(_NOISY, 1.0 if gain is None else max(gain.gain, 1 / gain.gain)):
+    durations = [one.seconds for one in rounds]
+    factor = max(durations) / min(durations)
+    if factor > _NOISY:
         yield (
-            f"{what}: equal rounds differ by a factor of {differ:.1f}, more than other settings"
-            " change; something else uses this machine, the network or the store"
+            f"{what}: equal rounds differ by a factor of {factor:.1f}; something else uses this"
+            " machine, the network or the store"
         )
 
 
@@ -545,3 +451,106 @@ def _busy() -> Iterator[str]:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# Plain requests: what the network and the store give to a loop without format or digests.
+
+
+@dataclass(frozen=True)
+class _PlainRequest:
+    """The PUT of an object, or the GET of a range of one.
+
+    Attributes:
+        key: key of the object.
+        start: where the range begins.
+        memory: the bytes to put, or where to read the range to.
+    """
+
+    key: str
+    start: int
+    memory: ByteArray
+
+
+def _plan_puts(memory: ByteArray, size_bytes: int) -> Sequence[_PlainRequest]:
+    """Cut memory into objects.
+
+    They are named as data objects are, so `gc` knows as garbage what a crash may leave.
+    """
+    nonce = new_nonce()
+    return [
+        _PlainRequest(data_key(0, number, nonce), 0, memory[start : start + size_bytes])
+        for number, start in enumerate(range(0, len(memory), size_bytes))
+    ]
+
+
+def _plan_gets(
+    objects: Iterable[ObjectMeta], memory: ByteArray, size_bytes: int
+) -> Sequence[_PlainRequest]:
+    """Cut objects into ranges, one after the other in memory. Framing that does not fit overlaps.
+
+    Args:
+        objects: the objects to read.
+        memory: about as large as all of them.
+        size_bytes: the size of one request.
+    """
+    requests: list[_PlainRequest] = []
+    at = 0
+    for meta in objects:
+        for start in range(0, meta.size_bytes, size_bytes):
+            length = min(size_bytes, meta.size_bytes - start, len(memory))
+            at = min(at, len(memory) - length)
+            requests.append(_PlainRequest(meta.key, start, memory[at : at + length]))
+            at += length
+    return requests
+
+
+def _put(store: ObjectStore, request: _PlainRequest) -> None:
+    """Put an object."""
+    store.put(request.key, request.memory)
+
+
+def _get(store: ObjectStore, request: _PlainRequest) -> None:
+    """Read a range."""
+    start, end = request.start, request.start + len(request.memory)
+    with store.open_range(request.key, start, end) as body:
+        body.readinto(memoryview(request.memory))
+
+
+def _send_all(
+    do: Callable[[ObjectStore, _PlainRequest], None],
+    store: ObjectStore,
+    requests: Sequence[_PlainRequest],
+    connections: int,
+    stop: Stop,
+) -> None:
+    """Send requests, several at once. When this returns or raises, none of them is under way.
+
+    Args:
+        do: `_put` or `_get`.
+        store: where to send them.
+        requests: what to send.
+        connections: the largest number in flight.
+        stop: ends the loop between two requests.
+    """
+    if connections == 1:
+        for request in requests:
+            stop.check()
+            do(store, request)
+        return
+    failed = threading.Event()
+
+    def one(request: _PlainRequest) -> None:
+        stop.check()
+        if failed.is_set():
+            return
+        try:
+            do(store, request)
+        except BaseException:
+            failed.set()
+            raise
+
+    with DaemonPool(min(connections, len(requests)), "plain") as pool:
+        sent = [pool.submit(one, request) for request in requests]
+    wait(sent)
+    for future in sent:
+        future.result()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-
-# Settings are called faster from here on. Less than this, many a user would not notice.
-LEAST_GAIN = 1.1
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +12,7 @@ class Spread:
     """The figures of some rounds.
 
     Attributes:
-        lowest, median, highest: of the rounds.
+        lowest, median, highest: the lowest, median and highest figure of the rounds.
         rounds: the number of them.
     """
 
@@ -40,7 +37,7 @@ class Throughput:
     """What one way of moving the bytes gave.
 
     Attributes:
-        gib_per_second: of the bytes of the tensors.
+        gib_per_second: the speed, counting the bytes of the tensors.
         cpu_seconds_per_gib: user and system time of this process; the median of the rounds.
         requests: the number of requests that carried these bytes in one round, the median.
         request_size_bytes: size of the largest of them.
@@ -52,29 +49,6 @@ class Throughput:
     requests: int
     request_size_bytes: int
     connections: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SettingsGain:
-    """What other settings would gain, for saves or for loads.
-
-    All settings were tried once. The best of them was then measured again, in turns with the
-    settings as they are. `gain` is of these rounds alone, so a lucky first try does not count.
-
-    Attributes:
-        settings: arguments of `TransferConfig` that were the best.
-        gain: how many times as fast they are: the median of the rounds' ratios.
-        is_faster: there were at least three rounds, the slowest with them was faster than the
-            fastest without, and `gain` is at least 1.1. Chance alone does that in one of 20 cases.
-        best: what they gave.
-        tried: GiB/s of each settings that were tried, once, by their text.
-    """
-
-    settings: Mapping[str, int]
-    gain: float
-    is_faster: bool
-    best: Throughput
-    tried: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +68,6 @@ class BenchReport:
         save, load: `dcp_objstore.save` and `load`, with the settings as they are.
         plain_puts, plain_gets: plain requests, as many at once as the saves and loads had, of the
             same size, without digests.
-        save_settings, load_settings: what other settings would gain; None if there was no time to
-            compare any, or the size is so small that none would matter.
         sent_bytes, received_bytes: all that was moved.
         warnings: reasons to doubt the figures, and what could not be removed.
     """
@@ -114,16 +86,6 @@ class BenchReport:
     load: Throughput
     plain_puts: Throughput
     plain_gets: Throughput
-    save_settings: SettingsGain | None
-    load_settings: SettingsGain | None
     sent_bytes: int
     received_bytes: int
     warnings: tuple[str, ...] = ()
-
-
-def settings_text(settings: Mapping[str, int]) -> str:
-    """Format settings as arguments, with sizes as in `16*2**20`."""
-    return ", ".join(
-        f"{name}={f'{value >> 20}*2**20' if name.endswith('_bytes') else value}"
-        for name, value in settings.items()
-    )

@@ -12,12 +12,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
-from dcp_objstore.compat.values import refused_globals
+from dcp_objstore.compat.values import check_safe, refused_globals
 from dcp_objstore.compat.vet import vet
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -37,12 +37,16 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.progress import Progress
 
 
+# Where a read goes: a tensor that is filled in place, or a callable that takes a pickled value.
+Destination: TypeAlias = torch.Tensor | Callable[[io.BytesIO], object]
+
+
 class ItemRead:
     """A read of all bytes of an item, which torch then decodes.
 
     Its memory is allocated when the first block arrives. When the last block arrives, a tensor is
-    copied into its destination at once, so that arrived bytes do not pile up; `error` keeps what
-    went wrong. The read is then passed to `on_complete`. `take` returns the bytes of a value.
+    copied into its destination at once, so that arrived bytes do not pile up. The read is then
+    passed to `on_complete`, and the thread that takes it from there calls `finish`.
 
     Args:
         location: where the item lies; its payload is a whole `torch.save` blob or pickled value.
@@ -51,7 +55,7 @@ class ItemRead:
     def __init__(self, item: ReadItem, location: ItemLocation) -> None:
         self.item = item
         self.location = location
-        self.error: DcpObjstoreError | None = None
+        self._error: DcpObjstoreError | None = None
         self._missing_bytes = location.payload_length
         self._body: io.BytesIO | None = None
         self._lock = threading.Lock()
@@ -66,13 +70,11 @@ class ItemRead:
         """Number of payload bytes."""
         return self.location.payload_length
 
-    def bind(
-        self, destination: torch.Tensor | None, on_complete: Callable[[ItemRead], None]
-    ) -> None:
+    def bind(self, destination: Destination, on_complete: Callable[[ItemRead], None]) -> None:
         """Set the destination, before any block arrives.
 
         Args:
-            destination: the tensor to copy into; None for a value.
+            destination: the tensor to copy into; for a value, a callable that takes its bytes.
             on_complete: called once, in the thread that delivered the last byte; called at once for
                 an item without bytes.
         """
@@ -98,19 +100,29 @@ class ItemRead:
                 return
         self._complete()
 
-    def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
-        """Store packed bytes, which are all bytes here: this read leaves nothing out."""
-        del size_bytes
-        self.accept(position, packed)
-
     def _complete(self) -> None:
-        if self._destination is not None:
+        if isinstance(self._destination, torch.Tensor):
             try:
                 self._load_tensor(self._destination)
             except DcpObjstoreError as error:
                 # An error raised in a worker would make it fetch the last range again.
-                self.error = error
+                self._error = error
         self._on_complete(self)
+
+    def finish(self, *, trust_pickle: bool) -> None:
+        """Pass a value on, or raise what went wrong with a tensor.
+
+        Raises:
+            UntrustedPickleError: the value needs `trust_pickle` or a declared safe global.
+            DcpObjstoreError: the item cannot be decoded.
+        """
+        if self._error is not None:
+            raise self._error
+        if not isinstance(self._destination, torch.Tensor):
+            key = self.item.dest_index.fqn
+            body = self.location.undone(self.take(), key)
+            check_safe(body.getvalue(), key, trust_pickle=trust_pickle)
+            self._destination(body)
 
     def held_bytes(self) -> int:
         """Return the bytes that the read still holds: a value's until `take`, none for a tensor."""

@@ -21,12 +21,11 @@ class PlannedLoad:
     """What a rank will read.
 
     Attributes:
-        reads: one read for each item, in the same order.
+        reads: one read for each item of the plan, in the same order.
         spans: the pieces of objects that the reads need.
     """
 
     checkpoint: StoredCheckpoint
-    items: Sequence[ReadItem]
     reads: Sequence[TensorRead | ItemRead]
     spans: Sequence[Span[Block]]
 
@@ -53,4 +52,4 @@ def plan_load(
         whole = is_value(item) or location.dtype is None
         reads.append(ItemRead(item, location) if whole else TensorRead(item, location))
     spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
-    return PlannedLoad(checkpoint, items, reads, spans)
+    return PlannedLoad(checkpoint, reads, spans)

@@ -105,6 +105,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             return _OwnPlan(self._items, planner_data=about)
 
     def _fitting_plan(self) -> LoadPlan:
+        """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
         assert self.metadata is not None
         others = self._choose_per_rank(self.metadata)
         problems = _mismatches(self.state_dict, self.metadata)

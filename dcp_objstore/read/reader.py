@@ -13,8 +13,10 @@ import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
@@ -32,11 +34,13 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import LoadReport, logger
+from dcp_objstore.read.item_read import Destination
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
 from dcp_objstore.read.plan import PlannedLoad, plan_load
-from dcp_objstore.read.session import run_load
+from dcp_objstore.read.session import report_loaded, run_load
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
+from dcp_objstore.read.tensor_read import is_value
 from dcp_objstore.stores.urls import is_supported_url
 
 if TYPE_CHECKING:
@@ -354,6 +358,7 @@ class ObjectStoreReader(StorageReader):
         return future
 
     def _read(self, load: _Load, plan: LoadPlan, planner: LoadPlanner) -> LoadReport:
+        """Read a plan into the destinations that the planner gives, with other ranks or alone."""
         assert load.checkpoint is not None
         planned, load.planned = load.planned, None
         share, config = plan.storage_data, self._target.config
@@ -361,7 +366,7 @@ class ObjectStoreReader(StorageReader):
         if isinstance(share, Share) and self._all_arrived(load, share):
             exchanging = Exchange(share, self._group(share.meeting), load.spec.url)
         with exchanging as exchange:
-            if planned is None or planned.items != plan.items:
+            if planned is None or [read.item for read in planned.reads] != list(plan.items):
                 if exchange is not None:
                     raise UnsupportedError(
                         "the planner's finish_plan has changed the items to read after the ranks"
@@ -370,15 +375,26 @@ class ObjectStoreReader(StorageReader):
                 planned = plan_load(load.checkpoint, plan.items, verify=self._verify)
             if exchange is not None:
                 exchange.prepare(planned, config.memory_budget_bytes // 8)
-            return run_load(
+            destinations: list[Destination] = [
+                partial(planner.load_bytes, item)
+                if is_value(item)
+                else planner.resolve_tensor(item).detach()
+                for item in plan.items
+            ]
+            report = run_load(
                 load.spec.open(),
                 planned,
-                planner,
+                destinations,
                 config,
                 trust_pickle=self._trust_pickle,
                 channel=load.channel,
                 exchange=exchange,
             )
+        for item, destination in zip(plan.items, destinations, strict=True):
+            if isinstance(destination, torch.Tensor):
+                planner.commit_tensor(item, destination)
+        report_loaded(load.channel, report)
+        return report
 
     def _all_arrived(self, load: _Load, share: Share) -> bool:
         if load.met:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlanner
 
-from dcp_objstore.compat.values import check_safe
 from dcp_objstore.config import at_most
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -22,14 +21,13 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
-from dcp_objstore.read.item_read import CompletionQueue, ItemRead
+from dcp_objstore.read.item_read import CompletionQueue, Destination, ItemRead
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import (
     Block,
     TensorRead,
     check_destination,
     consume,
-    is_value,
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
@@ -51,21 +49,30 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import ObjectStore
 
 
+class _Copied(NamedTuple):
+    """A tensor that is filled, and the destination that it is then copied to."""
+
+    filled: torch.Tensor
+    destination: torch.Tensor
+
+
 def run_load(
     store: ObjectStore,
     planned: PlannedLoad,
-    planner: LoadPlanner,
+    destinations: Sequence[Destination],
     config: TransferConfig,
     *,
     trust_pickle: bool,
     channel: Channel,
     exchange: Exchange | None = None,
 ) -> LoadReport:
-    """Read every item of a plan into the destination that the planner gives it.
+    """Read every item of a plan into its destination.
 
-    A plan can be run only once.
+    A plan can be run only once. The caller reports the end of the load with `report_loaded`.
 
     Args:
+        destinations: the destination of each of `planned.reads`, in the same order. Values are
+            passed on in the calling thread.
         trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
         exchange: the part of the load that the ranks do together; None if this rank loads alone.
 
@@ -81,7 +88,8 @@ def run_load(
         store = PinnedStore(store, planned.checkpoint.versions)
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
-    destinations, after = _bind(planned, planner, completed)
+    copied = _bind(planned, destinations, completed)
+    devices = {to.device for to in destinations if isinstance(to, torch.Tensor)}
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
@@ -89,21 +97,12 @@ def run_load(
             alone,
             request_size_bytes=config.request_size_bytes
             if exchange is not None
-            else _request_size(store, alone, destinations.values(), config),
+            else _request_size(store, alone, devices, config),
         ),
     ]
     total_bytes = sum(request.end - request.start for request in requests)
     budget_bytes = config.memory_budget_bytes - shared_bytes
-    inbound, budget_bytes = _way_in(planned.reads, destinations, requests, config, budget_bytes)
-
-    def finish(read: ItemRead) -> None:
-        if read.error is not None:
-            raise read.error
-        if is_value(read.item):
-            key = read.item.dest_index.fqn
-            body = read.location.undone(read.take(), key)
-            check_safe(body.getvalue(), key, trust_pickle=trust_pickle)
-            planner.load_bytes(read.item, body)
+    inbound, budget_bytes = _way_in(planned.reads, devices, requests, config, budget_bytes)
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
         completed.wait_for_room(progress)
@@ -122,7 +121,7 @@ def run_load(
     def go_on() -> None:
         if exchange is not None:
             exchange.advance()
-        completed.drain(finish)
+        completed.drain(partial(ItemRead.finish, trust_pickle=trust_pickle))
         progress.alive()  # workers may have waited for this call, which is no stall
 
     def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
@@ -133,7 +132,7 @@ def run_load(
         Planned,
         channel.began_at,
         operation=channel.operation,
-        items=len(planned.items),
+        items=len(planned.reads),
         size_bytes=total_bytes,
         objects=objects,
         requests=len(requests),
@@ -156,8 +155,12 @@ def run_load(
             for _ in arriving:
                 go_on()
         go_on()
-    _finish(planned, planner, destinations, after)
-    report = LoadReport(
+    for read in planned.reads:
+        if isinstance(read, TensorRead):
+            read.finish()
+    for filled, destination in copied:
+        copy_elements(filled, destination)
+    return LoadReport(
         url=store.url,
         total_bytes=total_bytes,
         needed_bytes=sum(read.needed_bytes for read in planned.reads),
@@ -169,29 +172,32 @@ def run_load(
         slow_ranges=channel.slow_ranges,
         commit_id=planned.checkpoint.commit_id,
     )
+
+
+def report_loaded(channel: Channel, report: LoadReport) -> None:
+    """Emit the event that ends a load."""
     channel.emit(
         Loaded,
         channel.began_at,
         seconds=report.seconds,
-        size_bytes=total_bytes,
+        size_bytes=report.total_bytes,
         needed_bytes=report.needed_bytes,
         received_bytes=report.received_bytes,
-        objects=objects,
-        requests=len(requests),
+        objects=report.objects,
+        requests=report.requests,
         slow_ranges=report.slow_ranges,
         commit_id=report.commit_id,
     )
-    return report
 
 
 def _request_size(
     store: ObjectStore,
     spans: Sequence[Span[Block]],
-    destinations: Iterable[torch.Tensor],
+    devices: Iterable[torch.device],
     config: TransferConfig,
 ) -> int:
     """Return the request size: larger than configured where requests are sent ahead."""
-    if not store.range_reading.ahead or any(to.device.type != "cpu" for to in destinations):
+    if not store.range_reading.ahead or any(device.type != "cpu" for device in devices):
         return config.request_size_bytes
     total_bytes = sum(span.end - span.start for span in spans)
     is_near = config.download_concurrency != "auto" or limiter_of(store).window.is_near
@@ -199,72 +205,49 @@ def _request_size(
 
 
 def _bind(
-    planned: PlannedLoad, planner: LoadPlanner, completed: CompletionQueue
-) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    planned: PlannedLoad, destinations: Sequence[Destination], completed: CompletionQueue
+) -> list[_Copied]:
     """Give every read its destination.
 
     If keys share memory, as tied weights do, the last of them fills it, as with torch.
 
     Returns:
-        The destinations by the identity of their item, and of items that are to be copied there
-        only when all others have arrived, the tensors that are filled until then.
+        The tensors that are copied to their destination only when all others have arrived.
     """
-    destinations = {
-        id(item): check_destination(item, planner.resolve_tensor(item))
-        for item in planned.items
-        if not is_value(item)
-    }
     of_keys: dict[str, list[torch.Tensor]] = {}
-    for item in planned.items:
-        if id(item) in destinations:
-            of_keys.setdefault(item.dest_index.fqn, []).append(destinations[id(item)])
+    for read, destination in zip(planned.reads, destinations, strict=True):
+        if isinstance(destination, torch.Tensor):
+            check_destination(read.item, destination)
+            of_keys.setdefault(read.item.dest_index.fqn, []).append(destination)
     covered, after = fill_order(of_keys)
-    filled_first: dict[int, torch.Tensor] = {}
+    copied: list[_Copied] = []
     warned = False
-    for item, read in zip(planned.items, planned.reads, strict=True):
-        destination = destinations.get(id(item))
-        if destination is not None and item.dest_index.fqn in after:
-            destination = torch.empty_like(destination, memory_format=torch.contiguous_format)
-            filled_first[id(item)] = destination
+    for read, destination in zip(planned.reads, destinations, strict=True):
+        filled = destination
+        if isinstance(destination, torch.Tensor) and read.item.dest_index.fqn in after:
+            filled = torch.empty_like(destination, memory_format=torch.contiguous_format)
+            copied.append(_Copied(filled, destination))
         if isinstance(read, ItemRead):
-            read.bind(destination, completed.add)
+            read.bind(filled, completed.add)
         else:
-            assert destination is not None and read.location.dtype is not None
-            warned = warned or warn_if_lossy(item, read.location.dtype, destination)
-            read.bind(destination)
+            assert isinstance(filled, torch.Tensor) and read.location.dtype is not None
+            warned = warned or warn_if_lossy(read.item, read.location.dtype, filled)
+            read.bind(filled)
     if covered:
         for span in planned.spans:
             reads = span.tag.reads
             reads[:] = [read for read in reads if read.item.dest_index.fqn not in covered]
-    return destinations, filled_first
-
-
-def _finish(
-    planned: PlannedLoad,
-    planner: LoadPlanner,
-    destinations: Mapping[int, torch.Tensor],
-    after: Mapping[int, torch.Tensor],
-) -> None:
-    """Finish all tensors, now that their bytes have arrived, and tell the planner of them."""
-    for item, read in zip(planned.items, planned.reads, strict=True):
-        if isinstance(read, TensorRead):
-            read.finish()
-        if id(item) in after:
-            copy_elements(after[id(item)], destinations[id(item)])
-    for item in planned.items:
-        if not is_value(item):
-            planner.commit_tensor(item, destinations[id(item)])
+    return copied
 
 
 def _way_in(
     reads: Sequence[TensorRead | ItemRead],
-    destinations: Mapping[int, torch.Tensor],
+    devices: set[torch.device],
     requests: Sequence[RangeRequest[Block]],
     config: TransferConfig,
     budget_bytes: int,
 ) -> tuple[Inbound | None, int]:
     """Return the path to destinations on a GPU, if any, and the budget left for fetching."""
-    devices = {destination.device for destination in destinations.values()}
     if any(device.type != "cpu" for device in devices):
         settle_streams()
     lanes = lanes_into(devices)

@@ -88,7 +88,8 @@ class TensorRead:
         """Set the destination, before any block arrives.
 
         Args:
-            destination: a tensor that `check_destination` accepts; it is written in place.
+            destination: a detached tensor that `check_destination` accepts; it is written in
+                place.
 
         Raises:
             StateMismatchError: the stored or the destination tensor is quantized, and torch cannot
@@ -292,15 +293,14 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
             read.accept(span.tag.position, part)
 
 
-def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor:
-    """Return the destination, detached, if it can be written in place and has the right shape.
+def check_destination(item: ReadItem, destination: torch.Tensor) -> None:
+    """Refuse a destination that cannot be written in place or has another shape.
 
     Raises:
         StateMismatchError: the destination does not have the shape that the item asks for.
         UnsupportedError: the destination has no memory of its own, or is not strided.
     """
     key = item.dest_index.fqn
-    destination = destination.detach()
     if destination.is_meta or torch_private.is_fake(destination):
         raise UnsupportedError("the destination is a meta or fake tensor without memory", key=key)
     if destination.layout != torch.strided:
@@ -322,7 +322,6 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> torch.Tensor
             f" {tuple(destination.shape)}",
             key=key,
         )
-    return destination
 
 
 def is_value(item: ReadItem) -> bool:

@@ -13,7 +13,7 @@ from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.distributed.failures import every_rank, meeting, on_first
 from dcp_objstore.distributed.groups import sync_group, world_group
-from dcp_objstore.run.steps import opener, step_number
+from dcp_objstore.run.steps import step_number
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import wait_for
 
@@ -63,7 +63,7 @@ def claim_run(
         spec = StoreSpec(run_url, storage_options, config)
         run = spec.open()
         wait_for(require_rewrites, run, "no run can be claimed")
-        return RunClaim(spec.url, wait_for(rule.claim_run, run, opener(spec)))
+        return RunClaim(spec.url, wait_for(rule.claim_run, run, spec.open_child))
 
     with meeting(url, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
         return on_first(make, url, sync_group(process_group, config))
@@ -84,5 +84,5 @@ def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:
         number = step_number(name)
         return number is None or number <= step
 
-    number = wait_for(rule.go_back, run.open(), opener(run), claim.number, keeps)
+    number = wait_for(rule.go_back, run.open(), run.open_child, claim.number, keeps)
     return RunClaim(claim.run_url, number)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from dcp_objstore import errors
 from dcp_objstore.checkpoint import sweep as rule
-from dcp_objstore.checkpoint.claim import read_claim
+from dcp_objstore.checkpoint.catalogue import base_of, list_places, read_claim_record
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
     MARKER_KEY,
@@ -20,15 +20,6 @@ from dcp_objstore.checkpoint.names import (
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.compat.derived import StockDotMetadata
-from dcp_objstore.errors import (
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    LostRaceError,
-    PermissionDeniedError,
-    RetryableError,
-    UnsupportedError,
-)
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
@@ -143,33 +134,36 @@ def sweep_below(
     deleted long ago, and a run has ever more of them.
     """
     store = InterruptibleStore(spec.open())
-    listed = [meta.key for meta in store.list()]
+    # The names of the objects and uploads at each prefix.
+    names = {prefix: list(objects) for prefix, objects in list_places(store).items()}
     uploads: S3Uploads | LocalUploads | None = None
     unseen = None
     try:
         uploads = open_uploads(spec)
-        listed += [one.key for one in uploads.list()]
-    except (InputError, RetryableError) as error:
+        for upload in uploads.list():
+            prefix, _, name = upload.key.rpartition("/")
+            names.setdefault(prefix, []).append(name)
+    except (errors.InputError, errors.RetryableError) as error:
         uploads, unseen = None, error.message
-    objects = Counter(_above(key) for key in listed)
-    names = {
-        _above(key)
-        for key in listed
-        if _is_known(_name(key)) and (_name(key) != MARKER_KEY or objects[_above(key)] > 1)
+    prefixes = [
+        prefix
+        for prefix, here in sorted(names.items())
+        if here != [MARKER_KEY] and any(_is_known(name) for name in here)
+    ]
+    bases = {
+        prefix: _base(spec.child(prefix)) for prefix, here in names.items() if CLAIM_KEY in here
     }
-    runs = {_above(key) for key in listed if _name(key) == CLAIM_KEY}
-    bases = {run: _base(spec.child(run)) for run in runs}
-    if names and not dry_run:
+    if prefixes and not dry_run:
         require_rewrites(store, "nothing can be swept")
     swept = tuple(
         _sweep_one(
-            spec.child(name),
-            uploads.below(name) if uploads is not None else None,
+            spec.child(prefix),
+            uploads.below(prefix) if uploads is not None else None,
             grace_seconds,
-            bases.get(_above(name), 0) if name else _base(spec.parent()[0]),
+            bases.get(prefix.rpartition("/")[0], 0) if prefix else _base(spec.parent()[0]),
             dry_run=dry_run,
         )
-        for name in takewhile(lambda _: not is_over(), sorted(names))
+        for prefix in takewhile(lambda _: not is_over(), prefixes)
     )
     days, text, unread = _lifecycle(spec, uploads)
     return SweepReport(
@@ -201,10 +195,10 @@ def _sweep_one(
             base=base,
             dry_run=dry_run,
         )
-    except (LostRaceError, CorruptDataError, UnsupportedError) as error:
+    except (errors.LostRaceError, errors.CorruptDataError, errors.UnsupportedError) as error:
         return CheckpointSweep(
             url=spec.url,
-            outcome="lost" if isinstance(error, LostRaceError) else "damaged",
+            outcome="lost" if isinstance(error, errors.LostRaceError) else "damaged",
             reason=error.message,
             dry_run=dry_run,
         )
@@ -215,19 +209,14 @@ def _base(run: StoreSpec | None) -> int:
     if run is None:
         return 0
     try:
-        found = read_claim(InterruptibleStore(run.open()))
-    except (CorruptDataError, UnsupportedError, PermissionDeniedError) as error:
+        return base_of(read_claim_record(InterruptibleStore(run.open())))
+    except (
+        errors.CorruptDataError,
+        errors.UnsupportedError,
+        errors.PermissionDeniedError,
+    ) as error:
         logger.warning("steps of superseded jobs in %s are not swept: %s", run.url, error)
         return 0
-    return found[0].base if found is not None else 0
-
-
-def _name(key: str) -> str:
-    return key.rpartition("/")[2]
-
-
-def _above(key: str) -> str:
-    return key.rpartition("/")[0]
 
 
 def _is_known(name: str) -> bool:
@@ -251,7 +240,7 @@ def _lifecycle(
         return None, text, "they cannot be read here"
     try:
         rules = uploads.lifecycle_rules()
-    except DcpObjstoreError as error:
+    except errors.DcpObjstoreError as error:
         return None, lifecycle_configuration(url.scheme, prefix), error.message
     days = covering_days(rules, prefix)
     return days, None if days else lifecycle_configuration(url.scheme, prefix, rules), None

@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import logger
 from dcp_objstore.run.gc import sweep_below
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
-from dcp_objstore.run.steps import step_number, step_url, steps_of
+from dcp_objstore.run.steps import catalogue, step_number, step_url
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.threads import Spawned, spawn
 
@@ -141,9 +141,9 @@ class Retainer:
     def _apply(self, newest: StepFacts) -> None:
         if self._known is None:
             self._known = {
-                number: _facts(number, one.marker.user_metadata, pinned=bool(one.marker.pins))
-                for one in steps_of(self._run)
-                if (number := step_number(one.name)) is not None
+                number: _facts(number, step.marker.user_metadata, pinned=bool(step.marker.pins))
+                for step in catalogue(self._run).steps
+                if (number := step_number(step.name)) is not None
             }
         self._known[newest.step] = newest
         for step, pinned in list(self._pinned.items()):

@@ -1,4 +1,4 @@
-"""`list_checkpoints`: what lies at and below a URL: checkpoints, unfinished saves, leftovers.
+"""`list_checkpoints`: what lies at and below a URL. `steps`: the steps of a run that count.
 
 No torch, and only what is needed is imported: `ls` starts quickly.
 """
@@ -8,9 +8,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from dcp_objstore.checkpoint.claim import ClaimRecord, counts, read_claim
+from dcp_objstore import errors
+from dcp_objstore.checkpoint.catalogue import (
+    ClaimRecord,
+    Entry,
+    Objects,
+    base_of,
+    counts,
+    list_places,
+    read_claim_record,
+    read_entry,
+)
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
     DOT_METADATA_KEY,
@@ -22,17 +33,7 @@ from dcp_objstore.checkpoint.names import (
     parse_data_key,
 )
 from dcp_objstore.checkpoint.read import explain_absence, explain_object, read_index, read_marker
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    LostRaceError,
-    PermissionDeniedError,
-    RetryableError,
-    UnsupportedError,
-)
+from dcp_objstore.run.steps import catalogue
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 from dcp_objstore.transfer.workers import in_waves
@@ -92,6 +93,7 @@ class ListedCheckpoint:
 
     Attributes:
         url: URL of the checkpoint.
+        name: its name below the URL that was listed, such as `step-1000`; empty for that itself.
         state: `committed`. `superseded`: committed, but by a job that no longer owns the run, so it
             does not count. `deleting`: a deletion has begun. `deleted`: there is a tombstone.
             `not committed`: a save has written objects, but there is no marker. `foreign`: another
@@ -111,6 +113,7 @@ class ListedCheckpoint:
     """
 
     url: str
+    name: str
     state: CheckpointState
     total_bytes: int
     error: str | None = None
@@ -140,8 +143,8 @@ class Listing:
 
     url: str
     checkpoints: tuple[ListedCheckpoint, ...]
-    unread: tuple[DcpObjstoreError, ...] = ()
-    unlisted: DcpObjstoreError | None = None
+    unread: tuple[errors.DcpObjstoreError, ...] = ()
+    unlisted: errors.DcpObjstoreError | None = None
     uploads_unseen: str | None = None
 
 
@@ -173,264 +176,260 @@ def list_checkpoints(
     """
     spec = StoreSpec(url, storage_options, config)
     store = InterruptibleStore(spec.open())
-    itself = _describe(store, _base_above(spec))
-    uploads: dict[str, list[UnfinishedUpload]] = defaultdict(list)
+    base_above, found = _base_above(spec), read_marker(store)
+    itself = None if found is None else Entry("", store, found=found)
+    uploads: dict[str, list[UnfinishedUpload]] | None = None
     unseen = None
     if everything:
         from dcp_objstore.stores.uploads.open import open_uploads
 
+        uploads = defaultdict(list)
         try:
             for upload in open_uploads(spec).list():
                 prefix, _, name = upload.key.rpartition("/")
                 if is_upload_key(name):
                     uploads[prefix].append(upload)
-        except (InputError, RetryableError) as error:
+        except (errors.InputError, errors.RetryableError) as error:
             unseen = error.message
     try:
-        found, unread = _below(spec, store, itself, uploads if everything else None)
-    except PermissionDeniedError as error:
+        checkpoints, unread = _Look(spec, itself, base_above, uploads).below(store)
+    except errors.PermissionDeniedError as error:
         if itself is None:
             raise
-        return Listing(url=spec.url, checkpoints=(itself,), unlisted=error, uploads_unseen=unseen)
-    if not found:
-        raise CheckpointNotFoundError(explain_object(spec) or explain_absence(store), url=spec.url)
-    return Listing(url=spec.url, checkpoints=found, unread=unread, uploads_unseen=unseen)
+        return Listing(
+            url=spec.url,
+            checkpoints=(_describe(itself, base_above),),
+            unlisted=error,
+            uploads_unseen=unseen,
+        )
+    if not checkpoints:
+        raise errors.CheckpointNotFoundError(
+            explain_object(spec) or explain_absence(store), url=spec.url
+        )
+    return Listing(url=spec.url, checkpoints=checkpoints, unread=unread, uploads_unseen=unseen)
 
 
-@dataclass
-class _Seen:
-    """What a listing shows of one prefix."""
+def steps(
+    run_url: str,
+    *,
+    newest: int | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+) -> tuple[ListedCheckpoint, ...]:
+    """List the committed steps of a run that count, the newest last. One process calls it.
 
-    has_marker: bool = False
-    has_dot_metadata: bool = False
-    data: int = 0
-    data_bytes: int = 0
-    foreign: int = 0
-    foreign_bytes: int = 0
-    objects: int = 0
-    objects_bytes: int = 0
-    written_at: datetime | None = None
-    saves: int = 0
-    began_at: datetime | None = None
+    Steps are sorted by name, and numbers in names are compared as numbers: `step-9` comes before
+    `step-10`. In a run without a claim all committed steps count. A step with a damaged marker is
+    left out, and a warning is logged.
 
-    def add(self, name: str, meta: ObjectMeta) -> None:
-        """Count an object."""
-        if name == MARKER_KEY:
-            self.has_marker = True
-        elif name == DOT_METADATA_KEY:
-            self.has_dot_metadata = True
-        elif is_ours(name):
-            self.objects += 1
-            self.objects_bytes += meta.size_bytes
-            self.written_at = _later(self.written_at, meta.last_modified)
-            if parse_data_key(name) is not None:
-                self.data += 1
-                self.data_bytes += meta.size_bytes
-        elif is_beacon_key(name):
-            self.saves += 1
-            self.began_at = _later(self.began_at, meta.last_modified)
-        elif name.endswith(".distcp"):
-            self.foreign += 1
-            self.foreign_bytes += meta.size_bytes
+    Sends two requests for the run's `_CLAIM`, one listing of the run (a page for each 1,000
+    objects), and one request for each step. It starts again if a job claims the run meanwhile.
 
-    @property
-    def is_save(self) -> bool:
-        """Whether a save has begun here."""
-        return self.has_marker or self.data > 0 or self.saves > 0
+    Args:
+        run_url: URL of the run; its steps are the checkpoints directly below.
+        newest: how many steps to list, the newest ones. Markers are read from the last step on
+            until there are enough. Default: all.
+        storage_options: credentials and endpoint, as for `save`.
+        config: time-outs and retries.
+
+    Raises:
+        ConfigError: `newest` is not a number of steps.
+        CheckpointCorruptError: the run's `_CLAIM` is damaged.
+        UnsupportedError: a newer version wrote the run.
+        RetryableError: other jobs kept claiming the run.
+        DcpObjstoreError: the store refused or failed.
+    """
+    if newest is not None and (not isinstance(newest, int) or newest < 1):
+        raise errors.ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
+    listed = catalogue(StoreSpec(run_url, storage_options, config), newest)
+    return tuple(_describe(step, base_of(listed.claim)) for step in listed.steps)
 
 
 def _base_above(spec: StoreSpec) -> int:
     """Return the base of the run that contains a checkpoint; 0 if there is none, or unreadable."""
     run, _ = spec.parent()
-    if run is None:
-        return 0
     try:
-        found = read_claim(run.open())
-    except (PermissionDeniedError, CheckpointCorruptError, UnsupportedError):
+        return 0 if run is None else base_of(read_claim_record(run.open()))
+    except (
+        errors.PermissionDeniedError,
+        errors.CheckpointCorruptError,
+        errors.UnsupportedError,
+    ):
         return 0
-    return found[0].base if found is not None else 0
 
 
-_Uploads: TypeAlias = Mapping[str, Sequence["UnfinishedUpload"]]
-_Described: TypeAlias = tuple[tuple[ListedCheckpoint, ...], tuple[DcpObjstoreError, ...]]
+@dataclass(frozen=True)
+class _Look:
+    """A look at what lies at and below a URL.
 
-
-def _below(
-    spec: StoreSpec,
-    store: ObjectStore,
-    itself: ListedCheckpoint | None,
-    uploads: _Uploads | None,
-) -> _Described:
-    """Do what `_below_once` does, again if a job claims a run meanwhile (rule C3 of `claim`)."""
-    for _ in range(_TRIES):
-        described, claims = _below_once(spec, store, itself, uploads)
-        if _claims_of(spec, list(claims))[0] == claims:
-            return described
-    raise RetryableError("jobs kept claiming the runs here; try again", url=spec.url)
-
-
-def _below_once(
-    spec: StoreSpec,
-    store: ObjectStore,
-    itself: ListedCheckpoint | None,
-    uploads: _Uploads | None,
-) -> tuple[_Described, dict[str, ClaimRecord | None]]:
-    """Describe the checkpoints and saves at and below a URL, in natural order.
-
-    Args:
+    Attributes:
         spec: the URL and its options.
-        store: rooted at the URL.
-        itself: the checkpoint at the URL itself, if there is one.
+        itself: the checkpoint at the URL itself, whose marker was read first, or None.
+        base_above: the base of the run that contains it.
         uploads: the unfinished uploads by their prefix; None to leave out what no commit names.
-
-    Returns:
-        The descriptions, the errors of what could not be read, and the `_CLAIM` of each run that
-        has one.
     """
-    seen: dict[str, _Seen] = defaultdict(_Seen)
-    runs: list[str] = []
-    for meta in store.list():
-        prefix, _, name = meta.key.rpartition("/")
-        if name == CLAIM_KEY:
-            runs.append(prefix)
-        else:
-            seen[prefix].add(name, meta)
-    claims, unread = _claims_of(spec, runs)
 
-    def describe(prefix: str) -> tuple[ListedCheckpoint, DcpObjstoreError | None]:
-        one = spec.child(prefix)
-        opened = one.open()
-        # The last segment is the step's name; the segments before it name the run.
-        claim = claims.get(_above(prefix)) if prefix else None
-        here = seen.get(prefix, _Seen())
-        entry, failed = None if prefix else itself, None
-        if entry is None and here.has_marker:
+    spec: StoreSpec
+    itself: Entry | None
+    base_above: int
+    uploads: Mapping[str, Sequence[UnfinishedUpload]] | None
+
+    def below(
+        self, store: ObjectStore
+    ) -> tuple[tuple[ListedCheckpoint, ...], tuple[errors.DcpObjstoreError, ...]]:
+        """Describe the checkpoints and saves, in natural order; the errors of what is unreadable.
+
+        It starts again if a job claims one of the runs meanwhile (rule C3 of `claim`).
+        """
+        for _ in range(_TRIES):
+            places = list_places(store, all_data=True)
+            claims, unread = self._claims([run for run in places if CLAIM_KEY in places[run]])
+            prefixes = {prefix for prefix in places if self._is_listed(places[prefix])}
+            prefixes |= {*(self.uploads or ()), *([""] if self.itself is not None else [])}
+            describe = partial(self._describe, places, claims)
+            described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
+            if self._claims(list(claims))[0] == claims:
+                unread += [error for _, error in described if error is not None]
+                return tuple(listed for listed, _ in described), tuple(unread)
+        raise errors.RetryableError("jobs kept claiming the runs here; try again", url=store.url)
+
+    def _claims(
+        self, runs: Sequence[str]
+    ) -> tuple[dict[str, ClaimRecord | None], list[errors.DcpObjstoreError]]:
+        """Return the `_CLAIM` of each run, or None, and the errors of those that are unreadable."""
+        unread: dict[str, errors.DcpObjstoreError] = {}
+
+        def read(run: str) -> ClaimRecord | None:
             try:
-                entry = _describe(opened, claim.base if claim is not None else 0)
-            except (CheckpointCorruptError, UnsupportedError) as error:
-                failed = error
-        if entry is None:
-            entry = _without_marker(one.url, here, failed)
-        if uploads is not None:
-            left = _leftovers(opened, entry, here)
-            entry = replace(entry, leftovers=_with_uploads(left, uploads.get(prefix, ())))
-        return entry, failed
+                return read_claim_record(self.spec.open_child(run))
+            except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
+                unread[run] = error
+                return None
 
-    prefixes = {
-        prefix
-        for prefix, one in seen.items()
-        if one.is_save or (uploads is not None and (one.objects or one.has_dot_metadata))
-    } | set(uploads or ())
-    if itself is not None:
-        prefixes.add("")
-    described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
-    unread += [error for _, error in described if error is not None]
-    return (tuple(entry for entry, _ in described), tuple(unread)), claims
+        return dict(zip(runs, in_waves(read, runs), strict=True)), [
+            unread[run] for run in sorted(unread)
+        ]
 
+    def _is_listed(self, objects: Objects) -> bool:
+        """Return whether a save has begun where these objects are, or left something there."""
+        if MARKER_KEY in objects or any(is_beacon_key(name) for name in objects):
+            return True
+        if self.uploads is None:
+            return any(parse_data_key(name) is not None for name in objects)
+        return DOT_METADATA_KEY in objects or any(is_ours(name) for name in objects)
 
-def _claims_of(
-    spec: StoreSpec, runs: Sequence[str]
-) -> tuple[dict[str, ClaimRecord | None], list[DcpObjstoreError]]:
-    """Return the `_CLAIM` of each run, or None, and the errors of those that cannot be read."""
-
-    def read(run: str) -> tuple[ClaimRecord | None, DcpObjstoreError | None]:
-        try:
-            found = read_claim(spec.child(run).open())
-        except (CheckpointCorruptError, UnsupportedError) as error:
-            return None, error
-        return (found[0] if found is not None else None), None
-
-    found = list(in_waves(read, runs))
-    claims = {run: claim for run, (claim, _) in zip(runs, found, strict=True)}
-    return claims, [error for _, error in found if error is not None]
-
-
-def _describe(store: ObjectStore, base: int) -> ListedCheckpoint | None:
-    found = read_marker(store)
-    if found is None:
-        return None
-    marker = found[0]
-    return ListedCheckpoint(
-        url=store.url,
-        state="superseded" if marker.is_committed and not counts(marker, base) else marker.state,
-        total_bytes=marker.counts.total_bytes,
-        objects=marker.counts.objects,
-        tensors=marker.counts.tensors,
-        world_size=marker.world_size,
-        created_at=marker.created_at,
-        commit_id=marker.commit_id,
-        claim=marker.claim,
-        pins=marker.pins,
-        user_metadata=marker.user_metadata,
-        is_fence=marker.index is None,
-    )
+    def _describe(
+        self,
+        places: Mapping[str, Objects],
+        claims: Mapping[str, ClaimRecord | None],
+        prefix: str,
+    ) -> tuple[ListedCheckpoint, errors.DcpObjstoreError | None]:
+        """Describe what lies at a prefix; also return why its marker cannot be read, or None."""
+        objects = places.get(prefix, {})
+        # The last segment is the step's name; the segments before it name the run.
+        base = base_of(claims.get(prefix.rpartition("/")[0])) if prefix else self.base_above
+        if self.itself is not None and not prefix:
+            entry = replace(self.itself, objects=objects)
+        elif MARKER_KEY in objects:
+            entry = read_entry(prefix, self.spec.open_child(prefix), objects)
+        else:
+            entry = Entry(prefix, self.spec.open_child(prefix), objects)
+        listed = _describe(entry, base)
+        if self.uploads is not None:
+            leftovers = _leftovers(entry, self.uploads.get(prefix, ()))
+            listed = replace(listed, leftovers=leftovers)
+        return listed, entry.error
 
 
-def _without_marker(url: str, seen: _Seen, failed: DcpObjstoreError | None) -> ListedCheckpoint:
-    """Describe what has no marker, or one that is damaged or of a newer version."""
-    if failed is None and seen.has_dot_metadata:
+def _describe(entry: Entry, base: int) -> ListedCheckpoint:
+    """Describe a checkpoint, or the place of one, in a run with this base."""
+    url, name = entry.store.url, entry.name
+    if entry.found is not None:
+        marker = entry.marker
+        superseded = marker.is_committed and not counts(marker, base)
         return ListedCheckpoint(
             url=url,
-            state="foreign",
-            total_bytes=seen.data_bytes + seen.foreign_bytes,
-            objects=seen.data + seen.foreign,
+            name=name,
+            state="superseded" if superseded else marker.state,
+            total_bytes=marker.counts.total_bytes,
+            objects=marker.counts.objects,
+            tensors=marker.counts.tensors,
+            world_size=marker.world_size,
+            created_at=marker.created_at,
+            commit_id=marker.commit_id,
+            claim=marker.claim,
+            pins=marker.pins,
+            user_metadata=marker.user_metadata,
+            is_fence=marker.index is None,
+        )
+    if _is_foreign(entry):
+        data = [meta for key, meta in entry.objects.items() if key.endswith(".distcp")]
+        return ListedCheckpoint(
+            url=url, name=name, state="foreign", total_bytes=_size(data), objects=len(data)
         )
     state: CheckpointState = "not committed"
-    if failed is not None:
-        state = "damaged" if isinstance(failed, CheckpointCorruptError) else "unsupported"
-    error = None if failed is None else failed.message
-    return ListedCheckpoint(url=url, state=state, total_bytes=seen.data_bytes, error=error)
-
-
-def _leftovers(store: ObjectStore, entry: ListedCheckpoint, seen: _Seen) -> Leftovers:
-    """Find the objects that no commit names, and the saves that have not ended."""
-    saves = Leftovers(saves=seen.saves, began_at=seen.began_at)
-    loose = replace(
-        saves,
-        objects=seen.objects,
-        objects_bytes=seen.objects_bytes,
-        written_at=seen.written_at,
+    if entry.error is not None:
+        damaged = isinstance(entry.error, errors.CheckpointCorruptError)
+        state = "damaged" if damaged else "unsupported"
+    return ListedCheckpoint(
+        url=url,
+        name=name,
+        state=state,
+        total_bytes=_size(_data(entry)),
+        error=None if entry.error is None else entry.error.message,
     )
-    if entry.error is not None or entry.state == "foreign":
-        return saves  # it is not known what the commit names; another library's files are kept
-    if entry.state not in ("committed", "superseded"):
-        return loose
+
+
+def _is_foreign(entry: Entry) -> bool:
+    """Return whether another library saved here, or the marker was removed."""
+    return entry.found is None and entry.error is None and DOT_METADATA_KEY in entry.objects
+
+
+def _leftovers(entry: Entry, uploads: Sequence[UnfinishedUpload]) -> Leftovers:
+    """Describe the objects that no commit names, and the saves that have not ended."""
+    unnamed = _unnamed(entry)
+    beacons = [meta for key, meta in entry.objects.items() if is_beacon_key(key)]
+    return Leftovers(
+        objects=len(unnamed),
+        objects_bytes=_size(unnamed),
+        written_at=max((meta.last_modified for meta in unnamed), default=None),
+        saves=len(beacons),
+        began_at=max((meta.last_modified for meta in beacons), default=None),
+        uploads=len(uploads),
+        uploads_bytes=_size(uploads),
+        initiated_at=max((upload.initiated for upload in uploads), default=None),
+    )
+
+
+def _unnamed(entry: Entry) -> list[ObjectMeta]:
+    """Return the objects that no commit names; none if that cannot be known."""
+    if entry.error is not None or _is_foreign(entry):
+        return []  # it is not known what the commit names; another library's files are kept
+    ours = {key: meta for key, meta in entry.objects.items() if is_ours(key)}
+    if entry.found is None or not entry.marker.is_committed:
+        return list(ours.values())
+    marker = entry.marker
     # One index, and the data objects that the marker counts.
-    if (seen.objects, seen.data_bytes) == ((entry.objects or 0) + 1, entry.total_bytes):
-        return saves
-    # The listing comes first: so it shows nothing of a commit that replaces this one meanwhile.
-    listed = list(store.list())
+    named_by_count = marker.counts.objects + 1, marker.counts.total_bytes
+    if (len(ours), _size(_data(entry))) == named_by_count:
+        return []
     try:
-        found = read_marker(store)
-        if found is None or found[0].index is None or found[0].commit_id != entry.commit_id:
-            return saves  # it was replaced meanwhile
+        found = read_marker(entry.store)
+        if found is None or found[0].commit_id != marker.commit_id:
+            return []  # it was replaced meanwhile, perhaps before the objects were listed
         from dcp_objstore.checkpoint import index as ix  # imports NumPy, and is rarely needed
 
-        index = ix.decode(read_index(store, found[0]))
-    except (CorruptDataError, LostRaceError, UnsupportedError):
-        return saves
-    named = {found[0].index.key, *(one.key for one in index.objects)}
-    others = [meta for meta in listed if is_ours(meta.key) and meta.key not in named]
-    return replace(
-        saves,
-        objects=len(others),
-        objects_bytes=sum(meta.size_bytes for meta in others),
-        written_at=max((meta.last_modified for meta in others), default=None),
-    )
+        index = ix.decode(read_index(entry.store, marker))
+    except (errors.CorruptDataError, errors.LostRaceError, errors.UnsupportedError):
+        return []
+    assert marker.index is not None  # `read_index` has read it
+    named = {marker.index.key, *(object_.key for object_ in index.objects)}
+    return [meta for key, meta in ours.items() if key not in named]
 
 
-def _with_uploads(left: Leftovers, uploads: Sequence[UnfinishedUpload]) -> Leftovers:
-    return replace(
-        left,
-        uploads=len(uploads),
-        uploads_bytes=sum(one.size_bytes for one in uploads),
-        initiated_at=max((one.initiated for one in uploads), default=None),
-    )
+def _data(entry: Entry) -> list[ObjectMeta]:
+    return [meta for key, meta in entry.objects.items() if parse_data_key(key) is not None]
 
 
-def _above(key: str) -> str:
-    return key.rpartition("/")[0]
-
-
-def _later(one: datetime | None, other: datetime) -> datetime:
-    return other if one is None else max(one, other)
+def _size(metas: Sequence[ObjectMeta | UnfinishedUpload]) -> int:
+    return sum(meta.size_bytes for meta in metas)

@@ -30,7 +30,7 @@ from dcp_objstore.distributed.failures import (
 from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group, world_group
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
-from dcp_objstore.errors import ConfigError, DcpObjstoreError
+from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
@@ -293,11 +293,7 @@ class CheckpointManager:
         if self._preempted and not self._save_on_preemption:
             return
         assert self._saves is not None
-        failed = None
-        try:
-            self._saves.settle()
-        except DcpObjstoreError as error:
-            failed = error  # on all ranks; the current state is worth more, so go on
+        failed = self._saves.settle_quietly()  # on all ranks, or on none
         step, state, described = last
         if not self._saves.knows(step):
             self.save(step, state, **described)

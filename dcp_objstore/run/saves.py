@@ -62,7 +62,7 @@ class RunSaves:
         self._retainer = retainer
         self._user_metadata = user_metadata
         self._saving = saving
-        self._background = async_api.Sequence()
+        self._background = async_api.BackgroundSaves()
         self._pending: tuple[int, async_api.AsyncSaveHandle] | None = None
         self._retention: Spawned | None = None
         self._loaded = False  # after a load, this job may replace later steps
@@ -235,8 +235,8 @@ class RunSaves:
         if not isinstance(error, CheckpointExistsError):  # what exists is another job's
             self._failed.add(step)
 
-    def settle_quietly(self) -> None:
-        """Wait for the save under way, and log its error.
+    def settle_quietly(self) -> DcpObjstoreError | None:
+        """Wait for the save under way; log its error, and return it.
 
         The error is not raised, because the current state is worth more and may still be saved.
         """
@@ -244,6 +244,8 @@ class RunSaves:
             self.settle()
         except DcpObjstoreError as error:
             logger.error("%s: an earlier save failed: %s", self._url, error)
+            return error
+        return None
 
     def end(self) -> None:
         """Wait for the save under way, as `settle` does, and for deletions."""

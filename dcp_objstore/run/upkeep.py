@@ -10,15 +10,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import pins
-from dcp_objstore.checkpoint.claim import check_claim, counts, read_claim
+from dcp_objstore.checkpoint.catalogue import (
+    Objects,
+    base_of,
+    commit_time,
+    counts,
+    list_places,
+    read_claim_record,
+    read_steps,
+)
+from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.delete import delete as delete_checkpoint
-from dcp_objstore.checkpoint.names import CLAIM_KEY, step_of
+from dcp_objstore.checkpoint.names import CLAIM_KEY, parse_index_key
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.repair import repair as repair_checkpoint
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
-from dcp_objstore.run.steps import commit_time, step_number
+from dcp_objstore.run.steps import step_number
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
@@ -114,35 +123,36 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     run, name = spec.parent()
     if run is not None:
         store = InterruptibleStore(run.open())
-        listed = {meta.key: meta.last_modified for meta in store.list()}
-        base = 0
-        if CLAIM_KEY in listed:
-            claim = read_claim(store)
-            base = claim[0].base if claim is not None else 0
+        places = list_places(store)
+        base = base_of(read_claim_record(store)) if CLAIM_KEY in places.get("", ()) else 0
         if not counts(marker, base):
             return  # no job resumes from it
-        number, at = step_number(name), commit_time(name, marker, listed)
-        # The last written first: mostly, the first one that is read decides.
-        for key in sorted(listed, key=lambda key: listed[key], reverse=True):
-            other = step_of(key)
-            if other is None or other == name:
-                continue
+        number, at = step_number(name), commit_time(marker, places.get(name, {}))
+
+        def is_later(other: str) -> bool | None:
+            """Compare the numbers of two steps; None if one has no number."""
             others_number = step_number(other)
-            later = None if number is None or others_number is None else others_number > number
-            theirs = None if later is False else _counting(run.child(other), base)
-            if theirs and (later or commit_time(other, theirs, listed) > at):
+            return None if number is None or others_number is None else others_number > number
+
+        def has_index_since(objects: Objects) -> bool:
+            indices = [meta for key, meta in objects.items() if parse_index_key(key) is not None]
+            return any(index.last_modified >= at[0] for index in indices)
+
+        # What was written before cannot be newer, so mostly the first one that is read decides.
+        candidates = {
+            other: objects
+            for other, objects in places.items()
+            if is_later(other) or (is_later(other) is None and has_index_since(objects))
+        }
+        candidates.pop(name, None)
+        for other in read_steps(candidates, run.open_child, wave=1):
+            if counts(other.marker, base) and (is_later(other.name) or other.committed_at > at):
                 return
     raise InputError(
         "this is the newest committed checkpoint of its run, from which a job would resume; pass"
         " even_newest=True (--even-newest) to delete it anyway",
         url=spec.url,
     )
-
-
-def _counting(spec: StoreSpec, base: int) -> Marker | None:
-    """Return the marker of a step, if the step counts."""
-    found = read_marker(InterruptibleStore(spec.open()))
-    return found[0] if found is not None and counts(found[0], base) else None
 
 
 def repair(

@@ -39,7 +39,7 @@ from dcp_objstore.state.stored import (
 from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 T = TypeVar("T")
 
@@ -343,16 +343,23 @@ def _tensor_entry(
             " on all ranks that it is sharded over",
             key=fqn,
         )
+    return tensor_entry(fqn, described, len(chunks))
+
+
+def tensor_entry(
+    key: str, described: TensorStorageMetadata | TensorWriteData, chunk_count: int
+) -> ix.Tensor:
+    """Return what an index says of a tensor."""
     properties = described.properties
     return ix.Tensor(
-        key=fqn,
+        key=key,
         shape=tuple(described.size),
         dtype=constant_name(properties.dtype),
         layout=constant_name(properties.layout),
         requires_grad=properties.requires_grad,
         memory_format=constant_name(properties.memory_format),
         pin_memory=properties.pin_memory,
-        chunk_count=len(chunks),
+        chunk_count=chunk_count,
     )
 
 

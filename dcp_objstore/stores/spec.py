@@ -125,6 +125,10 @@ class StoreSpec:
         """
         return _opener(self.parsed.scheme, self.storage_options, self.config)(self)
 
+    def open_child(self, name: str) -> ObjectStore:
+        """Open the store at a name below this URL; the same errors as those of `open`."""
+        return self.child(name).open()
+
     def boto3_clients(self) -> Boto3Clients:
         """Clients of boto3 for an s3:// URL, whatever the transport; shared like those of `open`.
 

@@ -90,6 +90,7 @@ def _copy(
     at_once: int,
     progress: Progress,
 ) -> Uploaded:
+    """Have the store make one object of others."""
     progress.check_stopped()
     sizes: list[int] = []
 

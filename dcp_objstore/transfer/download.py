@@ -155,7 +155,16 @@ def fetch_ranges(
         depth=depth,
     )
     shared = _Shared(
-        store, object_keys, requests, consume, explain, admit, progress, slot, depth, most
+        store=store,
+        object_keys=object_keys,
+        requests=requests,
+        consume=consume,
+        explain=explain,
+        admit=admit,
+        progress=progress,
+        slot=slot,
+        depth=depth,
+        most=most,
     )
     try:
         shared.staff()
@@ -224,7 +233,7 @@ class _Begun(Generic[T]):
     is_left: bool = False
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Shared(Generic[T]):
     """What the workers of one call of `fetch_ranges` share, and its thread looks after.
 

@@ -19,7 +19,8 @@ import heapq
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -155,12 +156,27 @@ class _Tracked:
         channel = progress.channel
         self._parts = None if channel is None else _Parts(channel, key, part_size_bytes)
         self._rest: ByteArray | None = None
+        self._head: deque[ByteArray] = deque()
         self.size_bytes = 0
 
     def __iter__(self) -> Iterator[ByteArray]:
         return self
 
+    def take_whole(self) -> Sequence[ByteArray] | None:
+        """Return all buffers if they fit into one part; otherwise keep those that were taken."""
+        while self.size_bytes <= self._part_size_bytes:
+            try:
+                self._head.append(self._take())
+            except StopIteration:
+                whole, self._head = self._head, deque()
+                return list(whole)
+        return None
+
     def __next__(self) -> ByteArray:
+        # No reference is kept to what is passed on.
+        return self._head.popleft() if self._head else self._take()
+
+    def _take(self) -> ByteArray:
         self._progress.check_stopped()
         self._progress.alive()
         buffer = next(self._buffers) if self._parts is None else self._within_a_part(self._parts)
@@ -251,26 +267,19 @@ def upload_object(
     tracked = _Tracked(buffers, progress, plan.part_size_bytes, key, slot)
 
     def send() -> Version:
-        head: list[ByteArray] = []
-        head_bytes = 0
-        for buffer in tracked:
-            head.append(buffer)
-            head_bytes += buffer.nbytes
-            del buffer
-            if head_bytes > plan.part_size_bytes:
-                break
-        else:
+        whole = tracked.take_whole()
+        if whole is not None:
             slot.begin(0, progress.check_stopped)
             try:
-                version = store.put(key, head)
+                version = store.put(key, whole)
             except BaseException:
                 slot.end(0, answered=False)
                 raise
-            slot.end(0, head_bytes)
+            slot.end(0, tracked.size_bytes)
             return version
         return store.put_stream(
             key,
-            _chain(head, tracked),
+            tracked,
             part_size_bytes=plan.part_size_bytes,
             max_concurrency=at_most(config.upload_concurrency, min(most, slot.most)),
         )
@@ -284,14 +293,6 @@ def upload_object(
             ObjectUploaded, began_at, object_key=key, size_bytes=size_bytes, parts=parts
         )
     return Uploaded(size_bytes=size_bytes, version=version, parts=parts)
-
-
-def _chain(head: list[ByteArray], rest: Iterator[ByteArray]) -> Iterator[ByteArray]:
-    """Yield the buffers of `head`, then those of `rest`; keep no reference to what was yielded."""
-    head.reverse()
-    while head:
-        yield head.pop()
-    yield from rest
 
 
 def run_watched(task: Any, what: str, progress: Progress) -> Any:

@@ -57,10 +57,10 @@ T = TypeVar("T")
 _EVERY_RANK = every_rank("dcp_objstore.async_save")
 
 
-class Sequence:
+class BackgroundSaves:
     """The background saves of the program, or of one manager: each begins after the one before.
 
-    A save that fails is raised by the next one of its sequence, unless its result was asked for.
+    A save that fails is raised by the next of them, unless its result was asked for.
 
     Attributes:
         latest: the save that was begun last, or None.
@@ -70,13 +70,13 @@ class Sequence:
         self.latest: AsyncSaveHandle | None = None
 
 
-class _Saves(Sequence):
-    """The saves of this process, with those of the program as their own sequence.
+class _Saves(BackgroundSaves):
+    """All saves of this process; `latest` is the last that the program began by `async_save`.
 
     Attributes:
         lock: held while a save begins or ends.
-        unsettled: the saves of all sequences that run, or whose error nothing has asked for, in the
-            order of their turns.
+        unsettled: all saves, those of managers too, that run, or whose error nothing has asked for,
+            in the order of their turns.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,6 @@ class AsyncSaveHandle:
         self.url = url
         self.staging_completion: Future[None] = _WatchedFuture()
         self.upload_completion: Future[SaveReport] = _WatchedFuture()
-        self._running = False
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._raised = False
@@ -229,32 +228,6 @@ class AsyncSaveHandle:
             stack.callback(settle, self.upload_completion)
             stack.callback(settle, self.staging_completion)
 
-    def _fail(self, error: BaseException) -> None:
-        """End the save with an error, unless its thread runs and will end it."""
-        with _saves.here.lock:
-            if not self._running:
-                self._end(None, error)
-
-    def _run(self, save: _StagedSave, began_with: BaseException | None = None) -> None:
-        """Run the save, unless another thread does; all ranks raise an error that it began with."""
-        with _saves.here.lock:
-            if self._running or self.done():
-                return  # Ctrl-C came as the thread was started
-            self._running = True
-        report, failed = None, None
-        try:
-            save.fail(began_with)
-            report = save.run()
-        except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
-            failed = error
-            log_failure(self.url, error)
-            # The frames hold the copy of the state, whose memory the next save needs.
-            without_frames(error)
-        finally:
-            # Before the save counts as ended, so that its memory is free for the next save.
-            save.forget_state()
-            self._end(report, failed)
-
 
 def async_save(
     state: Mapping[str, Any],
@@ -347,7 +320,7 @@ def async_save(
 
 
 def begin_save(
-    sequence: Sequence,
+    background: BackgroundSaves,
     state: Mapping[str, Any],
     url: str,
     *,
@@ -358,9 +331,9 @@ def begin_save(
     wait_for_staging: bool = True,
     **settings: Any,
 ) -> AsyncSaveHandle:
-    """Begin a save of a sequence, as `async_save` describes; `settings` are for the writer.
+    """Begin one of these saves, as `async_save` describes; `settings` are for the writer.
 
-    It does not wait for a save of another sequence, nor raise its error: the copy waits for its
+    It does not wait for other saves of the process, nor raise their errors: the copy waits for its
     turn in the background.
     """
 
@@ -379,9 +352,9 @@ def begin_save(
     save = _StagedSave(writer, saves)
     handle = save.handle
     try:
-        _wait_for_earlier(sequence, handle, on_busy, calls)
+        _wait_for_earlier(background, handle, on_busy, calls)
     except BaseException as error:
-        handle._fail(error)  # on all ranks
+        handle._end(None, error)  # on all ranks
         raise
     try:
         save.begin_staging(state)
@@ -389,11 +362,11 @@ def begin_save(
             save.finish_staging()
         ready_for_program_end()
         # Not a daemon: Python waits for this thread where `_wait_for_all` cannot be registered.
-        threading.Thread(target=handle._run, args=(save,), name="dcp_objstore-async-save").start()
+        threading.Thread(target=save.run, name="dcp_objstore-async-save").start()
         if has_ended():
             wait_until(handle._ended)  # in an `atexit` handler, after which nothing waits
     except BaseException as error:  # such as Ctrl-C, or no thread can be started
-        handle._run(save, error)
+        save.run(error)
         raise
     save.raise_interrupt()
     return handle
@@ -410,6 +383,7 @@ class _StagedSave:
         self._failed: DcpObjstoreError | None = None
         self._interrupt: BaseException | None = None
         self._began_at = 0.0
+        self._running = False
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
         """Allocate memory and start the copies from devices. `run` raises what fails here."""
@@ -419,13 +393,13 @@ class _StagedSave:
             return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
 
         self._staging, failed = capture(begin)
-        self.fail(failed)
+        self._fail(failed)
 
     def finish_staging(self) -> None:
         """Finish the copy. A second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
             _, failed = capture(self._staging.finish)
-            self.fail(failed)
+            self._fail(failed)
             size_bytes = self._staging.state.size_bytes
             self._writer._staged = staged_event(
                 self.handle.url, current_rank() or 0, size_bytes, self._began_at
@@ -436,8 +410,8 @@ class _StagedSave:
             else:
                 self.handle.staging_completion.set_exception(self._failed)
 
-    def fail(self, error: BaseException | None) -> None:
-        """Note an error that `run` raises on all ranks, unless there is one already."""
+    def _fail(self, error: BaseException | None) -> None:
+        """Note an error that `_save` raises on all ranks, unless there is one already."""
         if error is None or self._failed is not None:
             return
         if not isinstance(error, Exception):
@@ -449,7 +423,27 @@ class _StagedSave:
         if self._interrupt is not None:
             raise self._interrupt
 
-    def run(self) -> SaveReport:
+    def run(self, began_with: BaseException | None = None) -> None:
+        """Run the save, unless another thread does; all ranks raise an error that it began with."""
+        with _saves.here.lock:
+            if self._running:
+                return  # Ctrl-C came as the thread was started
+            self._running = True
+        report, failed = None, None
+        try:
+            self._fail(began_with)
+            report = self._save()
+        except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
+            failed = error
+            log_failure(self.handle.url, error)
+            # The frames hold the copy of the state, whose memory the next save needs.
+            without_frames(error)
+        finally:
+            # Before the save counts as ended, so that its memory is free for the next save.
+            self._staging = None
+            self.handle._end(report, failed)
+
+    def _save(self) -> SaveReport:
         """Save the copy; if it could not be made, raise that error on all ranks."""
         with reporting_failures(self._writer):
             self.finish_staging()
@@ -458,25 +452,21 @@ class _StagedSave:
             assert self._staging is not None
             return run_save(self._writer, self._staging.state, self._group)
 
-    def forget_state(self) -> None:
-        """Drop the references to the copy."""
-        self._staging = None
-
 
 def _wait_for_earlier(
-    sequence: Sequence,
+    background: BackgroundSaves,
     handle: AsyncSaveHandle,
     on_busy: Literal["wait", "raise"],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Make `handle` the latest of its sequence, or raise on every rank if any rank refuses.
+    """Make `handle` the latest of these saves, or raise on every rank if any rank refuses.
 
     Ranks see the end of the earlier save at different times, and only some may have asked for its
     result. If one rank refused alone, the others would hang in the collectives of the new save.
     """
     saves = _saves.here
     while True:
-        earlier, failed = sequence.latest, None
+        earlier, failed = background.latest, None
         if earlier is not None and on_busy == "wait":
             _, failed = capture(partial(wait_until, earlier._ended))
         objection = _objection(earlier, handle.url) if failed is None else None
@@ -489,8 +479,8 @@ def _wait_for_earlier(
                 earlier._raised = True
             raise
         with saves.lock:
-            if sequence.latest is earlier:
-                sequence.latest = handle
+            if background.latest is earlier:
+                background.latest = handle
                 saves.add(handle)
                 return
 

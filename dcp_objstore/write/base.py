@@ -41,7 +41,7 @@ import xxhash
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.checkpoint.claim import list_steps
+from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.checkpoint.read import open_committed, open_found
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError
@@ -144,7 +144,7 @@ def _read_base(base: str, spec: StoreSpec) -> Base:
     run, _ = spec.parent()
     if run is None:
         return Base()
-    for step in list_steps(run.open(), lambda name: run.child(name).open(), newest=1):
+    for step in list_run(run.open(), run.open_child, newest=1).steps:
         _, body = open_found(step.store, step.found)
         return Base(step.store.url, ix.decode(body))
     return Base()

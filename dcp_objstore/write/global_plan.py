@@ -16,12 +16,11 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
-from dcp_objstore.state.dcp_metadata import PlannedIndex
-from dcp_objstore.state.stored import constant_name
+from dcp_objstore.state.dcp_metadata import PlannedIndex, tensor_entry
 
 # A tensor so small that which rank saves it does not matter for the balance.
 _TINY_BYTES = 4096
@@ -31,24 +30,16 @@ _Mask: TypeAlias = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
 
 
-class _Kind(msgspec.Struct, frozen=True, array_like=True):
-    """What a tensor is, apart from its place: the same for all its chunks on all ranks."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    layout: str
-    requires_grad: bool
-    memory_format: str
-    pin_memory: bool
-
-
 class _Items(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's items are: key, type and kind of each (-1: a pickled value)."""
+    """What a rank's items are: key, type and kind of each (-1: a pickled value).
+
+    A kind is what a tensor is, apart from its key and its chunks.
+    """
 
     keys: list[str]
     types: bytes
     kind_numbers: list[int]
-    kinds: list[_Kind]
+    kinds: list[ix.Tensor]
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -72,7 +63,7 @@ class LocalPlan(msgspec.Struct, frozen=True):
             paths: DCP's place of each key in the nested state.
         """
         numbers: list[int] = []
-        kinds: dict[tuple[object, ...], tuple[int, _Kind]] = {}
+        kinds: dict[tuple[object, ...], tuple[int, ix.Tensor]] = {}
         offsets: list[int] = []
         sizes: list[int] = []
         for item in items:
@@ -96,7 +87,7 @@ class LocalPlan(msgspec.Struct, frozen=True):
                 *(is_.memory_format, is_.pin_memory),
             )
             if known not in kinds:
-                kinds[known] = len(kinds), _kind(data)
+                kinds[known] = len(kinds), tensor_entry("", data, 0)
             numbers.append(kinds[known][0])
         described = _Items(
             [item.index.fqn for item in items],
@@ -110,18 +101,6 @@ class LocalPlan(msgspec.Struct, frozen=True):
             np.array(offsets, np.int64).tobytes(),
             np.array(sizes, np.int64).tobytes(),
         )
-
-
-def _kind(data: TensorWriteData) -> _Kind:
-    properties = data.properties
-    return _Kind(
-        tuple(data.size),
-        constant_name(properties.dtype),
-        constant_name(properties.layout),
-        properties.requires_grad,
-        constant_name(properties.memory_format),
-        properties.pin_memory,
-    )
 
 
 class GlobalPlan(NamedTuple):
@@ -163,10 +142,7 @@ def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
     used = items.used[order]
     planned = PlannedIndex(
         tensors={
-            key: ix.Tensor(
-                *(key, kind.shape, kind.dtype, kind.layout, kind.requires_grad),
-                *(kind.memory_format, kind.pin_memory, int(count)),
-            )
+            key: msgspec.structs.replace(kind, key=key, chunk_count=int(count))
             for key, kind, count in zip(state.keys, state.kinds, counts, strict=True)
             if kind is not None
         },
@@ -224,7 +200,7 @@ class _State:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
-        self.kinds: list[_Kind | None] = []  # None: a pickled value
+        self.kinds: list[ix.Tensor | None] = []  # None: a pickled value
         self.first_ranks: list[int] = []
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self._numbers: dict[str, int] = {}
@@ -272,7 +248,7 @@ class _State:
             np.array([0 if n < 0 else item_sizes[n] for n in items.kind_numbers], int),
         )
 
-    def _number(self, key: str, kind: _Kind | None, rank: int) -> int:
+    def _number(self, key: str, kind: ix.Tensor | None, rank: int) -> int:
         number = self._numbers.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
@@ -290,7 +266,7 @@ class _State:
         return number
 
 
-def _described(kind: _Kind | None) -> str:
+def _described(kind: ix.Tensor | None) -> str:
     if kind is None:
         return "a value that is no tensor"
     return f"a {kind.dtype} tensor of shape {kind.shape}"

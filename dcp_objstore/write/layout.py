@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -27,14 +28,13 @@ from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedEr
 from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.memory import lend
 from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name
-from dcp_objstore.transfer.digests import block_digests, small_digest
+from dcp_objstore.transfer.digests import small_digest
 from dcp_objstore.transfer.parts import check_item_size
 
 if TYPE_CHECKING:
     from dcp_objstore.state.device import Outbound
     from dcp_objstore.transfer.parts import PartPlan
     from dcp_objstore.transfer.upload import ByteArray
-    from dcp_objstore.transfer.workers import DaemonPool
 
 # A payload up to this size is copied into the gathering buffer. That is cheaper than a separate
 # buffer, for which the transport and the hashers must get the GIL half a dozen times. In a program
@@ -52,6 +52,13 @@ _FRAMING_BYTES = 64 * 1024
 # bytes.
 _WATCHED_EVERY_BYTES = 64 * 1024
 _WORD = np.dtype(np.uint64)
+
+
+class SizedItem(NamedTuple):
+    """An item to write and its `item_bytes`."""
+
+    item: WriteItem
+    size_bytes: int
 
 
 class ChangedSlice(NamedTuple):
@@ -127,33 +134,47 @@ def check_item(item: WriteItem) -> None:
         raise error.at(key=item.index.fqn) from None
 
 
-@dataclass(slots=True)
+class _Sliced(NamedTuple):
+    """An item whose payload is passed on in slices, and the framing after it.
+
+    Attributes:
+        in_place: whether the slices are the tensor's own memory.
+    """
+
+    placed: Placed
+    slices: Iterable[ByteArray]
+    in_place: bool = False
+    trailer: bytes = b""
+
+
+@dataclass(slots=True, kw_only=True)
 class Layout:
     """The layout of the items in one object.
 
     Args:
-        pending: items that this rank still has to write, in order, each with its `item_bytes`. The
-            object takes items from the left, and leaves what would exceed
-            `plan.max_object_size_bytes` to the next object. A larger item gets its own object.
+        pending: items that this rank still has to write, in order. The object takes items from the
+            left, and leaves what would exceed `plan.max_object_size_bytes` to the next object. A
+            larger item gets its own object.
+        resolve: returns the data of an item, as DCP's planners do.
+        plan: sizes of parts and slices.
+        hash_slice: begins to compute the digests of a slice's blocks.
         on_value: callable that receives each pickled value's key and bytes.
         outbound: the path for slices out of a GPU's memory.
-        digests_of: `block_digests` or a wrapper of it; called in the hashers.
         known_digests: digests that staging has computed, by the address and size of the memory.
 
     Attributes:
+        placed: the place of each item so far.
         changed: slices that were found to change during their upload.
         is_over: set when the upload has ended; the tensors' memory is not read after that.
     """
 
-    pending: deque[tuple[WriteItem, int]]
+    pending: deque[SizedItem]
     resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO]
     plan: PartPlan
-    hashers: DaemonPool
+    hash_slice: Callable[[ByteArray], Future[bytes]]
     on_value: Callable[[str, bytes], None]
-    rank: int
     outbound: Outbound
-    digests_of: Callable[[ByteArray], bytes] = block_digests
-    known_digests: Mapping[tuple[int, int], bytes] = field(default_factory=dict)
+    known_digests: Mapping[tuple[int, int], bytes]
     placed: list[Placed] = field(default_factory=list)
     changed: list[ChangedSlice] = field(default_factory=list)
     is_over: bool = False
@@ -171,9 +192,13 @@ class Layout:
         """Yield the object's bytes; resolve items one at a time, as the transport asks for more.
 
         Raises:
-            DcpObjstoreError: an item cannot be saved; the error names rank and key.
+            DcpObjstoreError: an item cannot be saved; the error names its key.
             RankFailedError: the planner or torch raised an error of another type.
         """
+        # What is gathered, and one more small tensor, is no larger than a slice.
+        enough_bytes = min(
+            _GATHERED_BYTES, self.plan.slice_size_bytes - SMALL_BYTES - _FRAMING_BYTES
+        )
         while self.pending:
             item, size_bytes = self.pending[0]
             if not self._fits(size_bytes):
@@ -184,16 +209,24 @@ class Layout:
                 if isinstance(data, torch.Tensor) and data.dtype != _planned_dtype(item):
                     size_bytes = item_bytes(item, data.dtype)
                     if not self._fits(size_bytes):  # a planner converted it to a larger dtype
-                        self.pending.appendleft((item, size_bytes))
+                        self.pending.appendleft(SizedItem(item, size_bytes))
                         break
-                yield from self._item(item, data)
-                del data  # before the planner makes the next one
+                sliced = self._begin(item, data)
+                del data  # here and below: before the planner makes the next one
+                if sliced is not None:
+                    if self._gathered:
+                        yield self._take_gathered()
+                    yield from map(partial(self._hashed, sliced), sliced.slices)
+                    self._frame(sliced.trailer)
+                    self.placed.append(sliced.placed)
+                elif len(self._gathered) >= enough_bytes:
+                    yield self._take_gathered()
+                del sliced
             except DcpObjstoreError as error:
-                raise error.at(rank=self.rank, key=item.index.fqn) from None
+                raise error.at(key=item.index.fqn) from None
             except Exception as error:
                 raise RankFailedError(
                     f"could not read the value to save: {type(error).__name__}: {error}",
-                    rank=self.rank,
                     key=item.index.fqn,
                 ) from error
         if self._gathered:
@@ -220,28 +253,23 @@ class Layout:
             )
         return data
 
-    def _item(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> Iterator[ByteArray]:
+    def _begin(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> _Sliced | None:
+        """Begin an item; return None if it was small and is gathered as a whole."""
         if isinstance(data, io.BytesIO):
             self.on_value(item.index.fqn, data.getvalue())
-            yield from self._whole(item, np.frombuffer(data.getbuffer(), np.uint8), None)
-            return
+            return self._begin_whole(item, np.frombuffer(data.getbuffer(), np.uint8), None)
         payload = tensor_frame.raw_payload(data)
         if payload is None:
             tensor_frame.check_dtype(data.dtype)
-            yield from self._whole(item, tensor_frame.pickled_blob(data), data.dtype)
-        elif (size_bytes := payload.nbytes) <= (
-            SMALL_BYTES if payload.is_cpu else _SMALL_DEVICE_BYTES
-        ):
-            # A buffer is no larger than a slice.
-            if len(self._gathered) + size_bytes > self.plan.slice_size_bytes - _FRAMING_BYTES:
-                yield self._take_gathered()
-            self._small_tensor(item, payload, size_bytes)
-            if len(self._gathered) >= _GATHERED_BYTES:
-                yield self._take_gathered()
-        else:
-            yield from self._large_tensor(item, payload, size_bytes)
+            return self._begin_whole(item, tensor_frame.pickled_blob(data), data.dtype)
+        size_bytes = payload.nbytes
+        if size_bytes > (SMALL_BYTES if payload.is_cpu else _SMALL_DEVICE_BYTES):
+            return self._begin_tensor(item, payload)
+        self._gather(item, payload, size_bytes)
+        return None
 
-    def _small_tensor(self, item: WriteItem, payload: torch.Tensor, size_bytes: int) -> None:
+    def _gather(self, item: WriteItem, payload: torch.Tensor, size_bytes: int) -> None:
+        """Gather a small tensor and the framing around it."""
         if not payload.is_cpu:
             payload = payload.cpu()
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
@@ -262,85 +290,70 @@ class Layout:
         offset = self._position + padding
         payload_offset = self._position + len(lead)
         self._position = payload_offset + size_bytes + len(frame.trailer)
-        self._place(item, offset, payload_offset, size_bytes, payload.dtype, digest)
-
-    def _place(
-        self,
-        item: WriteItem,
-        offset: int,
-        payload_offset: int,
-        size_bytes: int,
-        dtype: torch.dtype,
-        digests: bytes | list[Future[bytes]],
-    ) -> None:
-        """Note the place of an item that ends here, with a raw payload."""
         length = self._position - offset
-        name = constant_name(dtype)
+        name = constant_name(payload.dtype)
         self.placed.append(
-            Placed(item, offset, length, payload_offset, size_bytes, digests, False, name)
+            Placed(item, offset, length, payload_offset, size_bytes, digest, False, name)
         )
 
-    def _large_tensor(
-        self, item: WriteItem, payload: torch.Tensor, size_bytes: int
-    ) -> Iterator[ByteArray]:
+    def _begin_tensor(self, item: WriteItem, payload: torch.Tensor) -> _Sliced:
+        """Begin a large tensor: frame its memory, or slices that are copied from its device."""
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         padding = tensor_frame.padding_before(self._position, len(frame.header))
         self._frame(bytes(padding) + frame.header)
-        payload_offset = self._position
-        offset = payload_offset - len(frame.header)
-        if self._gathered:
-            yield self._take_gathered()
-        known = self.known_digests.get((payload.data_ptr(), size_bytes))
-        hashing: list[Future[bytes]] = []
-        pieces = self.outbound.slices(payload)
-        in_place = pieces is None
-        if pieces is None:
-            pieces = tensor_frame.payload_slices(payload, self.plan.slice_size_bytes)
-        at = payload_offset
-        for piece in pieces:
-            sent = piece
-            if known is None:
-                words = _watched_words(piece) if in_place else None
-                hashing.append(self.hashers.submit(self.digests_of, piece))
-                if words is not None:
-                    found = ChangedSlice(item.index.fqn, at, piece.nbytes, hashing[-1])
-                    sent = self._watched(piece, words, found)
-            at += piece.nbytes
-            yield sent
-        digests = hashing if known is None else known
-        self._position += size_bytes
-        self._frame(frame.trailer)
-        self._place(item, offset, payload_offset, size_bytes, payload.dtype, digests)
+        copied = self.outbound.slices(payload)
+        return _Sliced(
+            Placed(
+                item,
+                offset=self._position - len(frame.header),
+                length=len(frame.header) + payload.nbytes + len(frame.trailer),
+                payload_offset=self._position,
+                payload_length=payload.nbytes,
+                digests=self.known_digests.get((payload.data_ptr(), payload.nbytes), []),
+                pickled=False,
+                dtype=constant_name(payload.dtype),
+            ),
+            copied or tensor_frame.payload_slices(payload, self.plan.slice_size_bytes),
+            in_place=copied is None,
+            trailer=frame.trailer,
+        )
 
-    def _watched(self, piece: ByteArray, words: ByteArray, found: ChangedSlice) -> ByteArray:
-        """Return the slice; compare its words again when the transport releases it."""
+    def _begin_whole(self, item: WriteItem, body: ByteArray, dtype: torch.dtype | None) -> _Sliced:
+        """Begin an item that is all payload: a pickled value, or a tensor pickled as a whole."""
+        self._frame(bytes(tensor_frame.padding_before(self._position, 0)))
+        size_bytes = self.plan.slice_size_bytes
+        return _Sliced(
+            Placed(
+                item,
+                offset=self._position,
+                length=body.nbytes,
+                payload_offset=self._position,
+                payload_length=body.nbytes,
+                digests=[],
+                pickled=dtype is not None,
+                dtype=None if dtype is None else constant_name(dtype),
+            ),
+            [body[at : at + size_bytes] for at in range(0, body.nbytes, size_bytes)],
+        )
+
+    def _hashed(self, sliced: _Sliced, piece: ByteArray) -> ByteArray:
+        """Begin to hash a slice, and watch whether it changes during its upload."""
+        at = self._position
+        self._position += piece.nbytes
+        digests = sliced.placed.digests
+        if isinstance(digests, bytes):
+            return piece
+        words = _watched_words(piece) if sliced.in_place else None
+        digests.append(self.hash_slice(piece))
+        if words is None:
+            return piece
+        change = ChangedSlice(sliced.placed.item.index.fqn, at, piece.nbytes, digests[-1])
 
         def compare() -> None:
             if not self.is_over and not np.array_equal(_watched_words(piece), words):
-                self.changed.append(found)
+                self.changed.append(change)
 
-        return lend(piece, compare)
-
-    def _whole(
-        self, item: WriteItem, body: ByteArray, dtype: torch.dtype | None
-    ) -> Iterator[ByteArray]:
-        """Yield an item that is all payload: a pickled value, or a tensor pickled as a whole."""
-        self._frame(bytes(tensor_frame.padding_before(self._position, 0)))
-        offset = self._position
-        if self._gathered:
-            yield self._take_gathered()
-        size_bytes = body.nbytes
-        digests = []
-        for start in range(0, size_bytes, self.plan.slice_size_bytes):
-            piece = body[start : start + self.plan.slice_size_bytes]
-            digests.append(self.hashers.submit(self.digests_of, piece))
-            yield piece
-        self._position += size_bytes
-        pickled = dtype is not None
-        name = None if dtype is None else constant_name(dtype)
-        self.placed.append(
-            Placed(item, offset, size_bytes, offset, size_bytes, digests, pickled, name)
-        )
+        return lend(piece, compare)  # compares when the transport releases it
 
     def _frame(self, framing: bytes) -> None:
         self._framing.update(framing)

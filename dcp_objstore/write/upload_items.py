@@ -9,7 +9,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import index as ix
@@ -31,7 +32,7 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
 from dcp_objstore.write.base import Unchanged, find_unchanged
-from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, item_bytes
+from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, SizedItem, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def upload_items(
     settle_streams()  # because another thread reads the tensors
     store = save.open()
     known_digests = planner.digests if isinstance(planner, AgreeingSavePlanner) else {}
-    digests_of = _emitting(save.channel) if save.channel.detailed else block_digests
+    digests_of = partial(_hash, save.channel) if save.channel.detailed else block_digests
     unchanged = Unchanged()
     if base is not None:
         unchanged = find_unchanged(
@@ -84,51 +85,41 @@ def upload_items(
             whole=not store.capabilities.range_copies,
         )
     order = upload_order(plan.items, unchanged.items)
-    left = _without(unchanged.to_copy, order)
-    part_plan = _part_plan(store, left, config)
-    left_bytes = [sum(size for _, size in group) for group in _groups(left, unchanged)]
-    save.channel.emit(
-        Planned,
-        save.channel.began_at,
-        operation="save",
-        items=len(order),
-        size_bytes=sum(size_bytes for _, size_bytes in order),
-        objects=len(unchanged.objects)
-        + max(
-            not unchanged.objects,
-            sum(-(-size // part_plan.max_object_size_bytes) for size in left_bytes),
-        ),
-        requests=unchanged.parts
-        + sum(part_count(size, part_plan.part_size_bytes) for size in left_bytes),
+    sizes_bytes = [size_bytes for _, size_bytes in order]
+    # For all of them: what cannot be copied after all is uploaded.
+    part_plan = plan_parts(
+        sum(sizes_bytes),
+        config.part_size_bytes,
+        max_object_size_bytes=config.max_object_size_bytes,
+        largest_item_bytes=max(sizes_bytes, default=0),
+        is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
     )
+    _emit_planned(save, unchanged, order, part_plan)
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
+    is_copied = False
     if isinstance(planner, AgreeingSavePlanner):
-        results.planned = plan.items
-    uploads = _without(unchanged.copied, order)
-    if len(uploads) > len(left):
-        part_plan = _part_plan(store, uploads, config)
+        results.planned, is_copied = plan.items, planner.is_copied
+    groups = _groups(order, unchanged, unchanged.copied)
     # Parts of copied payload take memory; other parts are views of the tensors.
-    is_copied = isinstance(planner, AgreeingSavePlanner) and planner.is_copied
+    uploads = itertools.chain.from_iterable(groups)
     copied_bytes = sum(size for _, size in uploads if is_copied or size <= SMALL_BYTES)
     most = AUTO_MOST
     if copied_bytes > COPIED_MOST_BYTES:
         most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
-    numbers, groups = itertools.count(len(unchanged.objects)), _groups(uploads, unchanged)
+    numbers = itertools.count(len(unchanged.objects))
     with DaemonPool(config.hash_threads, "hash") as hashers:
         progress = Progress(config.stall_timeout_seconds, save.channel)
         outbound = Outbound(part_plan, config, progress.check_stopped)
         while pending := next(filter(None, groups), None):
             layout = Layout(
-                pending,
-                planner.resolve_data,
-                part_plan,
-                hashers,
-                lambda key, body: warn_unsafe_value(body, key, warned_keys),
-                save.rank,
-                outbound,
-                digests_of,
-                known_digests,
+                pending=pending,
+                resolve=planner.resolve_data,
+                plan=part_plan,
+                hash_slice=partial(hashers.submit, digests_of),
+                on_value=lambda key, body: warn_unsafe_value(body, key, warned_keys),
+                outbound=outbound,
+                known_digests=known_digests,
             )
             key = data_key(save.rank, next(numbers), save.nonce)
             try:
@@ -147,22 +138,28 @@ def upload_items(
     return results, objects
 
 
-def _part_plan(
-    store: ObjectStore, items: Iterable[tuple[WriteItem, int]], config: TransferConfig
-) -> PartPlan:
-    sizes = [size_bytes for _, size_bytes in items]
-    return plan_parts(
-        sum(sizes),
-        config.part_size_bytes,
-        max_object_size_bytes=config.max_object_size_bytes,
-        largest_item_bytes=max(sizes, default=0),
-        is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
+def _emit_planned(
+    save: Save, unchanged: Unchanged, order: Sequence[SizedItem], part_plan: PartPlan
+) -> None:
+    """Emit what is to be moved: copied by the store, and uploaded."""
+    groups = _groups(order, unchanged, unchanged.to_copy)
+    uploads_bytes = [sum(size for _, size in group) for group in groups]
+    objects = sum(-(-size // part_plan.max_object_size_bytes) for size in uploads_bytes)
+    save.channel.emit(
+        Planned,
+        save.channel.began_at,
+        operation="save",
+        items=len(order),
+        size_bytes=sum(size_bytes for _, size_bytes in order),
+        objects=len(unchanged.objects) + max(not unchanged.objects, objects),
+        requests=unchanged.parts
+        + sum(part_count(size, part_plan.part_size_bytes) for size in uploads_bytes),
     )
 
 
 def upload_order(
     items: Iterable[WriteItem], unchanged: Collection[MetadataIndex] = ()
-) -> list[tuple[WriteItem, int]]:
+) -> list[SizedItem]:
     """Return items in the order in which they are uploaded, each with its size in bytes.
 
     Pickled values come first, as in stock writers. Tensors follow in the plan's order, but with the
@@ -171,33 +168,34 @@ def upload_order(
     base stays together too, so that the next save may copy it.
     """
     return sorted(
-        ((item, item_bytes(item)) for item in items),
-        key=lambda one: (
-            one[0].tensor_data is not None,
-            one[1] > DEFAULT_GAP_BYTES,
-            not (unchanged and one[0].index in unchanged),
+        (SizedItem(item, item_bytes(item)) for item in items),
+        key=lambda sized: (
+            sized.item.tensor_data is not None,
+            sized.size_bytes > DEFAULT_GAP_BYTES,
+            not (unchanged and sized.item.index in unchanged),
         ),
     )
 
 
-def _without(
-    indices: Collection[MetadataIndex], order: list[tuple[WriteItem, int]]
-) -> list[tuple[WriteItem, int]]:
-    # Most saves have no base, and the hash of an index costs as much as a tenth of the item.
-    return [one for one in order if one[0].index not in indices] if indices else order
-
-
 def _groups(
-    items: list[tuple[WriteItem, int]], unchanged: Unchanged
-) -> list[deque[tuple[WriteItem, int]]]:
+    order: Sequence[SizedItem], unchanged: Unchanged, copied: Collection[MetadataIndex]
+) -> list[deque[SizedItem]]:
     """Return what is uploaded into separate objects: what has changed, and what has not.
 
     It is one group, unless the next save could only copy the second as whole objects.
+
+    Args:
+        copied: what is not uploaded.
     """
-    kept = [one for one in items if unchanged.whole and one[0].index in unchanged.items]
-    if sum(size for _, size in kept) < LEAST_PART_BYTES:
-        return [deque(items)]
-    return [deque(group) for group in (_without(unchanged.items, items), kept) if group]
+    # Most saves have no base, and the hash of an index costs as much as a tenth of the item.
+    uploads = [sized for sized in order if sized.item.index not in copied] if copied else order
+    kept: deque[SizedItem] = deque()
+    changed: deque[SizedItem] = deque()
+    for sized in uploads if unchanged.whole else ():
+        (kept if sized.item.index in unchanged.items else changed).append(sized)
+    if sum(sized.size_bytes for sized in kept) < LEAST_PART_BYTES:
+        return [deque(uploads)]
+    return [group for group in (changed, kept) if group]
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:
@@ -224,13 +222,9 @@ def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[Change
         )
 
 
-def _emitting(channel: Channel) -> Callable[[ByteArray], bytes]:
-    """Return `block_digests` with a `Hashed` event for each call."""
-
-    def digests_of(piece: ByteArray) -> bytes:
-        began_at = time.monotonic()
-        digests = block_digests(piece)
-        channel.emit(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
-        return digests
-
-    return digests_of
+def _hash(channel: Channel, piece: ByteArray) -> bytes:
+    """Return the digests of a slice's blocks, and emit an event."""
+    began_at = time.monotonic()
+    digests = block_digests(piece)
+    channel.emit(Hashed, began_at, size_bytes=piece.nbytes, worker=worker_number())
+    return digests

@@ -11,6 +11,7 @@ import pytest
 
 from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import Marker, decode_marker, encode_marker, new_id
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
@@ -39,12 +40,11 @@ from dcp_objstore.errors import (
     SupersededError,
     UnsupportedError,
 )
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore
+from dcp_objstore.stores.protocol import IfAbsent, IfVersion
 from tests.support import upkeep
 from tests.support.memory_store import (
     DELAYED,
     LOST,
-    UNANSWERED,
     Fate,
     MemoryStore,
     Put,
@@ -81,10 +81,6 @@ def marker_puts(store: MemoryStore) -> list[Put]:
 # --- what a commit is
 
 
-def test_memory_store_is_an_object_store(store: MemoryStore) -> None:
-    assert isinstance(store, ObjectStore)
-
-
 def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStore) -> None:
     token = commits.begin(store, overwrite=False)
     assert set(store.requests[:2]) == {("put", token.beacon), ("head", DOT_METADATA_KEY)}
@@ -107,67 +103,6 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     body = ix.encode(index)
     assert marker.index.sha256 == hashlib.sha256(body).hexdigest()
     assert open_committed(store) == (marker, body)
-
-
-def test_committed_checkpoint_is_refused_without_overwrite(store: MemoryStore) -> None:
-    save(store)
-    before = dict(store.objects)
-    with pytest.raises(CheckpointExistsError):
-        commits.begin(store, overwrite=False)
-    assert store.objects == before
-
-
-def test_overwrite_logs_the_replaced_commit_and_uses_its_version(store: MemoryStore) -> None:
-    first = save(store)
-    token = commits.begin(store, overwrite=True)
-    second = finish(store, token)
-    marker, _ = open_committed(store)
-    assert marker == second.marker
-    assert marker.generation == 2
-    assert marker.log == (first.commit_id,)
-    assert token.version is not None
-    assert marker_puts(store)[-1].precondition == IfVersion(token.version)
-
-
-def test_pinned_checkpoint_is_not_overwritten(store: MemoryStore) -> None:
-    save(store)
-    rewrite(store, pins=("release",))
-    with pytest.raises(CheckpointExistsError, match="release"):
-        commits.begin(store, overwrite=True)
-
-
-def test_tombstone_counts_as_absent_and_is_what_the_next_commit_replaces(
-    store: MemoryStore,
-) -> None:
-    first = save(store)
-    tombstone = rewrite(store, state="deleted")
-    with pytest.raises(CheckpointNotFoundError, match="deleted"):
-        open_committed(store)
-    token = commits.begin(store, overwrite=False)
-    assert token.marker == tombstone
-    second = finish(store, token)
-    assert isinstance(marker_puts(store)[-1].precondition, IfVersion)
-    assert open_committed(store)[0].log == (first.commit_id,)
-    assert second.marker.generation == 2
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_deletion_that_a_crash_left_does_not_block_saving(
-    store: MemoryStore, overwrite: bool
-) -> None:
-    first = save(store)
-    publish_dot_metadata(store, first.commit_id, b"first")
-    rewrite(store, state="deleting")
-    with pytest.raises(CheckpointNotFoundError, match="being deleted"):
-        open_committed(store)
-    token = commits.begin(store, overwrite=overwrite)
-    # Now, not at the commit: a process that finished it meanwhile would defeat this save.
-    assert token.marker is not None
-    assert token.marker.state == "deleted"
-    assert DOT_METADATA_KEY not in store.objects
-    done = finish(store, token)
-    assert open_committed(store)[0].log == (first.commit_id,)
-    assert not done.superseded
 
 
 def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(
@@ -241,62 +176,7 @@ def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
     assert open_committed(store)[0] == done.marker
 
 
-def test_failed_listing_or_index_put_commits_nothing(store: MemoryStore) -> None:
-    token = commits.begin(store, overwrite=False)
-    index = upload(store)
-    store.on_put = lambda put: (
-        StoreUnavailableError("503") if put.key.startswith("index.") else None
-    )
-    with pytest.raises(StoreUnavailableError):
-        finish(store, token, index)
-    store.on_put = None
-
-    def refuse() -> None:
-        raise PermissionDeniedError("no listing")
-
-    store.on_list = refuse
-    with pytest.raises(PermissionDeniedError):
-        finish(store, token, index)
-    assert not marker_puts(store)
-
-
 # --- races
-
-
-def test_of_two_writers_with_one_begin_state_exactly_one_wins(store: MemoryStore) -> None:
-    for overwrite in (False, True):
-        one, two = (commits.begin(store, overwrite=overwrite) for _ in range(2))
-        assert one == two
-        index = upload(store)
-        winner = finish(store, one, index)
-        before = dict(store.objects)
-        with pytest.raises(CommitLostError) as caught:
-            finish(store, two)
-        assert winner.commit_id in str(caught.value)
-        assert open_committed(store) == (winner.marker, ix.encode(index))
-        assert before.items() <= store.objects.items()  # nothing of the winner's changed
-
-
-def test_of_two_writers_whose_marker_puts_cross_exactly_one_wins(store: MemoryStore) -> None:
-    one, two = (commits.begin(store, overwrite=False) for _ in range(2))
-    others: list[CommitResult] = []
-
-    def overtake(_: Put) -> None:
-        others.append(finish(store, two))
-
-    store.on_put = in_turn(MARKER_KEY, overtake)
-    with pytest.raises(CommitLostError):
-        finish(store, one)
-    assert open_committed(store)[0].commit_id == others[0].commit_id
-
-
-def test_deletion_since_begin_defeats_an_overwrite(store: MemoryStore) -> None:
-    save(store)
-    token = commits.begin(store, overwrite=True)
-    rewrite(store, state="deleting")
-    with pytest.raises(CommitLostError):
-        finish(store, token)
-    assert decode_marker(store.body(MARKER_KEY)).state == "deleting"
 
 
 def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemoryStore) -> None:
@@ -312,26 +192,6 @@ def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemorySt
 
 
 # --- ambiguity
-
-
-def test_put_that_took_effect_without_an_answer_is_a_success(store: MemoryStore) -> None:
-    store.on_put = in_turn(MARKER_KEY, UNANSWERED)
-    done = save(store)
-    assert not done.superseded
-    assert len(marker_puts(store)) == 1
-    assert open_committed(store)[0] == done.marker
-
-
-def test_put_that_took_effect_but_answers_conflict_is_a_success(store: MemoryStore) -> None:
-    """As when a proxy resends our PUT: 412 or 409 is the answer to the second copy."""
-
-    def doubled(put: Put) -> BaseException:
-        store.apply(put)
-        return PreconditionFailedError("412")
-
-    store.on_put = in_turn(MARKER_KEY, doubled)
-    done = save(store)
-    assert open_committed(store)[0] == done.marker
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -389,15 +249,6 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(
     assert done.commit_id in (marker.commit_id, *marker.log)
 
 
-def test_late_put_cannot_undo_a_commit_that_was_resent(store: MemoryStore) -> None:
-    store.on_put = in_turn(MARKER_KEY, DELAYED)
-    done = save(store)
-    after = store.body(MARKER_KEY)
-    assert store.deliver() == [False]
-    assert store.body(MARKER_KEY) == after
-    assert open_committed(store)[0] == done.marker
-
-
 def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: MemoryStore) -> None:
     clock = TickingClock()
     token = commits.begin(store, overwrite=False)
@@ -413,24 +264,6 @@ def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: Memory
     assert left == set(store.objects)
     # And so the commit that lands after all is whole.
     assert store.deliver()[0]
-    assert open_committed(store)[1] == ix.encode(index)
-
-
-def test_store_that_cannot_be_read_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
-    token = commits.begin(store, overwrite=False)
-    index = upload(store)
-
-    def unreadable(key: str) -> None:
-        raise StoreUnavailableError("503")
-
-    def silent(put: Put) -> Fate | None:
-        store.on_get = unreadable
-        return UNANSWERED if put.key == MARKER_KEY and put.number == 1 else None
-
-    store.on_put = silent
-    with pytest.raises(CommitUnknownError):
-        finish(store, token, index)
-    store.on_get = None
     assert open_committed(store)[1] == ix.encode(index)
 
 
@@ -538,21 +371,6 @@ def publish(store: MemoryStore, commit_id: str, body: bytes) -> bool:
     return publish_dot_metadata(store, commit_id, body, tries=TickingClock().tries())
 
 
-def test_dot_metadata_is_written_and_replaced_by_the_next_commit(store: MemoryStore) -> None:
-    for body in (b"first", b"second"):
-        done = save(store, overwrite=True)
-        assert publish(store, done.commit_id, body)
-        assert store.body(DOT_METADATA_KEY) == body
-
-
-def test_dot_metadata_of_a_replaced_commit_is_not_written(store: MemoryStore) -> None:
-    first = save(store)
-    second = save(store, overwrite=True)
-    assert publish(store, second.commit_id, b"second")
-    assert not publish(store, first.commit_id, b"first")
-    assert store.body(DOT_METADATA_KEY) == b"second"
-
-
 def test_dot_metadata_loop_stops_for_a_newer_commit_that_comes_in_between(
     store: MemoryStore,
 ) -> None:
@@ -569,11 +387,17 @@ def test_dot_metadata_loop_stops_for_a_newer_commit_that_comes_in_between(
     assert store.body(DOT_METADATA_KEY) == b"second"
 
 
-def test_dot_metadata_of_a_deleted_commit_is_not_written(store: MemoryStore) -> None:
-    first = save(store)
-    for state in ("deleting", "deleted"):
-        rewrite(store, state=state)
-        assert not publish(store, first.commit_id, b"first")
+def test_a_deletion_that_crosses_a_publication_leaves_no_dot_metadata(store: MemoryStore) -> None:
+    """The PUT takes effect after the deletion, and its answer is lost."""
+    done = save(store)
+
+    def cross(put: Put) -> BaseException:
+        delete(store, clock=TickingClock())
+        store.apply(put)
+        return StoreUnavailableError("no answer")
+
+    store.on_put = in_turn(DOT_METADATA_KEY, cross)
+    assert not publish(store, done.commit_id, b"first")
     assert DOT_METADATA_KEY not in store.objects
 
 
@@ -590,31 +414,6 @@ def test_dot_metadata_costs_two_requests_if_it_is_what_the_save_saw(store: Memor
     assert publish_dot_metadata(store, done.commit_id, b"second", seen=token.dot_metadata)
     assert store.requests[before:] == [("put", DOT_METADATA_KEY), ("get", MARKER_KEY)]
     assert store.body(DOT_METADATA_KEY) == b"second"
-
-
-@pytest.mark.parametrize("newer", [False, True])
-def test_dot_metadata_that_has_changed_since_is_replaced_only_by_the_newest_commit(
-    store: MemoryStore, newer: bool
-) -> None:
-    token, done = overwrite_seen(store)
-    if newer:
-        assert publish(store, save(store, overwrite=True).commit_id, b"third")
-    else:
-        store.put(DOT_METADATA_KEY, b"of a repair")
-    seen = token.dot_metadata
-    published = publish_dot_metadata(
-        store, done.commit_id, b"second", seen=seen, tries=TickingClock().tries()
-    )
-    assert published != newer
-    assert store.body(DOT_METADATA_KEY) == (b"third" if newer else b"second")
-
-
-def test_dot_metadata_survives_a_lost_answer(store: MemoryStore) -> None:
-    done = save(store)
-    fates = [UNANSWERED, LOST]
-    store.on_put = lambda put: fates.pop(0) if fates else None
-    assert publish(store, done.commit_id, b"ours")
-    assert store.body(DOT_METADATA_KEY) == b"ours"
 
 
 def test_dot_metadata_that_cannot_be_written_is_an_error_and_the_commit_stands(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks
+from dcp_objstore.cli.ranks import Job, Outcome, Ranks
 from dcp_objstore.errors import CheckpointNotFoundError, CommitLostError, LostRaceError
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from tests.support.campaign import cases

@@ -15,20 +15,11 @@ from dcp_objstore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointPinnedError,
-    CommitLostError,
-    CommitUnknownError,
     ConfigError,
 )
 from dcp_objstore.stores import ObjectStore
-from tests.support.memory_store import (
-    DELAYED,
-    LOST,
-    UNANSWERED,
-    MemoryStore,
-    TickingClock,
-    in_turn,
-)
-from tests.support.upkeep import DESCRIBED, AgedStore, finish, named, save, state, tear, upload
+from tests.support.memory_store import MemoryStore, TickingClock, in_turn
+from tests.support.upkeep import DESCRIBED, AgedStore, save, state, tear
 
 
 def pins_of(store: MemoryStore) -> tuple[str, ...]:
@@ -65,19 +56,6 @@ def test_pin_that_is_there_already_sends_no_put(store: MemoryStore) -> None:
     assert len(store.puts) == before
 
 
-def test_an_overwrite_under_way_does_not_replace_what_was_pinned_meanwhile(
-    store: MemoryStore,
-) -> None:
-    done = save(store)
-    token = commits.begin(store, overwrite=True)
-    index = upload(store)
-    pin(store, "paper")
-    with pytest.raises(CommitLostError):
-        finish(store, token, index, clock=TickingClock())
-    assert open_committed(store)[0].commit_id == done.commit_id
-    named(store)
-
-
 def test_a_sweep_keeps_pins(store: MemoryStore) -> None:
     aged = AgedStore(store)
     save(store)
@@ -93,24 +71,6 @@ def test_two_pins_at_once_are_both_set(store: MemoryStore) -> None:
     store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "other", clock=TickingClock()))
     pin(store, "mine", clock=TickingClock())
     assert set(pins_of(store)) == {"mine", "other"}
-
-
-@pytest.mark.parametrize("fate", [LOST, UNANSWERED, DELAYED])
-def test_lost_and_late_answers_are_found_out(store: MemoryStore, fate) -> None:
-    save(store)
-    fates = [fate]
-    store.on_put = lambda put: fates.pop() if fates else None
-    assert pin(store, "paper", clock=TickingClock()) == ("paper",)
-    store.deliver()
-    assert pins_of(store) == ("paper",)
-
-
-def test_no_answer_until_the_deadline_is_an_unknown_outcome(store: MemoryStore) -> None:
-    save(store)
-    store.on_put = lambda put: LOST
-    with pytest.raises(CommitUnknownError, match="the pin"):
-        pin(store, "paper", clock=TickingClock())
-    assert pins_of(store) == ()
 
 
 def test_there_must_be_a_checkpoint_to_pin(store: MemoryStore) -> None:

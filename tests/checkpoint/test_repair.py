@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from dcp_objstore.checkpoint import probe
@@ -12,10 +14,11 @@ from dcp_objstore.checkpoint.repair import RepairReport, repair
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    RetryableError,
 )
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
-from tests.support.memory_store import MemoryStore, TickingClock, in_turn
+from tests.support.memory_store import MemoryStore, TickingClock
 from tests.support.upkeep import DESCRIBED, keys, named, save, state, tear, tear_deletion
 
 
@@ -103,31 +106,32 @@ def test_dot_metadata_of_another_library_beside_a_tombstone_stays(store: MemoryS
     assert store.body(DOT_METADATA_KEY) == b"stock torch's"
 
 
-def test_a_save_that_comes_while_dot_metadata_is_removed_has_its_own_afterwards(
+def change_at_the_last_look(store: MemoryStore, change: Callable[[MemoryStore], object]) -> None:
+    """The checkpoint changes right after its `.metadata` was written and looked after."""
+    save(store, publish=False)
+    looks: list[str] = []
+
+    def look(key: str) -> None:
+        if key == MARKER_KEY and DOT_METADATA_KEY in store.objects:
+            looks.append(key)
+            if len(looks) == 2:
+                change(store)
+
+    store.on_get = look
+
+
+def test_a_deletion_that_begins_as_dot_metadata_is_repaired_is_left_to_finish(
     store: MemoryStore,
 ) -> None:
-    save(store)
-    delete(store)
-    store.put(DOT_METADATA_KEY, b"metadata of late")
-    saved = []
-
-    def meanwhile(_key: str) -> None:
-        if not saved:
-            saved.append(None)
-            saved.append(save(store))
-
-    store.on_delete = meanwhile
-    report = go(store)
-    assert (report.state, report.commit_id) == ("committed", saved[1].commit_id)
-    assert in_line(store)
+    """The last look at the marker finds the same commit, which is being deleted."""
+    change_at_the_last_look(store, tear_deletion)
+    with pytest.raises(RetryableError, match="being deleted"):
+        go(store)
 
 
-def test_an_overwrite_that_comes_between_has_the_last_word(store: MemoryStore) -> None:
-    save(store, publish=False)
-    saved = []
-    store.on_put = in_turn(DOT_METADATA_KEY, lambda _: saved.append(save(store, overwrite=True)))
-    report = go(store)
-    assert report.commit_id == saved[0].commit_id
+def test_a_save_that_comes_as_dot_metadata_is_repaired_has_its_own(store: MemoryStore) -> None:
+    change_at_the_last_look(store, lambda store: save(store, overwrite=True, publish=False))
+    assert go(store).dot_metadata == "written"
     assert in_line(store)
 
 

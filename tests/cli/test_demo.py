@@ -19,11 +19,8 @@ import pytest
 import torch
 
 from dcp_objstore.cli.demo import proofs, story
-from dcp_objstore.cli.demo.place import in_bucket
 from dcp_objstore.cli.demo.proofs import ProofFailedError, State
-from dcp_objstore.cli.demo.ranks import Outcome
-from dcp_objstore.cli.demo.report import Printer
-from dcp_objstore.cli.demo.story import Story, run_demo
+from dcp_objstore.cli.demo.story import Story, failure_told, in_bucket, run_demo, tell
 from dcp_objstore.cli.demo.training import (
     CONTEXT,
     ByteTransformer,
@@ -32,9 +29,10 @@ from dcp_objstore.cli.demo.training import (
     next_byte_loss,
     read_text,
 )
+from dcp_objstore.cli.ranks import Outcome
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
-from dcp_objstore.stores import open_store
+from dcp_objstore.stores import StoreSpec, open_store
 from tests.support.command_line import environment, examples
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET
@@ -181,7 +179,7 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def run(story: Story) -> None:
-        story.place.run.open().put("left-over", b"x")
+        story.spec.open().put("left-over", b"x")
         raise ProofFailedError("the state differs")
 
     monkeypatch.setattr(Story, "run", run)
@@ -197,8 +195,8 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
 
 def test_keep_leaves_the_users_objects(tmp_path: Path) -> None:
     for keep in (True, False):
-        with in_bucket(f"file://{tmp_path}/{keep}", keep=keep) as place:
-            place.step(8).open().put("object", b"x")
+        with in_bucket(f"file://{tmp_path}/{keep}", keep=keep) as run:
+            run.child("step-8").open().put("object", b"x")
         left = [meta.key for meta in open_store(f"file://{tmp_path}/{keep}").list()]
         assert [key.endswith("/step-8/object") for key in left] == ([True] if keep else [])
 
@@ -218,8 +216,8 @@ def test_what_the_demo_wrote_is_removed_from_a_slow_bucket_with_as_many_retries_
     with NetworkProxy(seaweed.storage_options) as proxy:
         for name, value in environment(proxy.storage_options).items():
             monkeypatch.setenv(name, value)
-        with in_bucket(f"s3://{BUCKET}/demo-slow", keep=False) as place:
-            place.run.open().put("step-1/object", b"body")
+        with in_bucket(f"s3://{BUCKET}/demo-slow", keep=False) as run:
+            run.open().put("step-1/object", b"body")
             proxy.plan = slow_down
     assert next(asked_to_wait, None) is None
     assert list(open_store(f"s3://{BUCKET}/demo-slow", seaweed.storage_options).list()) == []
@@ -329,31 +327,26 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture(params=[40, 60, 100])
-def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setenv("COLUMNS", str(request.param))
-    return request.param
-
-
-def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
-    terminal = Terminal()
-    printer = Printer(terminal)
-    printer.title("A headline that says what happens in this phase of the whole demo")
-    printer.proof("something was shown that needs more than forty columns to be told")
-    proof = "what it shows, in words"
-    printer.add_row("save, killed", 8, 24, proof, total_bytes=2**25, seconds=0.5)
-    printer.table()
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_no_line_is_wider_than_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    story = Story(StoreSpec("memory://demo"), 8, 4)
+    tell("A headline that says what happens in this phase of the whole demo", "")
+    story.note_proof("something was shown that needs more than forty columns to be told")
+    story.add_row("save, killed", 8, 24, total_bytes=2**25, seconds=0.5)
+    story.print_table()
     lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
     table = " ".join(" ".join(lines).split())
-    for cell in ("save, killed", "32.0", "0.062", "what it shows, in words"):
+    for cell in ("save, killed", "32.0", "0.062"):
         assert cell in table
 
 
-def test_a_stream_without_unicode_gets_plain_words() -> None:
+def test_a_stream_without_unicode_gets_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
-    stream = io.TextIOWrapper(raw, encoding="ascii")
-    printer = Printer(stream)
-    printer.proof("shown")
-    printer.failure("not shown …")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    with pytest.raises(SystemExit), failure_told():
+        Story(StoreSpec("memory://demo"), 8, 4).note_proof("shown")
+        raise ProofFailedError("not shown …")
     assert raw.getvalue().decode() == "  ok shown\n  FAILED not shown ?\n"

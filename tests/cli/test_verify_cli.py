@@ -21,7 +21,6 @@ ALL = {
     "deep": False,
     "run": False,
     "before": None,
-    "from_byte": 0,
     "as_json": False,
 }
 

@@ -20,7 +20,7 @@ from dcp_objstore.checkpoint import probe
 from dcp_objstore.run import gc as sweeping
 from dcp_objstore.stores.spec import StoreSpec
 from tests.crash.process import Connection, ConnectionUploads, Process, here
-from tests.support.memory_bucket import Bucket
+from tests.support.memory_store import Bucket
 from tests.support.serial import as_given, one_after_the_other
 
 Act = Callable[[int], None]  # of one rank

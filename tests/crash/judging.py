@@ -38,7 +38,7 @@ from tests.crash.scenes import (
     settle,
     stock_save,
 )
-from tests.support.memory_bucket import Bucket
+from tests.support.memory_store import Bucket
 from tests.support.upkeep import named, state
 
 # More sweeps than any state needs: one finishes a deletion, one mends, one removes.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.stores.protocol import UnfinishedUpload, Version
-from tests.support.memory_bucket import Bucket, BucketStore
+from tests.support.memory_store import Bucket, BucketStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -23,7 +23,7 @@ from dcp_objstore.stores import StoreSpec
 from tests.crash import stock_store  # noqa: F401 - registers cut://
 from tests.crash.jobs import break_group, run_here, run_job
 from tests.crash.process import Cut, Process, Turns, here, uploads
-from tests.support.memory_bucket import Bucket
+from tests.support.memory_store import Bucket
 from tests.support.serial import Order, as_given, one_after_the_other, reverse
 
 RUN = "s3://crash/run"

@@ -20,10 +20,11 @@ from dcp_objstore.doctor import check_up
 from dcp_objstore.errors import PermissionDeniedError
 from dcp_objstore.stores import StoreSpec
 from tests.support.campaign import cases
+from tests.support.proxy import Asked
 from tests.support.rights import rights_of, s3_resource
 from tests.support.scripted import Dialect, fault_answer
 from tests.support.servers import Bucket
-from tests.support.tampering import Asked, TamperingProxy
+from tests.support.tampering import TamperingProxy
 from tests.support.unfinished_uploads import begin_upload
 from tests.support.upkeep import AgedStore, Ages, tear
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits
-from dcp_objstore.checkpoint.claim import FORMAT, ClaimRecord, encode_claim
+from dcp_objstore.checkpoint.catalogue import FORMAT, ClaimRecord, encode_claim
 from dcp_objstore.checkpoint.marker import new_id
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.errors import (

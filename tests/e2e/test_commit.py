@@ -27,7 +27,6 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     UnsupportedError,
 )
-from dcp_objstore.run.steps import opener
 from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import (
     HookPlanner,
@@ -185,7 +184,7 @@ def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_o
         assert not list((tmp_path / server.bucket).rglob("*.distcp"))
         # Nor is one whom the run belongs to: without conditions his claim keeps nobody out.
         run = StoreSpec(f"s3://{server.bucket}/run", options)
-        claim = dos.RunClaim(run.url, claim_run(run.open(), opener(run)))
+        claim = dos.RunClaim(run.url, claim_run(run.open(), run.open_child))
         with pytest.raises(CheckpointException) as caught:
             settings = {"allow_unfenced": True, "claim": claim}
             save_edition_here("first", f"{run.url}/step-1", options, **settings)

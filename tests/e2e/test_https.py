@@ -15,10 +15,11 @@ from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, StoreUnavailableError
 from tests.support import tampering
+from tests.support.proxy import Asked
 from tests.support.scripted import Answer
 from tests.support.servers import BUCKET, Bucket
 from tests.support.states import same_bits, seeded
-from tests.support.tampering import Asked, Change, TamperingProxy
+from tests.support.tampering import Change, TamperingProxy
 from tests.support.tls import Certificate, make_certificate
 
 SHAPE = (1536, 1024)  # 6 MiB, in two blocks

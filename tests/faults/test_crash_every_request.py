@@ -17,7 +17,7 @@ from tests.crash.jobs import in_memory
 from tests.crash.judging import Verdict, cuts, quiet, verdicts
 from tests.crash.process import Cut, KilledError, Process
 from tests.crash.scenes import OLD, OURS, ROOT, STOCK, Scene, Shape
-from tests.support.memory_bucket import Bucket
+from tests.support.memory_store import Bucket
 
 _OURS = [one for one in scenes.scenes() if one.writer == OURS]
 _LONG = {("save over another", 2), ("sweep: .metadata is old", 1)}

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import parse_data_key, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
-from dcp_objstore.cli.demo.ranks import Job, Ranks, say
+from dcp_objstore.cli.ranks import Job, Ranks, say
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores import StoreSpec
 from tests.support.proxy import Asked, Cut, Fault, NetworkProxy

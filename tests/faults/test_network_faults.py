@@ -19,7 +19,7 @@ from dataclasses import replace
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.cli.demo.ranks import Outcome, Ranks
+from dcp_objstore.cli.ranks import Outcome, Ranks
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import (
     CheckpointNotFoundError,

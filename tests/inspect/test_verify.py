@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import ConfigError, CredentialsError, UnsupportedError
+from dcp_objstore.errors import CredentialsError, UnsupportedError
 from dcp_objstore.stores.spec import StoreSpec
 from tests.support.servers import Bucket
 from tests.support.states import seeded
@@ -106,8 +105,9 @@ def test_a_block_that_differs_only_once_is_not_damaged(
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_an_interrupted_verification_goes_on_where_its_note_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CredentialsError])
+def test_a_verification_that_ends_early_names_the_damage_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool, error: type[BaseException]
 ) -> None:
     state = {"w": torch.arange(6 * MIB, dtype=torch.float32), "step": 5}  # six blocks
     _, path = saved(tmp_path / "step-1", state)
@@ -121,61 +121,15 @@ def test_an_interrupted_verification_goes_on_where_its_note_says(
 
     def interrupt(key: str, at: int, body: memoryview) -> None:
         if at >= fourth:
-            raise KeyboardInterrupt
+            raise error("ended")
 
     opened = StoreSpec.open
     with monkeypatch.context() as patched:
         patched.setattr(StoreSpec, "open", lambda spec: ChangingStore(opened(spec), interrupt))
-        with pytest.raises(KeyboardInterrupt) as ended:
+        with pytest.raises(error) as ended:
             ckpt.verify(deep=deep)
-    where, damage = ended.value.__notes__
-    found = re.search(r"up to byte (\d+) of (\d+); to go on there: from_byte=(\d+)", where)
-    assert found is not None
-    position, total, told = map(int, found.groups())
-    assert position == told == fourth
-    assert total == path.stat().st_size
+    (damage,) = ended.value.__notes__
     assert damage == f"damaged so far: {whole.damaged[0].text}"
-    for start in (position, position + 1):  # the block that holds the byte belongs to the rest
-        rest = ckpt.verify(deep=deep, from_byte=start)
-        assert rest.from_byte == start
-        assert rest.damaged == whole.damaged[1:]
-        assert rest.blocks == 3
-    for wrong in (-1, total):
-        with pytest.raises(ConfigError, match=f"the objects have {total} bytes"):
-            ckpt.verify(from_byte=wrong)
-    with pytest.raises(ConfigError, match="has no from_byte"):
-        ckpt.verify(quick=True, from_byte=position)
-
-
-def test_a_verification_that_ends_after_the_last_block_compares_only_framing_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What lies around the tensors is read twice if it differs."""
-    state = {"w": torch.arange(6 * MIB, dtype=torch.float32), "step": 5}
-    _, path = saved(tmp_path / "step-1", state)
-    header = place_of(path, 0) - 1
-    flip(path, header)
-    config = dos.TransferConfig(request_size_bytes=4 * MIB)
-    ckpt = dos.open((tmp_path / "step-1").as_uri(), config=config)
-    seen: list[int] = []
-
-    def expire(key: str, at: int, body: memoryview) -> None:
-        if at <= header < at + len(body):
-            seen.append(at)
-            if len(seen) == 2:
-                raise CredentialsError("the token has expired")
-
-    opened = StoreSpec.open
-    with monkeypatch.context() as patched:
-        patched.setattr(StoreSpec, "open", lambda spec: ChangingStore(opened(spec), expire))
-        with pytest.raises(CredentialsError) as ended:
-            ckpt.verify(deep=True)
-    (where,) = ended.value.__notes__
-    found = re.search(r"from_byte=(\d+)", where)
-    assert found is not None
-    rest = ckpt.verify(deep=True, from_byte=int(found[1]))
-    assert [damage.what for damage in rest.damaged] == ["framing"]
-    assert rest.blocks == 0
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -13,10 +13,11 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import parse_index_key
 from dcp_objstore.integrations.lightning import _ObjectStore, _url
+from tests.support.wrapped_stores import Request
 
 
 def test_last_is_what_was_committed_last_whatever_the_clocks_of_the_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: list[Request]
 ) -> None:
     run, first, second = tmp_path.as_uri(), "z-step=100.ckpt", "a-step=200.ckpt"
     dos.save({"w": torch.zeros(1)}, f"{run}/{first}", progress=False)
@@ -37,7 +38,9 @@ def test_last_is_what_was_committed_last_whatever_the_clocks_of_the_hosts(
         access={"storage_options": None, "config": None},
         on_event=None,
     )
+    requests.clear()
     last = store.newest(run)
+    assert [one.verb for one in requests].count("list") == 1
     assert last is not None
     assert _url(last) == f"{run}/{second}"
     # Lightning compares the times of such objects where several callbacks have a last one.

@@ -49,8 +49,7 @@ from tests.model.faults import (
     Fault,
 )
 from tests.model.world import BEACON, DATA, DOT, EVERYTHING, INDEX, MARKER, NOBODY, Event
-from tests.support.memory_bucket import Bucket
-from tests.support.memory_store import TickingClock
+from tests.support.memory_store import Bucket, TickingClock, joined
 from tests.support.serial import one_after_the_other
 from tests.support.upkeep import DESCRIBED
 
@@ -382,7 +381,7 @@ class StagedStore(Connection):
         precondition: Precondition | None = None,
         retry: bool = True,
     ) -> Version:
-        body = b"".join(data) if isinstance(data, list) else bytes(data)
+        body = joined(data)
         self.process.put(key, body, precondition)
         return super().put(key, body, precondition=precondition, retry=retry)
 

@@ -2,7 +2,7 @@
 
     pytest -p tests.mutants.reach        with DCP_MUTANTS_REACH=<folder> in the environment
 
-The threads of pytest's processes are seen, and the calls of ranks (`cli/demo/ranks.py: Ranks`);
+The threads of pytest's processes are seen, and the calls of ranks (`cli/ranks.py: Ranks`);
 programs that a test starts otherwise are not. Each process writes files of its own into the
 folder.
 """
@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if FOLDER not in os.environ or getattr(config.option, "numprocesses", None):
         return  # what distributes the tests runs none
     _tracer = _Tracer(None)
-    from dcp_objstore.cli.demo.ranks import Ranks
+    from dcp_objstore.cli.ranks import Ranks
 
     start = Ranks.start
 

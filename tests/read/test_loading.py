@@ -313,7 +313,7 @@ def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRea
     empty = torch.Size([0])
     item = ReadItem(LoadItemType.BYTE_IO, place, empty, place, empty, empty)
     read = ItemRead(item, ItemLocation(0, 0, payload_bytes, None, None, None))
-    read.bind(None, arrived)
+    read.bind(lambda body: None, arrived)
     return read
 
 

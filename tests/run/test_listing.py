@@ -85,6 +85,7 @@ def test_everything_in_a_run_is_listed_and_nothing_is_changed(run: Bucket) -> No
         indices = [asked.key for asked in proxy.asked if asked.name.endswith(".msgpack")]
     assert (run.keys(), run.uploads()) == before
     assert {name: one.state for name, one in found.items()} == STATES
+    assert [one.name for one in found.values()] == list(found)
     # Only where more lies than the marker counts.
     assert [key.split("/")[-2] for key in indices] == ["step-1"]
     left = {name: one.leftovers for name, one in found.items()}
@@ -246,7 +247,7 @@ def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.Monke
     with dos.CheckpointManager(run) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.ones(5)})
-    read, moments = listing._claims_of, iter(["first"])
+    read, moments = listing._Look._claims, iter(["first"])
 
     def read_then_go_back(*args: Any) -> Any:
         found = read(*args)
@@ -256,7 +257,7 @@ def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.Monke
                 manager.save(2, {"w": torch.ones(5)})
         return found
 
-    monkeypatch.setattr(listing, "_claims_of", read_then_go_back)
+    monkeypatch.setattr(listing._Look, "_claims", read_then_go_back)
     found = dos.list_checkpoints(run).checkpoints
     assert [one.state for one in found] == ["committed", "committed", "superseded"]
 

@@ -157,6 +157,30 @@ def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
     dos.delete(f"{run}/{names[0]}")
 
 
+@pytest.mark.parametrize("names", [("step-1", "step-2", "step-3"), ("old", "new", "newest")])
+def test_one_listing_and_one_newer_marker_show_that_a_step_is_not_the_newest(
+    tmp_path: Path, requests: list[Request], names: tuple[str, ...]
+) -> None:
+    run = tmp_path.as_uri()
+    for name in names:
+        dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
+    requests.clear()
+    dos.delete(f"{run}/{names[0]}", dry_run=True)
+    assert [one.verb for one in requests if one.verb == "list"] == ["list"]
+    # Its own marker before the run is looked at and after that, and another's.
+    assert len([one for one in requests if one.key == MARKER_KEY]) == 3
+
+
+def test_a_step_whose_marker_is_damaged_is_not_the_newer_one(tmp_path: Path) -> None:
+    run = tmp_path.as_uri()
+    for step in (1, 2, 3):
+        dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
+    (tmp_path / "step-3" / MARKER_KEY).write_bytes(b"{}")
+    with pytest.raises(dos.InputError, match="newest"):
+        dos.delete(f"{run}/step-2")
+    dos.delete(f"{run}/step-1")
+
+
 def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

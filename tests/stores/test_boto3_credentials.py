@@ -12,10 +12,11 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import StoreSpec, open_store
+from tests.support.proxy import Asked
 from tests.support.scripted import fault_answer
 from tests.support.servers import Bucket
 from tests.support.states import fill, tensor_state, wrong_keys
-from tests.support.tampering import Asked, TamperingProxy
+from tests.support.tampering import TamperingProxy
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 MIB = 1024 * 1024
@@ -101,60 +102,6 @@ def test_keys_that_expire_and_have_no_source_end_the_save(bucket: Bucket) -> Non
             )
         assert server.expired
     assert "_COMMIT" not in bucket.keys("step-1")
-
-
-def write_profile(folder: Path, name: str, bucket: Bucket, secret: object = None) -> None:
-    options = bucket.storage_options
-    (folder / "credentials").write_text(
-        f"[{name}]\naws_access_key_id = {options['key']}\n"
-        f"aws_secret_access_key = {secret or options['secret']}\n"
-    )
-    section = name if name == "default" else f"profile {name}"
-    (folder / "config").write_text(
-        f"[{section}]\nregion = eu-west-3\nendpoint_url = {options['endpoint_url']}\n"
-    )
-
-
-def works(bucket: Bucket, options: dict[str, object] | None = None) -> bool:
-    open_store(bucket.url, options, CONFIG).put("k", b"x")
-    return open_store(bucket.url, bucket.storage_options).head("k").size_bytes == 1
-
-
-@pytest.mark.backends("seaweed")
-def test_a_profile_by_option_by_variable_and_by_default(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_profile(tmp_path, "train", bucket)
-    assert works(bucket, {"profile": "train"})
-    with monkeypatch.context() as patch:
-        patch.setenv("AWS_PROFILE", "train")
-        assert works(bucket)
-    write_profile(tmp_path, "default", bucket)
-    assert works(bucket)
-
-
-@pytest.mark.backends("seaweed")
-def test_keys_of_the_environment_come_before_aws_profile_and_options_before_both(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_profile(tmp_path, "train", bucket, secret="wrong")
-    monkeypatch.setenv("AWS_PROFILE", "train")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(bucket.storage_options["secret"]))
-    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    assert works(bucket, dict(bucket.storage_options))
-
-
-def test_no_credentials_at_all() -> None:
-    with pytest.raises(CredentialsError, match="AWS_ACCESS_KEY_ID"):
-        open_store("s3://bucket/x", None, CONFIG)
-
-
-def test_a_profile_that_does_not_exist() -> None:
-    with pytest.raises(CredentialsError, match="missing-profile"):
-        open_store("s3://bucket/x", {"profile": "missing-profile"}, CONFIG)
 
 
 def test_a_credential_process_that_fails_is_an_error_about_credentials(

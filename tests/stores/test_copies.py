@@ -35,10 +35,11 @@ from dcp_objstore.stores.retries import RetryPolicy
 from dcp_objstore.stores.urls import parse_url
 from tests.support.azurite import ACCOUNT, KEY, Azurite
 from tests.support.gcs_tokens import ShortLived, is_valid, post
+from tests.support.proxy import Asked
 from tests.support.scripted import Answer, fault_answer
 from tests.support.servers import BUCKET, Bucket, FakeGcsServer, MotoServer
 from tests.support.states import same_bits, seeded
-from tests.support.tampering import Asked, TamperingProxy
+from tests.support.tampering import TamperingProxy
 from tests.support.tls import make_certificate
 from tests.support.verbs import ONCE
 from tests.support.wrapped_stores import Request as Recorded

@@ -17,6 +17,7 @@ from dcp_objstore.stores.options.gcs import GcsOptions
 from tests.support.scripted import ScriptedServer
 from tests.support.servers import Bucket
 
+both = pytest.mark.parametrize("transport", ["native", "boto3"])
 pytestmark = [pytest.mark.usefixtures("bare_environment"), pytest.mark.backends("seaweed")]
 
 
@@ -32,15 +33,16 @@ def write_profile(folder: Path, name: str, bucket: Bucket, secret: object = None
     (folder / "config").write_text(endpoint)
 
 
-def works(bucket: Bucket, options: dict[str, object] | None = None) -> bool:
-    open_store(bucket.url, options).put("k", b"x")
+def works(bucket: Bucket, options: dict[str, object] | None = None, **more: object) -> bool:
+    open_store(bucket.url, {**(options or {}), **more}).put("k", b"x")
     # Not through boto3, which remembers the environment of its first session.
     return open_store(bucket.url, bucket.storage_options).head("k").size_bytes == 1
 
 
-def test_no_credentials_at_all(bucket: Bucket) -> None:
+@both
+def test_no_credentials_at_all(bucket: Bucket, transport: str) -> None:
     with pytest.raises(CredentialsError, match="AWS_ACCESS_KEY_ID"):
-        open_store(bucket.url)
+        open_store(bucket.url, {"transport": transport})
 
 
 def test_a_metadata_service_that_is_not_there(
@@ -62,22 +64,17 @@ def test_keys_and_endpoint_of_the_environment(
     assert works(bucket)
 
 
-def test_aws_profile(
-    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
+@both
+def test_a_profile_by_option_by_variable_and_by_default(
+    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     write_profile(bare_environment, "train", bucket)
-    monkeypatch.setenv("AWS_PROFILE", "train")
-    assert works(bucket)
-
-
-def test_the_profile_option(bucket: Bucket, bare_environment: Path) -> None:
-    write_profile(bare_environment, "train", bucket)
-    assert works(bucket, {"profile": "train"})
-
-
-def test_the_default_profile(bucket: Bucket, bare_environment: Path) -> None:
+    assert works(bucket, profile="train", transport=transport)
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_PROFILE", "train")
+        assert works(bucket, transport=transport)
     write_profile(bare_environment, "default", bucket)
-    assert works(bucket)
+    assert works(bucket, transport=transport)
 
 
 @pytest.mark.parametrize("section", ["default", "profile default", 'profile "default"'])
@@ -104,32 +101,30 @@ def test_in_the_credentials_file_the_default_profile_has_no_other_name(
         open_store(bucket.url)
 
 
-def test_keys_of_the_environment_come_before_aws_profile(
-    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
+@both
+def test_keys_of_the_environment_come_before_aws_profile_and_options_before_both(
+    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     write_profile(bare_environment, "train", bucket, secret="wrong")
     monkeypatch.setenv("AWS_PROFILE", "train")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(bucket.storage_options["secret"]))
-    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
-
-
-def test_options_come_before_everything(
-    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_profile(bare_environment, "default", bucket, secret="wrong")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
+    endpoint_url = bucket.storage_options["endpoint_url"]
+    assert works(bucket, endpoint_url=endpoint_url, transport=transport)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    assert works(bucket, dict(bucket.storage_options))
+    assert works(bucket, {**bucket.storage_options}, transport=transport)
 
 
-def test_a_profile_that_does_not_exist(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+@both
+def test_a_profile_that_does_not_exist(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
     with pytest.raises(CredentialsError, match="missing-profile"):
-        open_store(bucket.url, {"profile": "missing-profile"})
+        open_store(bucket.url, {"profile": "missing-profile", "transport": transport})
     monkeypatch.setenv("AWS_PROFILE", "missing-profile")
     with pytest.raises(CredentialsError, match="missing-profile"):
-        open_store(bucket.url)
+        open_store(bucket.url, {"transport": transport})
 
 
 @pytest.mark.parametrize("how", ["option", "variable", "default"])

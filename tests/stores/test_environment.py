@@ -12,8 +12,9 @@ from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.urls import parse_url
+from tests.support.proxy import Asked
 from tests.support.servers import Bucket
-from tests.support.tampering import Asked, TamperingProxy
+from tests.support.tampering import TamperingProxy
 
 PART = 5 * MIB
 ONCE = TransferConfig(max_retries=0)

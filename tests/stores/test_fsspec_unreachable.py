@@ -71,7 +71,7 @@ def test_a_server_that_says_nothing_is_asked_once(
 ) -> None:
     with pytest.raises(StoreUnavailableError, match="check endpoint_url"):
         at(url, options, f"http://{silent.address}").put("k", b"body")
-    assert len(silent.requests) == 1
+    assert len(silent.heads) == 1
 
 
 @BOTH
@@ -82,7 +82,7 @@ def test_a_server_that_refuses_is_asked_once_and_for_nothing_else(
     for _ in range(2):
         with pytest.raises(PermissionDeniedError):
             store.put("k", b"body")
-    assert len(forbidding.requests) == 2
+    assert len(forbidding.heads) == 2
 
 
 def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(
@@ -90,7 +90,7 @@ def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(
 ) -> None:
     with pytest.raises(ConfigError, match="SSL"):
         at("s3://bucket/run", S3, f"https://{forbidding.address}").put("k", b"body")
-    assert len(forbidding.requests) == 1
+    assert len(forbidding.heads) == 1
 
 
 def test_a_connection_that_was_never_made_is_no_wrong_setting() -> None:

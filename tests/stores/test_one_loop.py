@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -16,7 +15,7 @@ from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.uploads.open import open_uploads
-from tests.support.scripted import Answer, ScriptedServer
+from tests.support.scripted import Answer, RawServer, ScriptedServer
 from tests.support.verbs import VERBS
 
 MIB = 1024 * 1024
@@ -45,27 +44,6 @@ def server() -> Iterator[ScriptedServer]:
         yield found
 
 
-@pytest.fixture
-def hanging_up() -> Iterator[tuple[str, list[bytes]]]:
-    """A server that reads the head of a request and closes the connection; what it has read."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    heads: list[bytes] = []
-
-    def serve() -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection:
-                heads.append(connection.recv(65536))
-
-    threading.Thread(target=serve, daemon=True).start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}", heads
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-
-
 def store_over(adapter: str, endpoint_url: str, retries: int = RETRIES) -> ObjectStore:
     scheme, options = ADAPTERS[adapter]
     if adapter in ("s3fs", "gcsfs"):
@@ -86,13 +64,10 @@ def test_a_request_that_always_fails_is_sent_as_often_as_was_asked_for(
 
 
 @pytest.mark.parametrize(("adapter", "verb"), EACH)
-def test_a_connection_that_is_hung_up_counts_as_a_try(
-    hanging_up: tuple[str, list[bytes]], adapter: str, verb: str
-) -> None:
-    endpoint_url, heads = hanging_up
-    with pytest.raises(StoreUnavailableError):
-        VERBS[verb](store_over(adapter, endpoint_url))
-    assert len(heads) == (1 if verb == "put_absent" else 1 + RETRIES)
+def test_a_connection_that_is_hung_up_counts_as_a_try(adapter: str, verb: str) -> None:
+    with RawServer() as server, pytest.raises(StoreUnavailableError):
+        VERBS[verb](store_over(adapter, f"http://{server.address}"))
+    assert len(server.heads) == (1 if verb == "put_absent" else 1 + RETRIES)
 
 
 @pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs"])

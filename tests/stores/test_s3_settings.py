@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import socket
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +16,7 @@ from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 from tests.support.s3_requests import carrying, requests_of
+from tests.support.scripted import RawServer
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 
@@ -222,37 +221,17 @@ def test_settings_that_make_no_sense_are_refused(extra: dict[str, object]) -> No
         StoreSpec("s3://bucket", {"s3_additional_kwargs": extra})
 
 
-class Gate:
-    """An HTTP proxy that sends nothing on: it tells where requests were to go."""
-
-    def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.heads: list[str] = []
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            with connection:
-                self.heads.append(connection.recv(65536).decode("latin-1"))
-                connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
-
-
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    found = Gate()
-    url = f"http://127.0.0.1:{found.listener.getsockname()[1]}"
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
-        monkeypatch.setenv(name, url)
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[RawServer]:
+    """An HTTP proxy that sends nothing on: it tells where requests were to go."""
     for name in ("no_proxy", "NO_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    yield found
-    found.listener.close()
+    with RawServer(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n") as server:
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, f"http://{server.address}")
+        yield server
 
 
 KEY = {"key": "k", "secret": "s", "region": "eu-west-1"}
@@ -279,7 +258,7 @@ EXPRESS = "name--euw1-az2--x-s3"
     ],
 )
 def test_the_bucket_is_in_the_host_or_in_the_path(
-    gate: Gate, url: str, options: dict[str, object], line: str
+    gate: RawServer, url: str, options: dict[str, object], line: str
 ) -> None:
     with pytest.raises(DcpObjstoreError):
         open_store(url, {**KEY, **options}, ONCE).put("key", b"body")

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from urllib.parse import quote
 
 from google.auth.credentials import Credentials
 
@@ -31,17 +32,27 @@ def is_valid(server: MotoServer, token: str) -> bool:
 
 
 class ShortLived(Credentials):
-    """Credentials of google-auth whose tokens the server soon refuses."""
+    """Credentials of google-auth whose tokens the server soon refuses.
 
-    def __init__(self, server: MotoServer, lifetime_seconds: float) -> None:
+    Args:
+        server: what hands out the tokens.
+        lasting_seconds: how long each of them lasts, and all that follow the last; one that has
+            ended when it is handed out says that it lasts an hour.
+    """
+
+    def __init__(self, server: MotoServer, *lasting_seconds: float) -> None:
         super().__init__()
         self.server = server
-        self.lifetime_seconds = lifetime_seconds
+        self.lasting_seconds = lasting_seconds
         self.handed_out: list[str] = []
 
     def refresh(self, request: object) -> None:
-        url = f"{self.server.gcs_endpoint_url}/o/token?lifetime={self.lifetime_seconds}"
+        lasting = self.lasting_seconds[min(len(self.handed_out), len(self.lasting_seconds) - 1)]
+        url = f"{self.server.gcs_endpoint_url}/o/token?lifetime={lasting}"
         self.token = post(url)["access_token"]
         self.handed_out.append(self.token)
-        lifetime = timedelta(seconds=self.lifetime_seconds)
-        self.expiry = (datetime.now(UTC) + lifetime).replace(tzinfo=None)
+        said = timedelta(seconds=lasting if lasting > 0 else 3600)
+        self.expiry = (datetime.now(UTC) + said).replace(tzinfo=None)
+
+    def revoke(self, token: str) -> None:
+        post(f"{self.server.gcs_endpoint_url}/o/revoke?token={quote(token)}")

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -30,26 +32,27 @@ _CHUNK_BYTES = 256 * 1024
 WAIT_SECONDS = 60.0
 
 
+_SIGNED_BY = re.compile(r"Credential=([^/&]+)/")
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+_SIGNED_AT = re.compile(r"X-Amz-Date=(\w+)")
+
+
 @dataclass(frozen=True)
 class Asked:
-    """A request whose head has come and has not been sent on.
+    """A request, as its head says.
 
     Attributes:
-        key: its path, bucket included.
-        query: its query, as it came.
-        number: which of all requests, from 0.
-        size_bytes: of its body.
-        access_key: that it was signed with, by the `SlowSink`'s account.
-        signed_at: when that was, in whole seconds since 1970; 0 from other servers.
+        key: the path, bucket included.
+        query: the query, as it came.
+        headers: the fields as they came, their names in lower case.
+        number: which of all requests it is, from 0.
     """
 
     method: str
     key: str
-    query: str
-    number: int
-    size_bytes: int
-    access_key: str = ""
-    signed_at: float = 0.0
+    query: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False)
+    number: int = 0
 
     @property
     def name(self) -> str:
@@ -59,6 +62,54 @@ class Asked:
     @property
     def is_listing(self) -> bool:
         return self.method == "GET" and "list-type=2" in self.query
+
+    @property
+    def size_bytes(self) -> int:
+        """The length of the body."""
+        return int(self.headers.get("content-length") or 0)
+
+    @property
+    def start(self) -> int | None:
+        """The first byte of the range that is asked for; None for a whole object."""
+        asked = _RANGE.match(self.headers.get("range", ""))
+        return int(asked[1]) if asked else None
+
+    @property
+    def end(self) -> int | None:
+        """The end of that range."""
+        asked = _RANGE.match(self.headers.get("range", ""))
+        return int(asked[2]) + 1 if asked else None
+
+    def covers(self, name: str, at: int) -> bool:
+        """Whether it is a ranged GET of that byte of the object whose key has `name` in it."""
+        if self.method != "GET" or self.start is None or self.end is None:
+            return False
+        return name in self.key and self.start <= at < self.end
+
+    @property
+    def access_key(self) -> str:
+        """The key that it is signed with, in a header or in the URL; empty if it is not signed."""
+        signed = _SIGNED_BY.search(self.headers.get("authorization", "") or unquote(self.query))
+        return signed[1] if signed else ""
+
+    @property
+    def signed_url(self) -> bool:
+        """It carries its signature in the URL, as the direct lane's requests do."""
+        return "X-Amz-Signature=" in self.query
+
+    @property
+    def signed_at(self) -> float:
+        """When it was signed, in whole seconds since 1970."""
+        in_url = _SIGNED_AT.search(self.query)
+        date = in_url[1] if in_url else self.headers["x-amz-date"]
+        return datetime.strptime(f"{date}+0000", "%Y%m%dT%H%M%SZ%z").timestamp()
+
+
+def parse_asked(method: str, target: str, headers: Mapping[str, str], number: int) -> Asked:
+    """What a request's first line and fields say."""
+    parts = urlsplit(target)
+    named = {name.lower(): value for name, value in headers.items()}
+    return Asked(method, unquote(parts.path), parts.query, named, number)
 
 
 Meant = Callable[[Asked], bool]
@@ -274,11 +325,10 @@ class NetworkProxy:
         """A request's head has come."""
         lines = head.decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ")
-        fields = dict(line.lower().split(":", 1) for line in lines[1:] if line)
-        assert "transfer-encoding" not in fields, "a request without Content-Length"
-        parts = urlsplit(target)
-        size = int(fields.get("content-length", "0"))
-        asked = Asked(method, unquote(parts.path), parts.query, len(self.asked), size)
+        fields = (line.partition(":") for line in lines[1:] if line)
+        headers = {name: value.strip() for name, _, value in fields}
+        asked = parse_asked(method, target, headers, len(self.asked))
+        assert "transfer-encoding" not in asked.headers, "a request without Content-Length"
         self.asked.append(asked)
         return asked, self.plan(asked)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, Said
+from dcp_objstore.cli.ranks import Job, Outcome, Ranks, Said
 
 MAX_WORKERS = 8
 PRELOAD = [

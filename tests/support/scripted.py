@@ -208,11 +208,11 @@ class RawServer:
     """Sends the same bytes to each client that says something, and hangs up or stays.
 
     Attributes:
-        requests: the first line of what came over each connection.
+        heads: what came over each connection before the answer.
     """
 
-    def __init__(self, answer: bytes, *, hang_up: bool = True) -> None:
-        self.requests: list[str] = []
+    def __init__(self, answer: bytes = b"", *, hang_up: bool = True) -> None:
+        self.heads: list[str] = []
         self._answer, self._hang_up = answer, hang_up
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
@@ -225,7 +225,7 @@ class RawServer:
                 connection, _ = self._listener.accept()
             except OSError:  # closed at the end of the test
                 return
-            self.requests.append(connection.recv(65536).decode("latin-1").partition("\r")[0])
+            self.heads.append(connection.recv(65536).decode("latin-1"))
             connection.sendall(self._answer)
             if self._hang_up:
                 connection.close()

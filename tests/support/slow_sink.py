@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from datetime import datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -46,13 +45,7 @@ class SlowSink:
         """Refuse what the plan refuses."""
         with self._lock:
             query, key = urlencode(request.query), f"/{request.place}"
-            size_bytes = request.length_bytes
-            signed = request.headers.get("authorization", "") + f"={_given(request)}"
-            access_key = signed.partition("=")[2].partition("/")[0]
-            date = request.headers.get("x-amz-date") or request.query["X-Amz-Date"]
-            signed_at = datetime.strptime(f"{date}+0000", "%Y%m%dT%H%M%SZ%z").timestamp()
-            number = len(self.asked)
-            asked = Asked(request.method, key, query, number, size_bytes, access_key, signed_at)
+            asked = Asked(request.method, key, query, request.headers, len(self.asked))
             self.asked.append(asked)
             fault = self.plan(asked)
         if fault is not None:
@@ -77,11 +70,6 @@ class SlowSink:
     def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-
-
-def _given(request: Any) -> str:
-    """Of a URL that was signed (AWS SigV4, query parameters)."""
-    return str(request.query.get("X-Amz-Credential", ""))
 
 
 class _Checked(Connection):

@@ -8,53 +8,22 @@ with TamperingProxy(bucket.storage_options) as proxy:
 from __future__ import annotations
 
 import http.client
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from dcp_objstore.stores import open_store
+from tests.support.proxy import Asked, Meant, parse_asked
 from tests.support.scripted import Answer, HttpServer, fault_answer
 from tests.support.tls import Certificate
 
 _DENIED = fault_answer("s3", "forbidden")
-_SIGNED_BY = re.compile(r"Credential=([^/&]+)/")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request.
-
-    Attributes:
-        key: the path, bucket included.
-        start, end: of the range that is asked for; None for a whole object.
-        access_key: that it is signed with, in a header or in the URL; empty if it is not.
-        signed_url: it carries its signature in the URL, as the direct lane's requests do.
-        query: as it came.
-        headers: as they came, their names in lower case.
-    """
-
-    method: str
-    key: str
-    start: int | None
-    end: int | None
-    access_key: str
-    signed_url: bool
-    query: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    def covers(self, name: str, at: int) -> bool:
-        """Whether it is a ranged GET of that byte of the object whose key has `name` in it."""
-        if self.method != "GET" or self.start is None or self.end is None:
-            return False
-        return name in self.key and self.start <= at < self.end
 
 
 # The request, its right answer, and a way to all of the object.
 Change = Callable[[Asked, Answer, Callable[[], bytes]], Answer]
-Meant = Callable[[Asked], bool]
 
 
 def _sized(answer: Answer) -> Answer:
@@ -155,8 +124,8 @@ class TamperingProxy(HttpServer):
     def reply(
         self, method: str, target: str, headers: dict[str, str], body: bytes
     ) -> Answer | None:
-        asked = _parsed(method, target, headers)
         with self._lock:
+            asked = parse_asked(method, target, headers, len(self.asked))
             self.asked.append(asked)
             if self._before is not None and self._before[0](asked):
                 act, self._before = self._before[1], None
@@ -201,16 +170,3 @@ class TamperingProxy(HttpServer):
         kept["Content-Length"] = found.getheader("Content-Length", str(len(received)))
         connection.close()
         return Answer(found.status, kept, received)
-
-
-def _parsed(method: str, target: str, headers: Mapping[str, str]) -> Asked:
-    named = {name.lower(): value for name, value in headers.items()}
-    parts = urlsplit(target)
-    start = end = None
-    if "range" in named:
-        first, last = named["range"].removeprefix("bytes=").split("-")
-        start, end = int(first), int(last) + 1
-    signed = _SIGNED_BY.search(named.get("authorization", "") or unquote(parts.query))
-    signed_url = "X-Amz-Signature=" in parts.query
-    key = signed[1] if signed else ""
-    return Asked(method, unquote(parts.path), start, end, key, signed_url, parts.query, named)

@@ -43,7 +43,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scripted import Answer
 from tests.support.servers import Bucket, Folder
 from tests.support.states import same_bits, seeded
-from tests.support.tampering import Asked as Tampered, TamperingProxy
+from tests.support.tampering import TamperingProxy
 from tests.support.wrapped_stores import RecordingStore, Request, Through
 
 NUMBERS = (2 * MIB // 4,)
@@ -646,7 +646,7 @@ def test_an_error_in_a_200_is_an_error(bucket: Bucket) -> None:
     """S3 begins to answer before it has copied ("UploadPartCopy")."""
     body = b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>no</Message></Error>'
 
-    def copies(asked: Tampered) -> bool:
+    def copies(asked: Asked) -> bool:
         return "x-amz-copy-source" in asked.headers
 
     save(bucket.at("step-1"), bucket)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
-from dcp_objstore.cli.demo.ranks import Outcome
+from dcp_objstore.cli.ranks import Outcome
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError
 from dcp_objstore.observe.report import counted, first_few
 

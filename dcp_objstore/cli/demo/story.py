@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import secrets
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.probe import require_fencing
 from dcp_objstore.cli.demo import proofs
-from dcp_objstore.cli.demo.place import Place, in_bucket, on_loopback
 from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State, prove
-from dcp_objstore.cli.demo.ranks import Job, Outcome, Ranks, warm_up
-from dcp_objstore.cli.demo.report import MIB, Printer
 from dcp_objstore.cli.exits import fail
+from dcp_objstore.cli.ranks import Job, Outcome, Ranks, warm_up
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
-from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
-from dcp_objstore.observe.report import SaveReport, counted
-from dcp_objstore.run.steps import RunStep, step_number, steps
-from dcp_objstore.stores import ObjectStore
+from dcp_objstore.cli.terminal import aligned, coloured, columns, say, wrapped
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
+from dcp_objstore.observe.report import GIB, counted
+from dcp_objstore.stores import ObjectStore, StoreSpec
 
 _STEPS = (4, 8, 12)
 _SEQUENCES_PER_STEP = 16
@@ -42,6 +46,15 @@ _SURVIVORS_SECONDS = _GROUP_SECONDS + 15
 _OTHERS_SECONDS = 120.0
 _LISTING_PAUSE_SECONDS = 0.1
 _LOG_TAIL_CHARACTERS = 2000
+_WIDEST = 100
+_HEAD = ("phase", "ranks", "step", "MiB", "s", "GiB/s")
+# Before any rank starts, a store that does not answer is an error to report at once.
+_IMPATIENT = TransferConfig(
+    connect_timeout_seconds=5.0,
+    request_timeout_seconds=15.0,
+    max_retries=2,
+    retry_timeout_seconds=10.0,
+)
 
 
 class DemoFailedError(Exception):
@@ -57,47 +70,122 @@ def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> N
     began = time.monotonic()
     if importlib.util.find_spec("pydoc_data") is None:
         raise UnsupportedError("this Python has no pydoc_data, the text that the demo trains on")
-    out = Printer()
-    out.headline("dcp-objstore demo: train, kill a rank in mid-save, resume, prove")
-    if url is None:
-        find_weed()  # if it is missing, says how to install it, before anything starts
-        warm_up(_PRELOAD)
-    with on_loopback() if url is None else in_bucket(url, keep=keep) as place:
-        server = place.server
-        where = f"a SeaweedFS server at {server.endpoint_url}" if server else place.run.url
-        out.say(f"saving to {where}")
-        try:
-            Story(place, ranks, resume_ranks, out).run()
-        except (ProofFailedError, DemoFailedError) as error:
-            out.failure(str(error))
-            if isinstance(error, DemoFailedError) and error.log:
-                print(f"the end of that process's output:\n{error.log}", file=sys.stderr)
-            fail(f"the demo failed: {error}")
-        out.table()
-        out.title(f"All {out.proofs} proofs hold, in {time.monotonic() - began:.0f} s.")
+    tell("dcp-objstore demo: train, kill a rank in mid-save, resume, prove", "")
+    server = None
+    with ExitStack() as stack:
+        if url is None:
+            find_weed()  # if it is missing, says how to install it, before anything starts
+            warm_up(_PRELOAD)
+            server = stack.enter_context(SeaweedServer())
+            run = StoreSpec(f"{server.create_bucket('demo')}/run", server.storage_options)
+            tell(f"saving to a SeaweedFS server at {server.endpoint_url}")
+        else:
+            run = stack.enter_context(in_bucket(url, keep=keep))
+            tell(f"saving to {run.url}")
+        story = Story(run, ranks, resume_ranks)
+        with failure_told():
+            story.run()
+        story.print_table()
+        _title(f"All {story.proofs} proofs hold, in {time.monotonic() - began:.0f} s.")
         if keep and server is not None:
-            _wait_for_ctrl_c(place, server, out)
+            _wait_for_ctrl_c(run, server)
         elif keep:
-            out.say(f"kept: {place.run.url}")
+            tell(f"kept: {run.url}")
+
+
+def tell(text: str, lead: str = "  ", colour: str | None = None) -> None:
+    """Print text after a lead, wrapped under the text, at once."""
+    width = max(20, min(columns(), _WIDEST)) if sys.stdout.isatty() else _WIDEST
+    first, *rest = wrapped(lead + text, width, " " * len(lead))
+    say(first.removeprefix(lead), *rest, lead=coloured(lead, colour) if lead.strip() else lead)
+    sys.stdout.flush()
+
+
+def _title(text: str) -> None:
+    say("")
+    tell(text, "")
+
+
+def _sign(character: str, word: str) -> str:
+    """Return the character, or the word if standard output cannot show the character."""
+    try:
+        character.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        return word
+    return character
+
+
+@contextmanager
+def failure_told() -> Iterator[None]:
+    """Print why the demo failed in the block, and exit with status 1."""
+    try:
+        yield
+    except (ProofFailedError, DemoFailedError) as error:
+        tell(str(error), f"  {_sign('✗', 'FAILED')} ", "red")
+        if isinstance(error, DemoFailedError) and error.log:
+            print(f"the end of that process's output:\n{error.log}", file=sys.stderr)
+        fail(f"the demo failed: {error}")
+
+
+@contextmanager
+def in_bucket(url: str, *, keep: bool) -> Iterator[StoreSpec]:
+    """Choose a new run below the user's URL, with credentials from the environment.
+
+    The bucket must allow to list, put conditionally and delete; this checks it. At the end the
+    run is removed, unless `keep`.
+
+    Raises:
+        InputError: the store refused: no such bucket, no credentials, no permission, ….
+        StoreUnavailableError: the store does not answer.
+    """
+    spec = StoreSpec(url)
+    if spec.parsed.scheme == "memory":
+        raise InputError("memory:// exists in one process only; the demo has many", url=url)
+    run = spec.child(f"dcp-objstore-demo-{secrets.token_hex(4)}")
+    store = replace(run, config=_IMPATIENT).open()
+    for _ in store.list():  # first, because the probe waits longer for a store that is away
+        break
+    require_fencing(store, replaces=True, allow_unfenced=False)
+    try:
+        yield run
+    finally:
+        if not keep:
+            try:
+                store = run.open()  # patient: after a minute's work, a busy store is worth a wait
+                for meta in list(store.list()):
+                    store.delete(meta.key)
+            except BaseException:
+                print(f"dcp-objstore: left behind: {run.url}", file=sys.stderr)
+                raise
 
 
 class Story:
-    """One run of the demo at a place."""
+    """One run of the demo.
 
-    def __init__(self, place: Place, ranks: int, resume_ranks: int, out: Printer) -> None:
-        self.place, self.ranks, self.resume_ranks, self.out = place, ranks, resume_ranks, out
-        self.saved: dict[int, State] = {}
+    Attributes:
+        proofs: the number of proofs that hold so far.
+    """
+
+    def __init__(self, spec: StoreSpec, ranks: int, resume_ranks: int) -> None:
+        self.spec, self.ranks, self.resume_ranks = spec, ranks, resume_ranks
+        self._rows: list[tuple[str, ...]] = []
+        self.proofs = 0
+        self._saved: dict[int, State] = {}
 
     def run(self) -> None:
         """Run the whole demo; raise if a statement does not hold or a process fails."""
         losses = self._train_and_kill()
         self._resume(losses)
-        self._load_alone()
+        _title("4. Load in one plain process, without a process group")
+        load: FinishedLoad = _value(self._alone("load", *self._access(_DOOMED)))
+        self._check_loads("load", _DOOMED, self.resume_ranks, [load])
         self._load_with_stock()
 
     def _train_and_kill(self) -> dict[int, float]:
         """Train until the last save, and kill a rank there; return the losses by step."""
-        self.out.title(f"1. Train on {counted(self.ranks, 'rank')} (FSDP2, gloo), save on the way")
+        _title(f"1. Train on {counted(self.ranks, 'rank')} (FSDP2, gloo), save on the way")
         losses: dict[int, float] = {}
         held: list[Any] = []
         with self._training(self.ranks, doomed_step=_DOOMED) as job:
@@ -105,23 +193,22 @@ class Story:
                 if message[0] == "uploading":
                     _, *held = message
                 # Each rank has its own pipe, so the report of this upload may arrive first.
-                if held and _COMMITTED in self.saved:
+                if held and _COMMITTED in self._saved:
                     self._kill_in_mid_save(job, *held)
                     break
             else:
                 _require_success(job)
                 raise DemoFailedError("the ranks ended before the last save began")
-        load = self._alone("load", *self._access(_DOOMED))
-        self.out.proof(proofs.invisible(load))
+        self.note_proof(proofs.invisible(self._alone("load", *self._access(_DOOMED))))
         return losses
 
     def _kill_in_mid_save(self, job: Job, held_key: str, held_bytes: int) -> None:
         """Kill the held rank when all others have written."""
         victim = self.ranks - 1
-        self.out.title(f"2. SIGKILL rank {victim} in the middle of the save of step-{_DOOMED}")
-        store = self.place.step(_DOOMED).open()
+        _title(f"2. SIGKILL rank {victim} in the middle of the save of step-{_DOOMED}")
+        store = self._step(_DOOMED).open()
         self._wait_for_the_others(store, held_key)
-        self.out.say(
+        tell(
             f"{counted(victim, 'rank')} wrote; rank {victim} is held in its upload of"
             f" {held_bytes / MIB:.1f} MiB: kill"
         )
@@ -130,10 +217,9 @@ class Story:
         *survivors, killed = job.end(within_seconds=_SURVIVORS_SECONDS)
         seconds = time.monotonic() - began
         prove(killed.exit_signal == signal.SIGKILL, f"rank {victim} was not ended by SIGKILL")
-        self.out.proof(f"{proofs.ended_cleanly(survivors)} in {seconds:.1f} s")
-        keys = [meta.key for meta in store.list()]
-        self.out.proof(proofs.torn(keys, self.ranks, held_key))
-        self.out.add_row("save, killed", self.ranks, _DOOMED, "typed error on every survivor")
+        self.note_proof(f"{proofs.ended_cleanly(survivors)} in {seconds:.1f} s")
+        self.note_proof(proofs.torn([meta.key for meta in store.list()], self.ranks, held_key))
+        self.add_row("save, killed", self.ranks, _DOOMED)
 
     def _wait_for_the_others(self, store: ObjectStore, held_key: str) -> None:
         """Wait until the others have written, or until it is too late, which the proof detects."""
@@ -149,7 +235,7 @@ class Story:
     def _resume(self, losses_before: dict[int, float]) -> None:
         """Load the newest committed step on another number of ranks, and train on."""
         ranks, step = self.resume_ranks, max(self._committed())
-        self.out.title(f"3. Resume on {counted(ranks, 'rank')} from the newest committed step")
+        _title(f"3. Resume on {counted(ranks, 'rank')} from the newest committed step")
         prove(step == _COMMITTED, f"step {step} is the newest committed one, not {_COMMITTED}")
         losses: dict[int, float] = {}
         loads: list[FinishedLoad] = []
@@ -158,52 +244,44 @@ class Story:
                 if message[0] == "loaded":
                     loads.append(message[1])
                     if len(loads) == ranks:
-                        proof = "bit-identical, loss goes on"
-                        self._check_loads("resume", step, self.ranks, loads, proof)
+                        self._check_loads("resume", step, self.ranks, loads)
             _require_success(job)
-        if len(loads) != ranks or _DOOMED not in self.saved:
+        if len(loads) != ranks or _DOOMED not in self._saved:
             raise DemoFailedError("the resumed ranks ended before their job was done")
-        self.out.proof(proofs.falling(self.saved[step], self.saved[_DOOMED]))
+        self.note_proof(proofs.falling(self._saved[step], self._saved[_DOOMED]))
         if all(_SEQUENCES_PER_STEP % number == 0 for number in (ranks, self.ranks)):
             # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
-            self.out.proof(proofs.same_path(losses_before, losses))
+            self.note_proof(proofs.same_path(losses_before, losses))
 
-    def _load_alone(self) -> None:
-        self.out.title("4. Load in one plain process, without a process group")
-        load: FinishedLoad = _value(self._alone("load", *self._access(_DOOMED)))
-        proof = "bit-identical, no process group"
-        self._check_loads("load", _DOOMED, self.resume_ranks, [load], proof)
-
-    def _check_loads(
-        self, phase: str, step: int, saved_by: int, loads: list[FinishedLoad], proof: str
-    ) -> None:
+    def _check_loads(self, phase: str, step: int, saved_by: int, loads: list[FinishedLoad]) -> None:
         """Prove that each rank has loaded what was saved."""
-        saved, states = self.saved[step], [load.state for load in loads]
+        saved, states = self._saved[step], [load.state for load in loads]
         identical, *_ = [proofs.identical(saved, state) for state in states]
         same_loss, *_ = [proofs.same_loss(saved, state) for state in states]
-        self.out.proof(f"step-{step}, saved by {counted(saved_by, 'rank')}: {identical}")
-        self.out.proof(same_loss)
-        self.out.add_row(
-            phase,
-            len(loads),
-            step,
-            proof,
-            total_bytes=sum(load.total_bytes for load in loads),
-            seconds=max(load.seconds for load in loads),
-        )
+        self.note_proof(f"step-{step}, saved by {counted(saved_by, 'rank')}: {identical}")
+        self.note_proof(same_loss)
+        total_bytes = sum(load.total_bytes for load in loads)
+        seconds = max(load.seconds for load in loads)
+        self.add_row(phase, len(loads), step, total_bytes, seconds)
 
     def _load_with_stock(self) -> None:
-        self.out.title("5. Read it with stock torch.distributed.checkpoint")
+        """Download everything, as `aws s3 sync` would, and read that without this library."""
+        _title("5. Read it with stock torch.distributed.checkpoint")
         with tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-") as directory:
-            count, size = _download(self.place.step(_DOOMED).open(), Path(directory))
-            self.out.say(
-                f"downloaded as they are: {count} objects, {size / MIB:.1f} MiB, torn save included"
+            store = self._step(_DOOMED).open()
+            objects = list(store.list())
+            for meta in objects:
+                body, _ = store.get(meta.key, max_size_bytes=meta.size_bytes)
+                Path(directory, meta.key).write_bytes(body)
+            size = sum(meta.size_bytes for meta in objects) / MIB
+            tell(
+                f"downloaded as they are: {len(objects)} objects, {size:.1f} MiB, torn save"
+                " included"
             )
             loads: dict[str, FinishedLoad] = _value(self._alone("load_with_stock", directory))
         for reader, load in loads.items():
-            self.out.proof(f"{reader}: {proofs.identical(self.saved[_DOOMED], load.state)}")
-            proof = f"{reader}: bit-identical"
-            self.out.add_row("stock read", 1, _DOOMED, proof, seconds=load.seconds)
+            self.note_proof(f"{reader}: {proofs.identical(self._saved[_DOOMED], load.state)}")
+            self.add_row(reader, 1, _DOOMED, seconds=load.seconds)
 
     @contextmanager
     def _training(
@@ -215,7 +293,7 @@ class Story:
                 ranks,
                 f"{_TRAINING}:train",
                 *self._access(),
-                None if resume_step is None else self.place.step(resume_step).url,
+                None if resume_step is None else self._step(resume_step).url,
                 _SEQUENCES_PER_STEP,
                 _STEPS if resume_step is None else (_DOOMED,),
                 doomed_step,
@@ -236,53 +314,68 @@ class Story:
         for said in job.messages():
             match said.message:
                 case ("ready", parameters, text_bytes):
-                    self.out.say(
+                    tell(
                         f"a transformer of {parameters / 1e6:.1f} M parameters reads"
                         f" {text_bytes:,} bytes: Python's own reference"
                     )
                 case ("step", step, loss):
                     losses[step] = loss
                     if step == 1 or step % 2 == 0:
-                        self.out.say(f"step {step:3}  loss {loss:.3f}")
+                        tell(f"step {step:3}  loss {loss:.3f}")
                 case ("saved", state, report, steps_meanwhile):
-                    self._note_save(state, report, steps_meanwhile, ranks)
+                    self._check_save(state, report, steps_meanwhile, ranks)
             yield said.message
 
-    def _note_save(
-        self, state: State, report: SaveReport, steps_meanwhile: int, ranks: int
+    def _check_save(
+        self, state: State, report: dos.SaveReport, steps_meanwhile: int, ranks: int
     ) -> None:
-        self.saved[state.step] = state
-        step = self._committed().get(state.step)
+        self._saved[state.step] = state
         prove(
-            step is not None
-            and (step.world_size, step.user_metadata.get("step")) == (ranks, state.step),
+            self._committed().get(state.step) == (ranks, state.step),
             f"the marker of step {state.step} has a wrong world size or step",
         )
         meanwhile = f", while {steps_meanwhile} more steps were trained" if steps_meanwhile else ""
-        self.out.proof(
+        self.note_proof(
             f"step-{state.step} committed: {report.total_bytes / MIB:.1f} MiB in"
             f" {counted(report.objects, 'object')}, {report.seconds:.1f} s{meanwhile}"
         )
-        self.out.add_row(
-            "save",
-            ranks,
-            state.step,
-            "committed by one conditional PUT",
-            total_bytes=report.total_bytes,
-            seconds=report.seconds,
-        )
+        self.add_row("save", ranks, state.step, report.total_bytes, report.seconds)
 
-    def _access(self, step: int | None = None) -> tuple[str, Mapping[str, object]]:
+    def _committed(self) -> dict[int, tuple[int | None, Any]]:
+        """Return the world size and the noted step of each committed step, by its number."""
+        url, options = self._access()
+        return {
+            int(step.name.removeprefix("step-")): (step.world_size, step.user_metadata.get("step"))
+            for step in dos.steps(url, storage_options=options)
+        }
+
+    def _step(self, number: int) -> StoreSpec:
+        return self.spec.child(f"step-{number}")
+
+    def _access(self, step: int | None = None) -> tuple[str, Any]:
         """Return URL and `storage_options` of the run or of a step. (Specs pickle no secrets.)"""
-        spec = self.place.run if step is None else self.place.step(step)
+        spec = self.spec if step is None else self._step(step)
         return spec.url, spec.storage_options
 
-    def _committed(self) -> dict[int, RunStep]:
-        """Return the committed steps by their numbers."""
-        url, options = self._access()
-        listed = steps(url, storage_options=options)
-        found = {step_number(one.name): one for one in listed}
-        return {number: one for number, one in found.items() if number is not None}
+    def note_proof(self, statement: str) -> None:
+        """Print something that was checked and holds."""
+        self.proofs += 1
+        tell(statement, f"  {_sign('✓', 'ok')} ", "green")
+
+    def add_row(
+        self, phase: str, ranks: int, step: int, total_bytes: int = 0, seconds: float = 0.0
+    ) -> None:
+        """Add a line to the table; `total_bytes` are those of all ranks together."""
+        size = f"{total_bytes / MIB:.1f}" if total_bytes else "-"
+        duration = f"{seconds:.2f}" if seconds else "-"
+        rate = f"{total_bytes / GIB / seconds:.3f}" if total_bytes and seconds else "-"
+        self._rows.append((phase, str(ranks), str(step), size, duration, rate))
+
+    def print_table(self) -> None:
+        """Print what was saved and loaded."""
+        say("")
+        for line in aligned([_HEAD, *self._rows], _HEAD[1:]):
+            tell(line, "")
 
 
 def _require_success(job: Job) -> None:
@@ -302,28 +395,18 @@ def _value(outcome: Outcome) -> Any:
     return outcome.value
 
 
-def _download(store: ObjectStore, directory: Path) -> tuple[int, int]:
-    """Download all objects, as `aws s3 sync` would; return the numbers of objects and bytes."""
-    count = size = 0
-    for meta in store.list():
-        body, _ = store.get(meta.key, max_size_bytes=meta.size_bytes)
-        (directory / meta.key).write_bytes(body)
-        count, size = count + 1, size + len(body)
-    return count, size
-
-
-def _wait_for_ctrl_c(place: Place, server: SeaweedServer, out: Printer) -> None:
+def _wait_for_ctrl_c(run: StoreSpec, server: SeaweedServer) -> None:
     """Say how to look at the server, which runs until Ctrl-C."""
-    out.say("the server runs until Ctrl-C; to look around, in another terminal:")
+    tell("the server runs until Ctrl-C; to look around, in another terminal:")
     try:
-        for name, value in (
-            ("AWS_ENDPOINT_URL", server.endpoint_url),
-            ("AWS_ACCESS_KEY_ID", server.access_key),
-            ("AWS_SECRET_ACCESS_KEY", server.secret_key),
-        ):
-            out.verbatim(f"export {name}={value}")
-        out.verbatim(f"dcp-objstore ls {place.run.url}")
+        say(
+            f"export AWS_ENDPOINT_URL={server.endpoint_url}",
+            f"export AWS_ACCESS_KEY_ID={server.access_key}",
+            f"export AWS_SECRET_ACCESS_KEY={server.secret_key}",
+            f"dcp-objstore ls {run.url}",
+        )
+        sys.stdout.flush()
         while True:
             signal.pause()
     except KeyboardInterrupt:
-        out.say("ended")
+        tell("ended")

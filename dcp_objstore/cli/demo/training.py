@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import dcp_objstore as dos
 from dcp_objstore.cli.demo.proofs import FinishedLoad, State
-from dcp_objstore.cli.demo.ranks import say
+from dcp_objstore.cli.ranks import say
 from dcp_objstore.write import upload_items
 
 if TYPE_CHECKING:
@@ -235,33 +235,6 @@ def _digest(leaf: object) -> str:
     return digest.hexdigest()
 
 
-# The model: a transformer over bytes.
-
-
-class TransformerBlock(nn.Module):
-    """Pre-norm attention and a perceptron four times as wide, each added to its input."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
-        self.projection = nn.Linear(width, width, bias=False)
-        self.perceptron_norm = nn.LayerNorm(width)
-        self.perceptron = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (batch, time, width) to the same shape."""
-        batch, time, width = x.shape
-        heads = self.query_key_value(self.attention_norm(x)).view(batch, time, 3, self.heads, -1)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.projection(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.perceptron(self.perceptron_norm(x))  # type: ignore[no-any-return]
-
-
 class ByteTransformer(nn.Module):
     """Predicts the next byte."""
 
@@ -269,17 +242,27 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(TransformerBlock(WIDTH, HEADS) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                *(WIDTH, HEADS, 4 * WIDTH),
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(LAYERS)
+        )
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         nn.init.normal_(self.positions.weight, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (batch, time, 256) for tokens (batch, time)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.bytes(tokens) + self.positions(places)
+        time = tokens.shape[1]
+        causal = nn.Transformer.generate_square_subsequent_mask(time, device=tokens.device)
+        x = self.bytes(tokens) + self.positions(torch.arange(time, device=tokens.device))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=causal, is_causal=True)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 

@@ -30,6 +30,7 @@ from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, SharedRequest
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
+from dcp_objstore.read.tensor_read import TensorRead
 from dcp_objstore.state.geometry import Selection
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.workers import DaemonPool
@@ -252,13 +253,7 @@ class Exchange:
 
     def alone(self) -> list[Span[Block]]:
         """Return the spans that are not shared, which this rank fetches by itself."""
-        shared = {
-            (request.object_number, *block)
-            for requests in self._rounds
-            for request in requests
-            for block in request.blocks
-        }
-        return [span for place, span in self._spans.items() if place not in shared]
+        return self._share.plan.alone(self._spans.values())
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
         """Block a worker until a shared request has a slot; requests are admitted in order."""
@@ -405,6 +400,7 @@ class Exchange:
         if segment.packed_bytes:
             span = self._spans[request.object_number, segment.start, segment.end]
             read = self._reads[segment.read]
+            assert isinstance(read, TensorRead)  # an item that only torch decodes is sent whole
             if read in span.tag.reads:  # not left to another key that fills the same memory
                 read.accept_packed(span.tag.position, span.end - span.start, part)
             return

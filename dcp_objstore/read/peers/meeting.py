@@ -87,12 +87,12 @@ def make_offer(
         url,
         commit_id,
         current_rank(),
-        group_digest(group_ranks),
-        needs,
-        selections,
-        verify,
-        config.memory_budget_bytes,
-        config.request_size_bytes,
+        group=group_digest(group_ranks),
+        needs=needs,
+        selections=selections,
+        verify=verify,
+        memory_budget_bytes=config.memory_budget_bytes,
+        request_size_bytes=config.request_size_bytes,
     )
 
 

@@ -8,12 +8,15 @@ of a round are bounded, and with them the memory for receiving.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 
-from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
+from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, Span
+
+T = TypeVar("T")
 
 # What one read of one rank needs of one block: bytes `[low, high)` of block `[start, end)`, all
 # counted from the start of the object. If it needs separate pieces within them, `packed_bytes` is
@@ -91,6 +94,16 @@ class ExchangePlan:
         """Iterate over the requests of all rounds that `rank` fetches, in order."""
         return (r for requests in self.rounds for r in requests if r.fetcher == rank)
 
+    def alone(self, spans: Iterable[Span[T]]) -> list[Span[T]]:
+        """Return the spans that are not shared, which this rank fetches by itself."""
+        shared = {
+            (request.object_number, *block)
+            for requests in self.rounds
+            for request in requests
+            for block in request.blocks
+        }
+        return [s for s in spans if (s.object_number, s.start, s.end) not in shared]
+
 
 def plan_exchange(
     needs: Sequence[Needs],
@@ -126,17 +139,7 @@ def plan_exchange(
         room -= size
         plans[request.fetcher].rounds[-1].append(request)
         for rank, segments in request.messages.items():
-            plans[rank].rounds[-1].append(
-                SharedRequest(
-                    request.object_number,
-                    request.start,
-                    request.end,
-                    request.fetcher,
-                    request.sequence,
-                    request.blocks,
-                    {rank: segments},
-                )
-            )
+            plans[rank].rounds[-1].append(replace(request, messages={rank: segments}))
     return plans
 
 

@@ -1,4 +1,4 @@
-"""Start rank processes: the launcher of the demo, the tests and the benchmarks.
+"""Start rank processes: the one launcher of the demo, the tests and the benchmarks.
 
     with Ranks(preload=["torch"]) as ranks:
         job = ranks.start(4, train, url)    # train(rank, 4, url) in four processes, a gloo group
@@ -219,7 +219,7 @@ class Ranks:
             function: a function at the top level of a module, so that pickle finds it; or its name
                 as `module:function`, so that this process need not import the module.
             args: must pickle.
-            timeout_seconds: for the whole job.
+            timeout_seconds: how long the whole job may take.
             group_timeout_seconds: time-out of the process group. Default: `timeout_seconds`.
             grouped: whether the ranks form a gloo group.
         """
@@ -266,8 +266,8 @@ class Job:
 
     Attributes:
         said: what the ranks have said so far, in the order of arrival.
-        outcomes: of the ranks whose calls have ended so far, by rank.
-        pids: of the processes, by rank.
+        outcomes: how the calls ended that have ended so far, by rank.
+        pids: the process ids, by rank.
     """
 
     def __init__(self, workers: list[_RankWorker], deadline: float) -> None:
@@ -304,8 +304,8 @@ class Job:
             if rank not in self.outcomes
         }
         moment = self._deadline if until is None else min(until, self._deadline)
-        left = max(0.0, moment - time.monotonic())
-        ready = mp_connection.wait(list(waiting), timeout=left)
+        seconds = max(0.0, moment - time.monotonic())
+        ready = mp_connection.wait(list(waiting), timeout=seconds)
         for connection in ready:
             assert isinstance(connection, Connection)
             self._receive(waiting[connection])

@@ -1,0 +1,285 @@
+"""What lies in a run: one listing, sorted by prefix, and the markers that are read from it.
+
+`list_run` is rule C3 of `claim`: which steps count. It is below `claim`, which claims a run by the
+same listing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
+from dcp_objstore.checkpoint.marker import (
+    MAX_CLAIM,
+    Marker,
+    damaged,
+    decode_record,
+    with_checksum,
+)
+from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, natural_order, parse_data_key
+from dcp_objstore.checkpoint.read import Found, find_record, read_marker
+from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
+from dcp_objstore.transfer.workers import WAVE, in_waves
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Version
+
+FORMAT: Final = 1
+MAX_SIZE_BYTES: Final = 4096
+_WHAT = "the run's _CLAIM"
+_log = logging.getLogger("dcp_objstore")
+
+OpenBelow: TypeAlias = Callable[[str], "ObjectStore"]
+# The objects at a prefix, by their names there.
+Objects: TypeAlias = Mapping[str, "ObjectMeta"]
+
+
+# --- `_CLAIM`
+
+
+class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `_CLAIM`.
+
+    Attributes:
+        format: number of the format; it rises when an older version would misread the record.
+        number: number of the latest claim.
+        base: the oldest claim whose steps count.
+        write_id: new for every content.
+    """
+
+    format: Annotated[int, Meta(ge=1)] = FORMAT
+    number: Annotated[int, Meta(ge=1, le=MAX_CLAIM)]
+    base: Annotated[int, Meta(ge=0, le=MAX_CLAIM)]
+    write_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+
+
+_encoder = msgspec.json.Encoder(order="deterministic")
+_decoder = msgspec.json.Decoder(ClaimRecord)
+
+
+def encode_claim(record: ClaimRecord) -> bytes:
+    """Encode `_CLAIM` as it is stored."""
+    return with_checksum(_encoder.encode(record))
+
+
+def decode_claim(body: bytes) -> ClaimRecord:
+    """Decode and check a stored `_CLAIM`, with the errors of `decode_record`."""
+    record = decode_record(body, _decoder, _WHAT, FORMAT, MAX_SIZE_BYTES)
+    if record.base > record.number:
+        raise damaged(_WHAT, f"base {record.base} is beyond number {record.number}")
+    return record
+
+
+class StoredClaim(NamedTuple):
+    """The content of `_CLAIM`, and the version of the object that has it."""
+
+    record: ClaimRecord
+    version: Version
+
+
+def read_claim(run: ObjectStore) -> StoredClaim | None:
+    """Read `_CLAIM` and its version from one response; return None if no job ever claimed the run.
+
+    Sends one GET.
+
+    Raises:
+        CheckpointCorruptError: `_CLAIM` is damaged.
+        UnsupportedError: a newer version wrote it in a format that this one does not know.
+    """
+    found = find_record(run, CLAIM_KEY, decode_claim, _WHAT, MAX_SIZE_BYTES)
+    return None if found is None else StoredClaim(found[0], found[1].version)
+
+
+def read_claim_record(run: ObjectStore) -> ClaimRecord | None:
+    """Read `_CLAIM` as `read_claim` does, without its version."""
+    claim = read_claim(run)
+    return None if claim is None else claim.record
+
+
+def base_of(claim: ClaimRecord | None) -> int:
+    """Return the oldest claim that counts in a run; 0 if no job ever claimed it: all count."""
+    return 0 if claim is None else claim.base
+
+
+def counts(marker: Marker, base: int) -> bool:
+    """Return whether the step with this marker counts (rule C3)."""
+    return marker.is_committed and marker.claim >= base
+
+
+# --- the listing, and markers
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint, or the place of one, as a listing and its marker show it.
+
+    Attributes:
+        name: its name below the URL that was listed.
+        store: rooted at the checkpoint.
+        objects: the objects that the listing showed there.
+        found: its marker, in any state, with the version; None without a readable marker.
+        error: why the marker cannot be read, or None.
+    """
+
+    name: str
+    store: ObjectStore
+    objects: Objects = field(default_factory=dict)
+    found: Found | None = None
+    error: CheckpointCorruptError | UnsupportedError | None = None
+
+    @property
+    def marker(self) -> Marker:
+        """The marker without its version."""
+        assert self.found is not None
+        return self.found[0]
+
+    @property
+    def committed_at(self) -> tuple[datetime, datetime]:
+        """When it was committed, as `commit_time` says."""
+        return commit_time(self.marker, self.objects)
+
+
+def commit_time(marker: Marker, objects: Objects) -> tuple[datetime, datetime]:
+    """Return when a checkpoint was committed: by the store's clock, and by the host's.
+
+    The first is that of the index: hosts have clocks of their own, and sweeps, pins and claims
+    rewrite the marker. The second is for stores that count whole seconds.
+    """
+    index = objects.get(marker.index.key) if marker.index is not None else None
+    return marker.created_at if index is None else index.last_modified, marker.created_at
+
+
+def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict[str, ObjectMeta]]:
+    """List what lies at and below a URL: the objects at each prefix, by their names there.
+
+    Args:
+        all_data: keep all data objects, of which 10,000 ranks write 70,000 in each step. Default:
+            one of ours for each prefix, which shows that there are some.
+    """
+    places: dict[str, dict[str, ObjectMeta]] = defaultdict(dict)
+    with_data: set[str] = set()
+    for meta in store.list():
+        prefix, _, name = meta.key.rpartition("/")
+        if not all_data and parse_data_key(name) is not None:
+            if prefix in with_data:
+                continue
+            with_data.add(prefix)
+        places[prefix][name] = meta
+    return dict(places)
+
+
+def read_entry(name: str, store: ObjectStore, objects: Objects) -> Entry:
+    """Read the marker of a checkpoint. One GET."""
+    try:
+        return Entry(name, store, objects, read_marker(store))
+    except (CheckpointCorruptError, UnsupportedError) as error:
+        return Entry(name, store, objects, error=error)
+
+
+def read_steps(
+    places: Mapping[str, Objects],
+    open_step: OpenBelow,
+    *,
+    bare: bool = False,
+    with_damaged: bool = False,
+    wave: int = WAVE,
+) -> Iterator[Entry]:
+    """Read the markers of the steps of a run, several at a time; the last name first.
+
+    Args:
+        places: what lies below the run.
+        open_step: returns the store of a step by its name; called from several threads.
+        bare: also read a marker that is the only object of its step. A deleted step keeps just its
+            marker, for ever, while a committed step also has its index, which was put before the
+            marker. So without this, deleted steps cost no requests.
+        with_damaged: yield the steps whose markers are damaged, too. Default: log a warning.
+        wave: the number of markers that are asked for before the first is yielded.
+
+    Raises:
+        UnsupportedError: a step is in a newer format.
+    """
+    names = [
+        name
+        for name, objects in places.items()
+        if name and "/" not in name and MARKER_KEY in objects and (bare or len(objects) > 1)
+    ]
+    names.sort(key=natural_order, reverse=True)
+    for entry in in_waves(
+        lambda name: read_entry(name, open_step(name), places[name]), names, wave
+    ):
+        if isinstance(entry.error, UnsupportedError):
+            raise entry.error
+        if entry.error is not None and not with_damaged:
+            _log.warning("a step is left out because its marker cannot be read: %s", entry.error)
+        elif entry.error is not None or entry.found is not None:
+            yield entry
+
+
+# --- C3
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """What lies in a run.
+
+    Attributes:
+        claim: the content of its `_CLAIM`, or None.
+        places: the objects below the run, by prefix and name; of data objects, one a prefix.
+        steps: the steps that count, in natural order of their names, the newest last.
+    """
+
+    claim: ClaimRecord | None
+    places: Mapping[str, Objects]
+    steps: list[Entry]
+
+
+def list_run(
+    run: ObjectStore,
+    open_step: OpenBelow,
+    *,
+    newest: int | None = None,
+    with_damaged: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Catalogue:
+    """List a run and the steps that count in it (rule C3).
+
+    Sends two GETs of `_CLAIM`, one listing, and one GET for each marker; with `newest`, it reads
+    markers from the last one on until it has enough. Deleted steps of which nothing but the marker
+    is left cost no requests.
+
+    Args:
+        open_step: returns the store of a step by its name; called from several threads.
+        newest: the number of steps to return, the newest ones. Default: all.
+        with_damaged: return the steps whose markers are damaged, too. Default: log a warning.
+
+    Raises:
+        RetryableError: other jobs kept claiming the run until the deadline.
+        CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
+            format.
+    """
+    tries = clock.tries()
+    wave = WAVE if newest is None else max(1, min(newest, WAVE))
+    while True:
+        claim = read_claim_record(run)
+        places = list_places(run)
+        counting = (
+            entry
+            for entry in read_steps(places, open_step, with_damaged=with_damaged, wave=wave)
+            if entry.error is not None or counts(entry.marker, base_of(claim))
+        )
+        steps = list(islice(counting, newest))
+        if read_claim_record(run) == claim:
+            return Catalogue(claim, places, steps[::-1])
+        pause_or_raise(
+            run, tries, "other jobs kept claiming this run until the deadline; try again"
+        )
