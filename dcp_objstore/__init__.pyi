@@ -21,9 +21,9 @@ from .integrations.install import (
 from .read.api import load as load
 from .read.reader import ObjectStoreReader as ObjectStoreReader
 from .run.claim_run import claim_run as claim_run
-from .run.gc import sweep as sweep
 from .run.listing import list_checkpoints as list_checkpoints, steps as steps
 from .run.manager import CheckpointManager as CheckpointManager
+from .run.preemption import Preemption as Preemption
 from .run.retention import (
     KeepAll as KeepAll,
     KeepAny as KeepAny,
@@ -33,6 +33,7 @@ from .run.retention import (
     RetentionPolicy as RetentionPolicy,
     StepFacts as StepFacts,
 )
+from .run.sweep import sweep as sweep
 from .run.upkeep import delete as delete, pin as pin, repair as repair, unpin as unpin
 from .state.per_rank import PerRank as PerRank
 from .state.random_state import RandomState as RandomState

@@ -16,10 +16,10 @@ from .inspect.rank_plan import RankPlan as RankPlan
 from .inspect.stats import TensorStats as TensorStats
 from .inspect.verify import Damage as Damage, VerifyReport as VerifyReport
 from .observe.report import LoadReport as LoadReport, SaveReport as SaveReport
-from .run.gc import SweepReport as SweepReport
 from .run.listing import (
     Leftovers as Leftovers,
     ListedCheckpoint as ListedCheckpoint,
     Listing as Listing,
 )
 from .run.resume import ResumeReport as ResumeReport, SkippedStep as SkippedStep
+from .run.sweep import SweepReport as SweepReport

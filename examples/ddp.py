@@ -45,7 +45,7 @@ def main(url: str) -> None:
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     try:
         dos.load(state, url)  # into the model and the optimizer, on their devices
-    except dos.CheckpointNotFoundError:
+    except dos.errors.CheckpointNotFoundError:
         pass  # a new run
     start = state["step"]  # values such as this one are replaced in the dict
 

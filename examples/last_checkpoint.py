@@ -50,9 +50,9 @@ def managed(url: str, model: nn.Module, optimizer: torch.optim.Optimizer, action
         print(f"went on after step {start}, saved:", *[step.name for step in dos.steps(url)])
 
 
-def die(event: dos.events.Event) -> None:
+def die(event: dos.observe.events.Event) -> None:
     """Kill this rank when it has uploaded its first part of step 20."""
-    if isinstance(event, dos.events.PartUploaded) and event.url.endswith("/step-20"):
+    if isinstance(event, dos.observe.events.PartUploaded) and event.url.endswith("/step-20"):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

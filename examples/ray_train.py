@@ -29,7 +29,7 @@ def train(config: dict[str, Any]) -> None:
 
     # Ray calls this function in a thread, which gets no signals.
     with dos.CheckpointManager(
-        config["url"], keep=dos.KeepLatest(3), save_every=10, preemption_signals=()
+        config["url"], keep=dos.KeepLatest(3), save_every=10, preemption=dos.Preemption(signals=())
     ) as run:
         start = run.load(state) or 0  # the newest committed step, with any number of workers
         if ray.train.get_context().get_world_rank() == 0:

@@ -78,7 +78,7 @@ def test_discarded_objects_keep_their_size_and_refuse_to_be_read(discarding: Sin
     assert {m.key: m.size_bytes for m in store.list()} == {"single": 2 * MIB, "parts": 15 * MIB}
     assert store.head("parts").size_bytes == 15 * MIB
     at_once = dos.TransferConfig(max_retries=0)
-    with pytest.raises(dos.DcpObjstoreError):
+    with pytest.raises(dos.errors.DcpObjstoreError):
         read_range(open_store(store.url, discarding.storage_options, at_once), "parts", 0, 10)
 
 

@@ -59,7 +59,7 @@ def hidden_in_error(error: BaseException) -> None:
     hidden("".join(traceback.format_exception(error)))
     for one in chain(error):
         hidden(one, repr(one), one.args, vars(one))
-        if isinstance(one, dos.DcpObjstoreError):
+        if isinstance(one, dos.errors.DcpObjstoreError):
             hidden(pickle.dumps(one))
 
 
@@ -147,7 +147,7 @@ ACTS: dict[str, Callable[[str, dict[str, object]], object]] = {
 def test_what_a_server_tells_back_is_not_repeated(
     telltale: Telltale, act: str, logs: pytest.LogCaptureFixture, bare_environment: Path
 ) -> None:
-    with pytest.raises((dos.DcpObjstoreError, CheckpointException)) as caught:
+    with pytest.raises((dos.errors.DcpObjstoreError, CheckpointException)) as caught:
         ACTS[act]("s3://bucket/run", options(telltale.endpoint_url))
     assert telltale.asked
     hidden_in_error(caught.value)
@@ -162,7 +162,7 @@ def test_what_a_server_tells_back_is_not_repeated(
 def test_a_server_that_is_not_reached_hears_and_shows_nothing(
     endpoint_url: str, act: str, logs: pytest.LogCaptureFixture, bare_environment: Path
 ) -> None:
-    with pytest.raises((dos.DcpObjstoreError, CheckpointException)) as caught:
+    with pytest.raises((dos.errors.DcpObjstoreError, CheckpointException)) as caught:
         ACTS[act]("s3://bucket/run", options(endpoint_url))
     hidden_in_error(caught.value)
 
@@ -180,7 +180,7 @@ def test_a_server_that_is_not_reached_hears_and_shows_nothing(
 )  # fmt: skip
 def test_a_url_with_credentials_is_refused_and_not_repeated(url: str) -> None:
     for make in (StoreSpec, dos.ObjectStoreWriter, dos.ObjectStoreReader, dos.open):
-        with pytest.raises(dos.DcpObjstoreError) as caught:
+        with pytest.raises(dos.errors.DcpObjstoreError) as caught:
             make(url)  # type: ignore[operator]
         hidden_in_error(caught.value)
 
@@ -212,7 +212,7 @@ ENDPOINTS = (
 def test_wrong_options_are_named_without_their_values(
     scheme: str, options: dict[str, object]
 ) -> None:
-    with pytest.raises(dos.ConfigError) as caught:
+    with pytest.raises(dos.errors.ConfigError) as caught:
         StoreSpec(f"{scheme}://bucket/x", options)
     hidden_in_error(caught.value)
 
@@ -229,7 +229,7 @@ def test_a_broken_credentials_file_is_not_quoted(
 ) -> None:
     (bare_environment / "credentials").write_text(content)
     given = None if profile is None else {"profile": profile}
-    with pytest.raises(dos.CredentialsError) as caught:
+    with pytest.raises(dos.errors.CredentialsError) as caught:
         dos.open("s3://bucket/x", storage_options=given)
     hidden_in_error(caught.value)
 
@@ -239,7 +239,7 @@ def test_a_broken_credentials_file_is_not_quoted(
 )  # fmt: skip
 def test_a_google_token_is_not_quoted(bare_environment: Path, token: str) -> None:
     given = {"token": token, "endpoint_url": "http://127.0.0.1:1"}
-    with pytest.raises(dos.DcpObjstoreError) as caught:
+    with pytest.raises(dos.errors.DcpObjstoreError) as caught:
         spec = StoreSpec("gs://bucket/x", given, QUICK)
         hidden(repr(spec), pickle.dumps(spec))
         spec.open().head("k")
@@ -346,8 +346,8 @@ def test_what_a_checkpoint_says_leads_to_no_other_server_bucket_or_prefix(
         ):
             try:
                 act()
-            except dos.DcpObjstoreError as error:
-                assert not isinstance(error, dos.RankFailedError)
+            except dos.errors.DcpObjstoreError as error:
+                assert not isinstance(error, dos.errors.RankFailedError)
         inside = f"/{bucket.name}/{bucket.prefix}run/"
         listing = f"/{bucket.name}"
         assert proxy.asked

@@ -146,7 +146,7 @@ def test_over_tls_it_serves_only_who_trusts_its_certificate_and_counts_the_same(
         assert stats["cpu_seconds"] > 0
         del options["verify"]
         quick = dos.TransferConfig(max_retries=0)
-        with pytest.raises(dos.DcpObjstoreError):
+        with pytest.raises(dos.errors.DcpObjstoreError):
             dos.load(loaded, "s3://bench/run/step-1", storage_options=options, config=quick)
 
 

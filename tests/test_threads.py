@@ -55,7 +55,7 @@ def test_a_function_for_which_no_thread_is_left_is_refused_not_queued(
 ) -> None:
     go_on = threading.Event()
     held = [spawn(lambda: go_on.wait(30), "held") for _ in range(2)]
-    with pytest.raises(dos.InputError, match=r"result\(\)"):
+    with pytest.raises(dos.errors.InputError, match=r"result\(\)"):
         spawn(lambda: None, "one too many")
     go_on.set()
     for task in held:

@@ -68,17 +68,17 @@ class RunClaim:
     """The right to save steps of a run, until another job claims the run. Picklable.
 
     Attributes:
-        run_url: URL of the run; its steps are directly below it.
+        url: URL of the run; its steps are directly below it.
         number: the number of the claim, from 1.
     """
 
-    run_url: str
+    url: str
     number: int
 
     def __post_init__(self) -> None:
         """Refuse values that `claim_run` never returns."""
         whole = isinstance(self.number, int) and not isinstance(self.number, bool)
-        if not isinstance(self.run_url, str) or not whole or not 0 < self.number <= MAX_CLAIM:
+        if not isinstance(self.url, str) or not whole or not 0 < self.number <= MAX_CLAIM:
             raise errors.ConfigError("a RunClaim comes from dcp_objstore.claim_run")
 
 
@@ -96,9 +96,9 @@ def check_claim(claim: RunClaim | None, step: StoreSpec) -> int | None:
             f"claim must be what dcp_objstore.claim_run returned, got {type(claim).__name__}"
         )
     run, _ = step.parent()
-    if run is None or run.url != step.at(claim.run_url).url:
+    if run is None or run.url != step.at(claim.url).url:
         raise errors.InputError(
-            f"the claim is for the run {claim.run_url}, but this step is not directly below it",
+            f"the claim is for the run {claim.url}, but this step is not directly below it",
             url=step.url,
         )
     return claim.number

@@ -6,11 +6,11 @@ The rule of `commit` that this module implements:
     pin or a commit that came first wins. From here on readers find no checkpoint. Read the marker
     again; while it is `deleting` and belongs to the same commit, remove `.metadata` and change the
     marker to `deleted`. The marker still names the index and stays for ever. A sweep removes the
-    objects after the grace period; with `now` they are removed at once: exactly the keys that the
-    index named, never a prefix, data first and the index last, so that a crash can be resumed.
-    Any job may finish a `deleting` (`commit.finish_deleting`); a save that begins here does so.
-    This module refuses to delete a pinned checkpoint; its callers protect the newest committed step
-    of a run.
+    objects after the grace period; with `remove_objects` they are removed at once: exactly the keys
+    that the index named, never a prefix, data first and the index last, so that a crash can be
+    resumed. Any job may finish a `deleting` (`commit.finish_deleting`); a save that begins here
+    does so. This module refuses to delete a pinned checkpoint; its callers protect the newest
+    committed step of a run.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ class DeleteReport:
         commit_id: id of the commit that was deleted.
         objects: number of its data objects, according to the marker.
         total_bytes: their size, according to the marker.
-        removed_objects: objects that were removed at once, data and index; 0 without `now`.
+        removed_objects: objects that were removed at once, data and index; 0 without
+            `remove_objects`.
         finished: this call finished a deletion that had been begun before.
         superseded: another save has committed here since; what it wrote is untouched.
-        index_damaged: the index cannot be read, so `now` had no effect; a sweep removes the objects
-            when they are older than its grace period.
+        index_damaged: the index cannot be read, so `remove_objects` had no effect; a sweep removes
+            the objects when they are older than its grace period.
         dry_run: nothing was changed.
     """
 
@@ -69,7 +70,7 @@ class DeleteReport:
 def delete(
     store: ObjectStore,
     *,
-    now: bool = False,
+    remove_objects: bool = False,
     dry_run: bool = False,
     claim: int | None = None,
     clock: Clock = SYSTEM_CLOCK,
@@ -78,8 +79,9 @@ def delete(
 
     Args:
         store: rooted at the checkpoint; needs conditional updates (`probe.require_rewrites`).
-        now: remove the objects at once, not after the grace period. A job that is reading the
-            checkpoint gets a CheckpointGoneError. On a tombstone, remove what the commit left.
+        remove_objects: remove the objects at once, not after the grace period. A job that is
+            reading the checkpoint gets a CheckpointGoneError. On a tombstone, remove what the
+            commit left.
         dry_run: change nothing, but refuse what would be refused.
         claim: number of the claim of the job that deletes, 0 if it has none (rule C5 of `claim`);
             None if the caller is no such job, so that claims do not matter.
@@ -101,7 +103,7 @@ def delete(
     if claim is not None:
         refuse_later(store, marker, claim)
     # Before the marker changes: afterwards a sweep may remove the index at any time.
-    keys = _referenced(store, marker) if now else ()
+    keys = _referenced(store, marker) if remove_objects else ()
     if marker.state == "deleted" and not keys:
         raise not_committed(store, found)
     _refuse_pinned(store, marker)

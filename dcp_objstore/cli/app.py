@@ -92,7 +92,7 @@ for name, command, example in (
     ("demo", demo, "--ranks 4 --resume-ranks 2"),
     ("ls", print_checkpoints, "--all file:///tmp/run"),
     ("rm", remove, "--now file:///tmp/run/step-20"),
-    ("gc", collect, "--grace 7d file:///tmp/run"),
+    ("sweep", collect, "--grace 7d file:///tmp/run"),
     ("repair", mend, "--dry-run file:///tmp/run/step-40"),
     ("pin", protect, "file:///tmp/run/step-40 paper"),
     ("unpin", unprotect, "file:///tmp/run/step-40 paper"),
@@ -110,3 +110,4 @@ for name, command, example in (
     ("cp", copy, "file:///tmp/run/step-40 file:///tmp/kept/step-40"),
 ):
     app.command(name, epilog=f"Example: dcp-objstore {name} {example}")(exits()(command))
+app.command("gc", hidden=True)(exits()(collect))  # a short name of `sweep`, as in git

@@ -35,14 +35,16 @@ def measure(
     bucket may bill the requests and the bytes.
     """
     most_bytes = None if size is None else size_bytes("--size", size)
-    report = dos.bench(url, size_bytes=most_bytes, seconds=seconds, storage_options=chosen())
+    report = dos.measure.bench(
+        url, size_bytes=most_bytes, seconds=seconds, storage_options=chosen()
+    )
     if as_json:
         print_json(report)
     else:
         _print(report)
 
 
-def _print(report: dos.BenchReport) -> None:
+def _print(report: dos.measure.BenchReport) -> None:
     """Print the figures: what all depends on, then a table, then warnings."""
     say(report.url)
     say(f"{size_text(report.size_bytes)} of tensors, one process, {report.seconds:.0f} s in all")
@@ -71,7 +73,7 @@ def _print(report: dos.BenchReport) -> None:
         say(*wrapped(f"warning: {warning}", columns(), "  "))
 
 
-def _spread(spread: dos.Spread) -> str:
+def _spread(spread: dos.measure.Spread) -> str:
     return f"{_figure(spread.median)} ({_figure(spread.lowest)} to {_figure(spread.highest)})"
 
 

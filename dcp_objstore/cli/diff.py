@@ -68,7 +68,7 @@ def print_diff(
         sys.exit(_DIFFERENT_STATUS)
 
 
-def _print(report: dos.DiffReport) -> None:
+def _print(report: dos.reports.DiffReport) -> None:
     say(f"from  {report.url}")
     say(f"to    {report.other_url}")
     lines = list(_lines(report))
@@ -82,7 +82,7 @@ def _print(report: dos.DiffReport) -> None:
     say(f"{counted(len(lines), 'difference')}, {report.equal} equal ({read})")
 
 
-def _lines(report: dos.DiffReport) -> Iterator[tuple[str, str, str]]:
+def _lines(report: dos.reports.DiffReport) -> Iterator[tuple[str, str, str]]:
     for key in report.removed:
         yield "removed", key, ""
     for key in report.added:
@@ -93,7 +93,7 @@ def _lines(report: dos.DiffReport) -> Iterator[tuple[str, str, str]]:
         yield "changed", value.key, _value_text(value)
 
 
-def _tensor_text(tensor: dos.TensorDifference) -> str:
+def _tensor_text(tensor: dos.reports.TensorDifference) -> str:
     shape, other_shape = (str(list(one)) for one in (tensor.shape, tensor.other_shape))
     if tensor.what == "retyped":
         return f"{tensor.dtype} -> {tensor.other_dtype}"
@@ -109,7 +109,7 @@ def _tensor_text(tensor: dos.TensorDifference) -> str:
     )
 
 
-def _value_text(value: dos.ValueDifference) -> str:
+def _value_text(value: dos.reports.ValueDifference) -> str:
     if not value.is_known:
         return "needs --trust-pickle to be shown"
     text = f"{_shown(value.value)} -> {_shown(value.other_value)}"

@@ -17,8 +17,8 @@ from dcp_objstore.cli.terminal import aligned, columns, say
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
-_Entry: TypeAlias = "dos.TensorEntry | dos.ValueEntry"
-_Module: TypeAlias = "dos.Module[_Entry]"
+_Entry: TypeAlias = "dos.reports.TensorEntry | dos.reports.ValueEntry"
+_Module: TypeAlias = "dos.reports.Module[_Entry]"
 
 _SIZE_WIDTH = len("1023.99 MiB")
 
@@ -68,7 +68,7 @@ def inspect(
 
 def _inspect_tensor(checkpoint: dos.Checkpoint, name: str, *, as_json: bool) -> None:
     entry = checkpoint[name]
-    if not isinstance(entry, dos.TensorEntry):
+    if not isinstance(entry, dos.reports.TensorEntry):
         raise ConfigError(f"{name} is a value, not a tensor", url=checkpoint.url)
     stats = entry.stats()
     if as_json:
@@ -78,7 +78,7 @@ def _inspect_tensor(checkpoint: dos.Checkpoint, name: str, *, as_json: bool) -> 
         _print_stats(stats)
 
 
-def _print_stats(stats: dos.TensorStats) -> None:
+def _print_stats(stats: dos.reports.TensorStats) -> None:
     say(f"  {stats.elements} elements, {stats.nans} NaN, {stats.infs} Inf")
     if stats.minimum is None:
         return
@@ -96,7 +96,7 @@ def _print_stats(stats: dos.TensorStats) -> None:
 
 
 def _print_plan(
-    checkpoint: dos.Checkpoint, planned: Sequence[dos.RankPlan], *, as_json: bool
+    checkpoint: dos.Checkpoint, planned: Sequence[dos.reports.RankPlan], *, as_json: bool
 ) -> None:
     if as_json:
         plans = [dataclasses.asdict(one) for one in planned]
@@ -125,7 +125,7 @@ def _dtype(entry: _Entry) -> str:
 
 def _described(entry: _Entry) -> dict[str, object]:
     described: dict[str, object] = {"key": entry.key, "bytes": entry.nbytes}
-    if isinstance(entry, dos.TensorEntry):
+    if isinstance(entry, dos.reports.TensorEntry):
         described["dtype"] = _dtype(entry)
         described["shape"] = list(entry.shape)
         described["shards"] = len(entry.chunks)
@@ -139,8 +139,8 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
         "commit_id": checkpoint.commit_id,
         "world_size": checkpoint.world_size,
         "objects": len(checkpoint.objects),
-        "tensors": [_described(one) for one in entries if isinstance(one, dos.TensorEntry)],
-        "values": [_described(one) for one in entries if isinstance(one, dos.ValueEntry)],
+        "tensors": [_described(one) for one in entries if isinstance(one, dos.reports.TensorEntry)],
+        "values": [_described(one) for one in entries if isinstance(one, dos.reports.ValueEntry)],
         "total_bytes": root.total_bytes,
         "bytes_by_dtype": root.bytes_by_dtype(),
     }
@@ -170,7 +170,7 @@ def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
 def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, str]]:
     for part, entry in module.entries.items():
         size = size_text(entry.nbytes)
-        if isinstance(entry, dos.TensorEntry):
+        if isinstance(entry, dos.reports.TensorEntry):
             shards = str(len(entry.chunks))
             yield size, _dtype(entry), shards, f"{indent}{part} {list(entry.shape)}"
         else:
@@ -194,7 +194,7 @@ def _kind(named: tuple[str, _Module]) -> object:
 def _structure(module: _Module) -> tuple[object, ...]:
     entries = tuple(
         (part, _dtype(one), one.shape, len(one.chunks))
-        if isinstance(one, dos.TensorEntry)
+        if isinstance(one, dos.reports.TensorEntry)
         else (part, "value")
         for part, one in module.entries.items()
     )

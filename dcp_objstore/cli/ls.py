@@ -60,7 +60,7 @@ def print_checkpoints(
         fail(f"{type(error).__name__}: {error}", status_of(error))
 
 
-def _as_json(entry: dos.ListedCheckpoint) -> dict[str, Any]:
+def _as_json(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
     described: dict[str, Any] = {
         "url": entry.url,
         "state": entry.state,
@@ -88,7 +88,7 @@ def _as_json(entry: dos.ListedCheckpoint) -> dict[str, Any]:
     return described
 
 
-def _lines(listing: dos.Listing) -> Iterator[_Line]:
+def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:
     yield "state", "size", "ranks", "created (UTC)", "name", "user metadata"
     for entry in listing.checkpoints:
         at = entry.created_at
@@ -103,11 +103,11 @@ def _lines(listing: dos.Listing) -> Iterator[_Line]:
         )
 
 
-def _all_lines(listing: dos.Listing) -> Iterator[_Line]:
+def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
     """Yield a line for each checkpoint, and below it lines for what no commit names."""
     yield "state", "size", "objects", "ranks", "age", "name", "metrics"
     for entry in listing.checkpoints:
-        left = entry.leftovers or dos.Leftovers()
+        left = entry.leftovers or dos.reports.Leftovers()
         name = entry.name or "."
         has_marker = entry.created_at is not None
         # Of a deleted checkpoint, what is still there is left over.
@@ -125,7 +125,7 @@ def _all_lines(listing: dos.Listing) -> Iterator[_Line]:
         )
         if left.objects and has_marker:
             size, number = size_text(left.objects_bytes), str(left.objects)
-            yield "  left over", size, number, "", _age(left.written_at), name, "gc removes it"
+            yield "  left over", size, number, "", _age(left.written_at), name, "sweep removes it"
         if left.saves:
             what = "a save runs, or died"
             yield "  beacon", "", str(left.saves), "", _age(left.began_at), name, what
@@ -134,7 +134,7 @@ def _all_lines(listing: dos.Listing) -> Iterator[_Line]:
             yield "  upload", size, number, "", _age(left.initiated_at), name, "unfinished"
 
 
-def _state(entry: dos.ListedCheckpoint) -> str:
+def _state(entry: dos.reports.ListedCheckpoint) -> str:
     return f"{entry.state}, pinned" if entry.pins else entry.state
 
 
@@ -142,11 +142,11 @@ def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _pinned(entry: dos.ListedCheckpoint) -> str:
+def _pinned(entry: dos.reports.ListedCheckpoint) -> str:
     return f"pinned: {', '.join(entry.pins)}" if entry.pins else ""
 
 
-def _notes(entry: dos.ListedCheckpoint) -> str:
+def _notes(entry: dos.reports.ListedCheckpoint) -> str:
     """Return the text of the last column: what it is, pins and metrics."""
     if entry.is_fence:
         return "never committed: a fence"

@@ -1,4 +1,4 @@
-"""`dcp-objstore rm`, `gc`, `repair`, `pin` and `unpin`: call them and print their reports."""
+"""`dcp-objstore rm`, `sweep`, `repair`, `pin` and `unpin`: call them and print their reports."""
 
 from __future__ import annotations
 
@@ -28,26 +28,33 @@ _PinName: TypeAlias = Annotated[
 
 def remove(
     url: Checkpoint,
-    now: Annotated[
+    remove_objects: Annotated[
         bool,
-        typer.Option("--now", help="Remove the objects at once, not by a gc 24 hours later."),
+        typer.Option(
+            "--remove-objects", help="Remove the objects at once, not by a sweep 24 hours later."
+        ),
     ] = False,
     yes: Annotated[
         bool, typer.Option("--yes", help="Do it. Without --yes, print what would be deleted.")
     ] = False,
-    even_newest: Annotated[
+    allow_newest: Annotated[
         bool,
-        typer.Option("--even-newest", help="Delete it even if it is the newest of its run."),
+        typer.Option("--allow-newest", help="Delete it even if it is the newest of its run."),
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Delete a checkpoint; a dry run without --yes.
 
-    New readers no longer find it. Its objects stay for jobs that are reading it, until gc removes
-    them. A pinned checkpoint is refused. After a crash, run the same command again to go on.
+    New readers no longer find it. Its objects stay for jobs that are reading it, until a sweep
+    removes them. A pinned checkpoint is refused. After a crash, run the same command again to go
+    on.
     """
     report = dos.delete(
-        url, now=now, even_newest=even_newest, dry_run=not yes, storage_options=chosen()
+        url,
+        remove_objects=remove_objects,
+        allow_newest=allow_newest,
+        dry_run=not yes,
+        storage_options=chosen(),
     )
     if as_json:
         print_json(report)
@@ -57,18 +64,20 @@ def remove(
     if report.finished:
         say("  its deletion had begun before; this finishes it")
     if report.index_damaged:
-        say("  its index is damaged: only gc can remove its objects, after the grace period")
-    elif now and yes:
+        say("  its index is damaged: only a sweep can remove its objects, after the grace period")
+    elif remove_objects and yes:
         say(f"  removed {counted(report.removed_objects, 'object')}, the index among them")
-    elif now:
+    elif remove_objects:
         say("  and remove its objects at once; a job that is reading it gets an error")
     else:
-        say("  its objects stay for jobs that are reading it, until gc removes them after 24 h")
+        say(
+            "  its objects stay for jobs that are reading it, until a sweep removes them after 24 h"
+        )
     if report.superseded:
         say("  a new save has been committed here since; it is untouched")
     if not yes:
-        command = ["rm", report.url, *(["--now"] if now else [])]
-        _print_how([*command, *(["--even-newest"] if even_newest else [])])
+        command = ["rm", report.url, *(["--remove-objects"] if remove_objects else [])]
+        _print_how([*command, *(["--allow-newest"] if allow_newest else [])])
 
 
 def collect(
@@ -150,7 +159,7 @@ def _print_pins(url: str, pins: tuple[str, ...], *, as_json: bool) -> None:
         say(f"{where}: pinned as {', '.join(pins)}" if pins else f"{where}: not pinned")
 
 
-def _print_sweep(report: dos.SweepReport, grace: str) -> None:
+def _print_sweep(report: dos.reports.SweepReport, grace: str) -> None:
     say(report.url)
     busy = [one for one in report.checkpoints if one.outcome != "clean" or one.uploads_aborted]
     lines = [(_name(report, one), _summary(one)) for one in busy]
@@ -184,10 +193,10 @@ def _print_sweep(report: dos.SweepReport, grace: str) -> None:
     _print_lifecycle(report)
     has_work = any(one.outcome in ("swept", "mended") or one.uploads_aborted for one in busy)
     if report.dry_run and has_work:
-        _print_how(["gc", report.url, *(["--grace", grace] if grace != "24h" else [])])
+        _print_how(["sweep", report.url, *(["--grace", grace] if grace != "24h" else [])])
 
 
-def _summary(one: dos.CheckpointSweep) -> str:
+def _summary(one: dos.reports.CheckpointSweep) -> str:
     would = "would be " if one.dry_run else ""
     parts = []
     if one.deleted:
@@ -213,7 +222,7 @@ def _summary(one: dos.CheckpointSweep) -> str:
     return "; ".join(parts)
 
 
-def _print_lifecycle(report: dos.SweepReport) -> None:
+def _print_lifecycle(report: dos.reports.SweepReport) -> None:
     if report.lifecycle_days is not None:
         say(
             "the bucket's lifecycle rule removes unfinished uploads after"
@@ -243,7 +252,7 @@ def _print_lifecycle(report: dos.SweepReport) -> None:
         say(f"  {command}")
 
 
-def _name(report: dos.SweepReport, one: dos.CheckpointSweep) -> str:
+def _name(report: dos.reports.SweepReport, one: dos.reports.CheckpointSweep) -> str:
     return one.url.removeprefix(report.url).lstrip("/") or "."
 
 

@@ -56,7 +56,7 @@ def verify(
     little memory. With --run it prints each step as it is done, and at the end the newest whole
     one. Exits with status 4 if something is damaged.
     """
-    reports: Iterable[dos.VerifyReport]
+    reports: Iterable[dos.reports.VerifyReport]
     if run:
         reports = dos.verify_run(
             url, quick=quick, deep=deep, before=before, storage_options=chosen()
@@ -93,7 +93,7 @@ def _whole(quick: bool) -> str:
     return "complete" if quick else "whole"  # damage inside an object is not looked for
 
 
-def _print(report: dos.VerifyReport) -> None:
+def _print(report: dos.reports.VerifyReport) -> None:
     objects, blocks = counted(report.objects, "object"), counted(report.blocks, "block")
     word, colour = (_whole(report.quick), "green") if report.ok else ("DAMAGED", "red")
     say(f": {report.url}", lead=coloured(word, colour))

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -107,7 +107,7 @@ def export_checkpoint(
     storage_options: Mapping[str, object] | None = None,
     out_storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
-    verify: Literal["strict", "off"] = "strict",
+    verify: bool = True,
     trust_pickle: bool = False,
     progress: bool = True,
     on_event: OnEvent | None = None,
@@ -139,7 +139,7 @@ def export_checkpoint(
         out_storage_options: the same for `out`. Default: `storage_options` if `out` is of the same
             scheme.
         config: sizes, concurrency, time-outs and the memory budget.
-        verify: "strict" (default): no unverified byte is written. "off": do not check.
+        verify: write no unverified byte. Default True.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         progress: show a progress bar if standard error is a terminal. Default True.

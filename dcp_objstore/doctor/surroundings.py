@@ -106,7 +106,8 @@ class Surroundings:
             identity = None  # the first request fails alike
         except errors.DcpObjstoreError as error:
             advice = _OTHER_TOOLS.get(self._url.scheme, "")
-            credentials = failure("credentials", error, self._url)._replace(advice=advice)
+            details = {"error": type(error).__name__, "message": error.message}
+            credentials = Verdict("failed", summary(error), advice, details)
             blocked = "there are no credentials"
             unasked = Verdict("not made", blocked)
             return Access(credentials, unasked, unasked, unasked, blocked)
@@ -235,7 +236,7 @@ def lifecycle(uploads: S3Uploads, url: StoreUrl) -> Verdict:
         return Verdict(
             "warning",
             "no rule of the bucket removes unfinished uploads, which are billed but invisible",
-            f"add a rule that aborts them after {LIFECYCLE_DAYS} days: `dcp-objstore gc"
+            f"add a rule that aborts them after {LIFECYCLE_DAYS} days: `dcp-objstore sweep"
             f" {shlex.quote(str(url))}` prints the command",
         )
     return Verdict(
@@ -274,7 +275,7 @@ def unfinished(uploads: S3Uploads, url: StoreUrl) -> Verdict:
         return Verdict(
             "warning",
             f"{len(old)} older than a day ({size_text(old_bytes)}), billed but not visible",
-            f"`dcp-objstore gc {shlex.quote(str(url))} --yes` removes those of saves",
+            f"`dcp-objstore sweep {shlex.quote(str(url))} --yes` removes those of saves",
             details,
         )
     young = f"{len(listed)} of the last day ({size_text(all_bytes)}), perhaps of running saves"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
 from dcp_objstore.distributed.ranks import rank_and_world_size
@@ -113,7 +113,7 @@ class TensorEntry:
         """Read a part into CPU memory: `entry[10:20]`, `entry[..., 0]`, `entry[-1, :, 5:]`.
 
         An index may have integers, slices without a step, and one Ellipsis, with the same meaning
-        as for tensors. Only the 4 MiB blocks that hold the part are fetched (with `verify="off"`
+        as for tensors. Only the 4 MiB blocks that hold the part are fetched (with `verify=False`
         only its bytes). If another library wrote the checkpoint, whole chunks are fetched, because
         torch has to decode them.
 
@@ -514,7 +514,7 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     *,
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
-    verify: Literal["strict", "off"] = "strict",
+    verify: bool = True,
     trust_pickle: bool = False,
     on_event: OnEvent | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -526,8 +526,8 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
-        verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
-            that are needed, and do not check them, also if the marker is gone.
+        verify: let no unverified byte reach a tensor. With False, only the bytes that are needed
+            are read, and they are not checked, also if the marker is gone. Default True.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         on_event: callable that receives each event of a read or verification, in a thread of its
@@ -552,18 +552,18 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
         InvalidUrlError: the URL has an unknown scheme, no bucket, or a form that cannot be used.
         ConfigError: an argument has a wrong type or value.
     """
-    if verify not in ("strict", "off"):
-        raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
+    if not isinstance(verify, bool):
+        raise ConfigError(f"verify must be True or False, got {verify!r}")
     spec = StoreSpec(url, storage_options, config)
     event_settings = EventSettings(on_event, trace)
     channel = event_settings.channel("open", spec.url, *rank_and_world_size())
     with channel.watching():
-        stored = open_stored_checkpoint(spec, verify=verify == "strict")
+        stored = open_stored_checkpoint(spec, verify=verify)
         channel.emit(Opened, channel.began_at, commit_id=stored.commit_id)
     return Checkpoint(
         spec,
         stored,
-        verify=verify == "strict",
+        verify=verify,
         trust_pickle=trust_pickle,
         event_settings=event_settings,
     )
@@ -577,7 +577,7 @@ def load_state_dict(
     device: torch.device | str = "cpu",
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
-    verify: Literal["strict", "off"] = "strict",
+    verify: bool = True,
     trust_pickle: bool = False,
     progress: bool = True,
     on_event: OnEvent | None = None,
@@ -598,8 +598,8 @@ def load_state_dict(
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
-        verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
-            that are needed, and do not check them, also if the marker is gone.
+        verify: let no unverified byte reach a tensor. With False, only the bytes that are needed
+            are read, and they are not checked, also if the marker is gone. Default True.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         on_event: callable that receives each event of the read, in a thread of its own.

@@ -109,7 +109,7 @@ def diff(
     storage_options: Mapping[str, object] | None = None,
     other_storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
-    verify: Literal["strict", "off"] = "strict",
+    verify: bool = True,
     trust_pickle: bool = False,
     progress: bool = True,
 ) -> DiffReport:
@@ -133,7 +133,7 @@ def diff(
         other_storage_options: the same for the second. Default: `storage_options` if both URLs have
             the same scheme.
         config: sizes, concurrency, time-outs and the memory budget.
-        verify: "strict" (default): compare no unverified byte. "off": do not check.
+        verify: compare no unverified byte. Default True.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that a checkpoint's author chose. Default False.
         progress: show a progress bar if standard error is a terminal. Default True.

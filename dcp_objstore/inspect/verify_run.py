@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def verify_run(
-    run_url: str,
+    url: str,
     *,
     quick: bool = False,
     deep: bool = False,
@@ -43,7 +43,7 @@ def verify_run(
     A step that is deleted meanwhile is left out. One process calls it.
 
     Args:
-        run_url: URL of the run; its steps are the checkpoints directly below.
+        url: URL of the run; its steps are the checkpoints directly below.
         quick: read no tensors; only check that all objects exist, with their sizes. Default False.
         deep: also compare what `Checkpoint.verify(deep=True)` compares. Default False.
         before: only steps that are older than the one of this name, such as "step-3000": to go on
@@ -70,7 +70,7 @@ def verify_run(
         PermissionDeniedError: the credentials do not allow the request.
     """
     check_depth(quick=quick, deep=deep)
-    spec = StoreSpec(run_url, storage_options, config)
+    spec = StoreSpec(url, storage_options, config)
     event_settings = EventSettings(on_event, trace)
     listed = wait_for(list_run, spec.open(), spec.open_child, with_damaged=True)
     names = [step.name for step in reversed(listed.steps)]

@@ -17,7 +17,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -37,6 +37,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.manager import CheckpointManager
+from dcp_objstore.run.preemption import BY_SIGTERM
 from dcp_objstore.run.retention import KeepLatest, RetentionPolicy, StepFacts
 from dcp_objstore.run.steps import step_number, step_url
 from dcp_objstore.state.per_rank import PerRank, own_name
@@ -51,7 +52,7 @@ T = TypeVar("T")
 _TRAINER_STATE = "trainer_state.json"
 _SCHEDULER = "scheduler.pt"
 # Arguments of `CheckpointManager` by which it would save; here only the Trainer does.
-_TRAINERS_OWN = ("save_every", "save_every_seconds", "save_last", "save_on_preemption")
+_TRAINERS_OWN = ("save_every", "save_last")
 _OWN_CHECKPOINTS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -203,9 +204,10 @@ def with_object_store(trainer: T, run_url: str, *, background: bool = False, **o
             commit. The next save and the end of `train` wait for it and raise its error. Default
             False: a save returns when it is committed.
         options: arguments of `CheckpointManager`, such as `storage_options`, `config`,
-            `delete_now` or `on_event`. `keep` counts instead of `save_total_limit`. `on_busy` is
-            for saves in the background; the last step and the best one always wait for the save
-            before. What says when to save (`save_every`, ...) is refused: the Trainer does.
+            `remove_objects`, `on_event` or `preemption` (whose `save` is ignored). `keep` counts
+            instead of `save_total_limit`. `on_busy` is for saves in the background; the last step
+            and the best one always wait for the save before. What says when to save (`save_every`,
+            ...) is refused: the Trainer does.
 
     Returns:
         The same trainer. Its `run` is the `CheckpointManager` of the current or last `train`.
@@ -295,7 +297,7 @@ class _TrainerRun:
             "keep": _SaveTotalLimit(limit) if limit and limit > 0 else None,
             **options,
             # The Trainer saves. The manager only says when the job must end.
-            "save_on_preemption": False,
+            "preemption": replace(options.get("preemption", BY_SIGTERM), save=False),
             "save_last": False,
         }
         self.manager = CheckpointManager(url, **self._options)  # refuses wrong arguments now

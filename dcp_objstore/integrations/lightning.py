@@ -56,7 +56,7 @@ def with_object_store(
     trainer: T,
     *,
     background: bool = False,
-    delete_now: bool = False,
+    remove_objects: bool = False,
     sweep: bool = True,
     trust_pickle: bool = False,
     storage_options: Mapping[str, object] | None = None,
@@ -84,9 +84,9 @@ def with_object_store(
         background: return from a save as soon as the state was copied; upload and commit it while
             training goes on. The next save, a load and the end of `fit` wait for it and raise its
             error. Default False.
-        delete_now: remove the objects of a deleted checkpoint at once. With False, the checkpoint
-            no longer exists, and a sweep removes its objects a day later, so that readers are not
-            disturbed. Default False.
+        remove_objects: remove the objects of a deleted checkpoint at once. With False, the
+            checkpoint no longer exists, and a sweep removes its objects a day later, so that
+            readers are not disturbed. Default False.
         sweep: after the first commit of this job in the `dirpath` of a `ModelCheckpoint`, and then
             once an hour, remove what no commit names there and what is older than a day, by
             `dcp_objstore.sweep`. Default True.
@@ -125,7 +125,7 @@ def with_object_store(
         )
     store = _ObjectStore(
         background=background,
-        delete_now=delete_now,
+        remove_objects=remove_objects,
         sweep=sweep,
         trust_pickle=trust_pickle,
         access={"storage_options": storage_options, "config": checked_config(config)},
@@ -195,7 +195,7 @@ class _ObjectStore:
     """The saves, loads and deletions of one Trainer or Fabric. All ranks call `save` and `load`."""
 
     background: bool
-    delete_now: bool
+    remove_objects: bool
     sweep: bool
     trust_pickle: bool
     access: dict[str, Any]
@@ -268,7 +268,7 @@ class _ObjectStore:
         def remove() -> None:
             try:
                 # What asks for this has saved a newer one, or saved this one for a moment.
-                delete(url, now=self.delete_now, even_newest=True, **self.access)
+                delete(url, remove_objects=self.remove_objects, allow_newest=True, **self.access)
             except errors.CheckpointNotFoundError:
                 pass
             except errors.CheckpointPinnedError as error:

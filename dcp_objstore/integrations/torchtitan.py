@@ -42,18 +42,18 @@ class _Installed:
     """What is installed in this process.
 
     Attributes:
-        delete_now: as in `install`.
+        remove_objects: as in `install`.
         retainers: sweep the runs and know the steps that this job resumed from, by the runs' URLs.
         agreed: during a load, the URL of the run and its steps, the same on all ranks.
     """
 
     has_hooks = False
-    delete_now: bool = False
+    remove_objects: bool = False
     retainers: ClassVar[dict[str, Retainer]] = {}
     agreed: tuple[str, tuple[int, ...]] | None = None
 
 
-def install(*, delete_now: bool = False, **options: Any) -> Installation:
+def install(*, remove_objects: bool = False, **options: Any) -> Installation:
     """Let torchtitan's own `CheckpointManager` keep its steps in a bucket with this library.
 
     Call it once on every rank, in place of `dcp_objstore.install`, which it calls. From then on, if
@@ -69,7 +69,7 @@ def install(*, delete_now: bool = False, **options: Any) -> Installation:
     Other folders stay torchtitan's.
 
     Args:
-        delete_now: remove the objects of a deleted step at once. With False, the step no longer
+        remove_objects: remove the objects of a deleted step at once. With False, the step no longer
             counts, and a sweep removes its objects a day later, so that readers are not disturbed.
             Default False.
         options: those of `dcp_objstore.install`.
@@ -85,7 +85,7 @@ def install(*, delete_now: bool = False, **options: Any) -> Installation:
         _hook()
         _Installed.has_hooks = True
     installation = install_for_torch(**options)
-    _Installed.delete_now, _Installed.retainers = delete_now, {}
+    _Installed.remove_objects, _Installed.retainers = remove_objects, {}
     return installation
 
 
@@ -139,7 +139,7 @@ def _with_agreed_steps(original: Callable[[Any, int], bool]) -> Callable[[Any, i
 
 def _retainer(run: StoreSpec) -> Retainer:
     if run.url not in _Installed.retainers:
-        _Installed.retainers[run.url] = Retainer(run, now=_Installed.delete_now)
+        _Installed.retainers[run.url] = Retainer(run, remove_objects=_Installed.remove_objects)
     return _Installed.retainers[run.url]
 
 
@@ -207,5 +207,5 @@ def _rmtree(spec: StoreSpec) -> None:
     if step_number(name) == retainer.resumed is not None:
         raise InputError("this job resumed from this step, so it is kept", url=spec.url)
     with contextlib.suppress(CheckpointNotFoundError):
-        delete_step(spec, 0, now=_Installed.delete_now, even_newest=False)
+        delete_step(spec, 0, remove_objects=_Installed.remove_objects, allow_newest=False)
     retainer.sweep()

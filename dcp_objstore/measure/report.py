@@ -53,7 +53,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """What `dcp_objstore.bench` measured, in one process.
+    """What `dcp_objstore.measure.bench` measured, in one process.
 
     Attributes:
         url: URL below which it wrote.

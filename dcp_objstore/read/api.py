@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
@@ -48,7 +48,7 @@ def load(
     progress: bool = True,
     on_event: OnEvent | None = None,
     trace: str | os.PathLike[str] | None = None,
-    verify: Literal["strict", "off"] = "strict",
+    verify: bool = True,
     trust_pickle: bool = False,
     read_once: bool = True,
     strict: bool = True,
@@ -78,8 +78,8 @@ def load(
             own. `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of the load to. `ObjectStoreWriter` describes
             how ranks name their files.
-        verify: "strict" (default): no unverified byte reaches a tensor. "off": read only the bytes
-            that are needed, and do not check them, also if the marker is gone.
+        verify: let no unverified byte reach a tensor. With False, only the bytes that are needed
+            are read, and they are not checked, also if the marker is gone. Default True.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         read_once: bytes that several ranks need are fetched by one of them, which hands them to

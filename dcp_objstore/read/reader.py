@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -97,9 +97,9 @@ class ObjectStoreReader(StorageReader):
             `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of each load to. `ObjectStoreWriter` describes
             how ranks and loads name their files.
-        verify: "strict" (default): no unverified byte reaches a tensor; reads are widened to
-            whole 4 MiB blocks. "off": read only the bytes that are needed, and do not check them;
-            a checkpoint that has lost its marker, and with it its digests, is then read, too.
+        verify: let no unverified byte reach a tensor; reads are widened to whole 4 MiB blocks. With
+            False, only the bytes that are needed are read, and they are not checked; a checkpoint
+            that has lost its marker, and with it its digests, is then read, too. Default True.
         trust_pickle: unpickle every value, which may run code that the checkpoint's author chose.
             Default False: values load if `torch.load(weights_only=True)` allows them, including
             what you declared with `torch.serialization.add_safe_globals`, or if they are of a few
@@ -145,7 +145,7 @@ class ObjectStoreReader(StorageReader):
         BucketNotFoundError: the bucket does not exist.
 
     A load that fails may have filled some destinations, in whole or in part, and left the others as
-    they were. Under "strict" the bytes that it did place were verified. Nothing writes to the
+    they were. With `verify` the bytes that it did place were verified. Nothing writes to the
     destinations once the load has raised. Load again, or do not use that state.
 
     Several threads may load with one reader at the same time, each into its own state.
@@ -160,18 +160,18 @@ class ObjectStoreReader(StorageReader):
         progress: bool = True,
         on_event: OnEvent | None = None,
         trace: str | os.PathLike[str] | None = None,
-        verify: Literal["strict", "off"] = "strict",
+        verify: bool = True,
         trust_pickle: bool = False,
         read_once: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if verify not in ("strict", "off"):
-            raise ConfigError(f"verify must be 'strict' or 'off', got {verify!r}")
+        if not isinstance(verify, bool):
+            raise ConfigError(f"verify must be True or False, got {verify!r}")
         self._target = Target(url, storage_options, config)
         self._progress = progress
         self._event_settings = EventSettings(on_event, trace)
-        self._verify = verify == "strict"
+        self._verify = verify
         self._trust_pickle = trust_pickle
         self._read_once = read_once
         self._process_group = process_group

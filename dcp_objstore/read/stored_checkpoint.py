@@ -65,7 +65,7 @@ _LOST_MARKER = (
     f"dcp_objstore wrote this checkpoint, but its marker ({MARKER_KEY}) is gone: it was removed, or"
     " left out of a copy, or the checkpoint is not whole; without it nothing can be verified. Copy"
     f" {MARKER_KEY} here, too ('dcp-objstore cp' copies checkpoints as a whole), or load another"
-    ' checkpoint; verify="off" reads what is here, unverified'
+    " checkpoint; verify=False reads what is here, unverified"
 )
 # A page of S3.
 _LISTED_KEYS = 1000

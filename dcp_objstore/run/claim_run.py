@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def claim_run(
-    run_url: str,
+    url: str,
     *,
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
@@ -41,7 +41,7 @@ def claim_run(
     of steps it takes longer. After a crash, call it again.
 
     Args:
-        run_url: URL of the run; its steps are the checkpoints directly below.
+        url: URL of the run; its steps are the checkpoints directly below.
         storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
         process_group: the ranks of the job. Default: all. The first of them makes the requests.
@@ -57,16 +57,16 @@ def claim_run(
         UnsupportedError: the store has no conditional writes, or a newer version wrote the run.
         DcpObjstoreError: the store refused or failed; raised on every rank.
     """
-    url = run_url if isinstance(run_url, str) else None
+    named = url if isinstance(url, str) else None
 
     def make() -> RunClaim:
-        spec = StoreSpec(run_url, storage_options, config)
+        spec = StoreSpec(url, storage_options, config)
         run = spec.open()
         wait_for(require_rewrites, run, "no run can be claimed")
         return RunClaim(spec.url, wait_for(rule.claim_run, run, spec.open_child))
 
-    with meeting(url, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
-        return on_first(make, url, sync_group(process_group, config))
+    with meeting(named, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
+        return on_first(make, named, sync_group(process_group, config))
 
 
 def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:
@@ -85,4 +85,4 @@ def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:
         return number is None or number <= step
 
     number = wait_for(rule.go_back, run.open(), run.open_child, claim.number, keeps)
-    return RunClaim(claim.run_url, number)
+    return RunClaim(claim.url, number)

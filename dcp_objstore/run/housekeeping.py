@@ -20,9 +20,9 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.observe.report import logger
-from dcp_objstore.run.gc import sweep_below
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
 from dcp_objstore.run.steps import catalogue, step_number, step_url
+from dcp_objstore.run.sweep import sweep_below
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.threads import Spawned, spawn
 
@@ -76,7 +76,8 @@ class Retainer:
     Args:
         run: the run.
         policy: what to keep; None to keep everything, without any request.
-        now: remove the objects of a deleted step at once, not after a sweep's grace period.
+        remove_objects: remove the objects of a deleted step at once, not after a sweep's grace
+            period.
         sweeps: sweep the run after the first commit, and then once an hour.
 
     Attributes:
@@ -89,12 +90,12 @@ class Retainer:
         run: StoreSpec,
         policy: RetentionPolicy | None = None,
         *,
-        now: bool = False,
+        remove_objects: bool = False,
         sweeps: bool = True,
     ) -> None:
         self._run = run
         self._policy = policy
-        self._now = now
+        self._remove_objects = remove_objects
         self._sweeps = sweeps
         self._swept_at: float | None = None
         self._sweeper: Spawned | None = None
@@ -189,8 +190,8 @@ class Retainer:
             delete_step(
                 self._run.at(url),
                 self.claim.number if self.claim is not None else 0,
-                now=self._now,
-                even_newest=True,
+                remove_objects=self._remove_objects,
+                allow_newest=True,
             )
         except CheckpointNotFoundError:
             pass  # it was deleted already

@@ -210,7 +210,7 @@ def list_checkpoints(
 
 
 def steps(
-    run_url: str,
+    url: str,
     *,
     newest: int | None = None,
     storage_options: Mapping[str, object] | None = None,
@@ -226,7 +226,7 @@ def steps(
     objects), and one request for each step. It starts again if a job claims the run meanwhile.
 
     Args:
-        run_url: URL of the run; its steps are the checkpoints directly below.
+        url: URL of the run; its steps are the checkpoints directly below.
         newest: how many steps to list, the newest ones. Markers are read from the last step on
             until there are enough. Default: all.
         storage_options: credentials and endpoint, as for `save`.
@@ -241,7 +241,7 @@ def steps(
     """
     if newest is not None and (not isinstance(newest, int) or newest < 1):
         raise errors.ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
-    listed = catalogue(StoreSpec(run_url, storage_options, config), newest)
+    listed = catalogue(StoreSpec(url, storage_options, config), newest)
     return tuple(_describe(step, base_of(listed.claim)) for step in listed.steps)
 
 

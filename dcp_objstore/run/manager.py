@@ -8,14 +8,13 @@ results and errors to all ranks.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -36,7 +35,7 @@ from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as run_claim, upkeep
 from dcp_objstore.run.housekeeping import Retainer
-from dcp_objstore.run.preemption import PreemptionWatch
+from dcp_objstore.run.preemption import BY_SIGTERM, Preemption, PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
@@ -113,30 +112,22 @@ class CheckpointManager:
             pinned steps and the step that this job resumed from are never deleted. Default: keep
             all.
         save_every: `step` saves if the number of the step is a multiple of this, or is the first
-            after a multiple. Or a `timedelta`: the time between saves.
-        save_every_seconds: the time between the beginnings of two saves in seconds. A save that
-            takes longer is not waited for: the next one begins at the first steps after its end.
-            May be combined with a number of steps in `save_every`.
+            after a multiple. Or a `timedelta`: the time between the beginnings of two saves. A save
+            that takes longer is not waited for: the next one begins at the first steps after its
+            end.
         save_last: on leaving the block without an error, and in `close`, save the last step that
             `step` was called with, if it was not saved. Default True.
         user_metadata: small JSON values for the marker of each checkpoint, which `ls` shows.
         on_busy: what `step` and `async_save` do while a save of this manager is under way: "wait"
             for it, "skip" the new one, or "raise" SaveInProgressError. All ranks do the same.
             Default "wait".
-        save_on_preemption: when the ranks have agreed that the job must end, `step` saves and waits
-            for the commit. Default True.
-        preemption_signals: the signals that mean that the job must end. They are caught inside the
-            block, until it is left or `close` is called, if this is the main thread. A handler that
-            your program has installed before is called, too; what it raises (such as `SystemExit`)
-            is raised by `step` after the state was saved, or on leaving the block. Default:
-            SIGTERM.
-        preemption_check: a function that returns whether the job must end, for machines that
-            announce it in another way. Called a few times a second, in its own thread.
+        preemption: how the job learns that it must end, and whether it saves then. Default: by
+            SIGTERM, and it saves.
         claim_run: with the first `load` or save, make this job the only one that adds to the run,
             by `dcp_objstore.claim_run`. Pass False to look at a run that another job is writing, or
             if the store has no conditional writes (`allow_unfenced`). With False, saves to a run
             that ever had a claim raise SupersededError. Default True.
-        delete_now: remove the objects of a deleted step at once. With False, the step no longer
+        remove_objects: remove the objects of a deleted step at once. With False, the step no longer
             counts, and a sweep removes its objects a day later, so that readers are not disturbed.
             Default False.
         sweep: after the first commit of this job, and then once an hour, remove what no commit
@@ -154,8 +145,8 @@ class CheckpointManager:
             since that checkpoint) is copied by the store instead of uploaded. `ObjectStoreWriter`
             says more. Default: upload all.
         process_group: the ranks that save and load together. Default: all.
-        verify: with "strict", no unverified byte reaches a tensor. With "off", only the needed
-            bytes are read, and they are not checked. Default "strict".
+        verify: let no unverified byte reach a tensor. With False, only the bytes that are needed
+            are read, and they are not checked. Default True.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         on_event: a function that is called with each event of each save and load, in a separate
@@ -179,15 +170,12 @@ class CheckpointManager:
         *,
         keep: RetentionPolicy | Iterable[RetentionPolicy] | None = None,
         save_every: int | timedelta | None = None,
-        save_every_seconds: float | None = None,
         save_last: bool = True,
         user_metadata: Mapping[str, object] | None = None,
         on_busy: Busy = "wait",
-        save_on_preemption: bool = True,
-        preemption_signals: Sequence[signal.Signals] = (signal.SIGTERM,),
-        preemption_check: Callable[[], bool] | None = None,
+        preemption: Preemption = BY_SIGTERM,
         claim_run: bool = True,
-        delete_now: bool = False,
+        remove_objects: bool = False,
         sweep: bool = True,
         storage_options: Mapping[str, object] | None = None,
         config: TransferConfig | None = None,
@@ -195,7 +183,7 @@ class CheckpointManager:
         allow_unfenced: bool = False,
         base: str | None = None,
         process_group: dist.ProcessGroup | None = None,
-        verify: Literal["strict", "off"] = "strict",
+        verify: bool = True,
         trust_pickle: bool = False,
         on_event: OnEvent | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -203,12 +191,14 @@ class CheckpointManager:
         self._run = StoreSpec(url, storage_options, config)
         self._url = self._run.url
         check_base(base, self._run)
-        self._every, self._every_seconds = _intervals(save_every, save_every_seconds)
+        self._every, self._every_seconds = _intervals(save_every)
         check_busy(on_busy)
         self._on_busy = on_busy
         self._user_metadata = check_user_metadata(user_metadata)
-        self._save_on_preemption = save_on_preemption
-        self._preemption = PreemptionWatch(preemption_signals, preemption_check)
+        if not isinstance(preemption, Preemption):
+            raise ConfigError(f"preemption must be a dcp_objstore.Preemption, got {preemption!r}")
+        self._saves_preempted = preemption.save
+        self._preemption = PreemptionWatch(preemption)
         # Nothing asks a watch whose manager was not closed.
         weakref.finalize(self, self._preemption.restore).atexit = False
         self._claims_run = claim_run
@@ -224,7 +214,9 @@ class CheckpointManager:
             "base": base,
         }
         self._loading = {**shared, "verify": verify, "trust_pickle": trust_pickle}
-        self._retainer = Retainer(self._run, as_policy(keep), now=delete_now, sweeps=sweep)
+        self._retainer = Retainer(
+            self._run, as_policy(keep), remove_objects=remove_objects, sweeps=sweep
+        )
         self._saves: RunSaves | None = None
         self._consensus: StepConsensus | None = None
         self._group: dist.ProcessGroup | None  # set by `_begin`
@@ -290,7 +282,7 @@ class CheckpointManager:
         last, self._unsaved = self._unsaved, None
         if last is None or not self._saves_last:
             return
-        if self._preempted and not self._save_on_preemption:
+        if self._preempted and not self._saves_preempted:
             return
         assert self._saves is not None
         failed = self._saves.settle_quietly()  # on all ranks, or on none
@@ -363,8 +355,8 @@ class CheckpointManager:
         self,
         step: int,
         state: Mapping[str, Any],
-        metrics: Mapping[str, object] | None = None,
         *,
+        metrics: Mapping[str, object] | None = None,
         user_metadata: Mapping[str, object] | None = None,
     ) -> bool:
         """Report the end of a step, and save if it is time to.
@@ -399,7 +391,7 @@ class CheckpointManager:
         if _PREEMPTED in reasons:
             self._preempted = True
             logger.warning("%s: this job must end; step %d is its last one", self._url, step)
-            if self._save_on_preemption:
+            if self._saves_preempted:
                 saves.settle_quietly()
                 known = saves.knows(step)
                 if not known:
@@ -644,22 +636,18 @@ def _timer(saves: RunSaves) -> str:
     return f"timer-{saves.begun}"
 
 
-def _intervals(
-    every: int | timedelta | None, every_seconds: float | None
-) -> tuple[int | None, float | None]:
-    """Return the interval between saves in steps and in seconds; None for one that is not given.
+def _intervals(every: int | timedelta | None) -> tuple[int | None, float | None]:
+    """Return the interval between saves in steps or in seconds; None for what is not given.
 
     Raises:
-        ConfigError: an interval is not positive, or there are two times.
+        ConfigError: the interval is not positive.
     """
     if isinstance(every, timedelta):
-        if every_seconds is not None:
-            raise ConfigError("save_every is a time, so save_every_seconds must be left out")
-        return _intervals(None, every.total_seconds())
+        if every <= timedelta():
+            raise ConfigError(f"the time between saves must be positive, got {every!r}")
+        return None, every.total_seconds()
     if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
         raise ConfigError(
             f"save_every must be a number of steps of at least 1, or a timedelta, got {every!r}"
         )
-    if every_seconds is not None and not every_seconds > 0:
-        raise ConfigError(f"the time between saves must be positive, got {every_seconds!r}")
-    return every, every_seconds
+    return every, None

@@ -1,4 +1,4 @@
-"""`PreemptionWatch`: notices the signals and checks that announce that a job must end."""
+"""`Preemption`: how a job learns that it must end; `PreemptionWatch` notices it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from dcp_objstore.forking import in_forked_child
 from dcp_objstore.observe.report import logger
@@ -25,6 +26,30 @@ def _restore_in_child() -> None:
 in_forked_child(_restore_in_child)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preemption:
+    """How a job learns that it must end, and what its `CheckpointManager` does then.
+
+    Args:
+        signals: the signals that mean that the job must end; none, to catch none. They are caught
+            inside the manager's block, until it is left or `close` is called, if this is the main
+            thread. A handler that your program has installed before is called, too; what it raises
+            (such as `SystemExit`) is raised by `step` after the state was saved, or on leaving the
+            block. Default: SIGTERM.
+        check: a function that returns whether the job must end, for machines that announce it in
+            another way. Called a few times a second, in its own thread.
+        save: when the ranks have agreed that the job must end, `step` saves and waits for the
+            commit. Default True.
+    """
+
+    signals: Sequence[signal.Signals] = (signal.SIGTERM,)
+    check: Callable[[], bool] | None = None
+    save: bool = True
+
+
+BY_SIGTERM: Final = Preemption()
+
+
 class PreemptionWatch:
     """Records that a signal came, so that it does not end the job, or calls a check.
 
@@ -40,13 +65,12 @@ class PreemptionWatch:
     handlers back, so that `Process.terminate()` ends it.
 
     Args:
-        signals: the signals to catch.
-        check: returns whether the job must end; None to use signals only.
+        preemption: the signals to catch, and the check.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals], check: Callable[[], bool] | None) -> None:
-        self._signals = tuple(signals)
-        self._check = check
+    def __init__(self, preemption: Preemption) -> None:
+        self._signals = tuple(preemption.signals)
+        self._check = preemption.check
         self._before: dict[signal.Signals, Any] = {}
         self._signalled = False
         self._warned = False
@@ -60,7 +84,7 @@ class PreemptionWatch:
             return bool(self._check())
         except Exception as error:  # noqa: BLE001 - the user's function failed; training goes on
             if not self._warned:
-                logger.warning("the preemption_check failed: %r", error)
+                logger.warning("the check for preemption failed: %r", error)
             self._warned = True
             return False
 
@@ -76,7 +100,7 @@ class PreemptionWatch:
                 self._before.setdefault(number, signal.signal(number, self._handle))
         elif self._check is None and self._signals:
             logger.warning(
-                "signals are only caught in the main thread, and there is no preemption_check, so"
+                "signals are only caught in the main thread, and there is no check, so"
                 " this run does not notice that its job must end"
             )
 

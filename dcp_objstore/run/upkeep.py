@@ -45,8 +45,8 @@ Options = Mapping[str, object]
 def delete(
     url: str,
     *,
-    now: bool = False,
-    even_newest: bool = False,
+    remove_objects: bool = False,
+    allow_newest: bool = False,
     dry_run: bool = False,
     claim: RunClaim | None = None,
     storage_options: Options | None = None,
@@ -60,9 +60,10 @@ def delete(
 
     Args:
         url: URL of the checkpoint.
-        now: remove the objects at once: exactly those that the commit named. A job that is reading
-            the checkpoint gets a CheckpointGoneError, or under stock torch that reader's own error.
-        even_newest: delete it even if no newer checkpoint is committed under the same parent URL,
+        remove_objects: remove the objects at once: exactly those that the commit named. A job that
+            is reading the checkpoint gets a CheckpointGoneError, or under stock torch that reader's
+            own error.
+        allow_newest: delete it even if no newer checkpoint is committed under the same parent URL,
             so that a job would resume from this one. In a run that has a claim, only steps that
             count are compared. Two deletions at the same time may each take the other's checkpoint
             for a newer one.
@@ -84,12 +85,21 @@ def delete(
     """
     spec = StoreSpec(url, storage_options, config)
     return delete_step(
-        spec, check_claim(claim, spec), now=now, even_newest=even_newest, dry_run=dry_run
+        spec,
+        check_claim(claim, spec),
+        remove_objects=remove_objects,
+        allow_newest=allow_newest,
+        dry_run=dry_run,
     )
 
 
 def delete_step(
-    spec: StoreSpec, number: int | None, *, now: bool, even_newest: bool, dry_run: bool = False
+    spec: StoreSpec,
+    number: int | None,
+    *,
+    remove_objects: bool,
+    allow_newest: bool,
+    dry_run: bool = False,
 ) -> DeleteReport:
     """Delete a checkpoint as `delete` does, with the number of a claim.
 
@@ -97,17 +107,17 @@ def delete_step(
         spec: where the checkpoint is.
         number: number of the claim of the job that deletes. 0 if the job has none; it may not
             delete steps of any claim. None if the caller is not a job; then claims do not matter.
-        now: remove the objects at once.
-        even_newest: delete it even if it is the newest committed checkpoint of its run.
+        remove_objects: remove the objects at once.
+        allow_newest: delete it even if it is the newest committed checkpoint of its run.
         dry_run: change nothing, but refuse what would be refused.
     """
     store = InterruptibleStore(spec.open())
     found = read_marker(store)
-    if found is not None and found[0].is_committed and not found[0].pins and not even_newest:
+    if found is not None and found[0].is_committed and not found[0].pins and not allow_newest:
         _refuse_newest(spec, found[0])
     if found is not None and not dry_run:
         require_rewrites(store, "no checkpoint can be deleted")
-    report = delete_checkpoint(store, now=now, dry_run=dry_run, claim=number)
+    report = delete_checkpoint(store, remove_objects=remove_objects, dry_run=dry_run, claim=number)
     if report.superseded:
         # The deletion may have removed the `.metadata` of the save that came next.
         repair_checkpoint(store, dot_metadata=StockDotMetadata())
@@ -150,7 +160,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
                 return
     raise InputError(
         "this is the newest committed checkpoint of its run, from which a job would resume; pass"
-        " even_newest=True (--even-newest) to delete it anyway",
+        " allow_newest=True (--allow-newest) to delete it anyway",
         url=spec.url,
     )
 

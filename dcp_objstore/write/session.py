@@ -119,7 +119,7 @@ class Save:
         if stock_metadata:
             last.append(partial(publish_for_stock_readers, self, store, committed, index, clock))
         if claim is not None:
-            run = self.spec.at(claim.run_url).open()
+            run = self.spec.at(claim.url).open()
             last.append(partial(confirm, run, claim.number, clock=clock))
         wait_for(
             workers.at_once,
@@ -238,7 +238,7 @@ def _refuse_uncounted(claim: RunClaim | None, step: StoreSpec) -> None:
         DcpObjstoreError: the run's claim cannot be used, or the store failed.
     """
     if claim is not None:
-        refuse_uncounted(step.at(claim.run_url).open(), claim.number)
+        refuse_uncounted(step.at(claim.url).open(), claim.number)
         return
     try:
         run, _ = step.parent()

@@ -83,18 +83,18 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         config: sizes, concurrency and time-outs.
         progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
         on_event: callable that receives each event of a save on this rank, one of the types in
-            `dcp_objstore.events`. It runs in a thread of its own and receives the events of a save
-            in order, one at a time, the last one before the save returns or raises. Concurrent
-            saves and loads each call it, so it must be thread-safe. An exception that it raises is
-            logged once per save, and the save goes on. The save also goes on if, at its end, a call
-            takes more than 10 s. In process mode of `async_save` the callable is pickled and called
-            in the child.
+            `dcp_objstore.observe.events`. It runs in a thread of its own and receives the events of
+            a save in order, one at a time, the last one before the save returns or raises.
+            Concurrent saves and loads each call it, so it must be thread-safe. An exception that it
+            raises is logged once per save, and the save goes on. The save also goes on if, at its
+            end, a call takes more than 10 s. In process mode of `async_save` the callable is
+            pickled and called in the child.
         trace: name of a local file to write a trace of each save to, for Perfetto
             (https://ui.perfetto.dev) or chrome://tracing; written even if the save fails. Each save
             replaces the file, unless its name contains `{name}`, which stands for the last element
             of the URL. With several ranks each writes its own file: `{rank}` stands for the number
             of the rank; without it "save.json" becomes "save.rank3.json".
-            `dcp_objstore.merge_traces` combines these files.
+            `dcp_objstore.observe.merge_traces` combines these files.
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         user_metadata: small JSON values to store in the commit marker (metrics, step, config).

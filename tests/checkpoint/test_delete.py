@@ -62,7 +62,7 @@ def test_delete_now_removes_exactly_what_the_commit_named(real: ObjectStore) -> 
     others = {"notes.txt", "step-2/_COMMIT", "__0_0.distcp"}
     for key in others:
         real.put(key, b"somebody's")
-    report = go(real, now=True)
+    report = go(real, remove_objects=True)
     assert report.removed_objects == 3
     left = {key for key in keys(real) if not is_beacon_key(key)}
     assert left == {MARKER_KEY, *torn, *others}
@@ -71,7 +71,7 @@ def test_delete_now_removes_exactly_what_the_commit_named(real: ObjectStore) -> 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_deleted_checkpoint_can_be_saved_again(real: ObjectStore) -> None:
     first = save(real)
-    go(real, now=True)
+    go(real, remove_objects=True)
     second = save(real)
     assert named(real) == loose(real) | named(real)
     assert open_committed(real)[0].log == (first.commit_id,)
@@ -87,9 +87,9 @@ def test_what_is_not_there_is_not_deleted(store: MemoryStore) -> None:
     with pytest.raises(CheckpointNotFoundError, match="was deleted"):
         go(store)
     assert store.objects == before
-    go(store, now=True)
+    go(store, remove_objects=True)
     with pytest.raises(CheckpointNotFoundError, match="was deleted"):
-        go(store, now=True)
+        go(store, remove_objects=True)
     assert set(store.objects) == {MARKER_KEY}
 
 
@@ -97,7 +97,7 @@ def test_another_librarys_checkpoint_is_not_deleted(store: MemoryStore) -> None:
     for key in (".metadata", "__0_0.distcp"):
         store.put(key, b"stock")
     with pytest.raises(CheckpointNotFoundError):
-        go(store, now=True)
+        go(store, remove_objects=True)
     assert set(store.objects) == {".metadata", "__0_0.distcp"}
 
 
@@ -107,7 +107,7 @@ def test_pinned_checkpoint_is_not_deleted_until_it_is_unpinned(real: ObjectStore
     assert pin(real, "release 1") == ("paper", "release 1")
     before = keys(real)
     with pytest.raises(CheckpointPinnedError, match="paper, release 1"):
-        go(real, now=True)
+        go(real, remove_objects=True)
     assert keys(real) == before
     assert state(real) == "committed"
     unpin(real, "paper")
@@ -120,7 +120,7 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) 
     save(store)
     store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper", clock=TickingClock()))
     with pytest.raises(CheckpointPinnedError, match="paper"):
-        go(store, now=True)
+        go(store, remove_objects=True)
     assert state(store) == "committed"
     assert DOT_METADATA_KEY in store.objects
     named(store)
@@ -145,7 +145,7 @@ def test_damaged_index_does_not_keep_it_from_being_deleted(store: MemoryStore) -
     assert done.marker.index is not None
     data = named(store)
     store.put(done.marker.index.key, b"damaged")
-    report = go(store, now=True)
+    report = go(store, remove_objects=True)
     assert report.index_damaged
     assert report.removed_objects == 0
     assert set(store.objects) == {MARKER_KEY, *data}
@@ -168,14 +168,14 @@ def test_keys_that_are_not_of_our_form_are_never_removed(store: MemoryStore) -> 
         finish(store, token, hostile)
     finally:
         module.check_objects = original
-    go(store, now=True)
+    go(store, remove_objects=True)
     assert set(store.objects) == set(others)
 
 
 def test_dry_run_changes_nothing_and_says_what_would_go(store: MemoryStore) -> None:
     save(store)
     before = dict(store.objects)
-    report = go(store, now=True, dry_run=True)
+    report = go(store, remove_objects=True, dry_run=True)
     assert (report.dry_run, report.objects, report.removed_objects) == (True, 2, 3)
     assert store.objects == before
 
@@ -185,7 +185,7 @@ def test_damaged_marker_is_left_as_it_is(store: MemoryStore) -> None:
     store.put(MARKER_KEY, b"{}")
     before: dict[str, object] = dict(store.objects)
     with pytest.raises(CheckpointCorruptError):
-        go(store, now=True)
+        go(store, remove_objects=True)
     assert store.objects == before
 
 

@@ -52,7 +52,7 @@ def sweep(rank: int, world_size: int, url: str, direct: Options, options: Option
 
 
 def delete(rank: int, world_size: int, url: str, options: Options, now: bool) -> Any:
-    return dos.delete(url, storage_options=options, even_newest=True, now=now)
+    return dos.delete(url, storage_options=options, allow_newest=True, remove_objects=now)
 
 
 @pytest.fixture(scope="module")

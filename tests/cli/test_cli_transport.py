@@ -39,10 +39,10 @@ def test_every_command_uses_the_transport_that_was_chosen(step: str) -> None:
     assert json.loads(run("--transport", "boto3", "pin", step, "paper", "--json"))["pins"]
     assert not json.loads(run("--transport", "boto3", "unpin", step, "paper", "--json"))["pins"]
     run("--transport", "boto3", "repair", step)
-    told = run("--transport", "boto3", "rm", step, "--even-newest")
-    assert f"dcp-objstore --transport boto3 rm {step} --even-newest --yes" in told
-    run("--transport", "boto3", "rm", step, "--even-newest", "--yes")
-    assert json.loads(run("--transport", "boto3", "gc", step, "--json"))["dry_run"]
+    told = run("--transport", "boto3", "rm", step, "--allow-newest")
+    assert f"dcp-objstore --transport boto3 rm {step} --allow-newest --yes" in told
+    run("--transport", "boto3", "rm", step, "--allow-newest", "--yes")
+    assert json.loads(run("--transport", "boto3", "sweep", step, "--json"))["dry_run"]
 
 
 def test_an_unknown_transport_is_an_error_of_the_command_line(step: str) -> None:

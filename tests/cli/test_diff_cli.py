@@ -61,7 +61,7 @@ def test_values_that_are_too_large_to_print_are_named_by_their_type(
         deep = [deep]
     values = {"repeated": repeated, "deep": (deep,), "number": (10**5000,), "keys": ({(1, 2): 3},)}
     differences = tuple(
-        dos.ValueDifference(key=key, is_known=True, value=value, other_value=1)
+        dos.reports.ValueDifference(key=key, is_known=True, value=value, other_value=1)
         for key, value in values.items()
     )
     report = dataclasses.replace(dos.diff(*urls), values=differences)

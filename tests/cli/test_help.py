@@ -35,8 +35,8 @@ WITHOUT_TENSORS = (
     "repair {run}/step-1",
     "pin {run}/step-1 paper",
     "unpin {run}/step-1 paper",
-    "rm --yes --now {run}/step-1",
-    "gc --yes {run}",
+    "rm --yes --remove-objects {run}/step-1",
+    "sweep --yes {run}",
 )
 WITH_TENSORS = {"demo", "bench", "export", "import"}
 IMPORTS = """

@@ -84,7 +84,7 @@ def test_nothing_that_a_store_names_acts_on_a_terminal(evil_run: str, tmp_path: 
         *(("verify", "--quick", one), ("verify", "--run", evil_run), ("diff", one, two)),
         *(("diff", "--stats", one, two), ("export", one, f"{tmp_path}/m.safetensors")),
         *(("export", one, f"{tmp_path}/m.pt"), ("cp", one, f"{evil_run}/copy")),
-        *(("import", one, f"{evil_run}/new"), ("import", one, two), ("gc", evil_run)),
+        *(("import", one, f"{evil_run}/new"), ("import", one, two), ("sweep", evil_run)),
         *(("rm", one), ("repair", one), ("pin", one, "x"), ("unpin", one, "x")),
     ):
         done = run_here(*command)

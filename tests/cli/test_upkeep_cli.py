@@ -1,4 +1,5 @@
-"""`rm`, `gc`, `repair`, `pin`, `unpin`: nothing goes without --yes, and they say what they did."""
+"""`rm`, `sweep`, `repair`, `pin`, `unpin`: nothing goes without --yes, and they say what they
+did."""
 
 from __future__ import annotations
 
@@ -57,11 +58,11 @@ def test_rm_deletes_only_with_yes_and_prints_the_command(steps: Run) -> None:
     for number in (1, 2):
         save(steps.step(number))
     before = steps.all()
-    planned = run("rm", f"{steps.url}/step-1", "--now")
+    planned = run("rm", f"{steps.url}/step-1", "--remove-objects")
     assert planned.returncode == 0
     assert steps.all() == before
     command = planned.stdout.splitlines()[-1].split()
-    assert command == ["dcp-objstore", "rm", f"{steps.url}/step-1", "--now", "--yes"]
+    assert command == ["dcp-objstore", "rm", f"{steps.url}/step-1", "--remove-objects", "--yes"]
     assert "would delete" in planned.stdout
     done = run(*command[1:])
     assert (done.returncode, done.stderr) == (0, "")
@@ -78,8 +79,10 @@ def test_rm_without_now_leaves_the_objects_and_gc_removes_them_when_old(
 ) -> None:
     for number in (1, 2):
         save(steps.step(number))
-    upkeep.remove(f"{steps.url}/step-1", now=False, yes=True, even_newest=False, as_json=False)
-    assert "until gc removes them after 24 h" in capsys.readouterr().out
+    upkeep.remove(
+        f"{steps.url}/step-1", remove_objects=False, yes=True, allow_newest=False, as_json=False
+    )
+    assert "until a sweep removes them after 24 h" in capsys.readouterr().out
     assert len(loose(steps.step(1))) == 3
     upkeep.collect(steps.url, grace="24h", yes=True, as_json=False)
     assert "not yet" in capsys.readouterr().out
@@ -87,7 +90,7 @@ def test_rm_without_now_leaves_the_objects_and_gc_removes_them_when_old(
     steps.age()
     upkeep.collect(steps.url, grace="24h", yes=False, as_json=False)
     shown = capsys.readouterr().out
-    assert shown.splitlines()[-1].strip() == f"dcp-objstore gc {steps.url} --yes"
+    assert shown.splitlines()[-1].strip() == f"dcp-objstore sweep {steps.url} --yes"
     assert "3 objects" in shown
     assert len(loose(steps.step(1))) == 3
     upkeep.collect(steps.url, grace="24h", yes=True, as_json=False)
@@ -103,18 +106,20 @@ def test_rm_refuses_the_newest_and_pinned_ones(
         save(steps.step(number))
     url = f"{steps.url}/step-2"
     for yes in (False, True):
-        with pytest.raises(InputError, match="--even-newest"):
-            upkeep.remove(url, now=True, yes=yes, even_newest=False, as_json=False)
+        with pytest.raises(InputError, match="--allow-newest"):
+            upkeep.remove(url, remove_objects=True, yes=yes, allow_newest=False, as_json=False)
     upkeep.protect(url, "paper", as_json=False)
     assert capsys.readouterr().out == f"{url}: pinned as paper\n"
     with pytest.raises(CheckpointPinnedError):
-        upkeep.remove(url, now=True, yes=True, even_newest=True, as_json=False)
+        upkeep.remove(url, remove_objects=True, yes=True, allow_newest=True, as_json=False)
     upkeep.unprotect(url, "paper", as_json=True)
     assert json.loads(capsys.readouterr().out) == {"url": url, "pins": []}
     open_committed(steps.step(2))
-    upkeep.remove(url, now=True, yes=False, even_newest=True, as_json=False)
-    assert capsys.readouterr().out.splitlines()[-1].endswith("--now --even-newest --yes")
-    upkeep.remove(url, now=True, yes=True, even_newest=True, as_json=True)
+    upkeep.remove(url, remove_objects=True, yes=False, allow_newest=True, as_json=False)
+    assert (
+        capsys.readouterr().out.splitlines()[-1].endswith("--remove-objects --allow-newest --yes")
+    )
+    upkeep.remove(url, remove_objects=True, yes=True, allow_newest=True, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert (report["url"], report["removed_objects"], report["dry_run"]) == (url, 3, False)
 
@@ -124,14 +129,14 @@ def test_gc_removes_torn_saves_only_with_yes(steps: Run) -> None:
     tear(steps.step(2))
     steps.age()
     before = steps.all()
-    planned = run("gc", steps.url, "--json")
+    planned = run("sweep", steps.url, "--json")
     assert planned.returncode == 0
     assert steps.all() == before
     report = json.loads(planned.stdout)
     assert (report["dry_run"], report["deleted"]) == (True, 3)
     assert report["deleted_bytes"] > 0
     assert report["uploads_unseen"] is None
-    done = run("gc", steps.url, "--yes")
+    done = run("sweep", steps.url, "--yes")
     assert (done.returncode, done.stderr) == (0, "")
     assert keys(steps.step(2)) == {"_COMMIT"}
     assert {name for name in before if name.startswith("step-1")} <= set(steps.all())
@@ -144,7 +149,7 @@ def test_gc_names_what_it_left_and_a_damaged_checkpoint_is_status_4(steps: Run) 
     steps.step(2).put("_COMMIT", b"{}")
     steps.age()
     before = steps.all()
-    done = run("gc", steps.url, "--yes")
+    done = run("sweep", steps.url, "--yes")
     assert done.returncode == 4
     assert "step-1/notes.txt" in done.stdout
     assert "step-2  cannot be read" in done.stdout

@@ -425,7 +425,7 @@ def test_damage_ends_an_export_and_leaves_no_file(bucket: Bucket, tmp_path: Path
     data = f"step-1/{data}"
     entry = dos.open(place, storage_options=options)["model.embed.weight"]
     bucket.flip_byte(data, len(bucket.get(data)) // 2)
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     with pytest.raises(CheckpointCorruptError, match=r"embed\.weight"):
         dos.export_checkpoint(place, tmp_path / "out.pt", storage_options=options)
     with pytest.raises(CheckpointCorruptError, match=r"embed\.weight"):

@@ -91,7 +91,7 @@ def local(tmp_path: Path) -> Folder:
     return Folder("file", (tmp_path / "here").as_uri(), {})
 
 
-def copy(source: Bucket, target: Bucket, **settings: Any) -> dos.CopyReport:
+def copy(source: Bucket, target: Bucket, **settings: Any) -> dos.reports.CopyReport:
     options: dict[str, Any] = {
         "storage_options": target.storage_options,
         "source_storage_options": source.storage_options,
@@ -143,7 +143,7 @@ def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(
     assert len(target.keys("step-7")) == len(ckpt.objects) + 3, "no beacon"
     assert target.uploads() == []
     dos.delete(
-        target.at("step-7"), even_newest=True, storage_options=target.storage_options
+        target.at("step-7"), allow_newest=True, storage_options=target.storage_options
     )  # the pin was not copied
 
 
@@ -239,7 +239,7 @@ def test_a_source_that_is_deleted_meanwhile_is_gone(
         if verb in ("open_range", "copy"):
             with lock:
                 if not deleted:
-                    dos.delete(local.at("step-7"), now=True, even_newest=True)
+                    dos.delete(local.at("step-7"), remove_objects=True, allow_newest=True)
                     deleted.append(key)
         return None
 

@@ -216,9 +216,9 @@ def _load(bucket: Bucket, shape: Shape) -> int | str | None:
     here.bucket, here.process = bucket, Process()
     try:
         dos.load(wanted, URL, progress=False)
-    except dos.CheckpointNotFoundError:
+    except dos.errors.CheckpointNotFoundError:
         return None
-    except dos.DcpObjstoreError as error:
+    except dos.errors.DcpObjstoreError as error:
         return repr(error)
     return edition_of(wanted)
 
@@ -230,7 +230,7 @@ def _listed(bucket: Bucket) -> list[str]:
     try:
         with contextlib.redirect_stdout(text):
             print_checkpoints(RUN, as_json=True)
-    except dos.CheckpointNotFoundError:
+    except dos.errors.CheckpointNotFoundError:
         return []
     return [json.loads(line)["state"] for line in text.getvalue().splitlines()]
 
@@ -290,7 +290,7 @@ def _save_again(bucket: Bucket, shape: Shape) -> None:
         alone(bucket, act, shape)
     except CheckpointException as error:
         [(failure, _)] = error.failures.values()
-        if not isinstance(failure, dos.RetryableError):
+        if not isinstance(failure, dos.errors.RetryableError):
             raise
         alone(bucket, delete(now=False), shape)
         alone(bucket, act, shape)

@@ -137,7 +137,10 @@ def short_calls(rank: int, world: int, url: str) -> tuple[int, str]:
         patch.setattr(arrivals._Call, "look", looks.append)
         dos.save({"w": torch.ones(2)}, f"{url}/step", progress=False)
         dos.load({"w": torch.ones(2)}, f"{url}/step", progress=False)
-    with pytest.raises(dos.RankFailedError) as caught, failures.meeting(url, dist.group.WORLD):
+    with (
+        pytest.raises(dos.errors.RankFailedError) as caught,
+        failures.meeting(url, dist.group.WORLD),
+    ):
         call = arrivals._current()
         assert call is not None
         call.missing = [1]

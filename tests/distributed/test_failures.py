@@ -31,7 +31,9 @@ def kept_by_failed_calls(rank: int, world: int, folder: str) -> list[str]:
             gc.collect()
             gc.disable()
             try:
-                with contextlib.suppress(dos.DcpObjstoreError):  # pytest.raises keeps the error
+                with contextlib.suppress(
+                    dos.errors.DcpObjstoreError
+                ):  # pytest.raises keeps the error
                     call(state)
                     kept.append(f"{name} did not fail")
                 del state
@@ -61,7 +63,7 @@ def test_the_error_that_the_program_was_handling_keeps_its_variables(tmp_path: P
         try:
             train()
         except FloatingPointError:
-            with contextlib.suppress(dos.CheckpointNotFoundError):
+            with contextlib.suppress(dos.errors.CheckpointNotFoundError):
                 dos.load({"w": torch.ones(2)}, f"file://{tmp_path}/none", progress=False)
             raise
     assert caught.traceback[-1].frame.f_locals == {"batch": "cat"}
@@ -71,7 +73,7 @@ def save_here_load_there(rank: int, world: int, url: str, saving: int) -> str:
     state = {"w": torch.ones(2)}
     dos.save(state, url, progress=False)
     call = dos.save if rank == saving else dos.load
-    with pytest.raises(dos.RankFailedError) as caught:
+    with pytest.raises(dos.errors.RankFailedError) as caught:
         call(state, url, progress=False)
     return str(caught.value)
 

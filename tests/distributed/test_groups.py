@@ -87,7 +87,7 @@ def call_alone(rank: int, world: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         try:
-            with pytest.raises(dos.RankFailedError) as caught:
+            with pytest.raises(dos.errors.RankFailedError) as caught:
                 groups.own_group(groups.CALLS, None, dos.TransferConfig(peer_timeout_seconds=1))
         finally:
             store.set("failed", "")

@@ -105,7 +105,7 @@ def test_old_unfinished_uploads_are_told_with_their_bytes(bucket: Bucket) -> Non
     found = examine(bucket.url, bucket.storage_options)
     assert found["unfinished uploads"].status == "warning"
     assert found["unfinished uploads"].details["old_bytes"] == len(PART)
-    assert "gc" in found["unfinished uploads"].advice
+    assert "sweep" in found["unfinished uploads"].advice
     before.check()
 
 
@@ -444,12 +444,12 @@ def test_commands_can_be_pasted_whatever_the_prefix_holds(bucket: Bucket) -> Non
     found = examine(url, bucket.storage_options)
     for check in ("lifecycle", "unfinished uploads"):
         (command,) = re.findall("`(.*?)`", found[check].advice)
-        assert shlex.split(command)[:3] == ["dcp-objstore", "gc", url]
+        assert shlex.split(command)[:3] == ["dcp-objstore", "sweep", url]
 
 
 def test_a_line_of_advice_does_not_end_within_a_quoted_url() -> None:
     url = shlex.quote("s3://bucket/somebody's run  of today")
-    advice = f"this machine's `dcp-objstore gc {url} --yes` removes those of somebody's saves"
+    advice = f"this machine's `dcp-objstore sweep {url} --yes` removes those of somebody's saves"
     for width in range(10, 100):
         lines = _wrapped(advice, width)
         assert " ".join(lines) == advice

@@ -71,7 +71,7 @@ def manage(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
             bucket.at("run"),
             keep=dos.KeepLatest(1),
             save_every=1,
-            delete_now=True,
+            remove_objects=True,
             storage_options=options,
         ) as run:
             assert run.load(small()) == start
@@ -88,7 +88,7 @@ def collect(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
     dos.pin(url, "paper", storage_options=options)
     dos.unpin(url, "paper", storage_options=options)
     dos.repair(url, storage_options=options)
-    dos.delete(url, storage_options=options, even_newest=True)
+    dos.delete(url, storage_options=options, allow_newest=True)
     assert sum(one.deleted for one in dos.sweep(bucket.url, storage_options=options).checkpoints)
 
 
@@ -103,7 +103,7 @@ PAIRS = {
     "s3:GetObject": {"s3:PutObject"},
     "s3:PutObject": {"s3:GetObject"},
 }
-JOBS = {"save": save, "load": load, "manager": manage, "gc": collect, "doctor": doctor}
+JOBS = {"save": save, "load": load, "manager": manage, "sweep": collect, "doctor": doctor}
 
 
 def leave_behind(bucket: Bucket) -> None:
@@ -182,7 +182,7 @@ def test_the_page_lists_the_rights_that_each_job_asks_for(
     assert set().union(*needed.values()) == granted(scheme)
     if scheme == "s3":
         here = policy(bucket.name, bucket.prefix.strip("/"))
-        assert all(is_allowed(here, one) for one in asked["manager"] + asked["gc"])
+        assert all(is_allowed(here, one) for one in asked["manager"] + asked["sweep"])
         elsewhere = policy(bucket.name, "elsewhere")
         assert not any(is_allowed(elsewhere, one) for one in asked["load"])
 

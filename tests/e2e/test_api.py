@@ -65,7 +65,7 @@ def resume_from_meta(rank: int, world: int, url: str, options: Options) -> list[
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 8))
     fully_shard(model)
-    with pytest.raises(dos.UnsupportedError, match="to_empty"):
+    with pytest.raises(dos.errors.UnsupportedError, match="to_empty"):
         dos.load({"model": model}, url, storage_options=options)
     model.to_empty(device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -121,7 +121,7 @@ def test_what_fails_on_one_rank_is_raised_on_every_rank_with_rank_and_key(
     bucket: Bucket, how: str
 ) -> None:
     outcomes = try_ranks(3, fails_on_one, bucket.at("step-1"), bucket.storage_options, how)
-    kind = {"optimizer": dos.StateMismatchError, "value": dos.RankFailedError}[how]
+    kind = {"optimizer": dos.errors.StateMismatchError, "value": dos.errors.RankFailedError}[how]
     for outcome in outcomes:
         assert type(outcome.error) is kind, outcome
         assert outcome.error.rank == 1
@@ -156,9 +156,9 @@ def test_when_a_rank_dies_the_others_raise_a_typed_error_and_nothing_is_visible(
     outcomes = try_ranks(3, one_rank_dies, bucket.at("step-1"), bucket.storage_options)
     assert outcomes[1].exit_signal == signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
-        assert isinstance(outcome.error, dos.RankFailedError), outcome
+        assert isinstance(outcome.error, dos.errors.RankFailedError), outcome
     assert "_COMMIT" not in bucket.keys("step-1")
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.load({"w": torch.zeros(4)}, bucket.at("step-1"), storage_options=bucket.storage_options)
 
 
@@ -185,7 +185,7 @@ def test_an_object_that_refuses_its_state_on_one_rank_fails_the_load_on_all(
     url, options = bucket.at("step-1"), bucket.storage_options
     dos.save({"own": BreaksOnLoad(0)}, url, storage_options=options)
     for outcome in try_ranks(3, load_breaks_on_one, url, options):
-        assert type(outcome.error) is dos.RankFailedError, outcome
+        assert type(outcome.error) is dos.errors.RankFailedError, outcome
         assert outcome.error.rank == 1
         assert "KeyError" in str(outcome.error)
 
@@ -202,13 +202,13 @@ def load_own_url(rank: int, world: int, url: str, options: Options) -> None:
 def test_ranks_with_different_urls_are_refused_before_a_byte_moves(bucket: Bucket) -> None:
     url, options = bucket.at("step"), bucket.storage_options
     for outcome in try_ranks(3, save_to_own_url, url, options):
-        assert type(outcome.error) is dos.InvalidUrlError, outcome
+        assert type(outcome.error) is dos.errors.InvalidUrlError, outcome
         assert f"rank 0 has {url}-0 and rank 2 {url}-1" in str(outcome.error)
     assert bucket.keys("step-0") == bucket.keys("step-1") == []
     for number in range(2):
         dos.save({"w": torch.ones(1)}, f"{url}-{number}", storage_options=options)
     for outcome in try_ranks(3, load_own_url, url, options):
-        assert type(outcome.error) is dos.InvalidUrlError, outcome
+        assert type(outcome.error) is dos.errors.InvalidUrlError, outcome
 
 
 def dcp_save_to_own_url(rank: int, world: int, url: str) -> None:
@@ -221,7 +221,7 @@ def test_writers_with_different_urls_commit_nothing_and_say_so(tmp_path: Path) -
     for outcome in try_ranks(2, dcp_save_to_own_url, url):
         assert isinstance(outcome.error, CheckpointException), outcome
         (refused,) = (failure[0] for failure in outcome.error.failures.values())
-        assert type(refused) is dos.InvalidUrlError
+        assert type(refused) is dos.errors.InvalidUrlError
         assert f"rank 0 has {url}-0 and rank 1 {url}-1" in str(refused)
     assert not list(tmp_path.glob("*/_COMMIT"))
 
@@ -241,7 +241,7 @@ def in_a_subgroup(rank: int, world: int, url: str, options: Options) -> Any:
     state = {"w": torch.ones(2), f"value{rank}": threading.Lock() if rank == 2 else 1}
     try:
         dos.save(state, url + "c", storage_options=options, process_group=group)
-    except dos.RankFailedError as error:
+    except dos.errors.RankFailedError as error:
         return report.objects, error.rank
     return None
 
@@ -264,7 +264,7 @@ def test_a_missing_key_on_one_rank_is_named_on_all_with_the_nearest_names(bucket
     url, options = bucket.at("step-1"), bucket.storage_options
     dos.save({"w": torch.ones(4), "weight": torch.ones(2)}, url, storage_options=options)
     for outcome in try_ranks(3, load_wrong, url, options):
-        assert type(outcome.error) is dos.StateMismatchError, outcome
+        assert type(outcome.error) is dos.errors.StateMismatchError, outcome
         assert outcome.error.rank == 2
         assert "weigth: not in the checkpoint (nearest: weight" in str(outcome.error)
 
@@ -273,7 +273,7 @@ def test_wrong_shapes_and_kinds_are_all_listed_and_nothing_is_changed() -> None:
     url = memory_url()
     dos.save({"a": torch.ones(4), "b": torch.ones(2, 2), "n": 1}, url)
     state = {"a": torch.zeros(3), "b": 5, "n": torch.zeros(1)}
-    with pytest.raises(dos.StateMismatchError) as caught:
+    with pytest.raises(dos.errors.StateMismatchError) as caught:
         dos.load(state, url)
     text = str(caught.value)
     assert "a: saved with shape (4,), the state has (3,)" in text
@@ -285,7 +285,9 @@ def test_wrong_shapes_and_kinds_are_all_listed_and_nothing_is_changed() -> None:
 def test_a_key_that_was_saved_as_several_is_answered_with_those() -> None:
     url = memory_url()
     dos.save({"log": [{"loss": 1.0}]}, url)
-    with pytest.raises(dos.StateMismatchError, match=r"1 key:\n  log: .*nearest: log\.0\.loss"):
+    with pytest.raises(
+        dos.errors.StateMismatchError, match=r"1 key:\n  log: .*nearest: log\.0\.loss"
+    ):
         dos.load({"log": []}, url)
 
 
@@ -319,13 +321,13 @@ def test_optimizer_state_is_not_left_out_for_a_parameter_that_the_checkpoint_lac
     saved = partly_trained(2)
     saved["train"]["model"] = nn.ModuleDict({"other": saved["train"]["model"]})
     dos.save(saved, url)
-    with pytest.raises(dos.StateMismatchError, match=r"optimizers\.0\.state\.used\.weight"):
+    with pytest.raises(dos.errors.StateMismatchError, match=r"optimizers\.0\.state\.used\.weight"):
         dos.load(partly_trained(0), url)
 
 
 def test_a_load_that_fails_leaves_a_fresh_optimizer_fresh() -> None:
     state = partly_trained(0)
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.load(state, memory_url())
     assert not state["train"]["optimizers"][0].state
 
@@ -341,7 +343,7 @@ def test_a_state_may_ask_for_less_than_was_saved() -> None:
 
 def test_the_checkpoint_is_named_by_a_str_not_by_a_path() -> None:
     for wrong in (Path("s3://bucket/x"), 5):
-        with pytest.raises(dos.InvalidUrlError, match="must be a str"):
+        with pytest.raises(dos.errors.InvalidUrlError, match="must be a str"):
             dos.save({"a": torch.ones(1)}, wrong)  # type: ignore[arg-type]
 
 
@@ -414,7 +416,7 @@ def test_a_second_save_waits_or_is_refused_and_never_mixes_with_the_first(
     first_url, second_url = memory_url(), memory_url()
     state = {"t": torch.ones(1000)}
     first = dos.async_save(state, first_url)
-    with pytest.raises(dos.SaveInProgressError, match="still being saved"):
+    with pytest.raises(dos.errors.SaveInProgressError, match="still being saved"):
         dos.async_save(state, second_url, on_busy="raise")
     state["t"].fill_(2)
     threading.Timer(0.2, gate.open.set).start()
@@ -435,10 +437,10 @@ def test_an_unseen_error_of_a_background_save_is_raised_by_the_next_one_once(
     handle = dos.async_save({"t": torch.ones(1)}, url)
     assert handle._ended.wait(10)  # without asking for its outcome
     assert "failed" in caplog.text
-    with pytest.raises(dos.CheckpointExistsError):
+    with pytest.raises(dos.errors.CheckpointExistsError):
         dos.async_save({"t": torch.ones(1)}, memory_url())
     dos.async_save({"t": torch.ones(1)}, memory_url()).result(30)
-    with pytest.raises(dos.CheckpointExistsError):
+    with pytest.raises(dos.errors.CheckpointExistsError):
         handle.result()
 
 
@@ -447,11 +449,11 @@ def errors_seen_on_rank_0_only(rank: int, world: int, url: str, options: Options
     dos.save(state, url, storage_options=options)
     failed = dos.async_save(state, url, storage_options=options)
     if rank == 0:
-        assert isinstance(failed.exception(60), dos.CheckpointExistsError)
+        assert isinstance(failed.exception(60), dos.errors.CheckpointExistsError)
     seen = []
     try:
         dos.async_save(state, url + "b", storage_options=options)
-    except dos.CheckpointExistsError:
+    except dos.errors.CheckpointExistsError:
         seen.append("told")
     seen.append(dos.async_save(state, url + "c", storage_options=options).result(60).url[-1])
     return seen
@@ -481,7 +483,7 @@ def busy_on_one(rank: int, world: int, url: str, options: Options) -> str:
         if rank == 0:
             first.result(30)
         dist.barrier()  # ended on rank 0, not on the others
-        with pytest.raises(dos.SaveInProgressError):
+        with pytest.raises(dos.errors.SaveInProgressError):
             dos.async_save(state, url + "b", storage_options=options, on_busy="raise")
         gate.set()
         first.result(30)
@@ -514,12 +516,12 @@ def late_peer(rank: int, world: int, url: str, options: Options) -> None:
 @pytest.mark.backends("seaweed")
 def test_the_wait_for_a_rank_that_does_not_come_is_bounded_by_the_config(bucket: Bucket) -> None:
     outcomes = try_ranks(2, late_peer, bucket.at("s"), bucket.storage_options)
-    assert type(outcomes[0].error) is dos.RankFailedError, outcomes[0]
+    assert type(outcomes[0].error) is dos.errors.RankFailedError, outcomes[0]
     assert not outcomes[1].failed
 
 
 def test_a_wrong_word_for_a_busy_writer_is_refused() -> None:
-    with pytest.raises(dos.ConfigError, match="on_busy"):
+    with pytest.raises(dos.errors.ConfigError, match="on_busy"):
         dos.async_save({"t": torch.ones(1)}, memory_url(), on_busy="skip")  # type: ignore[arg-type]
 
 
@@ -549,9 +551,9 @@ def test_background_saves_keep_out_of_the_way_of_the_trainings_collectives(bucke
 
 def test_settings_and_metadata_of_the_wrong_kind_are_refused_before_anything_is_sent() -> None:
     url = memory_url()
-    with pytest.raises(dos.ConfigError, match="must be a TransferConfig, got dict"):
+    with pytest.raises(dos.errors.ConfigError, match="must be a TransferConfig, got dict"):
         dos.ObjectStoreWriter(url, config={"max_retries": 2})  # type: ignore[arg-type]
-    with pytest.raises(dos.ConfigError):
+    with pytest.raises(dos.errors.ConfigError):
         dos.ObjectStoreWriter(url, user_metadata={"x": object()})
 
 
@@ -562,9 +564,9 @@ def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into(count:
     dos.save({"w": freed}, url)
     freed.untyped_storage().resize_(0)
     for call in (lambda: dos.save({"w": freed}, url + "-2"), lambda: dos.load({"w": freed}, url)):
-        with pytest.raises(dos.UnsupportedError, match="freed"):
+        with pytest.raises(dos.errors.UnsupportedError, match="freed"):
             call()
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.load({"w": torch.zeros(count)}, url + "-2")
 
 
@@ -602,18 +604,18 @@ def test_ranks_never_load_one_half_of_each_of_two_checkpoints(bucket: Bucket, ap
     dos.save({"w": torch.ones(2)}, url, storage_options=options)
     for outcome in try_ranks(2, opens_another_commit, api, url, options):
         error = outcome.error if api == "dos" else cause(outcome.error)
-        assert type(error) is dos.CheckpointGoneError, outcome
+        assert type(error) is dos.errors.CheckpointGoneError, outcome
 
 
 @pytest.mark.parametrize(
     ("dtypes", "error", "says"),
     [
-        (["float32"], dos.StateMismatchError, "only 4 of this tensor's 8 elements"),
-        (["float16", "bfloat16"], dos.UnsupportedError, "bfloat16, float16"),
+        (["float32"], dos.errors.StateMismatchError, "only 4 of this tensor's 8 elements"),
+        (["float16", "bfloat16"], dos.errors.UnsupportedError, "bfloat16, float16"),
     ],
 )
 def test_a_tensor_saved_in_part_or_in_parts_of_different_dtypes_is_refused(
-    dtypes: list[str], error: type[dos.DcpObjstoreError], says: str
+    dtypes: list[str], error: type[dos.errors.DcpObjstoreError], says: str
 ) -> None:
     stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1, "memory://o")
     places = [4 * number for number in range(len(dtypes))]

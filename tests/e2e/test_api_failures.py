@@ -64,7 +64,7 @@ def save_differing(rank: int, world: int, root: str, kind: str) -> list[tuple[An
     seen = []
     for call_of in ("save", "async_save"):
         state = {"before": torch.ones(2), "in": {"it": differing(rank, kind)}, "after": 1}
-        with pytest.raises(dos.StateMismatchError, match="rank 0 has a") as caught:
+        with pytest.raises(dos.errors.StateMismatchError, match="rank 0 has a") as caught:
             call(call_of, state, f"{root}/{kind}")
         seen.append((caught.value.key, pickle.loads(pickle.dumps(caught.value)).url))
         dos.save({"rank": rank, "w": torch.ones(2)}, f"{root}/{kind}-{call_of}")
@@ -86,21 +86,21 @@ def test_ranks_with_different_tensors_under_one_key_are_refused_and_nothing_is_s
         assert seen == [("in.it", f"{root}/{kind}")] * 2
     left = list((tmp_path / kind).rglob("*"))
     assert not [path for path in left if path.suffix in (".distcp", ".metadata")]
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(f"{root}/{kind}")
 
 
 # A wrong argument on some ranks -----------------------------------------------------------------
 
-WRONG: dict[str, tuple[dict[str, Any], type[dos.DcpObjstoreError]]] = {
-    "url": ({"url": "nonsense://bucket/step"}, dos.InvalidUrlError),
-    "storage_options": ({"storage_options": {"no_such_option": 1}}, dos.ConfigError),
-    "config": ({"config": {"max_retries": 2}}, dos.ConfigError),
-    "user_metadata": ({"user_metadata": {"x": object()}}, dos.ConfigError),
-    "on_event": ({"on_event": "print"}, dos.ConfigError),
-    "trace": ({"trace": "s3://bucket/trace.json"}, dos.ConfigError),
-    "on_busy": ({"on_busy": "skip"}, dos.ConfigError),
-    "verify": ({"verify": "maybe"}, dos.ConfigError),
+WRONG: dict[str, tuple[dict[str, Any], type[dos.errors.DcpObjstoreError]]] = {
+    "url": ({"url": "nonsense://bucket/step"}, dos.errors.InvalidUrlError),
+    "storage_options": ({"storage_options": {"no_such_option": 1}}, dos.errors.ConfigError),
+    "config": ({"config": {"max_retries": 2}}, dos.errors.ConfigError),
+    "user_metadata": ({"user_metadata": {"x": object()}}, dos.errors.ConfigError),
+    "on_event": ({"on_event": "print"}, dos.errors.ConfigError),
+    "trace": ({"trace": "s3://bucket/trace.json"}, dos.errors.ConfigError),
+    "on_busy": ({"on_busy": "skip"}, dos.errors.ConfigError),
+    "verify": ({"verify": "maybe"}, dos.errors.ConfigError),
 }
 TAKES = {
     "save": ["url", "storage_options", "config", "user_metadata", "on_event"],
@@ -117,7 +117,7 @@ def wrong_on(rank: int, world: int, root: str, kind: str, wrong_ranks: list[int]
         given = {**right, **WRONG[wrong][0]} if rank in wrong_ranks else right
         try:
             call(kind, {"w": torch.ones(2)}, **given)
-        except dos.DcpObjstoreError as error:
+        except dos.errors.DcpObjstoreError as error:
             seen.append((type(error), error.rank))
         # The ranks are still at the same collectives.
         call(kind, {"w": torch.ones(2)}, **right)
@@ -156,7 +156,7 @@ def outside(rank: int, world: int, root: str, kind: str) -> str | None:
     group = dist.new_group([1])
     try:
         call(kind, {"w": torch.ones(2)}, url, process_group=group)
-    except dos.ConfigError as error:
+    except dos.errors.ConfigError as error:
         assert error.rank == rank
         return str(error)
     return None
@@ -176,7 +176,7 @@ def mesh_as_group(rank: int, world: int, root: str) -> None:
 
 def test_a_mesh_is_no_process_group(tmp_path: Path) -> None:
     (outcome,) = try_ranks(1, mesh_as_group, f"file://{tmp_path}")
-    assert type(outcome.error) is dos.ConfigError
+    assert type(outcome.error) is dos.errors.ConfigError
     assert "must be a ProcessGroup, got DeviceMesh" in str(outcome.error)
 
 
@@ -237,24 +237,24 @@ def test_what_a_planner_raises_reaches_every_rank_even_if_it_does_not_unpickle(
 ) -> None:
     outcomes = try_ranks(2, planner_breaks, f"file://{tmp_path}", kind, method, timeout_seconds=90)
     for outcome in outcomes:
-        assert type(outcome.error) is dos.RankFailedError, outcome
+        assert type(outcome.error) is dos.errors.RankFailedError, outcome
         assert "UnfriendlyError: does not unpickle" in str(outcome.error)
         assert outcome.error.rank == (0 if method == "create_global_plan" else 1)
 
 
 def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it() -> None:
-    held = dos.CheckpointExistsError("it is there", key="w")
+    held = dos.errors.CheckpointExistsError("it is there", key="w")
     texts = []
     for _ in range(2):
         failures: Any = {0: (held, None), 1: (ValueError("x"), None)}
         with (
-            pytest.raises(dos.CheckpointExistsError) as caught,
+            pytest.raises(dos.errors.CheckpointExistsError) as caught,
             typed_failures("s3://bucket/step", None),
         ):
             raise CheckpointException("write", failures)
         texts.append(str(caught.value))
         assert str(pickle.loads(pickle.dumps(caught.value))) == texts[-1]
-        with pytest.raises(dos.CheckpointExistsError, match="s3://bucket/other"):
+        with pytest.raises(dos.errors.CheckpointExistsError, match="s3://bucket/other"):
             raise_on_all(held, "s3://bucket/other", None)
     assert texts[0] == texts[1]
     assert texts[0].count("also failed: rank 1: ValueError") == 1
@@ -262,8 +262,11 @@ def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it() ->
 
 
 def test_the_text_of_a_failure_on_very_many_ranks_stays_short() -> None:
-    failures: Any = {rank: (dos.ConfigError("wrong"), None) for rank in range(1000)}
-    with pytest.raises(dos.ConfigError, match="991 more") as caught, typed_failures(None, None):
+    failures: Any = {rank: (dos.errors.ConfigError("wrong"), None) for rank in range(1000)}
+    with (
+        pytest.raises(dos.errors.ConfigError, match="991 more") as caught,
+        typed_failures(None, None),
+    ):
         raise CheckpointException("write", failures)
     assert len(str(caught.value)) < 400
 
@@ -282,16 +285,16 @@ class RefusesState:
 def test_a_load_that_fails_says_whether_tensors_may_be_partly_filled(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/step"
     dos.save({"w": torch.ones(1000), "own": RefusesState()}, url)
-    with pytest.raises(dos.RankFailedError, match="partly filled"):
+    with pytest.raises(dos.errors.RankFailedError, match="partly filled"):
         dos.load({"w": torch.zeros(1000), "own": RefusesState()}, url)
-    with pytest.raises(dos.StateMismatchError) as caught:
+    with pytest.raises(dos.errors.StateMismatchError) as caught:
         dos.load({"other": torch.zeros(1000)}, url)
     assert "partly filled" not in str(caught.value)
     (data,) = tmp_path.glob("step/*.distcp")
     body = bytearray(data.read_bytes())
     body[len(body) // 2] ^= 1
     data.write_bytes(body)
-    with pytest.raises(dos.CheckpointCorruptError, match="partly filled"):
+    with pytest.raises(dos.errors.CheckpointCorruptError, match="partly filled"):
         dos.load({"w": torch.zeros(1000)}, url)
 
 
@@ -315,7 +318,7 @@ def test_a_missing_key_is_answered_with_the_name_that_has_another_prefix(
 ) -> None:
     url = memory_url()
     dos.save({saved: torch.ones(2), "something.else": torch.ones(2)}, url)
-    with pytest.raises(dos.StateMismatchError, match=rf"\(nearest: {saved}\)"):
+    with pytest.raises(dos.errors.StateMismatchError, match=rf"\(nearest: {saved}\)"):
         dos.load({asked: torch.zeros(2)}, url)
 
 
@@ -323,7 +326,7 @@ def test_kinds_have_the_right_article() -> None:
     url = memory_url()
     dos.save({"w": torch.ones(2)}, url)
     for value, text in ((5, "an int"), (5.0, "a float")):
-        with pytest.raises(dos.StateMismatchError, match=f"the state has {text}\\b"):
+        with pytest.raises(dos.errors.StateMismatchError, match=f"the state has {text}\\b"):
             dos.load({"w": value}, url)
 
 
@@ -356,13 +359,13 @@ def interrupted(
     first = ""
     try:
         call(kind, state, url)
-    except (dos.RankFailedError, type(error)) as raised:
+    except (dos.errors.RankFailedError, type(error)) as raised:
         first = repr(raised)
     state = {"own": {"a": 1}}
     for again in ("save", "load", "async_save"):
         try:
             call(again, state, f"{root}/old" if again == "load" else f"{root}/{again}")
-        except dos.RankFailedError as raised:  # an earlier save in the background
+        except dos.errors.RankFailedError as raised:  # an earlier save in the background
             assert (kind, again) == ("async_save", "async_save"), raised
             call(again, state, f"{root}/{again}")
     return first, sorted(found.name for found in dos.steps(root))
@@ -404,7 +407,7 @@ def test_a_background_save_that_cannot_start_does_not_block_the_next(
             dos.async_save({"w": torch.ones(2)}, memory_url())
     assert async_api._saves.here.latest is not None
     assert async_api._saves.here.latest.done()
-    with pytest.raises(dos.RankFailedError, match=type(error).__name__):
+    with pytest.raises(dos.errors.RankFailedError, match=type(error).__name__):
         dos.async_save({"w": torch.ones(2)}, memory_url())
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
 
@@ -422,7 +425,7 @@ def test_ctrl_c_as_a_save_takes_its_turn_does_not_block_the_next(
         patched.setattr(async_api, "_wait_for_earlier", interrupted)
         with pytest.raises(KeyboardInterrupt):
             dos.async_save({"w": torch.ones(2)}, memory_url())
-    with pytest.raises(dos.RankFailedError, match="KeyboardInterrupt"):
+    with pytest.raises(dos.errors.RankFailedError, match="KeyboardInterrupt"):
         dos.async_save({"w": torch.ones(2)}, memory_url())
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
 
@@ -498,7 +501,7 @@ def test_a_background_save_ends_whatever_the_programs_own_code_raises(
     if what == "error":
         assert "FrozenError: 3" in str(handle.exception(0))
     if what == "filter":
-        assert type(handle.exception(0)) is dos.CheckpointExistsError
+        assert type(handle.exception(0)) is dos.errors.CheckpointExistsError
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
 
 
@@ -524,7 +527,7 @@ def test_a_filter_that_raises_does_not_hide_why_a_save_of_dcp_failed(
     monkeypatch.setattr(logging.getLogger("dcp_objstore"), "filters", [refuse_record])
     writer = dos.ObjectStoreWriter(url, progress=False)
     future: Any = dcp.async_save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
-    assert type(cause(future.exception(30))) is dos.CheckpointExistsError
+    assert type(cause(future.exception(30))) is dos.errors.CheckpointExistsError
 
 
 # A process group that is gone -------------------------------------------------------------------
@@ -566,7 +569,7 @@ def test_a_save_whose_process_group_was_destroyed_fails_and_commits_no_part(
     url = f"file://{tmp_path}/step"
     ended = run_ranks(2, destroy_too_early, url, when, timeout_seconds=120)
     for kind, text in ended:
-        assert kind is dos.InputError
+        assert kind is dos.errors.InputError
         assert "result() of each save in the background" in text
     assert not list(tmp_path.glob("*/_COMMIT"))
 
@@ -580,7 +583,7 @@ def test_a_rank_that_dcp_takes_to_be_alone_commits_no_part(tmp_path: Path) -> No
             planner=AgreeingSavePlanner(url, state, ranks=2),
             no_dist=True,
         )
-    assert type(cause(caught.value)) is dos.InputError
+    assert type(cause(caught.value)) is dos.errors.InputError
     assert not list(tmp_path.glob("*/_COMMIT"))
 
 
@@ -603,7 +606,7 @@ def test_a_background_save_of_dcp_commits_no_part_when_its_ranks_are_gone(
 ) -> None:
     url = f"file://{tmp_path}/step"
     for kind, text in run_ranks(2, destroy_before_dcp_saves, url, sharded):
-        assert kind is dos.InputError
+        assert kind is dos.errors.InputError
         assert "before torch.distributed.destroy_process_group()" in text
     assert not list(tmp_path.glob("*/_COMMIT"))
 
@@ -648,7 +651,7 @@ def call_alone(rank: int, world: int, url: str, kind: str) -> str:
     dist.distributed_c10d._set_pg_timeout(patience, dist.group.WORLD)
     try:
         call(kind, {"w": torch.ones(2)}, url)
-    except dos.RankFailedError as error:
+    except dos.errors.RankFailedError as error:
         return str(error)
     finally:
         store.set_timeout(before)

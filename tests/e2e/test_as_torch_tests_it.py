@@ -216,7 +216,7 @@ def test_a_key_that_is_missing_is_an_error_unless_a_partial_load_was_asked_for(a
             dcp.load({"module": larger}, storage_reader=reader)
     else:
         dos.load({"module": larger}, url, strict=False)
-        with pytest.raises(dos.StateMismatchError, match=r"module\.more"):
+        with pytest.raises(dos.errors.StateMismatchError, match=r"module\.more"):
             dos.load({"module": larger}, url)
     assert torch.equal(larger.weight, model.weight)
     assert larger.more.eq(3).all()
@@ -828,7 +828,7 @@ def test_a_save_that_fails_without_a_group_shows_nothing(call: str) -> None:
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state, storage_writer=writer, no_dist=True)
     assert _failed_ranks(caught.value) == {0}
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(url)
     save(state, url)
 

@@ -46,7 +46,7 @@ def names(run: str, options: Options) -> list[str]:
 
 def saver(claim: dos.RunClaim | None, options: Options) -> Callable[..., Any]:
     def save(step: int, **settings: Any) -> Any:
-        url = f"{claim.run_url if claim else settings.pop('run')}/step-{step}"
+        url = f"{claim.url if claim else settings.pop('run')}/step-{step}"
         return dos.save(
             state(step), url, claim=claim, storage_options=options, progress=False, **settings
         )
@@ -62,7 +62,7 @@ def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket: Bucket) -> N
     save_old = saver(old, options)
     save_old(10)
     new = dos.claim_run(run + "/", storage_options=options)
-    assert (old.number, new.number, new.run_url) == (1, 2, run)
+    assert (old.number, new.number, new.url) == (1, 2, run)
     assert names(run, options) == ["step-9", "step-10"]
     with pytest.raises(SupersededError, match="Stop this job"):
         save_old(11)
@@ -164,7 +164,7 @@ def test_all_ranks_have_the_same_claim_or_the_same_error(bucket: Bucket) -> None
         assert outcomes[0][0] == number
     assert names(run, options) == ["step-1", "step-2"]
     for outcome in try_ranks(2, take_with_one_wrong_rank, run, options):
-        assert isinstance(outcome.error, dos.InvalidUrlError), str(outcome)
+        assert isinstance(outcome.error, dos.errors.InvalidUrlError), str(outcome)
     assert not dist.is_initialized()
 
 
@@ -255,7 +255,7 @@ def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not
     assert names(bucket.at("plain"), options) == ["step-1"]
 
     def refuse(verb: str, key: str, nth: int) -> Fault | None:
-        return Fault("before", dos.PermissionDeniedError("403")) if key == "_CLAIM" else None
+        return Fault("before", dos.errors.PermissionDeniedError("403")) if key == "_CLAIM" else None
 
     open_recorded = StoreSpec.open
     monkeypatch.setattr(StoreSpec, "open", lambda spec: FaultStore(open_recorded(spec), refuse))
@@ -267,11 +267,11 @@ def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not
 def test_a_save_into_a_run_whose_claim_is_damaged_says_so(bucket: Bucket) -> None:
     run, options = bucket.at("run"), bucket.storage_options
     StoreSpec(run, options).open().put("_CLAIM", b"{}")
-    with pytest.raises(dos.CheckpointCorruptError, match="_CLAIM"):
+    with pytest.raises(dos.errors.CheckpointCorruptError, match="_CLAIM"):
         saver(None, options)(1, run=run)
     assert not [key for key in bucket.keys("run") if "step-1" in key]
     newer = ClaimRecord(format=FORMAT + 1, number=1, base=1, write_id=new_id())
     StoreSpec(run, options).open().put("_CLAIM", encode_claim(newer))
-    with pytest.raises(dos.UnsupportedError, match="_CLAIM"):
+    with pytest.raises(dos.errors.UnsupportedError, match="_CLAIM"):
         saver(None, options)(1, run=run)
     assert not [key for key in bucket.keys("run") if "step-1" in key]

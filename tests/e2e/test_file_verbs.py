@@ -44,7 +44,7 @@ def test_saves_loads_and_overwrites(folder: Folder) -> None:
     url = folder.at("step-1")
     dos.save(state(1), url, progress=False)
     assert_holds(url, 1)
-    with pytest.raises(dos.CheckpointExistsError):
+    with pytest.raises(dos.errors.CheckpointExistsError):
         dos.save(state(2), url, progress=False)
     dos.async_save(state(2), url, overwrite=True, progress=False).result()
     assert_holds(url, 2)
@@ -62,13 +62,13 @@ def test_deletes_pins_repairs_and_sweeps(folder: Folder) -> None:
     for step in (1, 2, 3):
         dos.save(state(step), folder.at(f"step-{step}"), progress=False)
     dos.pin(folder.at("step-1"), "paper")
-    with pytest.raises(dos.CheckpointPinnedError):
+    with pytest.raises(dos.errors.CheckpointPinnedError):
         dos.delete(folder.at("step-1"))
     dos.unpin(folder.at("step-1"), "paper")
     dos.delete(folder.at("step-1"), now=True)
     assert folder.keys("step-1") == [MARKER_KEY]
     dos.delete(folder.at("step-2"))
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         loaded(folder.at("step-2"))
     folder.delete("step-3/.metadata")
     assert dos.repair(folder.at("step-3")).dot_metadata == "written"

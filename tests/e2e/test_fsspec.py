@@ -28,7 +28,7 @@ def saved_on_4_resumes_on_2(url: str, options: Options) -> None:
     run_ranks(2, load_job, url, options)
     # What is there is fenced by the conditional create: nobody saves over it unasked.
     for outcome in try_ranks(2, save_job, url, options):
-        assert isinstance(cause(outcome.error), dos.CheckpointExistsError)
+        assert isinstance(cause(outcome.error), dos.errors.CheckpointExistsError)
 
 
 def test_a_local_folder(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_overwriting_is_refused_where_nothing_can_be_replaced_conditionally(
     writer = dos.ObjectStoreWriter(url, storage_options=FSSPEC, overwrite=True)
     with pytest.raises(BaseException) as caught:
         dcp.save(dict(state), storage_writer=writer)
-    assert isinstance(cause(caught.value), dos.UnsupportedError)
+    assert isinstance(cause(caught.value), dos.errors.UnsupportedError)
 
 
 def test_memory_within_one_process() -> None:
@@ -89,7 +89,7 @@ def test_a_given_filesystem_without_a_create_needs_the_users_promise(tmp_path: P
     writer = dos.ObjectStoreWriter("dir://step-1", storage_options=options)
     with pytest.raises(BaseException) as caught:
         dcp.save(dict(state), storage_writer=writer)
-    assert isinstance(cause(caught.value), dos.UnsupportedError)
+    assert isinstance(cause(caught.value), dos.errors.UnsupportedError)
     assert list((tmp_path / "step-1").iterdir()) == []
     writer = dos.ObjectStoreWriter("dir://step-1", storage_options=options, allow_unfenced=True)
     dcp.save(dict(state), storage_writer=writer)

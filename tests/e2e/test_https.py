@@ -137,7 +137,7 @@ def test_no_signature_is_told(
     load(bucket, proxy, torch.zeros(SHAPE), on_event=heard.append, trace=tmp_path / "trace.json")
     proxy.refuse(directly)
     load(bucket, proxy, torch.zeros(SHAPE), on_event=heard.append)
-    assert any(isinstance(event, dos.events.Retried) for event in heard)
+    assert any(isinstance(event, dos.observe.events.Retried) for event in heard)
     told = (*map(repr, heard), caplog.text, (tmp_path / "trace.json").read_text())
     secret = str(bucket.storage_options["secret"])
     for text in told:

@@ -66,7 +66,7 @@ def test_unverified_loading_is_possible_but_only_on_request(bucket: Bucket) -> N
     payload = seeded("good/even", (16, 8)).numpy().tobytes()
     bucket.flip_byte(f"step-1/{key}", bucket.get(f"step-1/{key}").index(payload))
     assert isinstance(refused(url, options), CheckpointCorruptError)
-    reader = dos.ObjectStoreReader(url, storage_options=options, verify="off")
+    reader = dos.ObjectStoreReader(url, storage_options=options, verify=False)
     dcp.load(dict(tensor_state("plain")), storage_reader=reader)
 
 

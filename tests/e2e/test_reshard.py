@@ -78,7 +78,7 @@ def test_resharding_is_bit_identical(
     assert wrong_keys(state) == []
 
 
-def save_ddp(rank: int, world_size: int, url: str, options: Options) -> dos.SaveReport:
+def save_ddp(rank: int, world_size: int, url: str, options: Options) -> dos.reports.SaveReport:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(7, 5))
     state = model.state_dict()
     fill(state)

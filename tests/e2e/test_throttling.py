@@ -95,7 +95,7 @@ def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, statu
 def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
     saved = torch.randint(0, 256, (256 * MIB,), dtype=torch.uint8)
     counts: list[int | None] = []
-    heard: list[dos.events.AnyEvent] = []
+    heard: list[dos.observe.events.AnyEvent] = []
     with SlowSink(keep=True) as sink:
 
         def load() -> int:
@@ -122,7 +122,7 @@ def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
     assert slow.refused
     assert count <= MOST * usual
     # Those are ours, so every one is known.
-    told = [event for event in heard if isinstance(event, dos.events.Retried)]
+    told = [event for event in heard if isinstance(event, dos.observe.events.Retried)]
     assert len(told) == len(slow.refused)
     assert counts == [0, len(told)]
     assert {event.what for event in told} == {"request"}

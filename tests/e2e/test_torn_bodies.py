@@ -69,7 +69,7 @@ def save(rank: int, world: int, url: str, options: Options, shape: Shape) -> Non
 
 def load(
     rank: int, world: int, url: str, options: Options, shape: Shape, read_once: bool
-) -> dos.LoadReport:
+) -> dos.reports.LoadReport:
     state = {"w": torch.zeros(shape), "norm": torch.zeros(99)}
     report = dos.load(
         state,

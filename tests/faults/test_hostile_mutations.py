@@ -139,8 +139,8 @@ def checked(read: Callable[[], object]) -> object:
     """Return what it gives, or None if it raised one of our errors for its input."""
     try:
         return read()
-    except dos.DcpObjstoreError as error:
-        assert not isinstance(error, dos.RankFailedError)
+    except dos.errors.DcpObjstoreError as error:
+        assert not isinstance(error, dos.errors.RankFailedError)
         return None
 
 

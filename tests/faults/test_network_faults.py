@@ -51,7 +51,7 @@ IMPATIENT = replace(PATIENT, stall_timeout_seconds=3.0)
 
 def save(
     rank: int, world_size: int, url: str, options: list[Options], configs: list[dos.TransferConfig]
-) -> dos.SaveReport:
+) -> dos.reports.SaveReport:
     """Each rank with options of its own, which may lead it through a proxy of its own."""
     state = tensor_state("shard0", SHAPES)
     fill(state)

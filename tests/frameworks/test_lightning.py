@@ -283,7 +283,7 @@ def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint_as_the_last(
 
 def test_top_k_deletes_by_our_rules(bucket: Bucket, job: Job) -> None:
     best = {"monitor": "number", "mode": "max", "save_top_k": 2, "save_last": True}
-    first = run(2, job, callback=best, steps=6, storage={"delete_now": True})
+    first = run(2, job, callback=best, steps=6, storage={"remove_objects": True})
     assert first["kept"] == ["step=4.ckpt", "step=6.ckpt"]
     assert names(bucket) == ["step=4.ckpt", "step=6.ckpt", "last.ckpt"]
     assert bucket.keys("step=2.ckpt") == [MARKER_KEY]  # the tombstone
@@ -295,7 +295,9 @@ def test_top_k_deletes_by_our_rules(bucket: Bucket, job: Job) -> None:
     committed = set(names(bucket)) - {"again-2.ckpt"}
     # One is pinned, and from the other the job resumed.
     assert committed == {"step=4.ckpt", "step=6.ckpt", "step=8.ckpt", "step=10.ckpt", "last.ckpt"}
-    third = run(1, job, callback=best, ckpt_path="last", steps=12, storage={"delete_now": False})
+    third = run(
+        1, job, callback=best, ckpt_path="last", steps=12, storage={"remove_objects": False}
+    )
     assert third["kept"] == ["step=10.ckpt", "step=12.ckpt"]
     assert "step=8.ckpt" not in names(bucket)
     assert len(bucket.keys("step=8.ckpt")) > 1  # until a sweep, for readers
@@ -412,7 +414,7 @@ def load_untrusted(rank: int, world_size: int, job: Job) -> list[str]:
             try:
                 trainer.fit(module, data, ckpt_path="last")
                 said.append(type(module.restored).__name__)
-            except dos.UntrustedPickleError as error:
+            except dos.errors.UntrustedPickleError as error:
                 said.append(error.message)
         return said
 
@@ -527,15 +529,15 @@ def test_what_cannot_be_served_is_refused() -> None:
     def trainer(strategy: Any) -> Any:
         return Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
 
-    with pytest.raises(dos.ConfigError, match="Trainer or Fabric"):
+    with pytest.raises(dos.errors.ConfigError, match="Trainer or Fabric"):
         with_object_store(nn.Linear(1, 1))
-    with pytest.raises(dos.UnsupportedError, match="DDPStrategy"):
+    with pytest.raises(dos.errors.UnsupportedError, match="DDPStrategy"):
         with_object_store(trainer("ddp"))
-    with pytest.raises(dos.ConfigError, match='state_dict_type="sharded"'):
+    with pytest.raises(dos.errors.ConfigError, match='state_dict_type="sharded"'):
         with_object_store(trainer(CpuFsdp()))
-    with pytest.raises(dos.ConfigError, match="save_distributed_checkpoint=True"):
+    with pytest.raises(dos.errors.ConfigError, match="save_distributed_checkpoint=True"):
         with_object_store(trainer(ModelParallelStrategy(save_distributed_checkpoint=False)))
-    with pytest.raises(dos.ConfigError, match="TransferConfig"):
+    with pytest.raises(dos.errors.ConfigError, match="TransferConfig"):
         with_object_store(trainer(ModelParallelStrategy()), config=3)  # type: ignore[arg-type]
 
 

@@ -28,8 +28,8 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.integrations import torchtitan
 from dcp_objstore.run import housekeeping
-from dcp_objstore.run.gc import sweep_below
 from dcp_objstore.run.steps import step_numbers
+from dcp_objstore.run.sweep import sweep_below
 from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import Options
 from tests.support.ranks import run_ranks
@@ -143,7 +143,7 @@ def train(
     if not torch.accelerator.is_available():
         titan_dcp.StagingOptions = staging_on_cpu  # type: ignore[misc]
     load_step = config.get("load_step", -1)
-    with torchtitan.install(storage_options=options, delete_now=True):
+    with torchtitan.install(storage_options=options, remove_objects=True):
         job = Job(url, **config)
         start = job.resume(load_step)
         job.train(steps)
@@ -236,7 +236,7 @@ def refused(rank: int, world: int, url: str, options: Options) -> str:
         job = Job(url)
         try:
             job.resume()
-        except dos.DcpObjstoreError as error:
+        except dos.errors.DcpObjstoreError as error:
             return f"{type(error).__name__} {error.rank}"
         finally:
             job.close()
@@ -278,7 +278,7 @@ def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(
 ) -> None:
     swept: list[str] = []
 
-    def sweep(run: StoreSpec, **settings: Any) -> dos.SweepReport:
+    def sweep(run: StoreSpec, **settings: Any) -> dos.reports.SweepReport:
         swept.append(run.url)
         return sweep_below(run, **settings)
 
@@ -296,9 +296,9 @@ def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(
     assert not filesystem.isfile(bucket.at("step-1"))
 
     dos.pin(bucket.at("step-9"), "paper", storage_options=options)
-    with pytest.raises(dos.CheckpointPinnedError, match="paper"):
+    with pytest.raises(dos.errors.CheckpointPinnedError, match="paper"):
         filesystem.rmtree(bucket.at("step-9"))
-    with pytest.raises(dos.InputError, match="newest"):
+    with pytest.raises(dos.errors.InputError, match="newest"):
         filesystem.rmtree(bucket.at("step-10"))
     before = bucket.keys("step-1")
     filesystem.rmtree(bucket.at("step-1"))
@@ -317,7 +317,7 @@ def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(
 def test_a_torchtitan_without_these_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchtitan._Installed, "has_hooks", False)
     monkeypatch.delattr(filesystem, "rmtree")
-    with pytest.raises(dos.UnsupportedError, match="rmtree"):
+    with pytest.raises(dos.errors.UnsupportedError, match="rmtree"):
         torchtitan.install()
     assert type(FileSystemWriter("s3://bucket/key")) is FileSystemWriter
 
@@ -332,7 +332,7 @@ import dcp_objstore as dos
 from dcp_objstore.integrations import torchtitan
 from torchtitan.tools import filesystem
 
-with contextlib.suppress(dos.ConfigError):
+with contextlib.suppress(dos.errors.ConfigError):
     torchtitan.install(schemes="file")
 dos.install(schemes=["file"])
 filesystem.rmtree(f"{sys.argv[1]}/step-1")

@@ -175,7 +175,7 @@ def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
     assert fetched <= sum(sizes)
     requests.clear()
     entry = dos.open(stock)["model.w"]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     assert entry.stats().elements == 30_000
     assert len([r for r in requests if r.verb == "open_range"]) == 1
     other = state()

@@ -84,11 +84,11 @@ def test_a_checkpoint_is_a_mapping_of_its_keys(url: str) -> None:
     assert "step" in ckpt
     assert "steps" not in ckpt
     entry = ckpt["model.embed.weight"]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     assert (entry.key, entry.shape, entry.dtype) == ("model.embed.weight", (10, 6), torch.float32)
     assert entry.nbytes == 240
     assert entry.chunks == (((0, 0), (10, 6)),)
-    assert isinstance(ckpt["step"], dos.ValueEntry)
+    assert isinstance(ckpt["step"], dos.reports.ValueEntry)
     assert ckpt["step"].nbytes > 0
     assert (ckpt.url, ckpt.world_size, ckpt.user_metadata) == (url, 1, {"loss": 0.5})
     assert ckpt.commit_id
@@ -166,7 +166,7 @@ def test_every_dtype_and_shape_reads_bit_identical(tmp_path: Path, shape: tuple[
 )
 def test_a_part_is_what_indexing_the_whole_would_give(sharded: dos.Checkpoint, index: Any) -> None:
     entry = sharded["tall"]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     assert len(entry.chunks) == 3
     assert same_bits(entry[index], seeded("tall", (7, 5))[index].contiguous())
 
@@ -181,16 +181,16 @@ def test_what_selects_no_part_is_an_index_error(sharded: dos.Checkpoint, index: 
 
 def test_a_part_fetches_only_the_blocks_that_hold_it(sharded: dos.Checkpoint) -> None:
     entry = sharded["wide"]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     assert same_bits(entry[10:12], seeded("wide", WIDE)[10:12])
     assert sharded.last_read is not None
     assert (sharded.last_read.requests, sharded.last_read.total_bytes) == (1, 4 * MIB)
     # Across the border of two ranks' chunks.
     assert same_bits(entry[999:1001, 5:7], seeded("wide", WIDE)[999:1001, 5:7].contiguous())
     assert sharded.last_read.total_bytes <= 8 * MIB
-    unverified = dos.open(sharded.url, verify="off")
+    unverified = dos.open(sharded.url, verify=False)
     part = unverified["wide"]
-    assert isinstance(part, dos.TensorEntry)
+    assert isinstance(part, dos.reports.TensorEntry)
     assert same_bits(part[10:12], seeded("wide", WIDE)[10:12])
     assert unverified.last_read is not None
     assert unverified.last_read.total_bytes == 2 * WIDE[1] * 4
@@ -255,7 +255,7 @@ def test_what_another_library_wrote_opens_too(tmp_path: Path) -> None:
     ckpt = dos.open((tmp_path / "stock").as_uri())
     assert (ckpt.commit_id, ckpt.world_size, ckpt.user_metadata) == (None, None, None)
     entry = ckpt["model.w"]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     assert same_bits(entry[2:4], state["model"]["w"][2:4])  # type: ignore[index]
     assert ckpt.nested(ckpt.read())["step"] == 3
 
@@ -298,7 +298,7 @@ def test_a_tensor_of_an_unknown_dtype_spoils_no_other_key(tmp_path: Path, name: 
     opened = dos.open(url)
     assert set(opened) == {"w", "step"}
     entry = opened["w"]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     assert (entry.shape, entry.dtype, entry.nbytes) == ((2, 3), None, 0)
     assert opened.read("step", progress=False) == {"step": 7}
     assert opened.verify(progress=False).ok
@@ -356,7 +356,7 @@ def test_parts_are_read_from_a_bucket(bucket: Bucket) -> None:
     run_ranks(2, save_wide, bucket.at("step-1"), options)
     ckpt = dos.open(bucket.at("step-1"), storage_options=options)
     entry = ckpt["wide"]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     assert same_bits(entry[1400:1600], seeded("wide", WIDE)[1400:1600])
     assert same_bits(entry.read(), seeded("wide", WIDE))
     assert ckpt.verify(deep=True).ok

@@ -26,9 +26,9 @@ from tests.support.wrapped_stores import Request
 WIDE = (3000, 2000)  # 24 MB: six blocks of 524 rows and a bit
 
 
-def entry_of(ckpt: dos.Checkpoint, key: str) -> dos.TensorEntry:
+def entry_of(ckpt: dos.Checkpoint, key: str) -> dos.reports.TensorEntry:
     entry = ckpt[key]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     return entry
 
 
@@ -69,7 +69,7 @@ def test_opening_takes_two_requests_and_a_row_one_block(requests: list[Request])
     assert ckpt.read("step") == {"step": 3}
     assert sum(ranges(requests)) < 4096
     requests.clear()
-    assert same_bits(entry_of(dos.open(url, verify="off"), "wide")[7, 3:5], wide[7, 3:5])
+    assert same_bits(entry_of(dos.open(url, verify=False), "wide")[7, 3:5], wide[7, 3:5])
     assert requests[-1].bytes == 8
 
 

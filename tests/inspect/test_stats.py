@@ -27,11 +27,11 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
-def stats_of(tensor: torch.Tensor) -> dos.TensorStats:
+def stats_of(tensor: torch.Tensor) -> dos.reports.TensorStats:
     url = f"memory://stats/{secrets.token_hex(4)}"
     dos.save({"w": tensor}, url, progress=False)
     entry = dos.open(url)["w"]
-    assert isinstance(entry, dos.TensorEntry)
+    assert isinstance(entry, dos.reports.TensorEntry)
     return entry.stats()
 
 
@@ -101,7 +101,7 @@ def test_only_that_tensor_is_read_and_each_byte_once(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(slabs, "WINDOW_BYTES", 4 * 1024**2)  # whole blocks
         entry = dos.open(url, storage_options=options)["w"]
-        assert isinstance(entry, dos.TensorEntry)
+        assert isinstance(entry, dos.reports.TensorEntry)
         found = entry.stats()
     assert found.maximum == float(state["w"].max())
     ranges = [(r.start, r.end) for r in requests if r.verb == "open_range"]

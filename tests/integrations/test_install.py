@@ -282,7 +282,7 @@ def test_a_url_that_is_taken_for_a_local_folder_is_an_error(
 ) -> None:
     """As frameworks do that write small files next to torch's."""
     with dos.install():
-        with pytest.raises(dos.UnsupportedError, match="takes a URL for a local path"):
+        with pytest.raises(dos.errors.UnsupportedError, match="takes a URL for a local path"):
             make(form("s3://bucket/run"))
         assert list(Path().iterdir()) == []
         make(form("run/a"))
@@ -292,7 +292,7 @@ def test_a_url_that_is_taken_for_a_local_folder_is_an_error(
     assert Path("s3:/bucket/run").is_dir()
     with (
         dos.install(),
-        pytest.raises(dos.UnsupportedError, match="takes a URL for a local path"),
+        pytest.raises(dos.errors.UnsupportedError, match="takes a URL for a local path"),
     ):
         os.makedirs(form("s3://bucket/run"), exist_ok=True)  # noqa: PTH103
     for name in ("run/a", "run", "bytes", "s3:/bucket/run", "s3:/bucket", "s3:"):
@@ -308,17 +308,17 @@ def test_functions_that_install_replaces_are_still_pickled_by_their_names() -> N
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
-    with pytest.raises(dos.ConfigError, match="at least one scheme"):
+    with pytest.raises(dos.errors.ConfigError, match="at least one scheme"):
         dos.install(schemes="s3")
-    with pytest.raises(dos.ConfigError, match="at least one scheme"):
+    with pytest.raises(dos.errors.ConfigError, match="at least one scheme"):
         dos.install(schemes=[])
-    with pytest.raises(dos.InvalidUrlError, match="s3a"):
+    with pytest.raises(dos.errors.InvalidUrlError, match="s3a"):
         dos.install(schemes=["s3a"])
-    with pytest.raises(dos.ConfigError, match="TransferConfig"):
+    with pytest.raises(dos.errors.ConfigError, match="TransferConfig"):
         dos.install(config=8)  # type: ignore[arg-type]
     assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
     dos.install()
-    with pytest.raises(dos.UnsupportedError, match="_extensions"):
+    with pytest.raises(dos.errors.UnsupportedError, match="_extensions"):
         FileSystemWriter("s3://bucket/key", _extensions=[object()])
     with pytest.raises(TypeError, match="path"):
         FileSystemWriter()  # type: ignore[call-arg]
@@ -330,6 +330,6 @@ def test_a_torch_without_these_hooks_is_refused(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module, "ProcessExecutor", Other)
     monkeypatch.setattr(module._installed, "has_hooks", False)
-    with pytest.raises(dos.UnsupportedError, match=r"cannot hook torch 2\."):
+    with pytest.raises(dos.errors.UnsupportedError, match=r"cannot hook torch 2\."):
         dos.install()
     assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")

@@ -32,7 +32,7 @@ def test_last_is_what_was_committed_last_whatever_the_clocks_of_the_hosts(
     dos.pin(f"{run}/{first}", "paper")  # which writes its marker later than the other's
     store = _ObjectStore(
         background=False,
-        delete_now=False,
+        remove_objects=False,
         sweep=False,
         trust_pickle=False,
         access={"storage_options": None, "config": None},

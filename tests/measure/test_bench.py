@@ -48,10 +48,10 @@ def is_scratch(asked: Asked) -> bool:
     return "/.bench-" in asked.key
 
 
-def measure(bucket: Bucket, **arguments: object) -> dos.BenchReport:
+def measure(bucket: Bucket, **arguments: object) -> dos.measure.BenchReport:
     usual = {"size_bytes": SIZE, "seconds": 0.1, "config": PARTS}
     options = {"storage_options": bucket.storage_options}
-    return dos.bench(bucket.url, **{**usual, **options, **arguments})  # type: ignore[arg-type]
+    return dos.measure.bench(bucket.url, **{**usual, **options, **arguments})  # type: ignore[arg-type]
 
 
 def test_the_figures_are_of_the_bytes_that_were_moved_and_nothing_stays(bucket: Bucket) -> None:
@@ -85,7 +85,7 @@ def test_a_folder_and_a_store_in_memory_are_measured_and_left_as_they_were(
     scheme: str, tmp_path: Path
 ) -> None:
     place = f"{tmp_path}/new/run" if scheme == "file" else "bench-test/run"
-    report = dos.bench(f"{scheme}://{place}", size_bytes=SIZE, seconds=1.5)
+    report = dos.measure.bench(f"{scheme}://{place}", size_bytes=SIZE, seconds=1.5)
     assert report.copy_gib_per_second.median > 0
     assert report.hash_gib_per_second.median > 0
     assert list(tmp_path.iterdir()) == []
@@ -119,7 +119,7 @@ def test_who_may_not_do_all_of_it_is_told_before_anything_large_is_sent(bucket: 
 @pytest.mark.backends("seaweed")
 def test_wrong_urls_settings_and_credentials_are_told(bucket: Bucket) -> None:
     with pytest.raises(InvalidUrlError):
-        dos.bench("bucket/run")
+        dos.measure.bench("bucket/run")
     for wrong in (
         {"size_bytes": 1000},
         {"size_bytes": 2e6},
@@ -130,7 +130,7 @@ def test_wrong_urls_settings_and_credentials_are_told(bucket: Bucket) -> None:
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             measure(bucket, **wrong)
     with pytest.raises(BucketNotFoundError):
-        dos.bench("s3://no-such-bucket/run", storage_options=bucket.storage_options)
+        dos.measure.bench("s3://no-such-bucket/run", storage_options=bucket.storage_options)
     with pytest.raises(CredentialsError):
         measure(bucket, storage_options={**bucket.storage_options, "secret": "wrong"})
     assert bucket.keys() == []
@@ -238,7 +238,7 @@ def test_the_figures_are_not_lost_if_uploads_cannot_be_opened(
         raise CredentialsError("boto3 has none")
 
     monkeypatch.setattr("dcp_objstore.doctor.scratch.open_bucket_uploads", refuse)
-    report = dos.bench("memory://bench-test/other", size_bytes=SIZE, seconds=0.1)
+    report = dos.measure.bench("memory://bench-test/other", size_bytes=SIZE, seconds=0.1)
     assert report.save.gib_per_second.median > 0
 
 
@@ -307,5 +307,5 @@ def test_the_table_fits_80_columns_and_json_has_all_of_it(
     cli.measure(bucket.url, size="1MiB", seconds=0.1, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["size_bytes"] == MIB
-    assert set(report) == set(dos.BenchReport.__dataclass_fields__)
+    assert set(report) == set(dos.measure.BenchReport.__dataclass_fields__)
     assert bucket.keys() == []

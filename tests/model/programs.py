@@ -209,7 +209,7 @@ def deleter(*, now: bool, deadline_seconds: float = 60.0) -> Program:
     """A deletion."""
 
     def act(actor: Actor) -> Answer:
-        done = delete(actor.connect(), now=now, **_settings(actor, deadline_seconds))
+        done = delete(actor.connect(), remove_objects=now, **_settings(actor, deadline_seconds))
         return Answer(DELETED, actor, done.commit_id)
 
     return _saying(

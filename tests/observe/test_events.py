@@ -111,7 +111,7 @@ def test_reads_and_verifications_of_an_opened_checkpoint_are_told_of() -> None:
     report = dos.open(url, on_event=heard).verify()
     (verified,) = of(events.Verified, heard)
     assert (verified.size_bytes, verified.damaged) == (report.total_bytes, 0)
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(memory_url(), on_event=heard)
     assert (heard[-1].operation, heard[-1].error) == ("open", "CheckpointNotFoundError")  # type: ignore[union-attr]
 
@@ -130,7 +130,7 @@ def test_a_run_hands_its_listeners_to_every_save_and_load(tmp_path: Path) -> Non
 
 def test_the_report_is_there_when_saved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     pass_on, seen = Channel.pass_on, threading.Event()
-    reports: list[tuple[str, dos.SaveReport | None]] = []
+    reports: list[tuple[str, dos.reports.SaveReport | None]] = []
 
     def hear(event: AnyEvent) -> None:
         if isinstance(event, events.Saved):
@@ -168,7 +168,7 @@ def test_the_commits_second_try_is_told_of(through: Through) -> None:
         if verb == "put" and key == "_COMMIT":
             asked.append(key)
             if len(asked) == 1:
-                return Fault("before", dos.StoreUnavailableError("busy"))
+                return Fault("before", dos.errors.StoreUnavailableError("busy"))
         return None
 
     through(lambda store: FaultStore(store, plan))
@@ -251,7 +251,7 @@ def test_a_range_that_comes_damaged_is_counted_and_told_as_a_retry(
         if verb != "open_range" or damaged:
             return None
         damaged.append(key)
-        return Fault("after", dos.CorruptDataError("damaged"))
+        return Fault("after", dos.errors.CorruptDataError("damaged"))
 
     through(lambda store: FaultStore(store, plan))
     heard = Heard()
@@ -281,7 +281,7 @@ def test_nothing_is_told_of_parts_and_ranges_where_nobody_listens(
     dos.save(state(), url, config=CONFIG)
     dos.load(state(), url, config=CONFIG)
     assert not any("events" in thread.name for thread in threading.enumerate())
-    with pytest.raises(dos.DcpObjstoreError, match="an event was built"):
+    with pytest.raises(dos.errors.DcpObjstoreError, match="an event was built"):
         dos.save(state(), memory_url(), config=CONFIG, on_event=lambda _: None)
 
 
@@ -347,9 +347,9 @@ def test_a_slow_callback_delays_no_part(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("wrong", [{"on_event": 3}, {"trace": "s3://b/t.json"}, {"trace": "{x}"}])
 def test_wrong_listeners_are_refused_before_anything_is_saved(wrong: dict[str, Any]) -> None:
     url = memory_url()
-    with pytest.raises(dos.ConfigError, match=next(iter(wrong))):
+    with pytest.raises(dos.errors.ConfigError, match=next(iter(wrong))):
         dos.save(state(1), url, **wrong)
-    with pytest.raises(dos.ConfigError, match=next(iter(wrong))):
+    with pytest.raises(dos.errors.ConfigError, match=next(iter(wrong))):
         dos.CheckpointManager(url, **wrong)
     assert not list(StoreSpec(url).open().list())
 
@@ -368,7 +368,7 @@ def fails_on_rank_1(rank: int, world: int, root: str) -> list[tuple[str, int | N
         def __reduce__(self) -> Any:
             raise OverflowError("too much")
 
-    with pytest.raises(dos.DcpObjstoreError):
+    with pytest.raises(dos.errors.DcpObjstoreError):
         dos.save(
             {**state(1), f"value{rank}": Broken() if rank == 1 else 0},
             f"file://{root}/step-2",
@@ -383,7 +383,7 @@ def test_a_failure_is_told_once_on_every_rank_and_each_has_its_trace(tmp_path: P
     assert [one[1:] for (one,) in told] == [(1, "step-2")] * 2
     written = {path.name for path in (tmp_path / "traces").iterdir()}
     assert written == {f"step-{step}.rank{rank}.json" for step in (1, 2) for rank in (0, 1)}
-    dos.merge_traces(tmp_path / "all.json", *(tmp_path / "traces").glob("step-1.*"))
+    dos.observe.merge_traces(tmp_path / "all.json", *(tmp_path / "traces").glob("step-1.*"))
     merged = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     assert {one["args"]["name"].split(" (")[0] for one in merged if one["name"] == "process_name"} \
         == {"dcp_objstore rank 0", "dcp_objstore rank 1"}  # fmt: skip
@@ -395,7 +395,9 @@ def test_a_failed_upload_is_told_under_dcps_own_call_too(through: Through) -> No
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
         del key, nth
         return (
-            Fault("before", dos.PermissionDeniedError("not you")) if verb == "put_stream" else None
+            Fault("before", dos.errors.PermissionDeniedError("not you"))
+            if verb == "put_stream"
+            else None
         )
 
     through(lambda store: FaultStore(store, plan))
@@ -454,7 +456,7 @@ def process_mode(rank: int, world: int, root: str) -> None:
         if isinstance(on_event, Written):
             saved.result()
         else:
-            with pytest.raises(dos.ConfigError, match="cannot be sent to another process"):
+            with pytest.raises(dos.errors.ConfigError, match="cannot be sent to another process"):
                 saved.result()
 
 
@@ -471,7 +473,9 @@ def test_a_trace_lies_on_one_axis_with_that_of_torch_profiler(tmp_path: Path) ->
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
     ours, theirs = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("save", "torch"))
     assert ours["baseTimeNanoseconds"] == theirs["baseTimeNanoseconds"]
-    dos.merge_traces(tmp_path / "both.json", tmp_path / "save.json", tmp_path / "torch.json")
+    dos.observe.merge_traces(
+        tmp_path / "both.json", tmp_path / "save.json", tmp_path / "torch.json"
+    )
     both = json.loads((tmp_path / "both.json").read_text())
     (around,) = [one for one in spans(both) if one["name"] == "around"]
     (saved,) = [one for one in spans(both) if one["name"] == "save"]
@@ -522,15 +526,15 @@ def test_traces_with_other_bases_are_moved_onto_one_axis(tmp_path: Path) -> None
         document = {"baseTimeNanoseconds": base, "traceEvents": [one, {"ph": "M"}]}
         body = json.dumps(document).encode()
         (tmp_path / name).write_bytes(gzip.compress(body) if name.endswith("gz") else body)
-    dos.merge_traces(tmp_path / "c", tmp_path / "a", tmp_path / "b.gz")
+    dos.observe.merge_traces(tmp_path / "c", tmp_path / "a", tmp_path / "b.gz")
     merged = json.loads((tmp_path / "c").read_text())
     assert merged["baseTimeNanoseconds"] == 2_000
     assert [one["ts"] for one in spans(merged)] == [4.5, 1.5]
     (tmp_path / "d").write_text("[]")
-    with pytest.raises(dos.ConfigError, match="trace"):
-        dos.merge_traces(tmp_path / "c", tmp_path / "d")
-    with pytest.raises(dos.ConfigError, match="no traces"):
-        dos.merge_traces(tmp_path / "c")
+    with pytest.raises(dos.errors.ConfigError, match="trace"):
+        dos.observe.merge_traces(tmp_path / "c", tmp_path / "d")
+    with pytest.raises(dos.errors.ConfigError, match="no traces"):
+        dos.observe.merge_traces(tmp_path / "c")
 
 
 # What is shown ----------------------------------------------------------------------------------

@@ -716,7 +716,7 @@ def test_a_checkpoint_id_that_contradicts_the_url_is_refused_until_that_url_was_
     for plugin, call in ((writer, dcp.save), (reader, dcp.load)):
         name = "storage_writer" if plugin is writer else "storage_reader"
         state, use = {"t": torch.ones(3)}, {name: plugin, "no_dist": True}
-        with pytest.raises(dos.ConfigError, match="leave one of them out") as caught:
+        with pytest.raises(dos.errors.ConfigError, match="leave one of them out") as caught:
             call(state, checkpoint_id=other, **use)  # type: ignore[operator]
         assert url in str(caught.value)
         assert other in str(caught.value)
@@ -735,10 +735,10 @@ def test_an_object_at_the_very_key_of_the_url_is_said_to_be_no_checkpoint(
     torch.save({"t": torch.ones(3)}, body)
     StoreSpec(run).open().put("model.pt", body.getvalue())
     for read in (dos.open, lambda url: dos.load({"t": torch.zeros(3)}, url)):
-        with pytest.raises(dos.CheckpointNotFoundError, match=r"torch\.load") as caught:
+        with pytest.raises(dos.errors.CheckpointNotFoundError, match=r"torch\.load") as caught:
             read(f"{run}/model.pt")
         assert f"{body.tell()} bytes" in str(caught.value)
-        with pytest.raises(dos.CheckpointNotFoundError, match="nothing here"):
+        with pytest.raises(dos.errors.CheckpointNotFoundError, match="nothing here"):
             read(f"{run}/model")
 
 

@@ -55,24 +55,24 @@ def test_a_checkpoint_that_lost_its_marker_is_not_read_unverified(
     error = caught.value if isinstance(caught.value, DcpObjstoreError) else cause(caught.value)
     assert isinstance(error, CheckpointNotFoundError)
     assert MARKER in str(error)
-    assert 'verify="off"' in str(error)
+    assert "verify=False" in str(error)
     assert not (tmp_path / "copy" / MARKER).exists()
 
 
 def test_it_is_read_unverified_where_that_is_asked_for(checkpoint: Path) -> None:
     state, url = new_state(), checkpoint.as_uri()
-    assert dos.load(state, url, verify="off", progress=False).commit_id is None
+    assert dos.load(state, url, verify=False, progress=False).commit_id is None
     assert state["step"] == 7
-    reader = dos.ObjectStoreReader(url, verify="off")
+    reader = dos.ObjectStoreReader(url, verify=False)
     dcp.load(state, storage_reader=reader)
-    assert dos.open(url, verify="off").keys() == {"w", "step"}
-    assert int((dos.load_state_dict(url, verify="off")["w"] != torch.arange(1000.0)).sum()) == 1
+    assert dos.open(url, verify=False).keys() == {"w", "step"}
+    assert int((dos.load_state_dict(url, verify=False)["w"] != torch.arange(1000.0)).sum()) == 1
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_verify_says_that_there_is_nothing_to_verify_it_with(checkpoint: Path, quick: bool) -> None:
     with pytest.raises(UnsupportedError, match=MARKER):
-        dos.open(checkpoint.as_uri(), verify="off").verify(quick=quick)
+        dos.open(checkpoint.as_uri(), verify=False).verify(quick=quick)
 
 
 def test_what_needs_the_marker_names_it(checkpoint: Path) -> None:

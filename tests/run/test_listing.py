@@ -51,7 +51,7 @@ def run(bucket: Bucket) -> Iterator[Bucket]:
     save(bucket, 1, overwrite=True)
     dos.pin(bucket.at("run/step-1"), "paper", storage_options=bucket.storage_options)
     save(bucket, 2)
-    dos.delete(bucket.at("run/step-2"), even_newest=True, storage_options=bucket.storage_options)
+    dos.delete(bucket.at("run/step-2"), allow_newest=True, storage_options=bucket.storage_options)
     bucket.put(f"run/step-3/{data_key(0, 0, new_nonce())}", b"x" * 1000)
     bucket.put(f"run/step-3/{beacon_key(new_nonce())}", b"")
     begin_upload(bucket, f"run/step-4/{data_key(3, 0, new_nonce())}")
@@ -66,7 +66,7 @@ def run(bucket: Bucket) -> Iterator[Bucket]:
     yield bucket
 
 
-def listed(bucket: Bucket, **options: object) -> dict[str, dos.ListedCheckpoint]:
+def listed(bucket: Bucket, **options: object) -> dict[str, dos.reports.ListedCheckpoint]:
     storage_options = options.pop("storage_options", bucket.storage_options)
     listing = dos.list_checkpoints(
         bucket.at("run"),
@@ -214,7 +214,7 @@ def test_what_a_sweep_leaves_alone_is_not_called_left_over(
     ).checkpoints
     assert (swept.outcome, swept.deleted) == ("foreign", 0)
     found = listed(bucket, everything=True)["step-2"]
-    assert (found.state, found.objects, found.leftovers) == ("foreign", 1, dos.Leftovers())
+    assert (found.state, found.objects, found.leftovers) == ("foreign", 1, dos.reports.Leftovers())
     with pytest.raises(SystemExit):
         print_checkpoints(bucket.at("run"), as_json=False, everything=True)
     damaged, foreign = capsys.readouterr().out.splitlines()[2:]

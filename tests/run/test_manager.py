@@ -24,8 +24,8 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining, manager
-from dcp_objstore.run.gc import SweepReport, sweep_below
 from dcp_objstore.run.steps import step_numbers
+from dcp_objstore.run.sweep import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import run_into
 from dcp_objstore.write import api, async_save as async_api
@@ -64,7 +64,7 @@ def names(url: str) -> list[str]:
 
 def down(*args: Any) -> Any:
     """In place of what saves."""
-    raise dos.StoreUnavailableError("down")
+    raise dos.errors.StoreUnavailableError("down")
 
 
 def damage(url: str, options: Any = None) -> None:
@@ -139,7 +139,7 @@ def test_saves_when_the_time_has_come_and_not_before(url: str) -> None:
     with dos.CheckpointManager(url, save_every=timedelta(hours=1)) as run:
         train(run, range(1, 50))
         assert run.latest() is None
-    with dos.CheckpointManager(url, save_every_seconds=1e-3) as run:
+    with dos.CheckpointManager(url, save_every=timedelta(milliseconds=1)) as run:
         step = 50
         while not run.step(step, state(step)):
             step += 1
@@ -161,7 +161,7 @@ def test_the_timer_fires_once_for_a_save(
 ) -> None:
     """It asks again until the save begins, and that agreement comes after the save."""
     really = manager.run_claim.claim_run
-    with dos.CheckpointManager(url, save_every_seconds=1e-3, save_last=False) as run:
+    with dos.CheckpointManager(url, save_every=timedelta(milliseconds=1), save_last=False) as run:
 
         def slowly(*args: Any, **settings: Any) -> Any:
             agreed(run)
@@ -180,7 +180,7 @@ def test_the_timer_fires_once_for_a_save(
 def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
     url: str, held: threading.Event
 ) -> None:
-    with dos.CheckpointManager(url, save_every_seconds=1e-3, on_busy="raise") as run:
+    with dos.CheckpointManager(url, save_every=timedelta(milliseconds=1), on_busy="raise") as run:
         agreed(run)
         assert run.step(1, state(1))
         assert run._saves is not None
@@ -210,7 +210,7 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         assert run.last_resume is not None
         skipped = run.last_resume.skipped
         assert [one.step for one in skipped] == [7, 6, 5, 4, 3, 2]
-        assert all(isinstance(one.error, dos.CheckpointCorruptError) for one in skipped)
+        assert all(isinstance(one.error, dos.errors.CheckpointCorruptError) for one in skipped)
         assert "step 7 cannot be loaded" in caplog.text
         # What is done again may be saved again.
         assert run.step(2, state(20)) is False
@@ -218,7 +218,7 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         found = {"weight": torch.zeros(4), "step": -1}
         assert run.load(found, 2) == 2
         assert found["step"] == 20
-    with pytest.raises(dos.CheckpointCorruptError):
+    with pytest.raises(dos.errors.CheckpointCorruptError):
         dos.load(
             {"weight": torch.zeros(4)}, bucket.at("step-7"), storage_options=options, progress=False
         )
@@ -243,10 +243,10 @@ def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> 
     for step in (1, 2):
         damage(f"{url}/step-{step}")
     with dos.CheckpointManager(url) as run:
-        with pytest.raises(dos.CheckpointCorruptError) as caught:
+        with pytest.raises(dos.errors.CheckpointCorruptError) as caught:
             loaded(run)
         assert str(caught.value.url).endswith("step-2")
-        with pytest.raises(dos.CheckpointNotFoundError):
+        with pytest.raises(dos.errors.CheckpointNotFoundError):
             loaded(run, 17)
 
 
@@ -284,7 +284,7 @@ def test_one_job_goes_back_and_saves_the_same_steps_with_other_values(url: str) 
         assert loaded(run, 30)[0] == 30
         for step in range(31, 42):
             assert run.step(step, state(10 * step)) is (step in (35, 40))
-        with pytest.raises(dos.CheckpointExistsError, match="this job"):
+        with pytest.raises(dos.errors.CheckpointExistsError, match="this job"):
             run.save(40, state(1))
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (30, 35, 40, 41)
@@ -318,7 +318,7 @@ def test_a_step_that_is_being_deleted_is_not_gone_back_to(
         run.save(1, state(1))
         run.save(2, state(2))
         threading.Timer(0.1, go.set).start()
-        with pytest.raises(dos.CheckpointNotFoundError):
+        with pytest.raises(dos.errors.CheckpointNotFoundError):
             loaded(run, 1)
 
 
@@ -352,7 +352,7 @@ def test_a_job_that_cannot_leave_later_steps_saves_nothing_before_them(
         if load:
             assert loaded(run, 2)[0] == 2
         for save in (run.save, run.async_save):
-            with pytest.raises(dos.CheckpointExistsError, match="up to 5"):
+            with pytest.raises(dos.errors.CheckpointExistsError, match="up to 5"):
                 save(3, state(30))
         assert sorted(meta.key for meta in StoreSpec(url).open().list()) == before
         assert loaded(run)[0] == 5
@@ -371,7 +371,7 @@ def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(
         run.save(2, state(20))
         assert run.steps() == (1, 2)
         assert "step-3 is pinned (paper)" in caplog.text
-        with pytest.raises(dos.CheckpointExistsError, match="paper"):
+        with pytest.raises(dos.errors.CheckpointExistsError, match="paper"):
             run.save(3, state(30))
         assert dos.open(f"{url}/step-3").read("step") == {"step": 3}
         run.unpin(3, "paper")
@@ -408,7 +408,7 @@ def test_the_last_step_is_saved_although_the_save_before_it_failed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_api, "run_save", down)
-    with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
+    with pytest.raises(dos.errors.StoreUnavailableError, match="down"):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=3) as run:
             train(run, range(1, 5))
     assert names(url) == ["step-4"]
@@ -455,7 +455,7 @@ def test_a_failed_save_that_only_retention_has_looked_at_is_still_to_be_raised(
     monkeypatch.undo()
     dos.async_save(state(2), f"{url}-of-another").result(30)  # not raised there
     assert async_api._saves.here.unsettled[0]._has_unseen_error
-    with pytest.raises(dos.StoreUnavailableError, match="down"):
+    with pytest.raises(dos.errors.StoreUnavailableError, match="down"):
         run.close()
 
 
@@ -470,7 +470,9 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     with dos.CheckpointManager(url, claim_run=owned, sweep=False) as old:
         for step in (1, 2, 3):
             old.save(step, state(step))
-        retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), now=True, sweeps=False)
+        retainer = retaining.Retainer(
+            StoreSpec(url), dos.KeepLatest(1), remove_objects=True, sweeps=False
+        )
         retainer.claim = old.claim
         assert (old.claim is not None) is owned
     dos.claim_run(url)
@@ -513,7 +515,7 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (2, 3, 5)
         run.unpin(2, "paper")
-    with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)], delete_now=True) as run:
+    with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)], remove_objects=True) as run:
         run.save(6, state(6))
     assert names(url) == ["step-6"]
     store = StoreSpec(url).open()
@@ -593,7 +595,7 @@ def test_nothing_is_deleted_after_a_save_that_failed(
 
     monkeypatch.setattr(async_api, "run_save", down)
     with (
-        pytest.raises(dos.StoreUnavailableError),
+        pytest.raises(dos.errors.StoreUnavailableError),
         dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run,
     ):
         run.async_save(4, state(4))
@@ -613,7 +615,7 @@ def test_the_end_waits_for_deletions_even_if_the_last_save_has_failed(
         run.save(1, state(1))
     monkeypatch.setattr(retaining.Retainer, "committed", later)
     with (
-        pytest.raises(dos.StoreUnavailableError),
+        pytest.raises(dos.errors.StoreUnavailableError),
         dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run,
     ):
         run.save(2, state(2))
@@ -682,7 +684,7 @@ def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, b
     with dos.CheckpointManager(url, save_every=1, on_busy=busy) as run:
         assert run.step(1, state(1))
         if busy == "raise":
-            with pytest.raises(dos.SaveInProgressError, match="step 1"):
+            with pytest.raises(dos.errors.SaveInProgressError, match="step 1"):
                 run.step(2, state(2))
         elif busy == "skip":
             assert run.step(2, state(2)) is False
@@ -709,7 +711,7 @@ def test_the_managers_of_a_program_do_not_wait_for_each_other(
         if busy == "skip":
             assert ema.async_save(2, state(2)) is None, "its own is under way"
         elif busy == "raise":
-            with pytest.raises(dos.SaveInProgressError, match="step 1"):
+            with pytest.raises(dos.errors.SaveInProgressError, match="step 1"):
                 ema.async_save(2, state(2))
         held.set()
     for one in urls:
@@ -724,13 +726,13 @@ def test_a_failed_save_is_raised_by_its_own_manager_alone(
 
     def fail(writer: Any, *args: Any) -> Any:
         if "/model/" in writer.checkpoint_id:
-            raise dos.StoreUnavailableError("down")
+            raise dos.errors.StoreUnavailableError("down")
         return really(writer, *args)
 
     monkeypatch.setattr(async_api, "run_save", fail)
     with dos.CheckpointManager(f"{url}/ema") as ema:
         with (
-            pytest.raises(dos.StoreUnavailableError),
+            pytest.raises(dos.errors.StoreUnavailableError),
             dos.CheckpointManager(f"{url}/model") as model,
         ):
             for step in (1, 2):
@@ -783,7 +785,7 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_api, "run_save", down)
-    with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
+    with pytest.raises(dos.errors.StoreUnavailableError, match="down"):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=1) as run:
             run.step(1, state(1))
     with pytest.raises(ZeroDivisionError) as caught:  # noqa: SIM117
@@ -791,7 +793,7 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
             run.step(1, state(1))
             raise ZeroDivisionError
     assert "down" in "".join(caught.value.__notes__)
-    with pytest.raises(dos.StoreUnavailableError, match="down"):  # noqa: SIM117
+    with pytest.raises(dos.errors.StoreUnavailableError, match="down"):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=1) as run:
             run.step(1, state(1))
             run.step(2, state(2))
@@ -807,18 +809,18 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(
 
     def lose_the_answer(*args: Any) -> Any:
         really(*args)
-        raise dos.CommitUnknownError("no answer")
+        raise dos.errors.CommitUnknownError("no answer")
 
     monkeypatch.setattr(async_api, "run_save", lose_the_answer)
     with dos.CheckpointManager(url) as run:
         run.async_save(1, state(1))
-        with pytest.raises(dos.CommitUnknownError):
+        with pytest.raises(dos.errors.CommitUnknownError):
             run.save(2, state(2))
         run.save(1, state(10))
         assert loaded(run)[1]["step"] == 10
 
 
-@pytest.mark.parametrize("error", [dos.CommitUnknownError("no answer"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [dos.errors.CommitUnknownError("no answer"), KeyboardInterrupt()])
 def test_a_save_in_the_foreground_that_may_be_committed_is_made_again(
     url: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -845,7 +847,7 @@ def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(
         run.save(1, state(1))
     with dos.CheckpointManager(url, claim_run=False) as run:
         for _ in range(2):
-            with pytest.raises(dos.CheckpointExistsError):
+            with pytest.raises(dos.errors.CheckpointExistsError):
                 if background:
                     run.async_save(1, state(10))
                     run.load(state(0), 1)  # raises what that save has met
@@ -914,13 +916,13 @@ def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_ne
     with dos.CheckpointManager(url, save_every=1) as run:
         assert run.step(1, state(1))
         assert run.step(1, state(1)) is False
-        with pytest.raises(dos.CheckpointExistsError, match="this job"):
+        with pytest.raises(dos.errors.CheckpointExistsError, match="this job"):
             run.save(1, state(1))
-    with pytest.raises(dos.CheckpointExistsError), dos.CheckpointManager(url) as run:
+    with pytest.raises(dos.errors.CheckpointExistsError), dos.CheckpointManager(url) as run:
         run.save(1, state(9))
     with dos.CheckpointManager(url) as run:
         assert loaded(run)[1]["step"] == 1
-        with pytest.raises(dos.CheckpointExistsError):
+        with pytest.raises(dos.errors.CheckpointExistsError):
             run.save(1, state(9))
 
 
@@ -931,17 +933,17 @@ def test_a_process_group_that_is_made_inside_the_block_is_refused(
     with dos.CheckpointManager(url, save_last=False) as run:
         run.step(1, state(1))
         monkeypatch.setattr(manager, "rank_and_world_size", lambda: (0, 2))
-        with pytest.raises(dos.ConfigError, match="init_process_group"):
+        with pytest.raises(dos.errors.ConfigError, match="init_process_group"):
             run.step(2, state(2))
 
 
 def test_a_superseded_job_cannot_add_steps(url: str) -> None:
-    with pytest.raises(dos.SupersededError), dos.CheckpointManager(url) as zombie:
+    with pytest.raises(dos.errors.SupersededError), dos.CheckpointManager(url) as zombie:
         zombie.save(1, state(1))
         with dos.CheckpointManager(url) as run:
             assert loaded(run)[0] == 1
             # The run is the new job's from its load on, not only from its first save.
-            with pytest.raises(dos.SupersededError):
+            with pytest.raises(dos.errors.SupersededError):
                 zombie.save(2, state(20))
             assert run.steps() == (1,)
             run.save(2, state(2))
@@ -981,7 +983,7 @@ def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -
     came = []
     before = signal.signal(signal.SIGUSR2, lambda number, _: came.append(number))
     try:
-        with dos.CheckpointManager(url, preemption_signals=[signal.SIGUSR2]) as run:
+        with dos.CheckpointManager(url, preemption=dos.Preemption(signals=[signal.SIGUSR2])) as run:
             train(run, range(1, 4))
             assert not run.preempted()
             signal.raise_signal(signal.SIGUSR2)
@@ -1008,7 +1010,9 @@ def came() -> Iterator[list[int]]:
 
 
 def catching(url: str, name: str = "run") -> dos.CheckpointManager:
-    return dos.CheckpointManager(f"{url}/{name}", preemption_signals=[signal.SIGUSR2])
+    return dos.CheckpointManager(
+        f"{url}/{name}", preemption=dos.Preemption(signals=[signal.SIGUSR2])
+    )
 
 
 def chain(number: signal.Signals) -> None:
@@ -1071,12 +1075,12 @@ def test_a_manager_that_nobody_has_closed_catches_no_signals_once_it_is_gone(
 
 def _end_and_signal(url: str, number: signal.Signals, again: bool) -> None:
     signal.signal(number, signal.SIG_DFL)
-    run = dos.CheckpointManager(url, preemption_signals=[number]).__enter__()
+    run = dos.CheckpointManager(url, preemption=dos.Preemption(signals=[number])).__enter__()
     chain(number)
     handler = signal.getsignal(number)
     run.close()
     if again:
-        with dos.CheckpointManager(url, preemption_signals=[number]) as run:
+        with dos.CheckpointManager(url, preemption=dos.Preemption(signals=[number])) as run:
             signal.raise_signal(number)
             assert run._preemption.announced()
     signal.raise_signal(number)
@@ -1125,7 +1129,7 @@ def _report_handler_and_wait(connection: Any) -> None:
 
 def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url: str) -> None:
     with dos.CheckpointManager(
-        url, preemption_check=lambda: True, preemption_signals=(), save_on_preemption=False
+        url, preemption=dos.Preemption(check=lambda: True, signals=(), save=False)
     ) as run:
         step = 1
         while not run.preempted():
@@ -1144,7 +1148,7 @@ def test_a_check_that_fails_does_not_end_training(
         asked.release()
         raise OSError("no metadata server")
 
-    with dos.CheckpointManager(url, preemption_check=check) as run:
+    with dos.CheckpointManager(url, preemption=dos.Preemption(check=check)) as run:
         assert asked.acquire(timeout=30)
         assert asked.acquire(timeout=30)  # so the first failure is behind us
         train(run, range(1, 3))
@@ -1200,7 +1204,7 @@ def test_steps_that_were_deleted_cost_no_requests(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,000 steps of which 3 are left: their tombstones are listed, and not read."""
-    with dos.CheckpointManager(url, keep=dos.KeepLatest(3), delete_now=True) as run:
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(3), remove_objects=True) as run:
         for step in range(1, 6):
             run.save(step, state(step))
     store = StoreSpec(url).open()
@@ -1227,7 +1231,8 @@ def test_steps_that_were_deleted_cost_no_requests(
     [
         {"save_every": 0},
         {"save_every": 1.5},
-        {"save_every_seconds": -1},
+        {"save_every": timedelta(seconds=-1)},
+        {"preemption": signal.SIGTERM},
         {"save_every": timedelta(0)},
         {"on_busy": "perhaps"},
         {"keep": 3},
@@ -1235,5 +1240,5 @@ def test_steps_that_were_deleted_cost_no_requests(
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(url: str, wrong: dict[str, Any]) -> None:
-    with pytest.raises(dos.ConfigError):
+    with pytest.raises(dos.errors.ConfigError):
         dos.CheckpointManager(url, **wrong)

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def save_with_wrong_metrics_on_one(rank: int, world_size: int, url: str) -> str:
     with dos.CheckpointManager(url) as run:
         try:
             run.save(1, sharded(1), metrics={"loss": object() if rank == 1 else 0.5})
-        except dos.ConfigError as error:
+        except dos.errors.ConfigError as error:
             return f"rank {error.rank}"
     return "saved"
 
@@ -114,7 +115,7 @@ def preempt_at_random(url: str, tmp_path: Path, seed: int, values: dict[str, Any
 
     sender = threading.Thread(target=send)
     sender.start()
-    values = {"preemption_signals": (signal.SIGTERM,), **values}
+    values = {"preemption": dos.Preemption(signals=(signal.SIGTERM,)), **values}
     outcomes = run_ranks(2, work, url, seed, name, values, timeout_seconds=120)
     sender.join()
     (step, latest), other = outcomes
@@ -137,13 +138,15 @@ def test_all_ranks_save_the_same_step_after_a_signal_at_any_moment(
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_twenty_of_twenty_preemptions_are_saved(seed: int, tmp_path: Path) -> None:
-    values: dict[str, Any] = [{}, {"save_every": 7}, {"save_every_seconds": 0.3}][seed % 3]
+    values: dict[str, Any] = [{}, {"save_every": 7}, {"save_every": timedelta(seconds=0.3)}][
+        seed % 3
+    ]
     preempt_at_random((tmp_path / "run").as_uri(), tmp_path, seed, values)
 
 
 def save_by_time(rank: int, world_size: int, url: str) -> Any:
     saved = []
-    with dos.CheckpointManager(url, save_every_seconds=0.05) as run:
+    with dos.CheckpointManager(url, save_every=timedelta(seconds=0.05)) as run:
         for step in range(1, LAST_STEP):
             dist.all_reduce(torch.ones(1))
             if run.step(step, sharded(step)):
@@ -177,7 +180,7 @@ def test_killed_right_after_the_block_nothing_is_lost(tmp_path: Path) -> None:
 
 def uneven_ends(rank: int, world_size: int, url: str) -> tuple[int, bool]:
     """Rank 0 has left the block when the signal comes to rank 1, which must not wait for it."""
-    run = dos.CheckpointManager(url, preemption_signals=(), preemption_check=lambda: rank == 1)
+    run = dos.CheckpointManager(url, preemption=dos.Preemption(signals=(), check=lambda: rank == 1))
     with run:
         if rank == 0:
             run._consensus.close()  # type: ignore[union-attr]
@@ -273,10 +276,10 @@ def interrupted_while_it_waits(rank: int, world_size: int, url: str, staging: bo
             patch.setattr(where, "Staging" if staging else "exception", interrupt)
         try:
             run.async_save(2, sharded(2))
-        except (KeyboardInterrupt, dos.RankFailedError) as error:
+        except (KeyboardInterrupt, dos.errors.RankFailedError) as error:
             raised = repr(error)
         patch.undo()
-        with contextlib.suppress(*[dos.RankFailedError] * staging):  # on all ranks, once
+        with contextlib.suppress(*[dos.errors.RankFailedError] * staging):  # on all ranks, once
             run.async_save(3, sharded(3))
         run.async_save(4, sharded(4))
     return raised
@@ -310,7 +313,7 @@ def test_a_background_save_that_fails_on_one_rank_is_raised_on_all(tmp_path: Pat
     url = (tmp_path / "run").as_uri()
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, one_save_fails, url)
-    assert all(isinstance(one.error, dos.DcpObjstoreError) for one in caught.value.outcomes)
+    assert all(isinstance(one.error, dos.errors.DcpObjstoreError) for one in caught.value.outcomes)
     assert [step.name for step in dos.steps(url)] == ["step-1"]
 
 
@@ -332,7 +335,7 @@ def call_without_a_group(rank: int, world_size: int, url: str, verb: str) -> str
     }
     try:
         return str(calls[verb]())
-    except dos.InputError as error:
+    except dos.errors.InputError as error:
         return str(error)
 
 
@@ -351,7 +354,7 @@ def go_back_to_different_steps(rank: int, world_size: int, url: str) -> str:
     with dos.CheckpointManager(url) as run:
         try:
             return str(run.load({"step": 0}, rank + 1))
-        except dos.ConfigError as error:
+        except dos.errors.ConfigError as error:
             return str(error)
 
 
@@ -477,7 +480,7 @@ def test_a_store_that_has_gone_is_given_up_and_training_goes_on(
 def test_a_rank_that_announces_nothing_is_an_error_of_those_that_wait_for_it() -> None:
     boundaries = one_of_two(dist.HashStore(), 0.01)
     boundaries.start()
-    with pytest.raises(dos.RankFailedError, match="did not answer"):
+    with pytest.raises(dos.errors.RankFailedError, match="did not answer"):
         while True:
             boundaries.reached()
     boundaries.close()

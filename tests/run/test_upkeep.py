@@ -124,17 +124,19 @@ def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket
         save(bucket, f"run/step-{step}")
     save(bucket, "run-2/step-1")  # newer, and of another run
     save(bucket, "run/deeper/step-1")
-    with pytest.raises(dos.InputError, match="newest"):
-        dos.delete(bucket.at("run/step-11"), storage_options=options, now=True)
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(bucket.at("run/step-11"), storage_options=options, remove_objects=True)
     assert len(bucket.keys("run/step-11")) == 4
     dos.delete(bucket.at("run/step-9"), storage_options=options)
-    dos.delete(bucket.at("run/step-11"), storage_options=options, even_newest=True)
+    dos.delete(bucket.at("run/step-11"), storage_options=options, allow_newest=True)
     # A tombstone is no checkpoint, so now this is the newest.
-    with pytest.raises(dos.InputError, match="newest"):
+    with pytest.raises(dos.errors.InputError, match="newest"):
         dos.delete(bucket.at("run/step-10"), storage_options=options)
-    dos.delete(bucket.at("run/step-10"), storage_options=options, even_newest=True, now=True)
+    dos.delete(
+        bucket.at("run/step-10"), storage_options=options, allow_newest=True, remove_objects=True
+    )
     assert bucket.keys("run/step-10") == [MARKER_KEY]
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(bucket.at("run/step-10"), storage_options=options)
 
 
@@ -152,7 +154,7 @@ def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
 
     monkeypatch.setattr(commits, "datetime", Behind)
     dos.save({"a": WEIGHT}, f"{run}/{names[1]}", progress=False)
-    with pytest.raises(dos.InputError, match="newest"):
+    with pytest.raises(dos.errors.InputError, match="newest"):
         dos.delete(f"{run}/{names[1]}")
     dos.delete(f"{run}/{names[0]}")
 
@@ -176,7 +178,7 @@ def test_a_step_whose_marker_is_damaged_is_not_the_newer_one(tmp_path: Path) -> 
     for step in (1, 2, 3):
         dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
     (tmp_path / "step-3" / MARKER_KEY).write_bytes(b"{}")
-    with pytest.raises(dos.InputError, match="newest"):
+    with pytest.raises(dos.errors.InputError, match="newest"):
         dos.delete(f"{run}/step-2")
     dos.delete(f"{run}/step-1")
 
@@ -195,7 +197,7 @@ def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(
         return replace(report, superseded=True)
 
     monkeypatch.setattr(upkeep, "delete_checkpoint", lose)
-    assert dos.delete(url, even_newest=True).superseded
+    assert dos.delete(url, allow_newest=True).superseded
     store = StoreSpec(url).open()
     body, _ = store.get(DOT_METADATA_KEY, max_size_bytes=1 << 20)
     assert StockDotMetadata().describes(body, open_committed(store)[1])
@@ -205,12 +207,12 @@ def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None
     options, url = bucket.storage_options, bucket.at("step-1")
     save(bucket, "step-1")
     assert dos.pin(url, "paper", storage_options=options) == ("paper",)
-    with pytest.raises(dos.CheckpointPinnedError, match="paper"):
-        dos.delete(url, storage_options=options, even_newest=True)
-    with pytest.raises(dos.CheckpointExistsError, match="pinned"):
+    with pytest.raises(dos.errors.CheckpointPinnedError, match="paper"):
+        dos.delete(url, storage_options=options, allow_newest=True)
+    with pytest.raises(dos.errors.CheckpointExistsError, match="pinned"):
         save(bucket, "step-1", overwrite=True)
     assert dos.unpin(url, "paper", storage_options=options) == ()
-    dos.delete(url, storage_options=options, even_newest=True)
+    dos.delete(url, storage_options=options, allow_newest=True)
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
@@ -220,7 +222,7 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     save(bucket, "step-2")
     save(bucket, "step-2", 2.0, overwrite=True)
     save(bucket, "step-3")
-    dos.delete(bucket.at("step-3"), storage_options=options, even_newest=True)
+    dos.delete(bucket.at("step-3"), storage_options=options, allow_newest=True)
     tear(StoreSpec(bucket.at("step-4"), options).open())
     save(bucket, "step-5")
     bucket.put("step-5/_COMMIT", b"{}")
@@ -269,10 +271,10 @@ def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
         return [one.url.rpartition("/")[2] for one in report.checkpoints], len(requests)
 
     assert sweep()[0] == ["step-0", "step-1", "step-2"]
-    dos.delete(bucket.at("step-0"), storage_options=options, now=True)
+    dos.delete(bucket.at("step-0"), storage_options=options, remove_objects=True)
     names, sent = sweep()
     assert names == ["step-1", "step-2"]
-    dos.delete(bucket.at("step-1"), storage_options=options, now=True)
+    dos.delete(bucket.at("step-1"), storage_options=options, remove_objects=True)
     names, sent_later = sweep()
     assert names == ["step-2"]
     assert sent_later < sent
@@ -362,7 +364,9 @@ def test_nothing_is_removed_where_a_marker_cannot_be_fenced(ignored) -> None:
     probes.forget()
     store = MemoryStore("s3://bucket/run")
     store.ignores = ignored
-    with pytest.raises(dos.UnsupportedError, match="nothing can be swept here: this store cannot"):
+    with pytest.raises(
+        dos.errors.UnsupportedError, match="nothing can be swept here: this store cannot"
+    ):
         require_rewrites(store, "nothing can be swept")
     assert store.objects == {}
 
@@ -375,11 +379,13 @@ def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path: Pat
         store = StoreSpec(url, options).open()
         before = {meta.key for meta in store.list()}
         for act in (
-            lambda: dos.delete(url, storage_options=options, even_newest=True, now=True),
+            lambda: dos.delete(
+                url, storage_options=options, allow_newest=True, remove_objects=True
+            ),
             lambda: dos.sweep(url, storage_options=options),
             lambda: dos.pin(url, "paper", storage_options=options),
         ):
-            with pytest.raises(dos.UnsupportedError, match="cannot create or replace"):
+            with pytest.raises(dos.errors.UnsupportedError, match="cannot create or replace"):
                 act()
         assert {meta.key for meta in store.list()} == before
         store.delete(DOT_METADATA_KEY)

@@ -114,7 +114,7 @@ def test_a_checkpoint_without_the_values_is_told_of(tmp_path: Path) -> None:
     url = (tmp_path / "step-1").as_uri()
     dos.save({"a": 1}, url, progress=False)
     state = {"a": 0, "seed": dos.PerRank(5)}
-    with pytest.raises(dos.StateMismatchError, match=r"seed\.0"):
+    with pytest.raises(dos.errors.StateMismatchError, match=r"seed\.0"):
         dos.load(state, url, progress=False)
     report = dos.load(state, url, progress=False, strict=False)
     assert report.missing == ("seed.0",)
@@ -123,9 +123,9 @@ def test_a_checkpoint_without_the_values_is_told_of(tmp_path: Path) -> None:
 
 def test_what_is_restored_in_place_is_refused_inside(tmp_path: Path) -> None:
     url = (tmp_path / "step-1").as_uri()
-    with pytest.raises(dos.StateMismatchError, match="PerRank"):
+    with pytest.raises(dos.errors.StateMismatchError, match="PerRank"):
         dos.save({"a": dos.PerRank([nn.Linear(2, 2)])}, url, progress=False)
-    with pytest.raises(dos.ConfigError):
+    with pytest.raises(dos.errors.ConfigError):
         dos.PerRank(1, choice="any")  # type: ignore[arg-type]
 
 

@@ -87,7 +87,7 @@ def test_what_is_no_such_state_is_refused_and_sets_nothing(change: Any) -> None:
     change(state)
     seed(2)
     before = dos.RandomState().state_dict()
-    with pytest.raises(dos.StateMismatchError, match="RandomState"):
+    with pytest.raises(dos.errors.StateMismatchError, match="RandomState"):
         dos.RandomState().load_state_dict(state)
     expected = draw()
     dos.RandomState().load_state_dict(before)

@@ -128,7 +128,7 @@ def test_an_optimizer_that_has_not_stepped_is_saved_as_such(
     assert any(key.startswith("optimizer.state") for key in dos.open(url)) is bool(before)
     if kind.__name__ in _WITHOUT_A_TRIAL:
         state = small(kind)
-        with pytest.raises(dos.RankFailedError):
+        with pytest.raises(dos.errors.RankFailedError):
             dos.load(state, url, progress=False)
         assert state["optimizer"].param_groups[0]["lr"] > 0
         assert state["model"].weight.grad is None

@@ -303,7 +303,7 @@ def _stream_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:
 def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(
     root: Path, where: str
 ) -> None:
-    from dcp_objstore.run.gc import sweep  # with torch, which the children do without
+    from dcp_objstore.run.sweep import sweep  # with torch, which the children do without
 
     spec = StoreSpec(f"file://{root}/run")
     store = spec.at(f"{spec.url}/step-1").open()

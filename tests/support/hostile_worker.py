@@ -134,11 +134,13 @@ def outcome(act: Callable[[], object]) -> str:
 
 def _named(raised: BaseException, ours: BaseException) -> str:
     for one in chain(raised):
-        if isinstance(ours, dos.UnsupportedError) and "no memory for" in ours.message:
+        if isinstance(ours, dos.errors.UnsupportedError) and "no memory for" in ours.message:
             break
         if isinstance(one, MemoryError) or "can't allocate memory" in str(one):
             return f"! tried to allocate: {type(one).__name__}: {str(one)[:200]}"
-    if not isinstance(ours, dos.DcpObjstoreError) or isinstance(ours, dos.RankFailedError):
+    if not isinstance(ours, dos.errors.DcpObjstoreError) or isinstance(
+        ours, dos.errors.RankFailedError
+    ):
         return f"! {type(ours).__name__}: {str(ours)[:300]}"
     if len(str(ours)) > 5_000:
         return f"! a message of {len(str(ours))} characters"

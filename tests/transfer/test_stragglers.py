@@ -396,7 +396,7 @@ def test_a_straggler_is_asked_for_again_over_each_transport(
     given = {"transport": transport} if transport in ("boto3", "fsspec") else {}
     config = dos.TransferConfig(request_size_bytes=4 * MIB, **given)
     saved = {str(n): torch.randn(MIB_EACH * MIB // 4) for n in range(COUNT)}
-    heard: list[dos.events.AnyEvent] = []
+    heard: list[dos.observe.events.AnyEvent] = []
     with SlowSink(keep=True) as sink, NetworkProxy(sink.storage_options) as proxy:
         options = proxy.storage_options
         dos.save(saved, "s3://bucket/step-1", storage_options=options, progress=False)
@@ -421,9 +421,9 @@ def test_a_straggler_is_asked_for_again_over_each_transport(
     assert all(torch.equal(found[name], saved[name]) for name in saved)
     assert report.slow_ranges >= 1
     assert sum(map(is_range, proxy.asked)) == report.requests + report.slow_ranges
-    told = [one for one in heard if isinstance(one, dos.events.Retried)]
+    told = [one for one in heard if isinstance(one, dos.observe.events.Retried)]
     assert [one.what for one in told] == ["slow range"] * report.slow_ranges
-    (loaded,) = (one for one in heard if isinstance(one, dos.events.Loaded))
+    (loaded,) = (one for one in heard if isinstance(one, dos.observe.events.Loaded))
     assert loaded.slow_ranges == report.slow_ranges
     assert f"{counted(report.slow_ranges, 'slow range')} asked for again" in caplog.text
 

@@ -402,14 +402,14 @@ def see_no_end(rank: int, world_size: int, url: str) -> int:
         nonlocal saves
         report, saves = really_save(*args, **settings), saves + 1
         if (rank, saves) == (1, 2):
-            raise dos.RankFailedError("lost the report")
+            raise dos.errors.RankFailedError("lost the report")
         return report
 
     api.save = failing
     try:
         with dos.CheckpointManager(url, base="latest", claim_run=False, sweep=False) as run:
             run.save(1, sharded(rank, 1))
-            with suppress(dos.RankFailedError):
+            with suppress(dos.errors.RankFailedError):
                 run.save(2, sharded(rank, 2))
             return run.save(3, sharded(rank, 3)).copied_bytes
     finally:
@@ -462,7 +462,7 @@ def test_a_base_that_can_never_be_copied_from_is_refused() -> None:
 
 
 def deleted(local: Folder) -> None:
-    dos.delete(local.at("base"), now=True)
+    dos.delete(local.at("base"), remove_objects=True)
 
 
 def damaged(local: Folder) -> None:
@@ -538,7 +538,7 @@ class Refusing(WrappedStore):
 
     def copy(self, key: str, *args: Any, **settings: Any) -> Version:
         if int(key.split(".", maxsplit=1)[0].rsplit("_", maxsplit=1)[-1]) in self.numbers:
-            raise dos.PermissionDeniedError("you may not read that")
+            raise dos.errors.PermissionDeniedError("you may not read that")
         return super().copy(key, *args, **settings)
 
 

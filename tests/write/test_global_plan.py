@@ -164,7 +164,7 @@ def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_toget
     ],
 )
 def test_ranks_whose_parts_do_not_fit_together_are_refused(ranks: list[Items], says: str) -> None:
-    with pytest.raises(dos.StateMismatchError, match=says) as caught:
+    with pytest.raises(dos.errors.StateMismatchError, match=says) as caught:
         planned([[value("x"), *items] for items in ranks])
     assert caught.value.key == "w"
 
@@ -280,9 +280,9 @@ def fails_once(rank: int, world: int, url: str) -> list[bool]:
     state: dict[str, Any] = {"w": torch.ones(2), f"own{rank}": torch.ones(2)}
     planned = [is_planned(save, "save", state, f"{url}/1")]
     for bad in (torch.empty(1, dtype=torch.int4) if rank else 1, torch.ones(1 + rank)):
-        with pytest.raises(dos.DcpObjstoreError):
+        with pytest.raises(dos.errors.DcpObjstoreError):
             dos.save({**state, "bad": bad}, f"{url}/bad", progress=False)
-    with pytest.raises(dos.CheckpointExistsError):
+    with pytest.raises(dos.errors.CheckpointExistsError):
         dos.save(state, f"{url}/1", progress=False)
     planned.append(is_planned(save, "save", state, f"{url}/2"))
     return planned
@@ -346,7 +346,7 @@ def interrupted(rank: int, world: int, root: str, where: str) -> list[str]:
             stack.enter_context(patch.object(*broken[where], ctrl_c))
         try:
             dos.save({"w": torch.ones(2), "a": outer}, f"{root}/1", progress=False)
-        except (dos.DcpObjstoreError, KeyboardInterrupt) as error:
+        except (dos.errors.DcpObjstoreError, KeyboardInterrupt) as error:
             found.append(type(error).__name__)
     dos.save({"w": torch.ones(2)}, f"{root}/2", progress=False)
     return found

@@ -148,10 +148,10 @@ def test_a_child_that_saves_gets_the_sharding_with_the_memory() -> None:
 
 def test_a_method_that_can_only_return_what_training_changes_is_refused() -> None:
     url, state = memory_url(), {"model": {"t": turned(memory(), "function")}}
-    with pytest.raises(dos.UnsupportedError, match="in the background") as refused:
+    with pytest.raises(dos.errors.UnsupportedError, match="in the background") as refused:
         dos.async_save(state, url).result()
     assert refused.value.key == "model"
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(url)
     dos.save(state, url)
     assert torch.equal(dos.load_state_dict(url)["model"]["t"], _WHOLE)
@@ -254,5 +254,5 @@ def test_a_background_save_of_checkpointable_tensors_has_all_parts(
 def test_a_part_of_another_whole_than_was_saved_is_refused_with_the_shapes_of_both() -> None:
     url, saved, other = memory_url(), torch.ones(2, 4), part(0, 0.0)
     dos.save({"t": saved}, url)
-    with pytest.raises(dos.StateMismatchError, match=r"\(2, 4\), the state has \(4, 4\)"):
+    with pytest.raises(dos.errors.StateMismatchError, match=r"\(2, 4\), the state has \(4, 4\)"):
         dos.load({"t": other}, url, progress=False)

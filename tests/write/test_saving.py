@@ -139,7 +139,7 @@ def test_a_step_that_does_not_count_leaves_no_report(
     through(ClaimedMeanwhile)
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"t": torch.ones(5)}, storage_writer=writer, no_dist=True)
-    assert isinstance(cause(caught.value), dos.SupersededError)
+    assert isinstance(cause(caught.value), dos.errors.SupersededError)
     assert writer.last_save is None
     assert not ClaimedMeanwhile.run
 
@@ -196,7 +196,7 @@ def test_stock_torch_reads_a_state_whose_keys_are_of_a_class_of_their_own(tmp_pa
 
 def test_a_step_of_a_save_that_was_never_begun_says_of_which() -> None:
     writer = dos.ObjectStoreWriter(url := memory_url())
-    with pytest.raises(dos.UnsupportedError, match="no save was begun") as caught:
+    with pytest.raises(dos.errors.UnsupportedError, match="no save was begun") as caught:
         writer.prepare_global_plan([])
     assert caught.value.url == url
 
@@ -230,7 +230,7 @@ def test_values_in_a_planners_own_format_are_saved_with_a_warning_and_come_back(
     reader = dos.ObjectStoreReader(url, trust_pickle=True)
     dcp.load(state, storage_reader=reader, planner=OwnFormatLoader(), no_dist=True)
     assert state == {"step": b"7"}
-    assert isinstance(refused(url), (UntrustedPickleError, dos.CheckpointCorruptError))
+    assert isinstance(refused(url), (UntrustedPickleError, dos.errors.CheckpointCorruptError))
 
 
 def refused(url: str) -> BaseException:
@@ -305,7 +305,7 @@ def test_a_planner_that_changes_a_shape_is_refused_and_nothing_is_committed() ->
             no_dist=True,
         )
     error = cause(caught.value)
-    assert isinstance(error, dos.UnsupportedError)
+    assert isinstance(error, dos.errors.UnsupportedError)
     assert error.key == "w"
     assert "(3, 2)" in str(error)
     assert "_COMMIT" not in keys(url)
@@ -323,7 +323,7 @@ def test_an_index_that_readers_would_refuse_is_not_committed(
         return dataclasses.replace(index, objects=(entry,)), objects
 
     monkeypatch.setattr(writer_module, "build_index", too_short)
-    with pytest.raises(dos.RankFailedError, match="not committed"):
+    with pytest.raises(dos.errors.RankFailedError, match="not committed"):
         dos.save({"w": torch.ones(3)}, url, progress=False)
     assert not [key for key in keys(url) if not key.endswith(".distcp")]
 
@@ -346,7 +346,7 @@ def test_a_tensor_of_any_dtype_loads_again_or_is_refused_before_anything_is_sent
     tensor, other = of_dtype(dtype), torch.arange(3)
     try:
         dos.save({"t": tensor, "other": other}, url, progress=False)
-    except dos.UnsupportedError as error:
+    except dos.errors.UnsupportedError as error:
         assert error.key == "t"
         assert str(dtype).removeprefix("torch.") in str(error)
         assert keys(url) == set()
@@ -395,7 +395,7 @@ def test_a_pickle_holds_no_option_that_only_a_filesystem_knows(url: str | None) 
 
 def test_a_pickled_reader_keeps_its_settings() -> None:
     url = memory_url()
-    reader = dos.ObjectStoreReader(url, verify="off", trust_pickle=True, progress=False)
+    reader = dos.ObjectStoreReader(url, verify=False, trust_pickle=True, progress=False)
     dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
     dcp.load({"t": torch.zeros(5)}, storage_reader=reader, no_dist=True)
     for made in (pickle.loads(pickle.dumps(reader)), copy.copy(reader), copy.deepcopy(reader)):

@@ -430,7 +430,7 @@ def test_a_save_that_failed_gives_its_memory_back_though_its_error_is_kept(
     dos.async_save(state, url).result(30)
     made = memory.allocations
     failed = dos.async_save(state, url)
-    assert isinstance(failed.exception(30), dos.CheckpointExistsError)
+    assert isinstance(failed.exception(30), dos.errors.CheckpointExistsError)
     dos.async_save(state, memory_url()).result(30)
     assert memory.allocations == made
 
@@ -467,7 +467,7 @@ def test_a_second_save_with_a_writer_is_refused_as_asked() -> None:
     urls = memory_url(), memory_url()
     first = begin_held(writer, urls[0], held)
     state = {"t": torch.zeros(1000)}
-    with pytest.raises(dos.SaveInProgressError, match="running"):
+    with pytest.raises(dos.errors.SaveInProgressError, match="running"):
         dcp.async_save(state, storage_writer=writer, checkpoint_id=urls[1], no_dist=True)
     held.go_on.set()
     first.result(30)
@@ -531,7 +531,9 @@ def test_a_save_that_ended_before_it_began_does_not_block_the_next(
             if refused == "url":
                 try:
                     return wait(save(Path("run/step-1")))
-                except dos.InvalidUrlError as error:  # torch 2.9 looks at it in the foreground
+                except (
+                    dos.errors.InvalidUrlError
+                ) as error:  # torch 2.9 looks at it in the foreground
                     refusal: Any = concurrent.futures.Future()
                     refusal.set_exception(error)
                     return refusal
@@ -666,7 +668,7 @@ def test_a_copy_that_went_to_a_child_process_says_nothing_of_the_saves_end() -> 
         first = pool.submit(send, [writer.stage({"t": torch.ones(3)})])
         try:
             assert sent.wait(30)
-            with pytest.raises(dos.SaveInProgressError):
+            with pytest.raises(dos.errors.SaveInProgressError):
                 writer.stage({"t": torch.ones(3)})
         finally:
             go_on.set()
@@ -711,7 +713,7 @@ def test_a_copy_that_fails_is_told_by_staged_and_result(monkeypatch: pytest.Monk
         patched.setattr(Staging, "finish", broken)
         handle = dos.async_save({"t": torch.ones(3)}, memory_url(), wait_for_staging=False)
         for ask in (handle.staged, handle.result):
-            with pytest.raises(dos.RankFailedError, match="no memory"):
+            with pytest.raises(dos.errors.RankFailedError, match="no memory"):
                 ask(30)
     dos.async_save({"t": torch.ones(3)}, memory_url()).result(30)
 
@@ -738,7 +740,7 @@ def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(
     late[0].start()  # it was, before the call heard of Ctrl-C
     late[0].join(30)
     assert "KeyboardInterrupt" in str(latest.exception(30))
-    with pytest.raises(dos.CheckpointNotFoundError):
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(url)
 
 
@@ -790,7 +792,7 @@ def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save() ->
     url = memory_url()
     dos.save({"t": torch.ones(1)}, url)
     handle = dos.async_save({"t": torch.ones(1)}, url)
-    assert isinstance(handle.upload_completion.exception(30), dos.CheckpointExistsError)
+    assert isinstance(handle.upload_completion.exception(30), dos.errors.CheckpointExistsError)
     dos.async_save({"t": torch.ones(1)}, memory_url()).result(30)
     assert async_api._saves.here.latest is not None
     assert not async_api._saves.here.latest.upload_completion.cancel()

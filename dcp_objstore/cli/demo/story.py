@@ -327,7 +327,7 @@ class Story:
             yield said.message
 
     def _check_save(
-        self, state: State, report: dos.SaveReport, steps_meanwhile: int, ranks: int
+        self, state: State, report: dos.reports.SaveReport, steps_meanwhile: int, ranks: int
     ) -> None:
         self._saved[state.step] = state
         prove(

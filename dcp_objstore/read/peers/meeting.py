@@ -118,10 +118,9 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
         return alone
     for offer in offers:
         if offer.verify != offers[0].verify:
-            word = {True: "strict", False: "off"}
             raise ConfigError(
                 f"every rank must pass the same verify=, but rank {ranks[0]} has"
-                f' "{word[offers[0].verify]}" and rank {offer.rank} "{word[offer.verify]}": with'
+                f" {offers[0].verify} and rank {offer.rank} {offer.verify}: with"
                 " read_once=True ranks hand each other what they fetch"
             )
     needs = [offer.needs for offer in offers if offer.needs is not None]
