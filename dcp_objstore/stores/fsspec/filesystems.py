@@ -24,7 +24,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores.credentials.base import Credentials, lost
 from dcp_objstore.stores.endpoint import s3_server, server_url
 from dcp_objstore.stores.errors import is_of
-from dcp_objstore.stores.fsspec.errors import judge_fsspec, translate_fsspec
+from dcp_objstore.stores.fsspec.errors import judge_fsspec
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import parse
@@ -118,7 +118,7 @@ def make_filesystems(
     except DcpObjstoreError:
         raise
     except Exception as error:  # noqa: BLE001  each filesystem has its own
-        kind = type(translate_fsspec(error))
+        kind = type(judge_fsspec(error).error)
         text = _hidden(str(error), options, foreign=is_foreign(url.scheme))
         text = text or f"it says no more; its options are {', '.join(options) or 'none'}"
         if kind is StoreUnavailableError:

@@ -22,7 +22,6 @@ from dcp_objstore.stores.obstore.errors import (
     http_code,
     judge_obstore,
     refusal_of,
-    translate_obstore,
 )
 from dcp_objstore.stores.obstore.makers import (
     Maker,
@@ -186,7 +185,7 @@ class Clients(Requests):
         )
         return CredentialsError(
             f"the store {accepts} the credentials (source: {found.source}), and {why}. Pass new"
-            f" ones, {found.advice} ({translate_obstore(error).message})"
+            f" ones, {found.advice} ({judge_obstore(error).error.message})"
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:

@@ -48,23 +48,18 @@ WORTHWHILE_BYTES = 256 * 1024
 
 
 class LaneError(Exception):
-    """The lane did not give the bytes; the transport is to be asked for them.
+    """The lane did not give the bytes.
 
     Attributes:
         broke_off: the connection was lost or silent. Otherwise the answer was another one, or
             nothing was sent.
+        status: the status by which the store asks for patience, whichever way the next request
+            takes; None for every other failure, after which the transport is to be asked.
     """
 
-    def __init__(self, what: str, *, broke_off: bool = False) -> None:
+    def __init__(self, what: str, *, broke_off: bool = False, status: int | None = None) -> None:
         super().__init__(what)
         self.broke_off = broke_off
-
-
-class PutOffError(Exception):
-    """The store is throttling: wait before the next request, whichever way it takes."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
         self.status = status
 
 
@@ -271,16 +266,16 @@ class DirectAnswer(Answer):
         """Read the next bytes to the front of `into`; return how many.
 
         Raises:
-            PutOffError: before the first byte; the lane is as good as before.
-            LaneError: the lane did not give the bytes.
+            LaneError: the lane did not give the bytes. If it has a status, the lane is as good as
+                before.
         """
         try:
             if self._answer is None:
                 self._answer = self._head()
             count = self._receive(into)
-        except PutOffError:
-            raise
         except Exception as error:
+            if isinstance(error, LaneError) and error.status is not None:
+                raise
             if self._cancelled:
                 raise LaneError("cancelled") from error
             self._lane.failed(self._path)
@@ -364,7 +359,7 @@ def _send(connection: _Connection, signed: SignedGet, start: int, end: int) -> N
 def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:
     """Raise unless the body is exactly bytes `[start, end)`, as they are (RFC 9110, section 14)."""
     if answer.status in THROTTLING_STATUSES:
-        raise PutOffError(answer.status)
+        raise LaneError(f"the store answered with status {answer.status}", status=answer.status)
     given = answer.getheader("Content-Range", "")
     if (
         answer.status != http.client.PARTIAL_CONTENT

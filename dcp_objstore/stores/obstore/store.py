@@ -36,9 +36,9 @@ from dcp_objstore.stores.errors import NO_STORE, SAME_PAGE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
     http_code,
+    judge_obstore,
     no_store,
     parts_are_left,
-    translate_obstore,
     translate_panic,
 )
 from dcp_objstore.stores.obstore.ranges import MEMORY_BYTES, ObstoreSource
@@ -192,7 +192,7 @@ class ObstoreStore(BaseStore[str]):
                 )
         except Exception as error:
             source.left_parts = parts_are_left(error)
-            found = translate_obstore(error)
+            found = judge_obstore(error).error
             if isinstance(found, CredentialsError) and self._clients.were_refused(error):
                 # Parts cannot be sent again from here; what comes next has fresh ones.
                 self._clients.renew(error)
@@ -322,7 +322,7 @@ class ObstoreStore(BaseStore[str]):
         try:
             meta = obstore.head(self._clients.get("read"), f"{self._root}{_NEVER_THERE}")
         except Exception as error:
-            found = translate_obstore(error)
+            found = judge_obstore(error).error
             if isinstance(found, ConfigError):
                 raise found from error
             # A 404, most likely. Whatever else it is says nothing against the listing that came.
@@ -336,7 +336,7 @@ class ObstoreStore(BaseStore[str]):
         return self._root if key is None else self._root + check_key(key)
 
     def _translate(self, error: Exception) -> DcpObjstoreError:
-        return translate_obstore(error)
+        return judge_obstore(error).error
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[str]:

@@ -22,9 +22,9 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.stores import errors
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts, cut_range
-from dcp_objstore.stores.errors import NO_STORE, SAME_PAGE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
@@ -36,7 +36,7 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.retries import SMALL_BYTES
 from dcp_objstore.stores.s3.checksums import Checksums
-from dcp_objstore.stores.s3.errors import status_of, translate_botocore
+from dcp_objstore.stores.s3.errors import read_botocore, status_of
 from dcp_objstore.stores.s3.upload import CopiedPart, MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
@@ -113,7 +113,11 @@ class S3Store(BaseStore["dict[str, str]"]):
         """The buffers as the `Body` of a request; `check` is called while it is sent."""
 
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
-        return translate_botocore(error, conditional=conditional)
+        return errors.judge(error, partial(self._facts, conditional=conditional)).error
+
+    def _facts(self, error: Exception, *, conditional: bool = False) -> errors.Facts:
+        """Read what an operation raised; `conditional`: it had an `If-Match`."""
+        return read_botocore(error, conditional=conditional)
 
     def _conditional_write(self) -> AbstractContextManager[Any]:
         """Return the context in which a conditional write is sent."""
@@ -278,7 +282,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         answer, body = self._read_again("get", place, max_size_bytes)
         if str(answer.get("ContentType", "")).startswith("text/html"):
-            raise ConfigError(NO_STORE)  # no object here is a page
+            raise ConfigError(errors.NO_STORE)  # no object here is a page
         return bytes(body or b""), self._fits(self._meta(place, answer), max_size_bytes)
 
     def _read_again(
@@ -291,7 +295,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         try:
             return self._meta(place, self._send("head", "head_object", place))
         except Exception as error:
-            if status_of(error) not in UNCLEAR_IN_HEAD:
+            if status_of(error) not in errors.UNCLEAR_IN_HEAD:
                 raise
         # A GET of nearly nothing says what is wrong.
         answer, _ = self._read_again("head", {**place, "Range": "bytes=0-0"}, 1)
@@ -304,7 +308,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     def _meta(self, place: Mapping[str, str], answer: Mapping[str, Any]) -> ObjectMeta:
         missing = [name for name in ("ContentLength", "ETag", "LastModified") if name not in answer]
         if missing:
-            raise StoreUnavailableError(f"{NO_STORE}: its answer has no {' and no '.join(missing)}")
+            raise errors.NO_STORE_ANSWERED.error(f"its answer has no {' and no '.join(missing)}")
         key = place["Key"].removeprefix(self._root)
         return ObjectMeta(key, answer["ContentLength"], _version(answer), answer["LastModified"])
 
@@ -326,7 +330,7 @@ class S3Store(BaseStore["dict[str, str]"]):
                 if not page.get("IsTruncated") or token is None:
                     return
                 if after.get("ContinuationToken") == token:
-                    raise StoreUnavailableError(SAME_PAGE)
+                    raise StoreUnavailableError(errors.SAME_PAGE)
                 after = {"ContinuationToken": token}
 
     def _listed(self, entry: Mapping[str, Any], start: str) -> ObjectMeta:
@@ -355,16 +359,13 @@ def _version(answer: Mapping[str, Any]) -> Version:
 def check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
     """Raise `CorruptDataError` unless the body is bytes `[start, end)` (RFC 9110, section 14)."""
     if answer["ResponseMetadata"]["HTTPStatusCode"] != http.client.PARTIAL_CONTENT:
-        raise CorruptDataError(
-            "the store ignores Range: it sends whole objects where a part was asked for (or"
-            " something on the way to it does)"
-        )
+        raise errors.WHOLE.error()
     given = str(answer.get("ContentRange", ""))
     if not given.startswith(f"bytes {start}-{end - 1}/"):
         size = given.rpartition("/")[2]
         if size.isdecimal() and int(size) < end:
             raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
-        raise CorruptDataError(f"the store sent another range than was asked for: {given!r}")
+        raise errors.ANOTHER_RANGE.error(repr(given))
     if answer["ContentLength"] != end - start:
         raise CorruptDataError(
             f"bytes [{start}, {end}) asked for, but {answer['ContentLength']} bytes announced"

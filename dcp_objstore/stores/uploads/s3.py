@@ -15,7 +15,7 @@ from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import DcpObjstoreError, StoreUnavailableError, UnsupportedError
 from dcp_objstore.stores.errors import SAME_PAGE
 from dcp_objstore.stores.protocol import UnfinishedUpload
-from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, translate_botocore
+from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, judge_botocore
 
 if TYPE_CHECKING:
     from typing import Self
@@ -164,4 +164,4 @@ def boto_errors(url: str) -> Iterator[None]:
         error.at(url=url)
         raise
     except Exception as error:
-        raise translate_botocore(error).at(url=url) from error
+        raise judge_botocore(error).error.at(url=url) from error
