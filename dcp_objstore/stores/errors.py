@@ -122,7 +122,7 @@ FULL = (
     "the store is full, or a quota is reached: remove old checkpoints and incomplete multipart"
     " uploads, or raise the quota"
 )
-# Of Ceph, of MinIO (twice), and of gateways in front of a file system.
+# The codes of Ceph, of MinIO (twice), and of gateways in front of a file system.
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
 _FULL_STATUS = 507
 # A HEAD's answer has no body, so these do not say whether the key or the bucket is missing, or
@@ -210,7 +210,7 @@ WHOLE = Meaning(
     " the way to it does)",
 )
 ANOTHER_RANGE = Meaning(CorruptDataError, "the store sent another range than was asked for")
-# Not of an answer that no store gives. A write may have taken effect all the same.
+# An answer that no store gives. A write may have taken effect all the same.
 NO_STORE_ANSWERED = Meaning(StoreUnavailableError, NO_STORE)
 NO_BUCKET = Meaning(ConfigError, f"{NO_STORE}, and that the bucket exists")
 UPLOAD_LOST = Meaning(StoreUnavailableError, "the store lost this upload before its end")

@@ -223,8 +223,8 @@ class RetriedSource(RangeSource):
     """Asks by requests that are sent once and, where that may help, again.
 
     Args:
-        requests: to the bucket.
-        key: of the object, in the bucket.
+        requests: the requests to the bucket.
+        key: the key of the object, in the bucket.
         ask_once: called with the start and end of a range; sends a request for it.
     """
 

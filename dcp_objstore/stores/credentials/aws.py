@@ -169,7 +169,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
 
     Args:
         source: what is read, in words, for messages.
-        arguments: of `boto3.Session`.
+        arguments: the arguments of `boto3.Session`.
 
     Raises:
         CredentialsError: the profile does not exist, or the files cannot be read.

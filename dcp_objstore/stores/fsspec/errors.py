@@ -20,7 +20,7 @@ from dcp_objstore.stores import errors
 from dcp_objstore.stores.errors import Facts, Meaning
 from dcp_objstore.stores.s3.errors import read_botocore
 
-# By what libraries raise without a status.
+# What the errors mean that libraries raise without a status.
 _BY_NAME: dict[str, type[DcpObjstoreError]] = {
     "google.TransportError": StoreUnavailableError,
     "google.GoogleAuthError": CredentialsError,

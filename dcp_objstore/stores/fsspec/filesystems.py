@@ -50,12 +50,12 @@ class Filesystems(Requests):
     filesystems have retries of their own, which cannot be seen from here.
 
     Args:
-        url: its prefix is not used.
+        url: a URL of the bucket; its prefix is not used.
         config: time-outs and retries.
-        read: for reads.
-        write: for writes. It differs in its time-outs, where those are ours to set.
+        read: the filesystem for reads.
+        write: the filesystem for writes. It differs in its time-outs, where those are ours to set.
         endpoint_url: the server, where the filesystem has such an option.
-        checksums: that go with bodies over s3fs.
+        checksums: the checksums that go with bodies over s3fs.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ def make_filesystems(
     and gcsfs a copy is used, with the same options, that sends each request once.
 
     Args:
-        url: its prefix is not used.
-        options: as checked.
+        url: a URL of the bucket; its prefix is not used.
+        options: the options that were checked.
         config: time-outs and retries, for s3fs and gcsfs. Others have their own.
         stripped: names of options that were left behind when the spec was pickled.
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_objstore")
 
 _USED_FOR_SECONDS = 600.0
-# Of so many objects a signed URL is kept, less than 1 KiB each. To sign takes some 50 us.
+# The number of objects of which a signed URL is kept, less than 1 KiB each. To sign takes 50 us.
 _MOST_SIGNED = 1024
 # Servers close connections that they have not heard of for a while; AWS after about 20 s.
 _IDLE_SECONDS = 10.0
@@ -68,8 +68,8 @@ class SignedGet:
     """A GET that needs nothing more but a range. It holds a secret, so nothing shows it.
 
     Attributes:
-        url: of the object; host, path and query are sent as they are.
-        headers: to send.
+        url: the URL of the object; host, path and query are sent as they are.
+        headers: the headers to send.
         until: use it no later (monotonic).
     """
 
@@ -92,7 +92,7 @@ class DirectLane:
 
     Args:
         sign: makes the GET of an object, by its key in the bucket.
-        timeout_seconds: to connect, and between bytes that arrive.
+        timeout_seconds: the time-out to connect, and between bytes that arrive.
         trust: makes the context of TLS, called once and only if there is TLS.
 
     Attributes:
@@ -109,7 +109,7 @@ class DirectLane:
         self._timeout_seconds = timeout_seconds
         self._trust = trust
         self._tls: ssl.SSLContext | None = None
-        # By origin. A session that is resumed saves most of the next handshake.
+        # The sessions by origin. A session that is resumed saves most of the next handshake.
         self._sessions: dict[str, ssl.SSLSession | None] = {}
         self._signed: dict[str, SignedGet] = {}
         self._idle: list[tuple[_Connection, str, float]] = []

@@ -50,7 +50,7 @@ _INSTANCE_METADATA = "http://169.254.169.254/"
 # without its status; only the name of the variant in the dump tells it.
 _REDIRECT = "inner: BareRedirect"
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
-# Of panics: errors of the crates url and http, about the address or a header.
+# A panic about the address or a header, by the errors of the crates url and http.
 _NOT_A_REQUEST = re.compile(r"\b(Invalid[A-Z]\w+|EmptyHost|IdnaError|RelativeUrl\w+)\b")
 # The request never got as far as a connection.
 _NOT_CONNECTED = "legacy::Error( Connect,"
@@ -61,7 +61,7 @@ _PANIC = "pyo3_runtime.PanicException"
 _CONDITIONAL = "obstore.PreconditionError"
 
 _EXPIRED_CODES = ("ExpiredToken", "TokenRefreshRequired")
-# Of Azure: real 401s say the second, Azurite a 403 with the first.
+# Azure's codes: real 401s say the second, Azurite a 403 with the first.
 _TOKEN_CODES = ("AuthenticationFailed", "InvalidAuthenticationInfo")
 _UNKNOWN_KEY_CODES = ("InvalidToken", "InvalidAccessKeyId")
 
@@ -74,7 +74,7 @@ _MID_UPLOAD = Meaning(StoreUnavailableError, "the connection to the store was lo
 
 # The tables have a text of obstore and what it means. The first that fits counts.
 _Signs = dict[str, Meaning]
-# In the dump of a request that was not answered as HTTP demands.
+# The dump of a request that was not answered as HTTP demands has one of these.
 _NOT_THE_RANGE: _Signs = {
     _WHOLE: errors.WHOLE,
     "source: UnexpectedRange": errors.ANOTHER_RANGE,
@@ -85,7 +85,7 @@ _NOT_THE_RANGE: _Signs = {
         CorruptDataError, "the object is shorter than the range that was asked for"
     ),
 }
-# In the dump of a request that got no answer.
+# The dump of a request that got no answer has one of these.
 _NO_ANSWERS: _Signs = {
     "kind: ConnectionRefused": errors.REFUSED,
     '"dns error"': errors.UNRESOLVED,
@@ -96,7 +96,8 @@ _NO_ANSWERS: _Signs = {
     _TIMED_OUT: errors.LATE,
     "legacy::Error( SendRequest,": errors.CLOSED,
 }
-# About a setting, or an answer that no store gives: in the text of an error that names no request.
+# The text of an error that names no request has one of these: it is about a setting, or an answer
+# that no store gives.
 _NO_REQUESTS: _Signs = {
     "Generic Config error": Meaning(
         ConfigError,

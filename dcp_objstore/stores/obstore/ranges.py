@@ -34,7 +34,7 @@ class ObstoreSource(RetriedSource):
     """Asks for ranges of one object.
 
     Args:
-        clients: of the bucket.
+        clients: the bucket's clients.
         path: the key in the bucket.
         in_memory: whether it is obstore's memory store, which knows a range past the end by the
             text of its error alone.

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.obstore.clients import Clients
 
-# Of S3 and GCS, and so of one call for the next keys.
+# The page of S3 and GCS, and so of one call for the next keys.
 _PAGE_KEYS = 1000
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
@@ -91,8 +91,8 @@ class ObstoreStore(BaseStore[str]):
     """A store rooted at one URL, over obstore's blocking calls (which release the GIL).
 
     Args:
-        url: the root.
-        clients: of its bucket.
+        url: the root of the store.
+        clients: its bucket's clients.
         copier: opens the same root over another transport, which copies ranges: obstore has no call
             for a part of an object. None where there is none.
     """

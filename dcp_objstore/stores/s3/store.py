@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 Use = Literal["read", "small", "write"]
 _READS = ("get_object", "head_object", "list_objects_v2")
-# Of little data. Not the end of an upload, which takes the store long.
+# Writes of little data, but for the end of an upload, which takes the store long.
 _SMALL_WRITES = ("put_object", "delete_object", "create_multipart_upload")
 
 
@@ -59,7 +59,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     Args:
         url: the root.
         requests: how requests to the bucket are sent again.
-        checksums: that go with bodies.
+        checksums: the checksums that go with bodies.
         extra: arguments of every request.
         sealing: arguments of every write: how the store is to encrypt.
     """
@@ -139,13 +139,13 @@ class S3Store(BaseStore["dict[str, str]"]):
         """Send the request of an operation, again where that may help; return the answer.
 
         Args:
-            verb: of `ObjectStore`.
-            operation: by botocore's name.
-            arguments: of the operation, without its body.
+            verb: the verb of `ObjectStore`.
+            operation: botocore's name of it.
+            arguments: the arguments of the operation, without its body.
             body: what is sent with it. Empty: none, because with an empty `Body` botocore before
                 1.44 hangs in the next request of the connection.
             check: called before and while it is sent; ends it by raising.
-            repeatable: see `Tries.run`.
+            repeatable: whether it may be sent again if it may have taken effect.
             retry: whether it may be sent again at all.
         """
         size_bytes = sum(map(len, body))
@@ -319,19 +319,12 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         start = self._root + (f"{folder}/" if folder else "")
-        after: dict[str, str] = {}
+        marks = {"ContinuationToken": "NextContinuationToken"}
         with self._errors(None) as target:
-            while True:
-                arguments = {**target, "Prefix": start, **after}
-                page = self._send("list", "list_objects_v2", arguments)
+            send = partial(self._send, "list", "list_objects_v2")
+            for page in pages(send, {**target, "Prefix": start}, marks):
                 for entry in page.get("Contents", ()):
                     yield self._listed(entry, start)
-                token = page.get("NextContinuationToken")
-                if not page.get("IsTruncated") or token is None:
-                    return
-                if after.get("ContinuationToken") == token:
-                    raise StoreUnavailableError(errors.SAME_PAGE)
-                after = {"ContinuationToken": token}
 
     def _listed(self, entry: Mapping[str, Any], start: str) -> ObjectMeta:
         key: str = entry["Key"]
@@ -339,6 +332,34 @@ class S3Store(BaseStore["dict[str, str]"]):
             raise StoreUnavailableError(f"the store answered with a key outside the root: {key!r}")
         version = Version(entry["ETag"])
         return ObjectMeta(key[len(self._root) :], entry["Size"], version, entry["LastModified"])
+
+
+def pages(
+    ask: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    marks: Mapping[str, str],
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the pages of a listing.
+
+    Args:
+        ask: sends a request with these arguments for a page.
+        arguments: the arguments of every request.
+        marks: the arguments that say where a page begins, and their names in the page before.
+
+    Raises:
+        StoreUnavailableError: a page begins where an earlier one did.
+    """
+    after: dict[str, Any] = {}
+    begun: set[tuple[Any, ...]] = set()
+    while True:
+        page = ask({**arguments, **after})
+        yield page
+        after = {name: page[mark] for name, mark in marks.items() if page.get(mark) is not None}
+        if not page.get("IsTruncated") or not after:
+            return
+        if (place := tuple(after.values())) in begun:
+            raise StoreUnavailableError(errors.SAME_PAGE)
+        begun.add(place)
 
 
 def _condition(precondition: Precondition | None) -> dict[str, str]:
