@@ -32,7 +32,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers
-from dcp_objstore.stores.errors import NO_STORE, SAME_PAGE, UNCLEAR_IN_HEAD
+from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
     http_code,
@@ -264,31 +264,28 @@ class ObstoreStore(BaseStore[str]):
         prefix = (self._root + folder).rstrip("/") or None
         pages: Any = None
         last: str | None = None  # the last key that came
-        # All that came, where a listing cannot begin behind the last one. There obstore would drop
-        # the keys that compare less, of which some are still to come.
+        # All keys that came, where a listing cannot begin behind the last one: there obstore would
+        # drop the keys that compare less, of which some are still to come.
         came: set[str] = set()
-        may_repeat = 0  # how many keys of `came` the present listing has yet to give again
+        repeated: set[str] = set()  # those that the present listing has yet to give again
 
         def new(page: Any) -> Any:
-            nonlocal may_repeat
-            found = [meta for meta in page if meta["path"] not in came]
-            may_repeat -= len(page) - len(found)
-            if may_repeat < 0:
-                raise StoreUnavailableError(SAME_PAGE)
-            return found
+            fresh = [meta for meta in page if meta["path"] not in repeated]
+            repeated.difference_update(meta["path"] for meta in page)
+            return fresh
 
         def more() -> Any:
             """The next page; after one that failed, of a new listing that starts there."""
-            nonlocal pages, may_repeat
-            found, pages = pages, None
-            if found is None:
-                may_repeat = len(came)
+            nonlocal pages
+            listing, pages = pages, None
+            if listing is None:
+                repeated.update(came)
                 listed = obstore.list(
                     clients.get("list"), prefix, offset=last, chunk_size=_PAGE_KEYS
                 )
-                found = filter(None, map(new, listed))
-            page = next(found, None)
-            pages = found
+                listing = filter(None, map(new, listed))
+            page = next(listing, None)
+            pages = listing
             return page
 
         def ask() -> Any:
