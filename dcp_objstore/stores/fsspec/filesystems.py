@@ -153,6 +153,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
 
 
 def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) -> Filesystems:
+    """Make two filesystems of s3fs, which differ in how long they wait for the next bytes."""
     # What is not given here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     found = [
@@ -189,6 +190,7 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
 
 
 def _gs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesystems:
+    """Make two filesystems of gcsfs, which differ in how long they wait for the next bytes."""
     if options.verify is not True:
         raise ConfigError("gcsfs has no 'verify'; use the native transport")
     import aiohttp

@@ -216,6 +216,7 @@ def _make(
     verify: bool | str,
     headers: Mapping[str, str] | None = None,
 ) -> Make:
+    """Return what makes a store of obstore, of the configuration that all clients share."""
     client: dict[str, Any] = {}
     if verify is False:
         client["allow_invalid_certificates"] = True
