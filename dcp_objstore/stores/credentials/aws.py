@@ -307,7 +307,7 @@ class Renewing:
             self._held = self._kept = self._ends_at = None
 
     def _fetch(self) -> dict[str, Any]:
-        """Ask botocore for credentials. Where it has none, those of before count while they last."""
+        """Ask botocore for credentials. If it has none, those of before count while they last."""
         from botocore.exceptions import BotoCoreError
 
         failure = None
