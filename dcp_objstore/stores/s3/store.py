@@ -355,9 +355,10 @@ def pages(
         page = ask({**arguments, **after})
         yield page
         after = {name: page[mark] for name, mark in marks.items() if page.get(mark) is not None}
-        if not page.get("IsTruncated") or not after:
+        if not page.get("IsTruncated"):
             return
-        if (place := tuple(after.values())) in begun:
+        # A page without marks begins where the first one did.
+        if not (place := tuple(after.values())) or place in begun:
             raise StoreUnavailableError(errors.SAME_PAGE)
         begun.add(place)
 
