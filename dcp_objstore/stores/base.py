@@ -10,15 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.errors import (
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-    UnsupportedError,
-)
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
 from dcp_objstore.stores.errors import SAME_PAGE
 from dcp_objstore.stores.protocol import (
@@ -97,7 +90,7 @@ class BaseStore(ABC, Generic[Place]):
     def open_range(self, key: str, start: int, end: int) -> Range:
         """Open a range of an object."""
         if not 0 <= start <= end:
-            raise InputError(f"not a range: [{start}, {end})")
+            raise errors.InputError(f"not a range: [{start}, {end})")
         with self._errors(key) as place:
             source = self._range_source(place)
             ahead = source.ask_ahead(start, end) if start < end else None
@@ -117,7 +110,7 @@ class BaseStore(ABC, Generic[Place]):
             for buffer in buffers:
                 check_buffer(buffer)
             if precondition is not None and not isinstance(precondition, (IfAbsent, IfVersion)):
-                raise InputError(f"not a precondition: {precondition!r}")
+                raise errors.InputError(f"not a precondition: {precondition!r}")
             return self._put(place, buffers, precondition, retry=retry)
 
     def put_stream(
@@ -136,7 +129,7 @@ class BaseStore(ABC, Generic[Place]):
         except BaseException as error:
             if source.left_parts:
                 shown = error if source.error is None else source.error
-                if isinstance(shown, DcpObjstoreError):
+                if isinstance(shown, errors.DcpObjstoreError):
                     shown.message += f"; {LEFTOVER_ADVICE}"
                 else:
                     _log.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
@@ -157,9 +150,9 @@ class BaseStore(ABC, Generic[Place]):
         """Write an object of ranges of other objects, which the store copies."""
         with self._errors(key) as place:
             if not self.capabilities.copies:
-                raise UnsupportedError(_NO_COPIES)
+                raise errors.UnsupportedError(_NO_COPIES)
             if not sources or not all(0 <= source.start < source.end for source in sources):
-                raise InputError(f"not ranges to copy: {sources!r}")
+                raise errors.InputError(f"not ranges to copy: {sources!r}")
             return self._copy(place, sources, part_size_bytes, max_concurrency, moved)
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
@@ -167,7 +160,7 @@ class BaseStore(ABC, Generic[Place]):
         with self._errors(key) as place:
             body, meta = self._get(place, max_size_bytes)
             if len(body) != meta.size_bytes:
-                raise CorruptDataError(
+                raise errors.CorruptDataError(
                     f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
                 )
             return body, meta
@@ -191,7 +184,7 @@ class BaseStore(ABC, Generic[Place]):
         for meta in listed:
             if last is not None and meta.key <= last:
                 if meta.key == last or meta.key in steps_back:
-                    raise StoreUnavailableError(SAME_PAGE, object_key=meta.key, url=self.url)
+                    raise errors.StoreUnavailableError(SAME_PAGE, object_key=meta.key, url=self.url)
                 steps_back.add(meta.key)
             last = meta.key
             yield meta
@@ -203,7 +196,7 @@ class BaseStore(ABC, Generic[Place]):
                 self._delete(place)
             except Exception as error:
                 # S3 says 204 for an absent object; GCS, Azure and some others say 404.
-                if not isinstance(self._translate(error), ObjectNotFoundError):
+                if not isinstance(self._translate(error), errors.ObjectNotFoundError):
                     raise
 
     # What an adapter does.
@@ -217,7 +210,7 @@ class BaseStore(ABC, Generic[Place]):
         """
 
     @abstractmethod
-    def _translate(self, error: Exception) -> DcpObjstoreError:
+    def _translate(self, error: Exception) -> errors.DcpObjstoreError:
         """Translate what the transport raised."""
 
     @abstractmethod
@@ -271,7 +264,7 @@ class BaseStore(ABC, Generic[Place]):
     def _fits(self, meta: ObjectMeta, max_size_bytes: int) -> ObjectMeta:
         """Return the metadata of an object, unless it is larger than expected."""
         if meta.size_bytes > max_size_bytes:
-            raise CorruptDataError(
+            raise errors.CorruptDataError(
                 f"the object has {meta.size_bytes} bytes, at most {max_size_bytes} expected"
             )
         return meta
@@ -283,7 +276,7 @@ class BaseStore(ABC, Generic[Place]):
         handled = id(sys.exception())  # not itself: a listing would keep it until its end
         try:
             yield place
-        except DcpObjstoreError as error:
+        except errors.DcpObjstoreError as error:
             _clear_frames(error, handled)
             error.at(object_key=key, url=self.url)
             raise

@@ -43,7 +43,7 @@ from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
-# By endpoint and bucket.
+# The locks by endpoint and bucket.
 _conditional_writes: PerProcess[dict[tuple[str | None, str], threading.Lock]] = PerProcess(dict)
 
 # Up to here a body is copied together: a readable one makes botocore wait for the server's
@@ -139,15 +139,15 @@ class Boto3Clients(Requests):
     parent's stay as the fork left them, unused.
 
     Args:
-        url: its prefix is not used.
-        options: as checked by `check_options`.
+        url: a URL of the bucket; its prefix is not used.
+        options: the options that `check_options` has checked.
         config: time-outs, retries, and how many connections there may be.
         stripped: names of options that were left behind when the spec was pickled.
 
     Attributes:
         payer: arguments of every request to a bucket whose requests the caller pays for.
         sealing: arguments of every write: how the store is to encrypt.
-        checksums: that go with bodies.
+        checksums: the checksums that go with bodies.
 
     Raises:
         CredentialsError: there are none.

@@ -1,12 +1,16 @@
-"""Map a store's answer, or a builtin error, to an error of this package, for every transport."""
+"""The one place that says which status, code or builtin error is which error of this package.
+
+An adapter reads out of an exception of its library what is in it (`Facts`). `judge` makes the error
+of that, and says whether the request may be sent again.
+"""
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -22,8 +26,6 @@ from dcp_objstore.errors import (
     UnsupportedError,
     printable,
 )
-
-T = TypeVar("T")
 
 # What stores repeat of a request that they refuse: who signed it, and how. AWS does so in
 # elements of SignatureDoesNotMatch, others and proxies in whatever form they like.
@@ -89,15 +91,9 @@ _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     501: UnsupportedError,
     507: InputError,
 }
+# Where Python has no class of its own for the error.
 _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
-    errno.ENOENT: ObjectNotFoundError,
-    # A key may not be both an object and the prefix of another one in a tree of folders.
-    errno.ENOTDIR: ObjectNotFoundError,
-    errno.EISDIR: InputError,
-    errno.EACCES: PermissionDeniedError,
-    errno.EPERM: PermissionDeniedError,
     errno.EROFS: PermissionDeniedError,
-    errno.EEXIST: PreconditionFailedError,
     errno.EINVAL: InputError,
     errno.ENAMETOOLONG: InputError,
     errno.ENOSYS: UnsupportedError,
@@ -109,6 +105,7 @@ _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
     (FileNotFoundError, ObjectNotFoundError),
+    # A key may not be both an object and the prefix of another one in a tree of folders.
     (NotADirectoryError, ObjectNotFoundError),
     (FileExistsError, PreconditionFailedError),
     (PermissionError, PermissionDeniedError),
@@ -121,11 +118,11 @@ _BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
     (TypeError, InputError),
     (BufferError, InputError),
 )
-_FULL = (
+FULL = (
     "the store is full, or a quota is reached: remove old checkpoints and incomplete multipart"
     " uploads, or raise the quota"
 )
-# Of Ceph, of MinIO (twice), and of gateways in front of a file system.
+# The codes of Ceph, of MinIO (twice), and of gateways in front of a file system.
 _FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
 _FULL_STATUS = 507
 # A HEAD's answer has no body, so these do not say whether the key or the bucket is missing, or
@@ -145,58 +142,173 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
     UnsupportedError: "the store does not support this",
     InputError: "the store refused the request",
 }
+# The codes that are looked for by name.
+NO_SUCH_KEY = "NoSuchKey"
+NO_SUCH_UPLOAD = "NoSuchUpload"
+
 NO_STORE = (
     "this does not look like a store: it answers as a web server does, or something on the way to"
     " it does; check endpoint_url and any proxy"
 )
-
 SAME_PAGE = "the store answers with the same page of a listing again"
+_CHECK_NETWORK = "check endpoint_url, the network and any proxy or firewall"
+_USE_HTTPS = "endpoint_url should begin with https://"
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Meaning(NamedTuple):
+    """What an answer means, or the lack of one.
+
+    Attributes:
+        kind: the error to raise.
+        words: the beginning of its text. None: those for every error of its kind.
+    """
+
+    kind: type[DcpObjstoreError]
+    words: str | None = None
+
+    def error(self, text: str = "") -> DcpObjstoreError:
+        """Make the error, which ends with what the library says."""
+        return self.kind(": ".join(filter(None, (self.words, redacted(text)))))
+
+
+# Why a request got no answer.
+REFUSED = Meaning(
+    StoreUnavailableError, "connection refused; check endpoint_url and that the server runs"
+)
+UNRESOLVED = Meaning(
+    StoreUnavailableError,
+    "the host name cannot be resolved; check endpoint_url, the region and this machine's DNS",
+)
+NOT_CONNECTED = Meaning(
+    StoreUnavailableError,
+    "no connection could be made; check endpoint_url and that the server runs, the network and any"
+    " proxy or firewall",
+)
+LATE = Meaning(StoreUnavailableError, f"no answer in time; {_CHECK_NETWORK}")
+CLOSED = Meaning(
+    StoreUnavailableError,
+    "the connection was closed before an answer came; check that the server runs, and http:// or"
+    " https:// in endpoint_url",
+)
+LOST = Meaning(StoreUnavailableError, "the connection to the store was lost")
+NO_TLS = Meaning(
+    ConfigError,
+    "the server does not speak TLS; endpoint_url should begin with http:// if it really has no TLS",
+)
+WRONG_CERTIFICATE = Meaning(
+    ConfigError,
+    "its TLS certificate is not valid here; for a certificate of your own set"
+    " storage_options={'verify': 'path of the CA'}",
+)
+NO_HTTP = Meaning(ConfigError, f"its answer is no HTTP; {_USE_HTTPS} if it speaks TLS")
+WANTS_TLS = Meaning(ConfigError, f"the server does not speak plain HTTP; {_USE_HTTPS}")
+# What came is not what was asked for. It may come from a cache or a proxy on the way, and only
+# once: bytes of which readers ask again.
+WHOLE = Meaning(
+    CorruptDataError,
+    "the store ignores Range: it sends whole objects where a part was asked for (or something on"
+    " the way to it does)",
+)
+ANOTHER_RANGE = Meaning(CorruptDataError, "the store sent another range than was asked for")
+# An answer that no store gives. A write may have taken effect all the same.
+NO_STORE_ANSWERED = Meaning(StoreUnavailableError, NO_STORE)
+NO_BUCKET = Meaning(ConfigError, f"{NO_STORE}, and that the bucket exists")
+UPLOAD_LOST = Meaning(StoreUnavailableError, "the store lost this upload before its end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What an adapter reads out of an exception of its library.
+
+    Attributes:
+        text: what the library says, for the user.
+        status: the status of the store's answer; None: no answer came.
+        code: the store's own code for what is wrong, if it gave one.
+        meaning: what the exception means, where the adapter knows better than status and code.
+        conditional: the request was conditioned on a state of the object.
+        connected: a connection was made. It counts only if there was no answer.
+        timed_out: nothing came in time. It counts only if there was no answer.
+        may_pass: whether another try may help, where the adapter knows better than the error.
+    """
+
+    text: str
+    status: int | None = None
+    code: str | None = None
+    meaning: Meaning | None = None
+    conditional: bool = False
+    connected: bool = True
+    timed_out: bool = False
+    may_pass: bool | None = None
+
+
+class Failure(NamedTuple):
     """What an exception of a transport means.
 
     Attributes:
         error: the error to raise.
-        may_pass: it may pass if the request is sent again.
-        throttled: the store asks for fewer requests.
-        had_no_effect: the request changed nothing: no connection was made, or the store refused.
-        answered: there is a server: it answered, or closed the connection.
+        facts: what it was made of.
     """
 
     error: DcpObjstoreError
-    may_pass: bool
-    throttled: bool
-    had_no_effect: bool
-    answered: bool
+    facts: Facts
+
+    @property
+    def may_pass(self) -> bool:
+        """It may pass if the request is sent again."""
+        facts = self.facts
+        if facts.may_pass is not None:
+            return facts.may_pass
+        # What completed a lost upload may have been an earlier try.
+        is_final = is_full(facts.status, facts.code) or facts.code == NO_SUCH_UPLOAD
+        return isinstance(self.error, StoreUnavailableError) and not is_final
+
+    @property
+    def throttled(self) -> bool:
+        """The store asks for fewer requests."""
+        return self.facts.status in THROTTLING_STATUSES or self.facts.code == "SlowDown"
+
+    @property
+    def had_no_effect(self) -> bool:
+        """The request changed nothing: no connection was made, or the store refused."""
+        return self.facts.status is not None or not self.facts.connected
+
+    @property
+    def answered(self) -> bool:
+        """There is a server: it answered, or closed the connection."""
+        facts = self.facts
+        return facts.status is not None or (facts.connected and not facts.timed_out)
 
 
-def failure(
-    error: DcpObjstoreError,
-    status: int | None,
-    code: str | None,
-    *,
-    connected: bool = True,
-    timed_out: bool = False,
-) -> Failure:
-    """Return what an exception of a transport means.
+def judge(error: Exception, read: Callable[[Exception], Facts]) -> Failure:
+    """Say what an exception of a transport means.
+
+    Credentials and signatures that a store repeats are left out, in the text and in `error` itself.
 
     Args:
-        error: the error to raise.
-        status: of the store's answer; None: none came.
-        code: the store's own, if there is one.
-        connected: whether a connection was made; asked only if there was no answer.
-        timed_out: whether nothing came in time; asked only if there was no answer.
+        error: an exception of the transport; one of this package is what it means.
+        read: the adapter's; reads the facts out of it.
     """
-    answered = status is not None
-    return Failure(
-        error,
-        may_pass=isinstance(error, StoreUnavailableError) and not is_full(status, code),
-        throttled=status in THROTTLING_STATUSES or code == "SlowDown",
-        had_no_effect=answered or not connected,
-        answered=answered or (connected and not timed_out),
-    )
+    if isinstance(error, DcpObjstoreError):
+        return Failure(error, Facts(text=""))
+    redact(error)
+    facts = read(error)
+    return Failure(meaning_of(error, facts).error(facts.text), facts)
+
+
+def meaning_of(error: Exception, facts: Facts) -> Meaning:
+    """Return what an exception means: by what its adapter knows, by code, by status, by type."""
+    if facts.code == NO_SUCH_KEY and facts.conditional:
+        kind: type[DcpObjstoreError] = PreconditionFailedError  # 404 on AWS and moto
+        words = None
+    elif facts.code == NO_SUCH_UPLOAD:
+        kind, words = UPLOAD_LOST
+    elif facts.meaning is not None:
+        kind, words = facts.meaning
+    else:
+        kind = kind_of_answer(facts.status, facts.code) or kind_of_builtin(error)
+        words = None
+    words = words or advice_on(kind, facts.status, facts.code) or type(error).__name__
+    return Meaning(kind, words)
 
 
 def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreError] | None:
@@ -217,11 +329,6 @@ def kind_of_builtin(error: BaseException) -> type[DcpObjstoreError]:
     return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
 
 
-def by_type(error: BaseException, kinds: Mapping[str, T]) -> T | None:
-    """Return the entry of the first named type that an error has; see `is_of`."""
-    return next((kind for name, kind in kinds.items() if is_of(type(error), name)), None)
-
-
 def is_full(status: int | None, code: str | None) -> bool:
     """Whether an answer says that the store is full, or a quota reached."""
     return status == _FULL_STATUS or code in _FULL_CODES
@@ -230,7 +337,7 @@ def is_full(status: int | None, code: str | None) -> bool:
 def of_os(error: OSError) -> DcpObjstoreError:
     """Return the error for one of the operating system's, without the path of a file."""
     text = error.strerror or str(error)
-    return kind_of_builtin(error)(f"{_FULL}: {text}" if error.errno in FULL_ERRNOS else text)
+    return kind_of_builtin(error)(f"{FULL}: {text}" if error.errno in FULL_ERRNOS else text)
 
 
 def advice_on(
@@ -238,7 +345,7 @@ def advice_on(
 ) -> str | None:
     """Return what an error means to the user, for the beginning of its text; None if unknown."""
     if is_full(status, code):
-        return _FULL
+        return FULL
     return _ADVICE.get(kind)
 
 

@@ -34,16 +34,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.errors import (
-    CorruptDataError,
-    DcpObjstoreError,
-    InputError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    StoreUnavailableError,
-    UnsupportedError,
-)
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_range
 from dcp_objstore.stores.errors import kind_of_builtin, of_os
@@ -107,14 +99,14 @@ class LocalStore(BaseStore[Path]):
             return self._root
         path = self._root / check_key(key)
         if any(part.startswith(_OURS) for part in key.split("/")):
-            raise InputError(f"keys may not have segments starting with {_OURS!r}: {key!r}")
+            raise errors.InputError(f"keys may not have segments starting with {_OURS!r}: {key!r}")
         return path
 
-    def _translate(self, error: Exception) -> DcpObjstoreError:
+    def _translate(self, error: Exception) -> errors.DcpObjstoreError:
         if not isinstance(error, OSError):
             return kind_of_builtin(error)(f"{type(error).__name__}: {error}")
         if error.errno in _IN_THE_WAY:
-            return InputError(error.strerror or str(error))
+            return errors.InputError(error.strerror or str(error))
         return of_os(error)
 
     def _put(
@@ -150,13 +142,13 @@ class LocalStore(BaseStore[Path]):
             for source in sources:
                 url = parse_url(source.url)
                 if url.scheme != "file":
-                    raise UnsupportedError(f"{source.url} is not on this store")
+                    raise errors.UnsupportedError(f"{source.url} is not on this store")
                 with _opened(Path(url.prefix)) as (from_fd, _):
                     for start, end in cut_range(source.start, source.end, part_size_bytes):
                         _copy_range(from_fd, fd, start, end)
                         moved(end - start)
                     if _version(os.fstat(from_fd)) != source.version:
-                        raise PreconditionFailedError(f"{source.url} was changed meanwhile")
+                        raise errors.PreconditionFailedError(f"{source.url} was changed meanwhile")
 
         return self._write(place, write, None)
 
@@ -205,14 +197,16 @@ class LocalStore(BaseStore[Path]):
         try:
             os.link(temporary, path)
         except FileExistsError as error:
-            raise PreconditionFailedError("there is such an object already") from error
+            raise errors.PreconditionFailedError("there is such an object already") from error
         except OSError as error:
             # File systems without hard links: the lock is all there is.
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
             with self._locked(path.parent):
                 if path.exists():
-                    raise PreconditionFailedError("there is such an object already") from None
+                    raise errors.PreconditionFailedError(
+                        "there is such an object already"
+                    ) from None
                 temporary.replace(path)
 
     @contextmanager
@@ -228,7 +222,7 @@ class LocalStore(BaseStore[Path]):
             tries = Tries(self._patience)
             while not _lock(fd):
                 if not tries.pause():
-                    raise StoreUnavailableError(
+                    raise errors.StoreUnavailableError(
                         f"another process has held the lock {folder / _LOCK_NAME} for"
                         f" {self._patience.patience_seconds:.0f} s; end that process ('fuser -v'"
                         " with this path names it), or wait for it, and try again"
@@ -340,9 +334,11 @@ def _copy_range(from_fd: int, fd: int, start: int, end: int) -> None:
         except OSError as error:
             if error.errno not in _NO_COPY:
                 raise
-            raise UnsupportedError(f"the file system does not copy: {error.strerror}") from error
+            raise errors.UnsupportedError(
+                f"the file system does not copy: {error.strerror}"
+            ) from error
         if not count:
-            raise CorruptDataError(f"the object to copy ends at {start}, before {end}")
+            raise errors.CorruptDataError(f"the object to copy ends at {start}, before {end}")
         start += count
 
 
@@ -362,9 +358,9 @@ def _check_version(path: Path, expected: Version) -> None:
     try:
         found = _version(path.stat())
     except FileNotFoundError:
-        raise PreconditionFailedError("there is no such object any more") from None
+        raise errors.PreconditionFailedError("there is no such object any more") from None
     if found != expected:
-        raise PreconditionFailedError("the object was changed by another writer")
+        raise errors.PreconditionFailedError("the object was changed by another writer")
 
 
 def _lock(fd: int) -> bool:
@@ -387,7 +383,7 @@ class _LocalSource(RangeSource):
         fd, status = _open(self._path)
         if status.st_size < end:
             os.close(fd)
-            raise CorruptDataError(
+            raise errors.CorruptDataError(
                 f"bytes [{start}, {end}) asked for, but they end at {status.st_size}"
             )
         return _LocalAnswer(fd, start, _version(status))
@@ -404,14 +400,14 @@ class _LocalAnswer(Answer):
     def version(self) -> Version:
         """Return the state of the file, unless it was written to since it was opened."""
         if _version(os.fstat(self._fd)) != self._version:
-            raise PreconditionFailedError(REPLACED)
+            raise errors.PreconditionFailedError(REPLACED)
         return self._version
 
     def readinto(self, into: memoryview) -> int:
         """Read the next bytes to the front of `into`; return how many."""
         count = os.preadv(self._fd, [into], self._at)
         if not count:
-            raise CorruptDataError(f"the object ends at {self._at}")
+            raise errors.CorruptDataError(f"the object ends at {self._at}")
         self._at += count
         return count
 
@@ -426,11 +422,11 @@ def _open(path: Path) -> tuple[int, os.stat_result]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except NotADirectoryError as error:
-        raise ObjectNotFoundError("there is no such object") from error
+        raise errors.ObjectNotFoundError("there is no such object") from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ObjectNotFoundError("there is no such object")
+            raise errors.ObjectNotFoundError("there is no such object")
     except BaseException:
         os.close(fd)
         raise

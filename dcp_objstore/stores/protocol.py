@@ -60,7 +60,7 @@ class ObjectMeta:
     """What the store says of an object.
 
     Attributes:
-        key: relative to the store's root.
+        key: its key, relative to the store's root.
         size_bytes: its size.
         version: the token for a conditional write against this state.
         last_modified: the store's clock (timezone-aware).
@@ -77,8 +77,8 @@ class CopySource:
     """Bytes `[start, end)` of an object, to be copied by the store itself.
 
     Attributes:
-        url: of the object, at the same provider or server, for the same credentials. The bucket may
-            be another one.
+        url: the URL of the object, at the same provider or server, for the same credentials. The
+            bucket may be another one.
         start, end: the range, which is not empty.
         version: the state in which the object must be.
     """
@@ -94,10 +94,10 @@ class UnfinishedUpload:
     """A multipart upload that was neither completed nor aborted: unseen, and billed.
 
     Attributes:
-        key: of the object that it would become, relative to the root of the `Uploads`.
-        upload_id: the store's.
+        key: the key of the object that it would become, relative to the root of the `Uploads`.
+        upload_id: the store's id of it.
         initiated: when it began, by the store's clock (timezone-aware).
-        size_bytes: of its parts.
+        size_bytes: the size of its parts.
     """
 
     key: str

@@ -76,18 +76,21 @@ class RangeSource(ABC):
 
     is_held = False
 
-    @abstractmethod
-    def ask(self, start: int, end: int) -> Answer:
-        """Ask for bytes `[start, end)`, or for the first part of them. What fails is final."""
-
     def ask_ahead(self, start: int, end: int) -> Answer | None:
         """Send the request for bytes `[start, end)` if that needs no waiting; it never fails.
 
         Returns:
-            The answer, to be read or closed. None, as by default: it is asked for when it is read.
+            The answer, to be read or closed. None, as by default: `ask` for it.
         """
         del start, end
         return None
+
+    @abstractmethod
+    def ask(self, start: int, end: int) -> Answer:
+        """Ask for bytes `[start, end)`, or for the first part of them. What fails is final.
+
+        Called where `ask_ahead` has sent nothing.
+        """
 
     def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
         """Decide what becomes of an answer that broke off. The default is to raise.
@@ -190,7 +193,7 @@ class Range:
         self._check_open()
         if self._answer is None:
             self._asked_at, self._asked_from = time.monotonic(), self._at
-            self._answer = self._source.ask(self._at, self._end)
+            self._answer = self._ask(self._at, self._end)
         try:
             came_bytes = self._answer.readinto(into)
         except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
@@ -206,6 +209,9 @@ class Range:
             self._drop()
         return came_bytes
 
+    def _ask(self, start: int, end: int) -> Answer:
+        return self._source.ask_ahead(start, end) or self._source.ask(start, end)
+
     def _drop(self) -> None:
         with self._dropping:
             answer, self._answer = self._answer, None
@@ -217,8 +223,8 @@ class RetriedSource(RangeSource):
     """Asks by requests that are sent once and, where that may help, again.
 
     Args:
-        requests: to the bucket.
-        key: of the object, in the bucket.
+        requests: the requests to the bucket.
+        key: the key of the object, in the bucket.
         ask_once: called with the start and end of a range; sends a request for it.
     """
 

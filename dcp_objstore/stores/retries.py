@@ -36,7 +36,7 @@ READ_PROGRESS_SECONDS = 30.0
 SMALL_BYTES = 4 * MIB
 # However short the stall time-out is, a small request has so long.
 _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
-# From here on a pause does not grow.
+# A pause is not doubled more often.
 _MOST_DOUBLINGS = 30
 
 
@@ -100,14 +100,15 @@ class Tries:
 
     Args:
         policy: bounds when a retry may begin, not how long it takes; counted from now.
-        limiter: of the bucket: slows down when the store throttles, and has the budget of retries.
+        limiter: the bucket's limiter, which slows down when the store throttles, and has the budget
+            of retries.
         clock: the time to go by.
         on_retry: called before each pause that follows an error, with the number of the next try
             (from 2), the error, and the time of the first try.
         refunds: whether an answer gives a part of a retry back to the limiter's budget.
 
     Attributes:
-        policy: as above. It may be replaced by a less patient one.
+        policy: the bounds of the retries. They may be replaced by less patient ones.
         retries: the number of retries so far.
     """
 
@@ -181,36 +182,36 @@ class Tries:
                 return answer
 
     def again(
-        self, error: Exception, found: Failure, begun_at: float, *, repeatable: bool = True
+        self, error: Exception, failure: Failure, begun_at: float, *, repeatable: bool = True
     ) -> None:
         """Return when it is time for the next try, after one that raised `error`.
 
         Args:
-            error: of the transport.
-            found: what it means.
+            error: the exception of the transport.
+            failure: what it means.
             begun_at: when the try began.
-            repeatable: see `run`.
+            repeatable: False for what must not be sent again if it may have taken effect.
 
         Raises:
             As `run`.
         """
-        if not found.may_pass or not (repeatable or found.had_no_effect):
+        if not failure.may_pass or not (repeatable or failure.had_no_effect):
             raise error
-        if found.throttled and self._limiter is not None:
+        if failure.throttled and self._limiter is not None:
             self._limiter.throttled(begun_at)
         may_retry = self._left_seconds() > 0
         spent = may_retry and self._limiter is not None and not self._limiter.spend_retry()
-        if spent or not self.pause(found.error):
+        if spent or not self.pause(failure.error):
             if self.retries:
-                slow = "the store was throttling; " if found.throttled else ""
+                slow = "the store was throttling; " if failure.throttled else ""
                 seconds = self._clock.monotonic() - self._began_at
-                found.error.message += f" ({slow}{self.retries} retries in {seconds:.1f} s)"
+                failure.error.message += f" ({slow}{self.retries} retries in {seconds:.1f} s)"
             if spent:
-                found.error.message += (
+                failure.error.message += (
                     "; the retries that all requests of this process to the store share are used"
                     " up, so there is trouble beyond this request"
                 )
-            raise found.error from error
+            raise failure.error from error
         if self._limiter is not None:
             self._limiter.wait_turn()
 
@@ -228,12 +229,12 @@ class Requests:
         config: time-outs and retries; see `policies`.
         judge: says what an exception of the transport means.
         endpoint_url: the server; None for the provider's own.
-        scheme, bucket: of the URL.
+        scheme, bucket: the scheme and the bucket of the URL.
 
     Attributes:
-        endpoint_url: as above.
+        endpoint_url: the server; None for the provider's own.
         reached: whether the server has ever answered, in whatever way.
-        small_timeout_seconds: for one try of a small request.
+        small_timeout_seconds: the time-out of one try of a small request.
     """
 
     # The verbs of transfers, which note the answers themselves (`admission`).
@@ -266,9 +267,9 @@ class Requests:
         """Make the tries of one request.
 
         Args:
-            verb: of `ObjectStore`.
-            key: of the object, in the bucket.
-            size_bytes: of what is sent.
+            verb: the verb of `ObjectStore`.
+            key: the key of the object, in the bucket.
+            size_bytes: the size of what is sent.
         """
         large = size_bytes > SMALL_BYTES or verb == "open_range"
         return Tries(
@@ -292,12 +293,12 @@ class Requests:
         tries.again(error, self._judged(tries, error), begun_at)
 
     def _judged(self, tries: Tries, error: Exception) -> Failure:
-        found = self._judge(error)
-        self.reached = self.reached or found.answered
+        failure = self._judge(error)
+        self.reached = self.reached or failure.answered
         if not self.reached:
             seconds = min(FIRST_PATIENCE_SECONDS, tries.policy.patience_seconds)
             tries.policy = replace(tries.policy, patience_seconds=seconds)
-        return found
+        return failure
 
 
 def _report(key: str, number: int, error: Exception, began_at: float) -> None:

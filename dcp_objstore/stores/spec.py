@@ -53,7 +53,7 @@ class StoreSpec:
 
     Attributes:
         url: the root, in its normal form.
-        storage_options: in fsspec spelling; see `dcp_objstore.stores.options`. Or
+        storage_options: options in fsspec spelling; see `dcp_objstore.stores.options`. Or
             `{"fs": filesystem}`: a filesystem of fsspec, which then carries the requests. It counts
             as a secret as a whole. Empty where none were given.
         config: time-outs and retries, and the transport, even if that was given as a storage
@@ -304,7 +304,7 @@ def open_store(
     Args:
         url: `s3://`, `gs://`, `az://`, `file://`, `memory://`, or what fsspec knows; see
             `parse_url`.
-        storage_options: in fsspec spelling (`key`, `secret`, `endpoint_url`, …).
+        storage_options: options in fsspec spelling (`key`, `secret`, `endpoint_url`, …).
         config: time-outs and retries; `TransferConfig()` by default.
 
     Raises:

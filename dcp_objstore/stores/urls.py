@@ -201,6 +201,7 @@ def _check_prefix(prefix: str, url: str) -> str:
 
 
 def _bucket_url(url: str, scheme: Scheme, rest: str) -> StoreUrl:
+    """Read the URL of a bucket; say what is wrong with one that cannot be."""
     bucket, _, prefix = rest.partition("/")
     azure = _AZURE_ACCOUNT.match(bucket) if scheme == "az" else None
     if azure:

@@ -179,7 +179,7 @@ class PinnedStore(WrappedStore):
             yield found
 
     def _check(self, key: str, version: Version) -> None:
-        # Of dicts this is atomic.
+        # `setdefault` of a dict is atomic.
         if not _is_same_state(self._versions.setdefault(key, version), version):
             raise PreconditionFailedError(REPLACED, object_key=key, url=self.url)
 

@@ -18,7 +18,7 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     PreconditionFailedError,
 )
-from dcp_objstore.stores.obstore.errors import translate_obstore
+from dcp_objstore.stores.obstore.errors import judge_obstore
 from tests.model.world import DENIED, DOT, MARKER, NO_ANSWER
 
 # As obstore tells them; `translate` makes our errors of these.
@@ -121,6 +121,6 @@ class Fault:
             # As our adapter takes it, which the tests of its errors show.
             if verb == "list":
                 return ConfigError("that does not look like a store")
-            return translate_obstore(GenericError(_NO_ETAG))
+            return judge_obstore(GenericError(_NO_ETAG)).error
         surface = {TRUNCATED: _RESET, LATE: _TIMEOUT, BOTH_LATE: _TIMEOUT}.get(self.kind, self.kind)
-        return translate_obstore(GenericError(_LOST[surface]))
+        return judge_obstore(GenericError(_LOST[surface])).error

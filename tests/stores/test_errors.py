@@ -27,7 +27,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import IfAbsent, open_store
-from dcp_objstore.stores.obstore.errors import translate_obstore
+from dcp_objstore.stores.obstore.errors import judge_obstore
 from dcp_objstore.stores.protocol import IfVersion, Version
 from dcp_objstore.stores.ranges import read_range
 from tests.model.faults import ERROR_BODY, UNIX_EPOCH
@@ -310,7 +310,7 @@ def test_the_stores_answer_is_reduced_to_its_code_and_message() -> None:
         'Server returned non-2xx status code: 403 Forbidden: <?xml version="1.0"?>\n<Error><Code>'
         "AccessDenied</Code><Message>No.</Message><RequestId>1</RequestId></Error>"
     )
-    error = translate_obstore(GenericError(answer))
+    error = judge_obstore(GenericError(answer)).error
     assert type(error) is PermissionDeniedError
     assert error.message.endswith("403 Forbidden: AccessDenied: No.")
 
@@ -319,7 +319,7 @@ def test_an_answer_of_the_instance_metadata_is_about_credentials_not_about_the_b
     from obstore.exceptions import GenericError
 
     url = "http://169.254.169.254/latest/api/token"
-    error = translate_obstore(GenericError(f"PUT {url} - status code: 403 Forbidden: no"))
+    error = judge_obstore(GenericError(f"PUT {url} - status code: 403 Forbidden: no")).error
     assert type(error) is CredentialsError
     assert "there are no credentials" in error.message
 

@@ -15,7 +15,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
-from dcp_objstore.stores.errors import Failure, failure
+from dcp_objstore.stores.errors import Facts, Failure
 from dcp_objstore.stores.retries import FIRST_PATIENCE_SECONDS, Requests, RetryPolicy, Tries
 
 
@@ -63,7 +63,7 @@ class Server:
         return "answer"
 
     def judge(self, error: Exception) -> Failure:
-        return failure(StoreUnavailableError(str(error)), **self.facts)  # type: ignore[arg-type]
+        return Failure(StoreUnavailableError(str(error)), Facts(text="no", **self.facts))  # type: ignore[arg-type]
 
 
 def refused() -> Server:
@@ -124,7 +124,7 @@ def test_what_will_not_pass_is_sent_once(kind: type[DcpObjstoreError]) -> None:
     server = Server()
     with pytest.raises(OSError, match="no"):
         Tries(RetryPolicy(10, 60), clock=Clock()).run(
-            server.ask, lambda _: failure(kind("no"), 403, None)
+            server.ask, lambda _: Failure(kind("no"), Facts(text="no", status=403))
         )
     assert server.requests == 1
 

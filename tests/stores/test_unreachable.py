@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, open_store
-from dcp_objstore.stores.obstore.errors import translate_obstore
+from dcp_objstore.stores.obstore.errors import judge_obstore
 from dcp_objstore.stores.ranges import read_range
 from tests.support.scripted import Answer, RawServer, ScriptedServer, refusing
 from tests.support.servers import RcloneServer
@@ -98,7 +98,7 @@ def test_a_certificate_that_is_not_valid_says_how_to_name_ones_own() -> None:
         "      kind: Connect,\n      source: hyper_util::client::legacy::Error(\n        Connect,\n"
         "        Custom { error: InvalidCertificate(\n          UnknownIssuer,\n        ) } ) } ) }"
     )
-    error = translate_obstore(GenericError(text))
+    error = judge_obstore(GenericError(text)).error
     assert type(error) is ConfigError
     assert "cannot reach store:9000: its TLS certificate is not valid here" in error.message
     assert "'verify'" in error.message

@@ -161,17 +161,17 @@ class AdmissionSlot:
     """The requests of one transfer. `close` gives back all its places; call it in any case.
 
     Args:
-        limiter: of the bucket.
+        limiter: the bucket's limiter.
         judged: whether slow requests are a sign that the store is throttling. False where the
             adapter reports throttling.
         verb: what is asked for.
-        concurrency: of the transfer. The window counts for one that is not "auto" only while the
-            store throttles.
-        request_bytes: of its largest request. Default: nothing that counts.
-        timeout_seconds: for one request. Default: none.
+        concurrency: the transfer's concurrency. The window counts for one that is not "auto" only
+            while the store throttles.
+        request_bytes: the size of its largest request. Default: nothing that counts.
+        timeout_seconds: the time-out of one request. Default: none.
 
     Attributes:
-        timeout_seconds: for one request.
+        timeout_seconds: the time-out of one request.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class AdmissionSlot:
 
         Args:
             request: what identifies it.
-            size_bytes: that it moved. Default 0: they were reported to `moved`.
+            size_bytes: the bytes that it moved. Default 0: they were reported to `moved`.
             answered: whether the store answered it.
         """
         limiter = self._limiter
@@ -333,7 +333,7 @@ class AdmissionSlot:
 
 
 _ON_THIS_MACHINE = {"file", "memory"}
-# By endpoint, scheme and bucket.
+# The limiters by endpoint, scheme and bucket.
 _limiters: PerProcess[dict[tuple[str | None, str, str], Limiter]] = PerProcess(dict)
 
 

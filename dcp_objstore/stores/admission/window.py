@@ -43,9 +43,9 @@ OPEN_AFTER_SECONDS = 60.0
 _FAR_SECONDS = 0.005
 _NEAR_MOST = 8
 _LEAST_ROUND_SECONDS = 0.02
-# So few bytes say nothing of a line.
+# Fewer bytes say nothing of a line.
 _LEAST_ROUND_BYTES = 8 * MIB
-# So long without a request is between two transfers.
+# A pause this long separates two transfers.
 _PAUSE_SECONDS = 0.1
 _GAIN = 2.0
 # What a window of twice the size must move at least, where 2 is the most.
@@ -56,7 +56,7 @@ _USED = 0.75
 # What a request may take of its time-out, and what a line moves at least as far as we know.
 _SLOW = 0.25
 _ASSUMED_BYTES_PER_SECOND = 8 * MIB
-# In flight at once, so that a line which becomes slow, down to 7 MiB/s, still answers them in time.
+# The bytes in flight, so that a line which becomes slow, down to 7 MiB/s, answers them in time.
 _MOST_BYTES = 1024 * MIB
 _THROTTLED_WINDOW, _THROTTLED_RATE = 0.5, 0.7
 # The rate has tripled after this time.
@@ -97,7 +97,7 @@ class Window(msgspec.Struct, frozen=True):
         round: what was answered since the window last changed.
         trying: a larger window, or None.
         cut_rate: requests per second right after the last cut; `rate` is the one of now.
-        cut_at: when that was.
+        cut_at: when the last cut was.
     """
 
     size: float = AUTO_MOST
@@ -129,8 +129,8 @@ class Window(msgspec.Struct, frozen=True):
         """Return the number of requests that may be in flight.
 
         Args:
-            request_bytes: of the largest request. Default: nothing that counts.
-            timeout_seconds: for one request. Default: none.
+            request_bytes: the size of the largest request. Default: nothing that counts.
+            timeout_seconds: the time-out of one request. Default: none.
             verb: what is asked for.
         """
         most: float = self.most
@@ -165,7 +165,7 @@ class Window(msgspec.Struct, frozen=True):
 
         Args:
             now: the time.
-            size_bytes: of a part, or of a piece of a range.
+            size_bytes: the size of a part, or of a piece of a range.
             in_flight: requests, that of these bytes included.
             verb: what was asked for. A round of several counts as one of the last.
         """
@@ -201,7 +201,7 @@ class Window(msgspec.Struct, frozen=True):
             now: the time.
             begun_at: when it was sent.
             in_flight: requests, itself included.
-            timeout_seconds: for it.
+            timeout_seconds: its time-out.
         """
         found = self
         if self.is_throttled and now - self.cut_at > OPEN_AFTER_SECONDS:
@@ -224,7 +224,7 @@ class Window(msgspec.Struct, frozen=True):
 
         Args:
             now: the time.
-            begun_at: when it was sent. Before the last cut: it says nothing new.
+            begun_at: when it was sent. One from before the last cut says nothing new.
             in_flight: requests, itself included.
             done_per_second: successes lately; 0: not known.
         """

@@ -169,7 +169,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
 
     Args:
         source: what is read, in words, for messages.
-        arguments: of `boto3.Session`.
+        arguments: the arguments of `boto3.Session`.
 
     Raises:
         CredentialsError: the profile does not exist, or the files cannot be read.
@@ -307,6 +307,7 @@ class Renewing:
             self._held = self._kept = self._ends_at = None
 
     def _fetch(self) -> dict[str, Any]:
+        """Ask botocore for credentials. If it has none, those of before count while they last."""
         from botocore.exceptions import BotoCoreError
 
         failure = None

@@ -42,7 +42,7 @@ _KEYS = {
     **dict.fromkeys(AzureOptions.option("account_key").environment, "access_key"),
     **dict.fromkeys(AzureOptions.option("sas_token").environment, "sas_token"),
 }
-# With all of one of these it asks Azure AD for tokens.
+# With all variables of one of these it asks Azure AD for tokens.
 _APPLICATION = ("client_id", "client_secret", "tenant_id")
 _IDENTITIES = (
     *zip(*(AzureOptions.option(name).environment for name in _APPLICATION), strict=True),
@@ -61,7 +61,7 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
     """Find account, endpoint and credentials in the order of the module's docstring.
 
     Args:
-        options: as checked by `check_options`.
+        options: the options that `check_options` has checked.
         stripped: names of options that were left behind when the spec was pickled.
 
     Returns:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# Of each try to connect to the metadata service. boto3 waits as long, and tries once.
+# The time-out of each try to connect to the metadata service. boto3 waits as long, tries once.
 _METADATA_TIMEOUT_SECONDS = 1.0
 _METADATA_TRIES = 2
 

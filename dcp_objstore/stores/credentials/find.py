@@ -25,8 +25,8 @@ def find_credentials(
     """Return the parsed options of `s3`, `gs` or `az`, and the credentials.
 
     Args:
-        scheme: of the URL.
-        options: as checked by `check_options`.
+        scheme: the scheme of the URL.
+        options: the options that `check_options` has checked.
         stripped: names of options that were left behind when the spec was pickled.
 
     Raises:

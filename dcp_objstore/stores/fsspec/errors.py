@@ -1,4 +1,4 @@
-"""The one place where errors of fsspec filesystems become ours: by status, errno and type.
+"""Read the errors of fsspec's filesystems: their status, errno and type.
 
 fsspec has no errors of its own but one for time-outs; its filesystems raise builtin ones, and those
 of whatever library they stand on. Those carry the status of the answer under a few names, which are
@@ -7,6 +7,7 @@ looked for here. s3fs raises builtin ones from botocore's, which `s3.errors` tra
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from dcp_objstore.errors import (
@@ -15,20 +16,11 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.errors import (
-    FULL_ERRNOS,
-    Failure,
-    causes,
-    failure,
-    is_of,
-    kind_of_answer,
-    kind_of_builtin,
-    of_os,
-    redact,
-)
-from dcp_objstore.stores.s3.errors import judge_botocore, translate_botocore
+from dcp_objstore.stores import errors
+from dcp_objstore.stores.errors import Facts, Meaning
+from dcp_objstore.stores.s3.errors import read_botocore
 
-# By what libraries raise without a status.
+# What the errors mean that libraries raise without a status.
 _BY_NAME: dict[str, type[DcpObjstoreError]] = {
     "google.TransportError": StoreUnavailableError,
     "google.GoogleAuthError": CredentialsError,
@@ -45,34 +37,31 @@ _UNREACHED = (
 _LATE = "builtins.TimeoutError"
 
 
-def translate_fsspec(error: Exception) -> DcpObjstoreError:
-    """Translate what a filesystem raised.
+def read_fsspec(error: Exception) -> Facts:
+    """Read what a filesystem raised.
 
     The status of the store's answer counts first, then a library's type, errno and builtin type.
-    Anything else becomes a plain `DcpObjstoreError`.
     """
-    if isinstance(error, DcpObjstoreError):
-        return error
     if is_of_botocore(error):
-        return translate_botocore(error)
-    redact(error)
+        return read_botocore(error)
     status = _http_status(error)
-    kind = kind_of_answer(status, None) or _kind(error)
-    if isinstance(error, OSError) and error.errno in FULL_ERRNOS:
-        return of_os(error)
-    text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if kind is StoreUnavailableError and status is None and _is_from(error, *_UNREACHED, _LATE):
-        text += "; check endpoint_url, that the server runs, and any proxy or firewall"
-    return kind(text)
-
-
-def judge_fsspec(error: Exception) -> Failure:
-    """Say what an exception of a filesystem means, for the loop that sends requests again."""
-    found = translate_fsspec(error)
-    if is_of_botocore(error):
-        return judge_botocore(error, found)
+    kind = errors.kind_of_answer(status, None) or _kind(error)
+    text, words = str(error), type(error).__name__
     connected, timed_out = not _is_from(error, *_UNREACHED), _is_from(error, _LATE)
-    return failure(found, _http_status(error), None, connected=connected, timed_out=timed_out)
+    if isinstance(error, OSError) and error.errno in errors.FULL_ERRNOS:
+        text, words = error.strerror or text, errors.FULL
+    elif kind is StoreUnavailableError and status is None and (timed_out or not connected):
+        text += "; check endpoint_url, that the server runs, and any proxy or firewall"
+    return Facts(
+        text=text,
+        status=status,
+        meaning=Meaning(kind, words),
+        connected=connected,
+        timed_out=timed_out,
+    )
+
+
+judge_fsspec = partial(errors.judge, read=read_fsspec)
 
 
 def is_of_botocore(error: BaseException) -> bool:
@@ -82,12 +71,12 @@ def is_of_botocore(error: BaseException) -> bool:
 
 def _is_from(error: BaseException, *names: str) -> bool:
     """Whether an error or one of its causes is of these types; see `is_of`."""
-    return any(is_of(type(one), *names) for one in causes(error))
+    return any(errors.is_of(type(one), *names) for one in errors.causes(error))
 
 
 def _http_status(error: BaseException) -> int | None:
     """The HTTP status in an error or what caused it, where it is."""
-    for one in causes(error):
+    for one in errors.causes(error):
         if type(one).__module__ == "aiohttp.http_exceptions":
             continue  # its codes are its own: 400 for a body that was cut off
         answer: Any = getattr(one, "response", None)
@@ -107,4 +96,4 @@ def _kind(error: BaseException) -> type[DcpObjstoreError]:
     if type(error) is OSError and str(error).startswith("Forbidden"):
         return PermissionDeniedError  # what gcsfs makes of a 403
     found = (kind for name, kind in _BY_NAME.items() if _is_from(error, name))
-    return next(found, None) or kind_of_builtin(error)
+    return next(found, None) or errors.kind_of_builtin(error)

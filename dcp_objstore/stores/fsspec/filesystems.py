@@ -24,7 +24,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores.credentials.base import Credentials, lost
 from dcp_objstore.stores.endpoint import s3_server, server_url
 from dcp_objstore.stores.errors import is_of
-from dcp_objstore.stores.fsspec.errors import judge_fsspec, translate_fsspec
+from dcp_objstore.stores.fsspec.errors import judge_fsspec
 from dcp_objstore.stores.options.gcs import GcsOptions
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import parse
@@ -50,12 +50,12 @@ class Filesystems(Requests):
     filesystems have retries of their own, which cannot be seen from here.
 
     Args:
-        url: its prefix is not used.
+        url: a URL of the bucket; its prefix is not used.
         config: time-outs and retries.
-        read: for reads.
-        write: for writes. It differs in its time-outs, where those are ours to set.
+        read: the filesystem for reads.
+        write: the filesystem for writes. It differs in its time-outs, where those are ours to set.
         endpoint_url: the server, where the filesystem has such an option.
-        checksums: that go with bodies over s3fs.
+        checksums: the checksums that go with bodies over s3fs.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ def make_filesystems(
     and gcsfs a copy is used, with the same options, that sends each request once.
 
     Args:
-        url: its prefix is not used.
-        options: as checked.
+        url: a URL of the bucket; its prefix is not used.
+        options: the options that were checked.
         config: time-outs and retries, for s3fs and gcsfs. Others have their own.
         stripped: names of options that were left behind when the spec was pickled.
 
@@ -118,7 +118,7 @@ def make_filesystems(
     except DcpObjstoreError:
         raise
     except Exception as error:  # noqa: BLE001  each filesystem has its own
-        kind = type(translate_fsspec(error))
+        kind = type(judge_fsspec(error).error)
         text = _hidden(str(error), options, foreign=is_foreign(url.scheme))
         text = text or f"it says no more; its options are {', '.join(options) or 'none'}"
         if kind is StoreUnavailableError:
@@ -153,6 +153,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
 
 
 def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) -> Filesystems:
+    """Make two filesystems of s3fs, which differ in how long they wait for the next bytes."""
     # What is not given here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     found = [
@@ -189,6 +190,7 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
 
 
 def _gs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesystems:
+    """Make two filesystems of gcsfs, which differ in how long they wait for the next bytes."""
     if options.verify is not True:
         raise ConfigError("gcsfs has no 'verify'; use the native transport")
     import aiohttp

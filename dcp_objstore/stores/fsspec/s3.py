@@ -10,11 +10,9 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dcp_objstore.errors import DcpObjstoreError
-from dcp_objstore.stores.fsspec.errors import is_of_botocore, translate_fsspec
+from dcp_objstore.stores.fsspec.errors import is_of_botocore, read_fsspec
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
-from dcp_objstore.stores.s3.errors import translate_botocore
 from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
 from dcp_objstore.stores.urls import StoreUrl
 from dcp_objstore.waiting import STEP_SECONDS, result_of
@@ -22,6 +20,7 @@ from dcp_objstore.waiting import STEP_SECONDS, result_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
+    from dcp_objstore.stores.errors import Facts
     from dcp_objstore.stores.fsspec.filesystems import Filesystems
 
 
@@ -70,10 +69,10 @@ class S3fsStore(S3Store):
     ) -> bytes:
         return b"".join(part)
 
-    def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
+    def _facts(self, error: Exception, *, conditional: bool = False) -> Facts:
         if is_of_botocore(error) or isinstance(error, (KeyError, RecursionError)):
-            return translate_botocore(error, conditional=conditional)
-        return translate_fsspec(error)
+            return super()._facts(error, conditional=conditional)
+        return read_fsspec(error)
 
     def _read(
         self, target: Mapping[str, str], max_size_bytes: int

@@ -29,7 +29,7 @@ from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
 from dcp_objstore.stores.errors import is_of
-from dcp_objstore.stores.fsspec.errors import translate_fsspec
+from dcp_objstore.stores.fsspec.errors import judge_fsspec
 from dcp_objstore.stores.fsspec.filesystems import Filesystems
 from dcp_objstore.stores.protocol import (
     Capabilities,
@@ -108,7 +108,7 @@ class FsspecStore(BaseStore[str]):
         return self._root if key is None else f"{self._root}/{check_key(key)}"
 
     def _translate(self, error: Exception) -> DcpObjstoreError:
-        return translate_fsspec(error)
+        return judge_fsspec(error).error
 
     def _put(
         self,

@@ -22,7 +22,6 @@ from dcp_objstore.stores.obstore.errors import (
     http_code,
     judge_obstore,
     refusal_of,
-    translate_obstore,
 )
 from dcp_objstore.stores.obstore.makers import (
     Maker,
@@ -40,10 +39,10 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
 
-# For parts of uploads, which only obstore itself can send again. It has a jitter of its own: a
-# pause is random between the first one and `base` times the last one, and with a base of 2 they
-# would hardly grow. They are sent again no sooner than after 1 s, by which the limiter recognizes
-# them (`admission`).
+# The pauses of the parts of uploads, which only obstore itself can send again. It has a jitter of
+# its own: a pause is random between the first one and `base` times the last one, and with a base of
+# 2 they would hardly grow. Parts are sent again no sooner than after 1 s, by which the limiter
+# recognizes them (`admission`).
 _BACKOFF = {
     "init_backoff": timedelta(seconds=HIDDEN_PAUSE_SECONDS),
     "max_backoff": timedelta(seconds=10),
@@ -62,8 +61,8 @@ class Clients(Requests):
     of a small request (marker, index, listing) has a third of the stall time-out.
 
     Attributes:
-        lane: for reads whose requests can be signed here; None if there is none.
-        copier: see `Maker`.
+        lane: the direct lane for reads whose requests can be signed here; None if there is none.
+        copier: how copies of whole objects are asked for; None where there are none.
         ordered: whether a listing may begin behind a key.
         is_secure: whether requests go over TLS.
         proven: whether an answer was such as only a store gives.
@@ -186,7 +185,7 @@ class Clients(Requests):
         )
         return CredentialsError(
             f"the store {accepts} the credentials (source: {found.source}), and {why}. Pass new"
-            f" ones, {found.advice} ({translate_obstore(error).message})"
+            f" ones, {found.advice} ({judge_obstore(error).error.message})"
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
@@ -204,7 +203,7 @@ class Clients(Requests):
         """Send a request that obstore has no call for; return the answer's headers and body.
 
         Args:
-            key: in the bucket.
+            key: the key in the bucket.
             what: what it is for, in words.
             make: makes the request, each time that it is sent.
         """
@@ -254,8 +253,8 @@ def make_clients(
     """Clients for the bucket of a URL.
 
     Args:
-        url: its prefix is not used.
-        options: as checked by `check_options`.
+        url: a URL of the bucket; its prefix is not used.
+        options: the options that `check_options` has checked.
         config: time-outs and retries.
         stripped: names of options that were left behind when the spec was pickled.
 

@@ -37,7 +37,7 @@ Steps = Generator[tuple[int, bool]]
 
 # The first version of Azure's REST API with access tokens is of 2017.
 AZURE_VERSION = "2023-11-03"
-# For a copy that has begun and does not go on.
+# The patience with a copy that has begun and does not go on.
 _PENDING = RetryPolicy(None, 60.0)
 
 
@@ -68,10 +68,10 @@ def copy_object(
 
     Args:
         copier: knows the provider.
-        send: see `Clients.ask`.
+        send: sends a request; `Clients.ask`.
         sources: one whole object.
         target: the URL of the new one.
-        moved: see `ObjectStore.copy`.
+        moved: called with the size of what was copied; see `ObjectStore.copy`.
         remove: removes the new one, if the copy is stopped when it is there.
 
     Raises:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_objstore")
 
 _USED_FOR_SECONDS = 600.0
-# Of so many objects a signed URL is kept, less than 1 KiB each. To sign takes some 50 us.
+# The number of objects of which a signed URL is kept, less than 1 KiB each. To sign takes 50 us.
 _MOST_SIGNED = 1024
 # Servers close connections that they have not heard of for a while; AWS after about 20 s.
 _IDLE_SECONDS = 10.0
@@ -48,23 +48,18 @@ WORTHWHILE_BYTES = 256 * 1024
 
 
 class LaneError(Exception):
-    """The lane did not give the bytes; the transport is to be asked for them.
+    """The lane did not give the bytes.
 
     Attributes:
         broke_off: the connection was lost or silent. Otherwise the answer was another one, or
             nothing was sent.
+        status: the status by which the store asks for patience, whichever way the next request
+            takes; None for every other failure, after which the transport is to be asked.
     """
 
-    def __init__(self, what: str, *, broke_off: bool = False) -> None:
+    def __init__(self, what: str, *, broke_off: bool = False, status: int | None = None) -> None:
         super().__init__(what)
         self.broke_off = broke_off
-
-
-class PutOffError(Exception):
-    """The store is throttling: wait before the next request, whichever way it takes."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
         self.status = status
 
 
@@ -73,8 +68,8 @@ class SignedGet:
     """A GET that needs nothing more but a range. It holds a secret, so nothing shows it.
 
     Attributes:
-        url: of the object; host, path and query are sent as they are.
-        headers: to send.
+        url: the URL of the object; host, path and query are sent as they are.
+        headers: the headers to send.
         until: use it no later (monotonic).
     """
 
@@ -97,7 +92,7 @@ class DirectLane:
 
     Args:
         sign: makes the GET of an object, by its key in the bucket.
-        timeout_seconds: to connect, and between bytes that arrive.
+        timeout_seconds: the time-out to connect, and between bytes that arrive.
         trust: makes the context of TLS, called once and only if there is TLS.
 
     Attributes:
@@ -114,7 +109,7 @@ class DirectLane:
         self._timeout_seconds = timeout_seconds
         self._trust = trust
         self._tls: ssl.SSLContext | None = None
-        # By origin. A session that is resumed saves most of the next handshake.
+        # The sessions by origin. A session that is resumed saves most of the next handshake.
         self._sessions: dict[str, ssl.SSLSession | None] = {}
         self._signed: dict[str, SignedGet] = {}
         self._idle: list[tuple[_Connection, str, float]] = []
@@ -271,16 +266,16 @@ class DirectAnswer(Answer):
         """Read the next bytes to the front of `into`; return how many.
 
         Raises:
-            PutOffError: before the first byte; the lane is as good as before.
-            LaneError: the lane did not give the bytes.
+            LaneError: the lane did not give the bytes. If it has a status, the lane is as good as
+                before.
         """
         try:
             if self._answer is None:
                 self._answer = self._head()
             count = self._receive(into)
-        except PutOffError:
-            raise
         except Exception as error:
+            if isinstance(error, LaneError) and error.status is not None:
+                raise
             if self._cancelled:
                 raise LaneError("cancelled") from error
             self._lane.failed(self._path)
@@ -364,7 +359,7 @@ def _send(connection: _Connection, signed: SignedGet, start: int, end: int) -> N
 def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:
     """Raise unless the body is exactly bytes `[start, end)`, as they are (RFC 9110, section 14)."""
     if answer.status in THROTTLING_STATUSES:
-        raise PutOffError(answer.status)
+        raise LaneError(f"the store answered with status {answer.status}", status=answer.status)
     given = answer.getheader("Content-Range", "")
     if (
         answer.status != http.client.PARTIAL_CONTENT

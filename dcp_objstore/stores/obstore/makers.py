@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.options.s3 import S3Options
     from dcp_objstore.stores.urls import StoreUrl
 
-# From time-outs and the retry configuration to a store of obstore.
+# Makes a store of obstore, of time-outs and the retry configuration.
 Make = Callable[[dict[str, Any], dict[str, Any]], Any]
-# From a client of obstore and a key in the bucket.
+# Makes the GET of a key in the bucket, which a client of obstore may sign.
 Sign = Callable[[Any, str], SignedGet]
 
 # Checksums that obstore does not have.
@@ -216,6 +216,7 @@ def _make(
     verify: bool | str,
     headers: Mapping[str, str] | None = None,
 ) -> Make:
+    """Return what makes a store of obstore, of the configuration that all clients share."""
     client: dict[str, Any] = {}
     if verify is False:
         client["allow_invalid_certificates"] = True

@@ -1,4 +1,7 @@
-"""How obstore's adapter asks for ranges: over the direct lane if it can, otherwise of obstore."""
+"""How obstore's adapter asks for ranges: over the direct lane if it can, otherwise of obstore.
+
+`ObstoreSource` alone decides who is asked: the store knows no lane, and the lane no obstore.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import CorruptDataError, StoreUnavailableError
+from dcp_objstore.errors import CorruptDataError
 from dcp_objstore.observe.dispatch import emit_retry
-from dcp_objstore.stores.errors import failure
-from dcp_objstore.stores.obstore.direct import LaneError, PutOffError
+from dcp_objstore.stores.obstore.direct import LaneError
 from dcp_objstore.stores.obstore.errors import sent_whole
 from dcp_objstore.stores.protocol import Version
 from dcp_objstore.stores.ranges import Answer, ReceivedChunks, RetriedSource, check_came
@@ -35,7 +37,7 @@ class ObstoreSource(RetriedSource):
     """Asks for ranges of one object.
 
     Args:
-        clients: of the bucket.
+        clients: the bucket's clients.
         path: the key in the bucket.
         in_memory: whether it is obstore's memory store, which knows a range past the end by the
             text of its error alone.
@@ -60,29 +62,18 @@ class ObstoreSource(RetriedSource):
             self._over_lane = False
             return None
 
-    def ask(self, start: int, end: int) -> Answer:
-        """Ask for bytes `[start, end)`, or for the first part of them."""
-        return self.ask_ahead(start, end) or super().ask(start, end)
-
     def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
         """Wait until the rest may be asked for, or raise.
 
-        What the lane does not give, obstore is asked for.
+        What the lane does not give, obstore is asked for. A store that is throttling throttles
+        obstore as well.
         """
-        if not isinstance(error, (LaneError, PutOffError)):
-            super().failed(error, asked_at, came=came)
-            return
-        if came:
-            self._tries.came()
-        status, what = None, f"the connection to the store was lost: {error}"
-        if isinstance(error, PutOffError):
-            status, what = error.status, f"the store answered with status {error.status}"
-        else:
+        if isinstance(error, LaneError) and error.status is None:
             self._over_lane = False
             if not error.broke_off:
                 emit_retry(self._path, 2, str(error), asked_at)
                 return
-        self._tries.again(error, failure(StoreUnavailableError(what), status, None), asked_at)
+        super().failed(error, asked_at, came=came)
 
 
 def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: int) -> Answer:

@@ -20,25 +20,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.errors import (
-    ConfigError,
-    CredentialsError,
-    DcpObjstoreError,
-    ForkedProcessError,
-    InputError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers
-from dcp_objstore.stores.errors import NO_STORE, SAME_PAGE, UNCLEAR_IN_HEAD
+from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
     http_code,
+    judge_obstore,
     no_store,
     parts_are_left,
-    translate_obstore,
     translate_panic,
 )
 from dcp_objstore.stores.obstore.ranges import MEMORY_BYTES, ObstoreSource
@@ -62,7 +54,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.obstore.clients import Clients
 
-# Of S3 and GCS, and so of one call for the next keys.
+# The page of S3 and GCS, and so of one call for the next keys.
 _PAGE_KEYS = 1000
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
@@ -80,7 +72,7 @@ def guard_fork() -> None:
     if _runtime_pid is None:
         _runtime_pid = pid
     elif _runtime_pid != pid:
-        raise ForkedProcessError(
+        raise errors.ForkedProcessError(
             f"process {pid} was forked from process {_runtime_pid}, which had opened a store;"
             " requests would hang here. Start it with the 'spawn' or 'forkserver' method"
             " (multiprocessing.get_context('spawn')), or fork before the first store is opened"
@@ -91,8 +83,8 @@ class ObstoreStore(BaseStore[str]):
     """A store rooted at one URL, over obstore's blocking calls (which release the GIL).
 
     Args:
-        url: the root.
-        clients: of its bucket.
+        url: the root of the store.
+        clients: its bucket's clients.
         copier: opens the same root over another transport, which copies ranges: obstore has no call
             for a part of an object. None where there is none.
     """
@@ -149,6 +141,7 @@ class ObstoreStore(BaseStore[str]):
         *,
         retry: bool,
     ) -> Version:
+        """Send one PUT. Several buffers are copied together by obstore, one is not."""
         import obstore
 
         body: Any = list(buffers)
@@ -156,7 +149,7 @@ class ObstoreStore(BaseStore[str]):
         if self._url.scheme == "memory" or not body:
             body = b"".join(body)  # obstore's memory store would keep the caller's memory
         elif len(body) == 1:
-            body = body[0]  # several are copied together by obstore, one is not
+            body = body[0]
         mode = _mode(precondition, self._url.scheme)
 
         def send() -> Any:
@@ -192,8 +185,8 @@ class ObstoreStore(BaseStore[str]):
                 )
         except Exception as error:
             source.left_parts = parts_are_left(error)
-            found = translate_obstore(error)
-            if isinstance(found, CredentialsError) and self._clients.were_refused(error):
+            found = judge_obstore(error).error
+            if isinstance(found, errors.CredentialsError) and self._clients.were_refused(error):
                 # Parts cannot be sent again from here; what comes next has fresh ones.
                 self._clients.renew(error)
                 found.message += "; the next try asks for fresh ones"
@@ -227,7 +220,7 @@ class ObstoreStore(BaseStore[str]):
         def read() -> tuple[bytes, ObjectMeta]:
             answer = obstore.get(self._clients.get("read"), place)
             if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
-                raise ConfigError(NO_STORE)  # no object here is a page
+                raise errors.ConfigError(NO_STORE)  # no object here is a page
             meta = self._fits(self._meta(answer.meta), max_size_bytes)
             return bytes(answer.bytes()), meta
 
@@ -244,7 +237,7 @@ class ObstoreStore(BaseStore[str]):
                 if status not in UNCLEAR_IN_HEAD or code is not None:
                     raise
                 if status == http.client.NOT_FOUND and self._clients.has_put:
-                    raise ObjectNotFoundError("there is no such object") from error
+                    raise errors.ObjectNotFoundError("there is no such object") from error
                 # A GET of nearly nothing says it.
                 answer = obstore.get(self._clients.get("read"), place, options={"range": (0, 1)})
                 return self._meta(answer.meta)
@@ -258,37 +251,35 @@ class ObstoreStore(BaseStore[str]):
         self._clients.run(tries, lambda: obstore.delete(self._clients.get("small"), place))
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
+        """List page by page; where a page failed, begin a new listing behind what came."""
         import obstore
 
         clients = self._clients
         prefix = (self._root + folder).rstrip("/") or None
         pages: Any = None
         last: str | None = None  # the last key that came
-        # All that came, where a listing cannot begin behind the last one. There obstore would drop
-        # the keys that compare less, of which some are still to come.
+        # All keys that came, where a listing cannot begin behind the last one: there obstore would
+        # drop the keys that compare less, of which some are still to come.
         came: set[str] = set()
-        may_repeat = 0  # how many keys of `came` the present listing has yet to give again
+        repeated: set[str] = set()  # those that the present listing has yet to give again
 
         def new(page: Any) -> Any:
-            nonlocal may_repeat
-            found = [meta for meta in page if meta["path"] not in came]
-            may_repeat -= len(page) - len(found)
-            if may_repeat < 0:
-                raise StoreUnavailableError(SAME_PAGE)
-            return found
+            fresh = [meta for meta in page if meta["path"] not in repeated]
+            repeated.difference_update(meta["path"] for meta in page)
+            return fresh
 
         def more() -> Any:
             """The next page; after one that failed, of a new listing that starts there."""
-            nonlocal pages, may_repeat
-            found, pages = pages, None
-            if found is None:
-                may_repeat = len(came)
+            nonlocal pages
+            listing, pages = pages, None
+            if listing is None:
+                repeated.update(came)
                 listed = obstore.list(
                     clients.get("list"), prefix, offset=last, chunk_size=_PAGE_KEYS
                 )
-                found = filter(None, map(new, listed))
-            page = next(found, None)
-            pages = found
+                listing = filter(None, map(new, listed))
+            page = next(listing, None)
+            pages = listing
             return page
 
         def ask() -> Any:
@@ -322,21 +313,21 @@ class ObstoreStore(BaseStore[str]):
         try:
             meta = obstore.head(self._clients.get("read"), f"{self._root}{_NEVER_THERE}")
         except Exception as error:
-            found = translate_obstore(error)
-            if isinstance(found, ConfigError):
+            found = judge_obstore(error).error
+            if isinstance(found, errors.ConfigError):
                 raise found from error
             # A 404, most likely. Whatever else it is says nothing against the listing that came.
         else:
             if meta["e_tag"] is None:
-                raise ConfigError(NO_STORE)
+                raise errors.ConfigError(NO_STORE)
         self._clients.proven = True
 
     def _place(self, key: str | None) -> str:
         guard_fork()
         return self._root if key is None else self._root + check_key(key)
 
-    def _translate(self, error: Exception) -> DcpObjstoreError:
-        return translate_obstore(error)
+    def _translate(self, error: Exception) -> errors.DcpObjstoreError:
+        return judge_obstore(error).error
 
     @contextmanager
     def _errors(self, key: str | None) -> Iterator[str]:
@@ -352,7 +343,9 @@ class ObstoreStore(BaseStore[str]):
     def _meta(self, meta: Any) -> ObjectMeta:
         path: str = meta["path"]
         if not path.startswith(self._root):
-            raise StoreUnavailableError(f"the store answered with a key outside the root: {path!r}")
+            raise errors.StoreUnavailableError(
+                f"the store answered with a key outside the root: {path!r}"
+            )
         return ObjectMeta(
             path[len(self._root) :], meta["size"], _version(meta), meta["last_modified"]
         )
@@ -387,6 +380,6 @@ def _mode(precondition: Precondition | None, scheme: str) -> Any:
     fields = {"e_tag": token.e_tag, "version": token.version}
     need = "version" if scheme == "gs" else "e_tag"
     if fields[need] is None:
-        raise InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
+        raise errors.InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
     # obstore takes an UpdateVersion only without its None fields.
     return {name: value for name, value in fields.items() if value is not None}

@@ -13,7 +13,7 @@ from dcp_objstore.forking import PerProcess
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Of one call. Less means more calls; more lies in no cache by the time that it is decrypted.
+# What one call receives. Less means more calls; more has left the cache before it is decrypted.
 _RECEIVED_BYTES = 256 * 1024
 # RFC 5246, section 6.2.3: 16 KiB, 2 KiB of expansion, and the head. TLS 1.3 has less.
 _MOST_RECORD_BYTES = 16384 + 2048 + 5
@@ -32,9 +32,9 @@ class TlsSocket(socket.socket):
 
     Args:
         below: a blocking socket, connected, whose time-outs are the kernel's. It is detached.
-        context: of a client.
+        context: the TLS settings of a client.
         host: the name that the certificate must have.
-        session: to resume.
+        session: the session to resume.
 
     Raises:
         OSError: the connection was lost, or there is no agreement with the server.
@@ -123,7 +123,7 @@ class TlsSocket(socket.socket):
         The thread has a turn, and gives it up while it waits.
 
         Args:
-            least_bytes: so much is still to come, decrypted. Default 0: wait for any byte.
+            least_bytes: the decrypted bytes that are still to come. Default 0: wait for any byte.
 
         Returns:
             How many bytes of records were received; 0 if the connection was closed.

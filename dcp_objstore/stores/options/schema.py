@@ -41,8 +41,9 @@ class Option:
     """One option of a store.
 
     Attributes:
-        meaning: for users.
-        name: in `storage_options`; a dot leads into a nested mapping. Default: the field's name.
+        meaning: what it is, in words for users.
+        name: its name in `storage_options`, where a dot leads into a nested mapping. Default: the
+            field's name.
         also: other spellings that are taken, as fsspec's filesystems have them.
         native: obstore's names for it. They are not taken; an error hints at the right name.
         called: other tools' names for it. They are not taken either.
@@ -76,7 +77,7 @@ def option(meaning: str, *, default: Any = None, **declared: Any) -> Any:
     """Declare a field of a schema.
 
     Args:
-        meaning: for users.
+        meaning: what it is, in words for users.
         default: the value where none is given.
         declared: further attributes of `Option`.
     """
@@ -149,8 +150,8 @@ def parse(schema: type[S], options: object) -> S:
     """Parse options, and complete them with the settings of the environment.
 
     Args:
-        schema: of the provider.
-        options: as the user gave them; a value of None counts as not given.
+        schema: the provider's schema.
+        options: the options as the user gave them; a value of None counts as not given.
 
     Raises:
         ConfigError: as `check_by` and `Schema.resolved`.
@@ -162,9 +163,9 @@ def check_by(schema: type[S], options: object, scheme: str = "") -> tuple[S, dic
     """Parse options; return them with a copy of what was given.
 
     Args:
-        schema: of the provider.
-        options: as the user gave them; a value of None counts as not given.
-        scheme: for messages.
+        schema: the provider's schema.
+        options: the options as the user gave them; a value of None counts as not given.
+        scheme: the scheme, for messages.
 
     Raises:
         ConfigError: an unknown name (with the nearest known one), a wrong type, or options that
@@ -239,11 +240,11 @@ def _read(
     """Check one mapping and those nested in it; return a copy.
 
     Args:
-        schema: of the provider.
+        schema: the provider's schema.
         options: the mapping.
         path: the names that lead to it; empty for the outermost.
-        where: for messages.
-        given: by the names of fields, the values under each spelling; they are added here.
+        where: the place of the options, for messages.
+        given: the values under each spelling, by the names of fields; they are added here.
     """
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
@@ -304,8 +305,8 @@ def _hint(schema: type[Schema], name: str, known: Collection[str]) -> str | None
     """Return what to write instead of an unknown name that is another spelling of an option.
 
     Args:
-        schema: of the provider.
-        name: as it was given, inside one mapping of the options.
+        schema: the provider's schema.
+        name: the name as it was given, inside one mapping of the options.
         known: the names that this mapping takes.
     """
     if name in _NEEDLESS:

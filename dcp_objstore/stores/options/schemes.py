@@ -75,8 +75,8 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
     """Return a copy of the options, after checking names, types and combinations.
 
     Args:
-        scheme: of the URL.
-        options: as the user gave them; a value of None counts as not given.
+        scheme: the scheme of the URL.
+        options: the options as the user gave them; a value of None counts as not given.
 
     Raises:
         ConfigError: as `check_by`; a filesystem that does not fit.
@@ -110,8 +110,8 @@ def is_secret(name: str, value: object = None, *, foreign: bool = False) -> bool
     """Whether an option holds, or may hold, a credential.
 
     Args:
-        name: of the option.
-        value: of the option.
+        name: the name of the option.
+        value: the value of the option.
         foreign: whether the scheme has no schema; then all but well-known options are secrets.
     """
     if name == FILESYSTEM:

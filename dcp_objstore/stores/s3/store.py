@@ -22,9 +22,9 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.stores import errors
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts, cut_range
-from dcp_objstore.stores.errors import NO_STORE, SAME_PAGE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
@@ -36,7 +36,7 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.retries import SMALL_BYTES
 from dcp_objstore.stores.s3.checksums import Checksums
-from dcp_objstore.stores.s3.errors import status_of, translate_botocore
+from dcp_objstore.stores.s3.errors import read_botocore, status_of
 from dcp_objstore.stores.s3.upload import CopiedPart, MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 Use = Literal["read", "small", "write"]
 _READS = ("get_object", "head_object", "list_objects_v2")
-# Of little data. Not the end of an upload, which takes the store long.
+# Writes of little data, but for the end of an upload, which takes the store long.
 _SMALL_WRITES = ("put_object", "delete_object", "create_multipart_upload")
 
 
@@ -59,7 +59,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     Args:
         url: the root.
         requests: how requests to the bucket are sent again.
-        checksums: that go with bodies.
+        checksums: the checksums that go with bodies.
         extra: arguments of every request.
         sealing: arguments of every write: how the store is to encrypt.
     """
@@ -113,7 +113,11 @@ class S3Store(BaseStore["dict[str, str]"]):
         """The buffers as the `Body` of a request; `check` is called while it is sent."""
 
     def _translate(self, error: Exception, *, conditional: bool = False) -> DcpObjstoreError:
-        return translate_botocore(error, conditional=conditional)
+        return errors.judge(error, partial(self._facts, conditional=conditional)).error
+
+    def _facts(self, error: Exception, *, conditional: bool = False) -> errors.Facts:
+        """Read what an operation raised; `conditional`: it had an `If-Match`."""
+        return read_botocore(error, conditional=conditional)
 
     def _conditional_write(self) -> AbstractContextManager[Any]:
         """Return the context in which a conditional write is sent."""
@@ -135,13 +139,13 @@ class S3Store(BaseStore["dict[str, str]"]):
         """Send the request of an operation, again where that may help; return the answer.
 
         Args:
-            verb: of `ObjectStore`.
-            operation: by botocore's name.
-            arguments: of the operation, without its body.
+            verb: the verb of `ObjectStore`.
+            operation: botocore's name of it.
+            arguments: the arguments of the operation, without its body.
             body: what is sent with it. Empty: none, because with an empty `Body` botocore before
                 1.44 hangs in the next request of the connection.
             check: called before and while it is sent; ends it by raising.
-            repeatable: see `Tries.run`.
+            repeatable: whether it may be sent again if it may have taken effect.
             retry: whether it may be sent again at all.
         """
         size_bytes = sum(map(len, body))
@@ -278,7 +282,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         answer, body = self._read_again("get", place, max_size_bytes)
         if str(answer.get("ContentType", "")).startswith("text/html"):
-            raise ConfigError(NO_STORE)  # no object here is a page
+            raise ConfigError(errors.NO_STORE)  # no object here is a page
         return bytes(body or b""), self._fits(self._meta(place, answer), max_size_bytes)
 
     def _read_again(
@@ -291,7 +295,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         try:
             return self._meta(place, self._send("head", "head_object", place))
         except Exception as error:
-            if status_of(error) not in UNCLEAR_IN_HEAD:
+            if status_of(error) not in errors.UNCLEAR_IN_HEAD:
                 raise
         # A GET of nearly nothing says what is wrong.
         answer, _ = self._read_again("head", {**place, "Range": "bytes=0-0"}, 1)
@@ -304,7 +308,7 @@ class S3Store(BaseStore["dict[str, str]"]):
     def _meta(self, place: Mapping[str, str], answer: Mapping[str, Any]) -> ObjectMeta:
         missing = [name for name in ("ContentLength", "ETag", "LastModified") if name not in answer]
         if missing:
-            raise StoreUnavailableError(f"{NO_STORE}: its answer has no {' and no '.join(missing)}")
+            raise errors.NO_STORE_ANSWERED.error(f"its answer has no {' and no '.join(missing)}")
         key = place["Key"].removeprefix(self._root)
         return ObjectMeta(key, answer["ContentLength"], _version(answer), answer["LastModified"])
 
@@ -315,19 +319,12 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         start = self._root + (f"{folder}/" if folder else "")
-        after: dict[str, str] = {}
+        marks = {"ContinuationToken": "NextContinuationToken"}
         with self._errors(None) as target:
-            while True:
-                arguments = {**target, "Prefix": start, **after}
-                page = self._send("list", "list_objects_v2", arguments)
+            send = partial(self._send, "list", "list_objects_v2")
+            for page in pages(send, {**target, "Prefix": start}, marks):
                 for entry in page.get("Contents", ()):
                     yield self._listed(entry, start)
-                token = page.get("NextContinuationToken")
-                if not page.get("IsTruncated") or token is None:
-                    return
-                if after.get("ContinuationToken") == token:
-                    raise StoreUnavailableError(SAME_PAGE)
-                after = {"ContinuationToken": token}
 
     def _listed(self, entry: Mapping[str, Any], start: str) -> ObjectMeta:
         key: str = entry["Key"]
@@ -335,6 +332,35 @@ class S3Store(BaseStore["dict[str, str]"]):
             raise StoreUnavailableError(f"the store answered with a key outside the root: {key!r}")
         version = Version(entry["ETag"])
         return ObjectMeta(key[len(self._root) :], entry["Size"], version, entry["LastModified"])
+
+
+def pages(
+    ask: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    marks: Mapping[str, str],
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the pages of a listing.
+
+    Args:
+        ask: sends a request with these arguments for a page.
+        arguments: the arguments of every request.
+        marks: the arguments that say where a page begins, and their names in the page before.
+
+    Raises:
+        StoreUnavailableError: a page begins where an earlier one did.
+    """
+    after: dict[str, Any] = {}
+    begun: set[tuple[Any, ...]] = set()
+    while True:
+        page = ask({**arguments, **after})
+        yield page
+        after = {name: page[mark] for name, mark in marks.items() if page.get(mark) is not None}
+        if not page.get("IsTruncated"):
+            return
+        # A page without marks begins where the first one did.
+        if not (place := tuple(after.values())) or place in begun:
+            raise StoreUnavailableError(errors.SAME_PAGE)
+        begun.add(place)
 
 
 def _condition(precondition: Precondition | None) -> dict[str, str]:
@@ -355,16 +381,13 @@ def _version(answer: Mapping[str, Any]) -> Version:
 def check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
     """Raise `CorruptDataError` unless the body is bytes `[start, end)` (RFC 9110, section 14)."""
     if answer["ResponseMetadata"]["HTTPStatusCode"] != http.client.PARTIAL_CONTENT:
-        raise CorruptDataError(
-            "the store ignores Range: it sends whole objects where a part was asked for (or"
-            " something on the way to it does)"
-        )
+        raise errors.WHOLE.error()
     given = str(answer.get("ContentRange", ""))
     if not given.startswith(f"bytes {start}-{end - 1}/"):
         size = given.rpartition("/")[2]
         if size.isdecimal() and int(size) < end:
             raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
-        raise CorruptDataError(f"the store sent another range than was asked for: {given!r}")
+        raise errors.ANOTHER_RANGE.error(repr(given))
     if answer["ContentLength"] != end - start:
         raise CorruptDataError(
             f"bytes [{start}, {end}) asked for, but {answer['ContentLength']} bytes announced"

@@ -51,8 +51,8 @@ class MultipartUpload:
         send_request: `S3Store._send` for one verb.
         target: Bucket, Key and what else goes with every request.
         sealing: what goes with the first request only.
-        checksums: that go with the parts.
-        threads: that send parts.
+        checksums: the checksums that go with the parts.
+        threads: the number of threads that send parts.
     """
 
     send_request: Callable[..., Any]

@@ -99,6 +99,7 @@ class GcsUploads(S3Uploads):
         return found
 
     def _make_client(self) -> Any:
+        """Make a client that signs nothing and sends the access token with each request."""
         import boto3
         import botocore
         import botocore.session

@@ -15,8 +15,8 @@ def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None
     """Return the days after which rules remove unfinished uploads below a prefix; None: never.
 
     Args:
-        rules: in the form of S3 or of GCS.
-        prefix: with a slash at its end; empty for the whole bucket.
+        rules: the bucket's rules, in the form of S3 or of GCS.
+        prefix: a prefix with a slash at its end; empty for the whole bucket.
     """
     days = [rule["condition"]["age"] for rule in rules if _covers_on_gcs(rule, prefix)]
     days += [
@@ -61,7 +61,7 @@ def lifecycle_configuration(
     Args:
         scheme: `s3`: for `aws s3api put-bucket-lifecycle-configuration`, which replaces all rules
             of the bucket; `gs`: for `gcloud storage buckets update --lifecycle-file`, as well.
-        prefix: with a slash at its end; empty for the whole bucket.
+        prefix: a prefix with a slash at its end; empty for the whole bucket.
         rules: those that the bucket has, which are kept.
         days: after the upload was begun. It must be longer than the longest save.
     """

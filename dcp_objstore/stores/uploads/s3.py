@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.errors import DcpObjstoreError, StoreUnavailableError, UnsupportedError
-from dcp_objstore.stores.errors import SAME_PAGE
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.stores.protocol import UnfinishedUpload
-from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, translate_botocore
+from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, judge_botocore
+from dcp_objstore.stores.s3.store import pages
 
 if TYPE_CHECKING:
     from typing import Self
@@ -54,21 +54,22 @@ class S3Uploads:
         """
         with boto_errors(self._url):
             marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-            pages = self._pages("list_multipart_uploads", marks, Prefix=self._root)
+            ask = partial(self._ask, "list_multipart_uploads")
             # The prefix again, for servers that do not look at it.
             return [
                 self._described(entry)
-                for page in pages
+                for page in pages(ask, {"Prefix": self._root}, marks)
                 for entry in page.get("Uploads", ())
                 if entry["Key"].startswith(self._root)
             ]
 
     def _described(self, entry: Mapping[str, Any]) -> UnfinishedUpload:
         marks = {"PartNumberMarker": "NextPartNumberMarker"}
-        pages = self._pages("list_parts", marks, Key=entry["Key"], UploadId=entry["UploadId"])
+        named = {"Key": entry["Key"], "UploadId": entry["UploadId"]}
+        listed = pages(partial(self._ask, "list_parts"), named, marks)
         size_bytes = 0
         try:
-            size_bytes = sum(part["Size"] for page in pages for part in page.get("Parts", ()))
+            size_bytes = sum(part["Size"] for page in listed for part in page.get("Parts", ()))
         except self._client.exceptions.ClientError as error:
             if not is_upload_gone(error):  # completed or aborted since it was listed
                 raise
@@ -79,8 +80,8 @@ class S3Uploads:
         """Remove the parts of an upload; one that has gone meanwhile is no error."""
         with boto_errors(self._url):
             try:
-                key = self._root + upload.key
-                self._ask("abort_multipart_upload", Key=key, UploadId=upload.upload_id)
+                named = {"Key": self._root + upload.key, "UploadId": upload.upload_id}
+                self._ask("abort_multipart_upload", named)
             except self._client.exceptions.ClientError as error:
                 if not is_upload_gone(error):
                     raise
@@ -93,7 +94,7 @@ class S3Uploads:
         """
         with boto_errors(self._url):
             try:
-                answer = self._ask("get_bucket_lifecycle_configuration")
+                answer = self._ask("get_bucket_lifecycle_configuration", {})
             except self._client.exceptions.ClientError as error:
                 if code_of(error) != _NO_RULES:
                     raise
@@ -107,7 +108,7 @@ class S3Uploads:
             As `list`.
         """
         with boto_errors(self._url):
-            answer = self._ask("get_bucket_versioning")
+            answer = self._ask("get_bucket_versioning", {})
         status = answer.get("Status") or None
         if status not in ("Enabled", "Suspended", None):
             raise UnsupportedError(
@@ -115,7 +116,7 @@ class S3Uploads:
             )
         return cast('Literal["Enabled", "Suspended"] | None', status)
 
-    def _ask(self, operation: str, **arguments: Any) -> Mapping[str, Any]:
+    def _ask(self, operation: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send the request of an operation, again where that may help; return the answer."""
         named = {"Bucket": self._bucket, **arguments}
         if "Key" in arguments or "Prefix" in arguments:  # the bucket's settings take none of it
@@ -124,26 +125,6 @@ class S3Uploads:
         send = partial(getattr(self._client, operation), **named)
         answer: Mapping[str, Any] = self._requests.run(tries, send)
         return answer
-
-    def _pages(
-        self, operation: str, marks: Mapping[str, str], **arguments: Any
-    ) -> Iterator[Mapping[str, Any]]:
-        """The pages of a listing.
-
-        Args:
-            marks: for each argument that says where a page begins, its name in the page before.
-        """
-        after: dict[str, Any] = {}
-        begun: set[tuple[Any, ...]] = set()
-        while True:
-            page = self._ask(operation, **arguments, **after)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            after = {name: page.get(mark, "") for name, mark in marks.items()}
-            if (place := tuple(after.values())) in begun:
-                raise StoreUnavailableError(SAME_PAGE)
-            begun.add(place)
 
     @property
     def prefix(self) -> str:
@@ -164,4 +145,4 @@ def boto_errors(url: str) -> Iterator[None]:
         error.at(url=url)
         raise
     except Exception as error:
-        raise translate_botocore(error).at(url=url) from error
+        raise judge_botocore(error).error.at(url=url) from error
