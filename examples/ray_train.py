@@ -39,7 +39,7 @@ def train(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            run.step(step, state, {"loss": loss.item()})
+            run.step(step, state, metrics={"loss": loss.item()})
             if step % 10 == 0:  # without checkpoint=: Ray has nothing to upload, keep or delete
                 ray.train.report({"loss": loss.item(), "step": step, "url": run.url})
 

@@ -39,7 +39,7 @@ with dos.CheckpointManager(url, keep=dos.KeepLatest(3), save_every=10) as run:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        run.step(step, state, {"loss": loss.item()})
+        run.step(step, state, metrics={"loss": loss.item()})
         if run.preempted():  # torchrun stops ranks with SIGTERM when machines come or go
             break
 dist.destroy_process_group()

@@ -233,10 +233,11 @@ def test_ctrl_c_ends_every_command_and_leaves_nothing(place: Place, name: str) -
             held.release()  # an upload is aborted when its parts that are under way have ended
         assert_failed(done, 130, "ended by Ctrl-C")
         proxy.hang_up()
-    # Objects that no commit names may have arrived: a copy goes on from them, and a sweep removes
-    them. is_save = name.startswith(("cp", "import")) kept = [one for one in place.bucket.uploads()
-    if "/out/" in one] kept += [one for one in place.results() if not (is_save and
-    one.endswith(".distcp"))] assert kept == []
+    # Objects that no commit names may have arrived: a copy goes on from them.
+    is_save = name.startswith(("cp", "import"))
+    kept = [one for one in place.bucket.uploads() if "/out/" in one]
+    kept += [one for one in place.results() if not (is_save and one.endswith(".distcp"))]
+    assert kept == []
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
-"""`rm`, `sweep`, `repair`, `pin`, `unpin`: nothing goes without --yes, and they say what they
-did."""
+"""`rm`, `sweep`, `repair`, `pin`, `unpin`: nothing goes without --yes, and each says what it did."""
 
 from __future__ import annotations
 

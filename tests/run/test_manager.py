@@ -388,7 +388,7 @@ def test_leaving_the_block_saves_the_last_step_unless_it_is_not_to(
 ) -> None:
     with dos.CheckpointManager(url, save_every=3, save_last=save_last) as run:
         for step in range(1, 8):
-            run.step(step, state(step), {"loss": 1 / step})
+            run.step(step, state(step), metrics={"loss": 1 / step})
     with dos.CheckpointManager(url, save_every=3, save_last=save_last) as run:
         assert run.steps() == ((3, 6, 7) if save_last else (3, 6))
         start, found = loaded(run)
