@@ -28,7 +28,7 @@ def environments(peers: Sequence[str]) -> tuple[Table, Result]:
             continue
         print(f"{name}: pip install {' '.join(requirements)} ...", file=sys.stderr, flush=True)
         folder = environment_of(name)
-        _make(folder)
+        make(folder)
         python = str(folder / "bin" / "python")
         pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--upgrade"]
         if subprocess.run([*pip, *requirements], check=False).returncode != 0:
@@ -44,7 +44,7 @@ def environments(peers: Sequence[str]) -> tuple[Table, Result]:
     }
 
 
-def _make(folder: Path) -> None:
+def make(folder: Path) -> None:
     """Make an environment without pip, in which this one's packages can be imported."""
     venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
     # By `addsitedir`: this tree may be installed by a .pth file, which a path alone would not read.
