@@ -27,7 +27,7 @@ _TITLES = {
     _WAITED: "dcp.save: training waits for the commit",
 }
 _LEFT, _PLOT, _RIGHT = 168, 640, 22
-_ROW, _LANE, _GAP, _TITLE, _AXIS = 14, 3.4, 7, 28, 22
+_ROW, _LANES, _GAP, _TITLE, _AXIS = 14, 112, 7, 28, 22
 
 
 class _Span(NamedTuple):
@@ -48,10 +48,12 @@ class _Rows(NamedTuple):
 
     @property
     def lane_height(self) -> float:
-        return _LANE if len(self.lanes) > 3 else _ROW
+        """Lower where there are many, so that they have room together."""
+        return min(_ROW, _LANES / len(self.lanes))
 
     @property
     def height(self) -> float:
+        """Of all lanes together."""
         return max(_ROW, self.lane_height * len(self.lanes))
 
 
@@ -148,7 +150,7 @@ def picture(saves: dict[str, list[_Span]], theme: Theme, size: str) -> str:
                 for span in spans:
                     width = max(1.0, x(span.end) - x(span.start) - 0.6)
                     where = (x(span.start), at + lane * rows.lane_height)
-                    drawing.bar(where, (width, rows.lane_height - 0.6), rows.colour(theme))
+                    drawing.bar(where, (width, rows.lane_height * 0.82), rows.colour(theme))
             at += rows.height + _GAP
         top += heights[name]
     return drawing.svg
