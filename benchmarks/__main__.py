@@ -21,17 +21,20 @@
     python -m benchmarks digests                    GiB/s of XXH3-128, also with a busy thread
     python -m benchmarks index --ranks 256          the index of a large job, and `.metadata`
     python -m benchmarks scale --ranks 10000 --tensors 2000    planning and requests of a large job
+    python -m benchmarks environments               the other libraries, each by itself
     python -m benchmarks all --out results.json     saves and loads under all conditions, pictures
+    python -m benchmarks timeline                   a save drawn from its trace
     python -m benchmarks soak --minutes 60          does anything grow in an hour of faults
     python -m benchmarks.sink --port 9000 [--keep]  the sink by itself
 
-`pip install -e '.[bench]'` brings the peers; one that is missing is reported and left out. The
-sink discards what is saved to it, so that the client is what is measured; for `load` it keeps all
-peers' data in memory (--gib for each of them). Every measurement runs in a fresh process, the
-peers in turn (A B C A B C ...). Figures are medians of the rounds, ratios medians of the ratios to
-the raw loop of the same round; CPU seconds are the client's (user and system), with the sink's in
-a column of their own; extra memory is the peak above what was resident once the state was
-allocated. The exit status is 1 if a peer failed.
+`pip install -e '.[bench]'` brings what this needs, and `python -m benchmarks environments` each of
+the other libraries, in an environment of its own; one that is missing is reported and left out.
+The sink discards what is saved to it, so that the client is what is measured; for `load` it keeps
+one peer's data in memory. Every measurement runs in a fresh process, the peers in turn (A B C A B C
+...). Figures are medians of the rounds, ratios medians of the ratios to the raw loop of the same
+round; CPU seconds are the client's (user and system), with the sink's in a column of their own;
+extra memory is the peak above what was resident once the state was allocated. The exit status is 1
+if a peer failed.
 """
 
 from __future__ import annotations
@@ -191,6 +194,11 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("stage", help="copies of a state by several stagers")
     command.add_argument("--rounds", type=_positive, default=3)
     _add_settings(command)
+    command = commands.add_parser("timeline", help="a save, drawn from its trace")
+    _add_target(command)
+    command.add_argument("--out", default="timeline.svg", metavar="NAME.svg")
+    _add_settings(command)
+    Conditions.add_options(command, latency_ms=30.0, rate_mib_per_connection=60.0)
     command = commands.add_parser("small", help="cost of each small tensor inside write_data")
     command.add_argument("--tensors", type=_positive, default=20_000)
     command.add_argument("--tensor-bytes", type=_positive, default=1024)
@@ -204,6 +212,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tensors", type=_positive, default=2000)
     command.add_argument("--rounds", type=_positive, default=3)
     _add_scale(commands.add_parser("scale", help="planning, requests and price of a large job"))
+    command = commands.add_parser(
+        "environments", help="each of the other libraries in an environment of its own"
+    )
+    command.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
     command = commands.add_parser("all", help="saves and loads under all conditions, in one file")
     _add_target(command)
     command.add_argument("--rounds", type=_positive, default=3)
@@ -212,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--out", default="results.json", metavar="FILE", help="default %(default)s"
     )
+    command.add_argument("--prices", type=_prices, default=str(DEFAULT), metavar="FILE")
     _add_settings(command)
     _add_soak(commands.add_parser("soak", help="what grows in a job that runs for an hour"))
     for command in commands.choices.values():

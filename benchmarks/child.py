@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,8 +50,10 @@ class Job:
         return cls(**{**fields, "place": place, "settings": settings})
 
     def run(self, module: str) -> Any:
-        """Do it in a fresh process; see `run_module`."""
-        return run_module(module, dataclasses.asdict(self))
+        """Do it in a fresh process, in the peer's own environment if there is one."""
+        peer = PEERS.get(self.peer)  # the name of a step is none
+        python = sys.executable if peer is None else peer.python
+        return run_module(module, dataclasses.asdict(self), python)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class Measured:
         gib_moved: bytes of tensors, in GiB.
         extra_mib: peak resident memory above what was resident before; None where the kernel
             does not tell (only Linux does).
-        requests, refused: as counted by the sink, else None. The refused ones are among both.
+        requests_by_verb, refused: as counted by the sink, else None. The refused are among both.
         server_cpu_seconds: user and system time of the sink, else None.
     """
 
@@ -71,7 +74,7 @@ class Measured:
     cpu_seconds: float
     gib_moved: float
     extra_mib: float | None
-    requests: int | None
+    requests_by_verb: dict[str, int] | None
     refused: int | None
     server_cpu_seconds: float | None
 
@@ -79,6 +82,11 @@ class Measured:
     def gib_per_second(self) -> float:
         """Throughput."""
         return self.gib_moved / self.seconds
+
+    @property
+    def requests(self) -> int | None:
+        """Requests of all kinds, if they were counted."""
+        return None if self.requests_by_verb is None else sum(self.requests_by_verb.values())
 
 
 def make_state(settings: Settings, *, blank: bool) -> State:
@@ -111,7 +119,7 @@ def measure(act: Callable[[], None], settings: Settings, place: Place) -> Measur
         cpu_seconds=cpu,
         gib_moved=settings.total_bytes / GIB,
         extra_mib=None if before_mib is None or peak_mib is None else peak_mib - before_mib,
-        requests=None if stats is None else sum(stats["requests"].values()),
+        requests_by_verb=None if stats is None else stats["requests"],
         refused=None if stats is None else stats["refused"],
         server_cpu_seconds=None if stats is None else stats["cpu_seconds"],
     )

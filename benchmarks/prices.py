@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,12 @@ class Prices:
     def usd(self, puts: float, gets: float) -> float:
         """Return what these requests cost."""
         return (puts * self.usd_per_1000_put + gets * self.usd_per_1000_get) / 1000
+
+    def usd_of(self, verbs: Mapping[str, int]) -> float:
+        """Return what requests cost, counted by the verbs of the sink."""
+        gets = sum(verbs.get(verb, 0) for verb in ("GET", "HEAD"))
+        free = sum(verbs.get(verb, 0) for verb in ("DELETE", "DELETE_MANY", "ABORT"))
+        return self.usd(sum(verbs.values()) - gets - free, gets)
 
     def seconds(self, puts: float, gets: float) -> float:
         """Return how long one prefix takes for these requests, at the least."""

@@ -22,23 +22,23 @@ class ChildFailedError(Exception):
     """A measured process ended with an error; the message is the end of what it said."""
 
 
-def run_module(module: str, job: object) -> Any:
+def run_module(module: str, job: object, python: str = sys.executable) -> Any:
     """Run `python -m module` with `job` on stdin; what it answers.
 
     Raises:
         ChildFailedError: it ended with an error.
     """
-    return json.loads(run_python(["-m", module], json.dumps(job)).splitlines()[-1])
+    return json.loads(run_python(["-m", module], json.dumps(job), python).splitlines()[-1])
 
 
-def run_python(arguments: list[str], text: str = "") -> str:
-    """Run this Python with arguments, from the folder that holds `benchmarks`; its stdout.
+def run_python(arguments: list[str], text: str = "", python: str = sys.executable) -> str:
+    """Run Python (this one by default) from the folder that holds `benchmarks`; its stdout.
 
     Raises:
         ChildFailedError: it ended with an error.
     """
     child = subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         input=text,
         capture_output=True,
         text=True,

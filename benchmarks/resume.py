@@ -50,7 +50,7 @@ def resume(
     """
     # A model's state has keys of its own: it is loaded from one.
     saved_layout = saved_layout or (layout if layout == FSDP2 else "shard0")
-    problems = absent(peers)
+    problems = absent(peers, here=True)  # its ranks load with all of them
     size = {"total_bytes": settings.total_bytes, "tensors": settings.tensors}
     with open_target(target, keep=True, conditions=conditions) as place:
 

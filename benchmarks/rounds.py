@@ -44,16 +44,14 @@ def compare(
             return Job(peer=name, action=action, place=place, settings=settings).run(_CHILD)
 
         def measure(name: str, turn: int) -> Measured:
-            if action == "load":
-                return Measured(**job(name, action, root.at(name)))
             place = root.at(f"{name}-{turn}")
             try:
+                if action == "load":
+                    job(name, "prepare", place)
                 return Measured(**job(name, action, place))
             finally:
-                place.clear()
+                place.clear()  # the sink keeps one peer's data at a time
 
-        if action == "load":
-            in_turns(peers, 1, lambda name, _: job(name, "prepare", root.at(name)), problems)
         measured = in_turns(peers, rounds, measure, problems)
     summaries = {name: _summary(measured, name) for name in measured}
     title = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
+from benchmarks import environments
+from benchmarks.peers import PEERS, environment_of, site_packages
+from benchmarks.picture import picture
+from benchmarks.prices import DEFAULT, Prices
 from benchmarks.resume_state import blank, expected_digests, fill, wrong_tensors
 from benchmarks.sink import Sink
+from benchmarks.svg import THEMES, ticks
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.protocol import ObjectStore
 from dcp_objstore.stores.ranges import read_range
@@ -162,6 +168,89 @@ def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
 def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu() -> None:
     table = printed_by_benchmark("gpu", "--gib", "0.25", "--rounds", "1", "--tensors", "4")
     assert ("to floor" if torch.cuda.is_available() else "no GPU here") in table
+
+
+def test_an_environment_of_a_peer_sees_this_one_and_what_it_has_itself_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))  # where the environments of peers stand
+    peer = PEERS["s3torchconnector"]
+    assert peer.python == sys.executable
+    environments.make(environment_of(peer.name))
+    code = "import torch, dcp_objstore"
+    subprocess.run([peer.python, "-c", code], cwd=tmp_path, timeout=120, check=True)
+    own = site_packages(environment_of(peer.name)) / "s3torchconnector-1.4.dist-info"
+    own.mkdir()
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: s3torchconnector\nVersion: 1.4\n")
+    assert peer.versions() == {"s3torchconnector": "1.4"}
+    assert "1.4 is installed" in str(peer.missing())
+    assert peer.versions(here=True) != peer.versions()
+
+
+def test_requests_are_priced_by_what_a_bucket_charges_for_them() -> None:
+    prices = Prices.read(DEFAULT)
+    verbs = {"PART": 900, "BEGIN": 50, "COMPLETE": 50, "GET": 1500, "HEAD": 500, "DELETE": 9999}
+    assert prices.usd_of(verbs) == pytest.approx(0.005 + 2 * 0.0004)
+
+
+def test_the_bars_of_a_condition_have_one_scale_that_begins_at_zero() -> None:
+    speeds = {"save": {"raw": 4.0, "dcp_objstore": 3.0}, "load": {"raw": 1.0}}
+    found = {
+        "results": [
+            {
+                "name": "HTTP",
+                "command": action,
+                "peers": {peer: {"gib_per_second": speed} for peer, speed in own.items()},
+            }
+            for action, own in speeds.items()
+        ]
+    }
+    light, dark = (picture(found, theme) for theme in THEMES.values())
+    widths = [float(width) for width in re.findall(r'<rect .* width="([\d.]+)"', light)]
+    # Ours comes first; its load is missing and has no bar.
+    assert [width / max(widths) for width in widths] == pytest.approx([0.75, 1, 0.25], abs=1e-3)
+    assert "failed" in light
+    assert light != dark
+    assert ticks(4.0) == [0, 1, 2, 3, 4]
+
+
+ALL = ["all", "--gib", "0.03", "--tensors", "2", "--rounds", "1", "--peers", "dcp_objstore"]
+
+
+@pytest.mark.campaign  # a dozen processes import torch
+@pytest.mark.timeout(900)
+def test_all_measures_each_condition_and_draws_what_it_found(tmp_path: Path) -> None:
+    table = printed_by_benchmark(*ALL, "--out", str(tmp_path / "found.json"))
+    assert "US dollars" in table
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [len(one["peers"]) for one in found["results"]] == [1] * 8
+    assert found["usd_in_a_bucket"] > 0
+    assert "like S3, HTTPS" in (tmp_path / "found-dark.svg").read_text()
+
+
+@pytest.mark.campaign
+def test_the_results_of_a_bucket_do_not_name_it(
+    keeping: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", keeping.endpoint_url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "sink")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sink")
+    url = "s3://bench/not-named"
+    printed_by_benchmark(*ALL, "--url", url, "--out", str(tmp_path / "found.json"))
+    text = (tmp_path / "found.json").read_text()
+    assert [one["target"] for one in json.loads(text)["results"]] == ["a bucket"] * 2
+    assert "not-named" not in text
+    assert list(_store(keeping, "not-named").list()) == []
+
+
+@pytest.mark.campaign
+def test_a_timeline_shows_the_parts_of_a_save(tmp_path: Path) -> None:
+    sizes = ["--gib", "0.06", "--tensors", "2", "--out", str(tmp_path / "save.svg")]
+    spans = json.loads(printed_by_benchmark("timeline", *sizes, "--json"))["spans"]
+    names = [{name for name, *_ in own} for own in spans.values()]
+    assert {"stage", "part", "commit"} <= names[0]
+    assert {"hash", "part", "commit"} <= names[1]
+    assert "copy and hash" in (tmp_path / "save-light.svg").read_text()
 
 
 RESUME = ["resume", "--gib", str(1 / 32), "--tensors", "2", "--rounds", "1", "--json"]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import re
+import sys
+import sysconfig
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from benchmarks.targets import Place
 
 State = dict[str, "torch.Tensor"]
+_MAKE_ENVIRONMENTS = "python -m benchmarks environments"
 
 
 class Peer(Protocol):
@@ -59,25 +63,46 @@ class PeerInfo:
     Attributes:
         name: as in `--peers`.
         module: the module here with its `PEER`.
-        needs: the distributions that must be installed, with their least versions.
         label: what the table says.
+        requirements: what pip installs for it, each with its least version. It has an environment
+            of its own then (`python -m benchmarks environments`).
     """
 
     name: str
     module: str
-    needs: tuple[tuple[str, str], ...]
     label: str
+    requirements: tuple[str, ...] = ()
 
     @property
-    def missing(self) -> str | None:
-        """Why the peer cannot be measured here, or None."""
-        for name, least in self.needs:
-            try:
-                version = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                return f"{name} is not installed"
-            if _numbers(version) < _numbers(least):
-                return f"{name} {version} is installed, {least} is needed"
+    def python(self) -> str:
+        """The Python that measures it: its own environment's, or this one."""
+        own = environment_of(self.name) / "bin" / "python"
+        return str(own) if own.exists() else sys.executable
+
+    def versions(self, *, here: bool = False) -> dict[str, str | None]:
+        """Return the version of each thing that it requires; None: not installed.
+
+        Args:
+            here: in this environment. By default where it is measured.
+        """
+        # What is installed there comes before what is seen of this environment.
+        path = [*sys.path] if here else [str(site_packages(environment_of(self.name))), *sys.path]
+        found = {}
+        for text in self.requirements:
+            name = re.split(r"[\[>]", text)[0]
+            found[name] = next((one.version for one in distributions(name=name, path=path)), None)
+        return found
+
+    def missing(self, *, here: bool = False) -> str | None:
+        """Return why the peer cannot be measured, or None; `here` as in `versions`."""
+        for text, (name, version) in zip(
+            self.requirements, self.versions(here=here).items(), strict=True
+        ):
+            if version is None:
+                command = "pip install -e '.[peers]'" if here else _MAKE_ENVIRONMENTS
+                return f"{name} is not installed: {command}"
+            if _numbers(version) < _numbers(text.partition(">=")[2]):
+                return f"{name} {version} is installed, {text} is needed"
         return None
 
     def load(self) -> Peer:
@@ -96,45 +121,45 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(text) for text in re.findall(r"\d+", version)[:2])
 
 
+def environment_of(name: str) -> Path:
+    """The folder of a peer's own environment, whether it is there or not."""
+    return Path(sys.prefix) / "peers" / name
+
+
+def site_packages(environment: Path) -> Path:
+    """Where an environment of this Python keeps its packages."""
+    scheme = {"base": str(environment), "platbase": str(environment)}
+    return Path(sysconfig.get_path("purelib", "venv", scheme))
+
+
 RAW = "raw"
-# The versions are those of the `bench` extra: older ones have another interface.
 PEERS = {
     info.name: info
     for info in (
-        PeerInfo(RAW, "benchmarks.peers.raw", (("obstore", "0.12"),), "raw obstore loop"),
+        PeerInfo(RAW, "benchmarks.peers.raw", "raw obstore loop"),
+        PeerInfo("dcp_objstore", "benchmarks.peers.ours", "dcp_objstore"),
         PeerInfo(
-            "dcp_objstore", "benchmarks.peers.ours", (("dcp-objstore", "0.1"),), "dcp_objstore"
-        ),
-        PeerInfo(
-            "dcp_objstore-told",
-            "benchmarks.peers.ours_told",
-            (("dcp-objstore", "0.1"),),
-            "dcp_objstore, on_event and trace",
+            "dcp_objstore-told", "benchmarks.peers.ours_told", "dcp_objstore, on_event and trace"
         ),
         PeerInfo(
             "dcp_objstore-boto3",
             "benchmarks.peers.ours_boto3",
-            (("dcp-objstore", "0.1"), ("boto3", "1.40")),
             "dcp_objstore over boto3",
+            ("boto3>=1.40",),
         ),
         PeerInfo(
             "s3torchconnector",
             "benchmarks.peers.connector",
-            (("s3torchconnector", "1.5"),),
             "s3torchconnector",
+            ("s3torchconnector[dcp]>=1.5",),
         ),
         PeerInfo(
             "multi-storage-client",
             "benchmarks.peers.multi_storage",
-            (("multi-storage-client", "0.30"), ("boto3", "1.40")),
             "multi-storage-client",
+            ("multi-storage-client[boto3]>=0.30",),
         ),
-        PeerInfo(
-            "fsspec",
-            "benchmarks.peers.stock",
-            (("fsspec", "2026.9"), ("s3fs", "2026.9")),
-            "torch Fsspec + s3fs",
-        ),
+        PeerInfo("fsspec", "benchmarks.peers.stock", "torch Fsspec + s3fs", ("s3fs>=2026.9",)),
     )
 }
 # Measured only where they are asked for.
@@ -143,18 +168,15 @@ OPTIONAL = frozenset({"dcp_objstore-told"})
 RESUME_PEERS = {
     "dcp_objstore": PEERS["dcp_objstore"],
     "dcp_objstore-alone": PeerInfo(
-        "dcp_objstore-alone",
-        "benchmarks.peers.ours_alone",
-        PEERS["dcp_objstore"].needs,
-        "dcp_objstore, read_once=False",
+        "dcp_objstore-alone", "benchmarks.peers.ours_alone", "dcp_objstore, read_once=False"
     ),
     "s3torchconnector": PEERS["s3torchconnector"],
     "fsspec": PEERS["fsspec"],
 }
 
 
-def absent(names: Iterable[str]) -> dict[str, str]:
-    """Of the named peers, those that cannot be measured here, and why."""
+def absent(names: Iterable[str], *, here: bool = False) -> dict[str, str]:
+    """Of the named peers, those that cannot be measured, and why; `here` as in `versions`."""
     known = PEERS | RESUME_PEERS
-    reasons = {name: known[name].missing for name in names}
+    reasons = {name: known[name].missing(here=here) for name in names}
     return {name: reason for name, reason in reasons.items() if reason is not None}

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 def _client_config(place: Place) -> S3ClientConfig:
     if place.endpoint_url is None:
-        return S3ClientConfig()
+        # A server of one's own has no name for each bucket.
+        return S3ClientConfig(force_path_style="AWS_ENDPOINT_URL" in os.environ)
     os.environ["AWS_ENDPOINT_URL"] = place.endpoint_url
     os.environ["AWS_ACCESS_KEY_ID"] = place.access_key or ""
     os.environ["AWS_SECRET_ACCESS_KEY"] = place.secret_key or ""

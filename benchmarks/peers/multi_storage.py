@@ -25,7 +25,8 @@ _PROFILE = "bench"
 
 def _url(place: Place) -> str:
     """Write the configuration; return the URL of the place in it."""
-    options: dict[str, Any] = {"base_path": "", "region_name": "us-east-1"}
+    region = os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
+    options: dict[str, Any] = {"base_path": "", "region_name": region}
     profile: dict[str, Any] = {"storage_provider": {"type": "s3", "options": options}}
     if place.endpoint_url is not None:
         options["endpoint_url"] = place.endpoint_url
