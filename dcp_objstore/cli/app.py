@@ -91,7 +91,7 @@ def demo(
 for name, command, example in (
     ("demo", demo, "--ranks 4 --resume-ranks 2"),
     ("ls", print_checkpoints, "--all file:///tmp/run"),
-    ("rm", remove, "--now file:///tmp/run/step-20"),
+    ("rm", remove, "--remove-objects file:///tmp/run/step-20"),
     ("sweep", collect, "--grace 7d file:///tmp/run"),
     ("repair", mend, "--dry-run file:///tmp/run/step-40"),
     ("pin", protect, "file:///tmp/run/step-40 paper"),

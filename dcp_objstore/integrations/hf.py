@@ -173,13 +173,13 @@ class _AcceleratorFiles(PerRank):
 # --- Trainer
 
 
-def with_object_store(trainer: T, run_url: str, *, background: bool = False, **options: Any) -> T:
+def with_object_store(trainer: T, url: str, *, background: bool = False, **options: Any) -> T:
     """Make a `transformers.Trainer` keep its checkpoints as a run on an object store.
 
         trainer = with_object_store(Trainer(model, args, ...), "s3://bucket/run")
         trainer.train(resume_from_checkpoint=True)
 
-    When the Trainer would save, it saves the step `run_url/step-N`, in one commit: `model`,
+    When the Trainer would save, it saves the step `url/step-N`, in one commit: `model`,
     `optimizer`, and under `files` everything else. A `CheckpointManager` looks after the run while
     `train` runs:
 
@@ -198,7 +198,7 @@ def with_object_store(trainer: T, run_url: str, *, background: bool = False, **o
 
     Args:
         trainer: a Trainer or an object of a subclass. It is changed in place.
-        run_url: URL of the run.
+        url: URL of the run.
         background: return from a save as soon as the state was copied to host memory, and upload
             and commit it while training goes on. `on_save` of callbacks is then called before the
             commit. The next save and the end of `train` wait for it and raise its error. Default
@@ -215,7 +215,7 @@ def with_object_store(trainer: T, run_url: str, *, background: bool = False, **o
     Raises:
         ConfigError: it is no Trainer, its `output_dir` is a URL, it pushes checkpoints to the Hub,
             or an option is wrong or the Trainer's own.
-        InvalidUrlError: `run_url` is wrong.
+        InvalidUrlError: `url` is wrong.
         UnsupportedError: the Trainer uses DeepSpeed or XLA.
 
     `train` raises:
@@ -233,7 +233,7 @@ def with_object_store(trainer: T, run_url: str, *, background: bool = False, **o
                 f" {type(trainer).__name__} has no {name!r}"
             )
     if isinstance(trainer, _ObjectStoreTrainer):
-        raise ConfigError("this Trainer has a run already", url=run_url)
+        raise ConfigError("this Trainer has a run already", url=url)
     changed: Any = trainer
     args = changed.args
     if "://" in args.output_dir:
@@ -247,7 +247,7 @@ def with_object_store(trainer: T, run_url: str, *, background: bool = False, **o
         )
     if changed.is_deepspeed_enabled or changed.is_fsdp_xla_enabled:
         raise UnsupportedError("DeepSpeed and XLA keep their own checkpoints; use DDP or FSDP")
-    changed._object_store = _TrainerRun(trainer, run_url, background, options)
+    changed._object_store = _TrainerRun(trainer, url, background, options)
     changed.add_callback(_stop_when_preempted(changed._object_store))
     kind = type(trainer)
     changed.__class__ = type(kind.__name__, (_ObjectStoreTrainer, kind), {})
@@ -349,7 +349,7 @@ class _TrainerRun:
             if newest is not None:
                 raise CheckpointExistsError(
                     f"the run has step {newest} already; pass resume_from_checkpoint=True to go on"
-                    " from there, or choose another run_url",
+                    " from there, or choose another url",
                     url=run.url,
                 )
             return wanted or None

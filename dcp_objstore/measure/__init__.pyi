@@ -1,6 +1,6 @@
 """The public names of `dcp_objstore.measure` and where each is defined."""
 
-from .bench import bench as bench
+from .api import bench as bench
 from .report import (
     BenchReport as BenchReport,
     Spread as Spread,

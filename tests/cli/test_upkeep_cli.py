@@ -1,4 +1,4 @@
-"""`rm`, `sweep`, `repair`, `pin`, `unpin`: nothing goes without --yes, and each says what it did."""
+"""`rm`, `sweep`, `repair`, `pin`, `unpin`: nothing goes without --yes; each says what it did."""
 
 from __future__ import annotations
 

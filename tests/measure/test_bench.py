@@ -27,7 +27,7 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     StoreUnavailableError,
 )
-from dcp_objstore.measure.bench import CONFIG, _doubts, _Round
+from dcp_objstore.measure.api import CONFIG, _doubts, _Round
 from tests.support.campaign import cases
 from tests.support.command_line import environment
 from tests.support.proxy import Asked, Meant, NetworkProxy, Refuse
@@ -41,7 +41,7 @@ IMPATIENT = replace(PARTS, max_retries=0, retry_timeout_seconds=0.1)
 
 @pytest.fixture(autouse=True)
 def little_memory_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_objstore.measure.bench._MACHINE_BYTES", 16 * MIB)
+    monkeypatch.setattr("dcp_objstore.measure.api._MACHINE_BYTES", 16 * MIB)
 
 
 def is_scratch(asked: Asked) -> bool:

@@ -120,18 +120,18 @@ def counted(sink: Sink) -> tuple[int, int]:
 
 # The dimension that is sharded; None: plain replicas, -1: DTensor replicas, 0: as it was saved.
 LAYOUTS = (None, -1, 0, 1)
-MANY_ROUNDS = [(dim, "strict", SMALL) for dim in LAYOUTS]
+MANY_ROUNDS = [(dim, True, SMALL) for dim in LAYOUTS]
 
 
 @pytest.mark.parametrize(
     ("dim", "verify", "config"),
     cases(
-        product(LAYOUTS, ["strict", "off"], [TransferConfig(), SMALL]),
-        default=[*MANY_ROUNDS, (None, "strict", TransferConfig()), (1, "off", TransferConfig())],
+        product(LAYOUTS, [True, False], [TransferConfig(), SMALL]),
+        default=[*MANY_ROUNDS, (None, True, TransferConfig()), (1, False, TransferConfig())],
     ),
 )
 def test_the_store_sends_each_byte_once_whatever_the_number_of_ranks(
-    sink: Sink, saved: str, dim: int | None, verify: str, config: TransferConfig
+    sink: Sink, saved: str, dim: int | None, verify: bool, config: TransferConfig
 ) -> None:
     counted(sink)
     settings = {"verify": verify, "config": config}

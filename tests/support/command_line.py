@@ -76,6 +76,7 @@ def examples() -> dict[str, list[str]]:
     return {
         name: shlex.split(command.epilog.partition("Example: ")[2])
         for name, command in commands.items()
+        if not command.hidden
     }
 
 

@@ -34,7 +34,7 @@ def public_api() -> str:
 def _module(name: str) -> Iterator[str]:
     module = importlib.import_module(name)
     yield f"# {name}"
-    for public in _names(module):
+    for public in public_names(module):
         value = getattr(module, public)
         if inspect.isclass(value):
             yield from _class(public, value)
@@ -45,14 +45,14 @@ def _module(name: str) -> Iterator[str]:
     yield ""
 
 
-def _names(module: ModuleType) -> list[str]:
-    """Return what a module says is public, or what it defines without an underscore."""
+def public_names(module: ModuleType) -> list[str]:
+    """Return what a module says is public, or the classes that it defines."""
     if hasattr(module, "__all__"):
         return sorted(module.__all__)
     return sorted(
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        if inspect.isclass(value) and value.__module__ == module.__name__ and name[0] != "_"
     )
 
 
