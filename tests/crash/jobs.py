@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from dcp_objstore.checkpoint import probe
-from dcp_objstore.run import gc as sweeping
+from dcp_objstore.run import sweep as sweeping
 from dcp_objstore.stores.spec import StoreSpec
 from tests.crash.process import Connection, ConnectionUploads, Process, here
 from tests.support.memory_store import Bucket

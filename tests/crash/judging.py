@@ -292,7 +292,7 @@ def _save_again(bucket: Bucket, shape: Shape) -> None:
         [(failure, _)] = error.failures.values()
         if not isinstance(failure, dos.errors.RetryableError):
             raise
-        alone(bucket, delete(now=False), shape)
+        alone(bucket, delete(remove_objects=False), shape)
         alone(bucket, act, shape)
 
 

@@ -163,11 +163,11 @@ def stock_save(edition: int) -> Callable[[int, Shape], None]:
     return act
 
 
-def delete(*, now: bool) -> Callable[[int, Shape], None]:
+def delete(*, remove_objects: bool) -> Callable[[int, Shape], None]:
     """A deletion with this library."""
 
     def act(_rank: int, _shape: Shape) -> None:
-        dos.delete(URL, remove_objects=now, allow_newest=True)
+        dos.delete(URL, remove_objects=remove_objects, allow_newest=True)
 
     return act
 
