@@ -12,7 +12,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK
 from dcp_objstore.checkpoint.commit import put_tombstone
-from dcp_objstore.checkpoint.names import beacon_key, data_key, is_ours, new_nonce
+from dcp_objstore.checkpoint.names import beacon_key, data_key, index_key, is_ours, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_objstore.run import listing
@@ -171,7 +171,9 @@ def test_a_place_where_only_leftovers_are_is_found_only_with_all(bucket: Bucket)
     begin_upload(bucket, f"run/step-1/{data_key(0, 0, new_nonce())}")
     with pytest.raises(CheckpointNotFoundError):
         listed(bucket)
-    assert set(listed(bucket, everything=True)) == {"step-1"}
+    bucket.put(f"run/step-2/{index_key(new_nonce())}", b"ours")
+    bucket.put("run/step-2/notes.txt", b"theirs")
+    assert set(listed(bucket, everything=True)) == {"step-1", "step-2"}
     with pytest.raises(CheckpointNotFoundError):
         dos.list_checkpoints(
             bucket.at("other"), everything=True, storage_options=bucket.storage_options

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.write import program_end
 
 # These start no thread any more: each thread of the save has to exist before.
 _STARTS_NONE = (3, 12) <= sys.version_info < (3, 12, 3)
@@ -60,3 +63,19 @@ def test_a_program_that_ends_waits_for_its_saves_and_fails_loudly_if_one_is_lost
     assert "/taken was NOT saved: the program ended while it was uploading" in ended.stderr
     assert "CheckpointExistsError" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_the_exit_status_tells_of_a_lost_save_even_if_it_cannot_be_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys, "excepthook", fail)
+    with pytest.raises(ZeroDivisionError):
+        program_end.show_lost("s3://bucket/step-1", OSError("lost"), "the store is down")
+    sys.stderr.flush()
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    with pytest.raises(RuntimeError, match="last save"):
+        sys.stderr.flush()

@@ -27,6 +27,7 @@ from dcp_objstore.config import AUTO_MOST
 from dcp_objstore.errors import InputError, PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.observe.events import AnyEvent, Hashed
 from dcp_objstore.observe.report import size_text
+from dcp_objstore.state.tensor_frame import raw_payload
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.write import (
     layout,
@@ -641,3 +642,11 @@ def test_parts_of_copied_tensors_are_bounded_in_bytes(
     state = {f"{n}": torch.zeros(MIB // 4) for n in range(count)}
     dos.save(state, memory_url(), config=dos.TransferConfig(part_size_bytes=part_mib * MIB))
     assert given == [most]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_the_memory_of_a_parameter_is_its_payload(requires_grad: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(8), requires_grad=requires_grad)
+    payload = raw_payload(parameter)
+    assert payload is not None
+    assert payload.data_ptr() == parameter.data_ptr()

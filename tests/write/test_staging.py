@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 
 import dcp_objstore as dos
+from dcp_objstore.state import device
 from dcp_objstore.transfer import digests
 from dcp_objstore.write import async_save as async_api, upload_items as uploading
-from dcp_objstore.write.staging import regions, stager, state as staging
+from dcp_objstore.write.staging import memory as pinned, regions, stager, state as staging
 from dcp_objstore.write.staging.memory import StagingMemory
 from dcp_objstore.write.staging.state import StagedState, Staging, stage
 from tests.support.campaign import cases
@@ -820,3 +822,13 @@ def test_an_error_that_nobody_asked_for_is_shown_as_the_program_ends_and_fails_i
     assert ("CheckpointExistsError" in ended.stderr) is not seen
     assert ended.returncode == (0 if seen else 120)
     assert ended.stderr.endswith("an earlier handler\n"), "standard error works until the end"
+
+
+def test_memory_that_cuda_does_not_pin_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(device, "_warned", threading.Event())
+    pinned._pin(torch.empty(3 << 20, dtype=torch.uint8))
+    assert "cannot allocate 3 MiB of pinned memory (cudaHostRegister returned 2)" in caplog.text
