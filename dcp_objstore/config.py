@@ -60,7 +60,7 @@ class TransferConfig:
       64). On the GPU itself it takes some 4 MiB blocks where values are converted or are not
       contiguous.
     - Plus the tensors that only torch can decode: those of checkpoints that stock torch wrote, and
-      quantized or subclass tensors. About as many are in progress at once as requests are in
+      quantized or subclass tensors. About as many are in progress at a time as requests are in
       flight, and each takes up to twice its size.
     - Plus pickled values: those that have arrived and wait for the planner take up to
       `memory_budget_bytes`, plus what one request per connection completes.

@@ -10,10 +10,10 @@ C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and 
     It lists the steps that count and **adopts** each: it rewrites the step's marker with the new
     number (if that is refused, it lists again). Then it puts `_CLAIM` conditionally with base =
     number, and only then begins to train. If a PUT of `_CLAIM` is refused, another job is claiming
-    the run, and this one gives up. So of two jobs that claim a run at once, the one whose first PUT
-    was the last to succeed trains, and no other.
-    A job that has gone back to an earlier step does the same before its next save, but only if
-    `_CLAIM` still has its own number, and it does not adopt the steps after that one.
+    the run, and this one gives up. So of two jobs that claim a run together, the one whose first
+    PUT was the last to succeed trains, and no other. A job that has gone back to an earlier step
+    does the same before its next save, but only if `_CLAIM` still has its own number, and it does
+    not adopt the steps after that one.
 C3. A step counts if it is committed and the claim of its marker is at least the base. To list the
     steps, a job reads `_CLAIM` before and after, and lists again if it has changed
     (`catalogue.list_run`).

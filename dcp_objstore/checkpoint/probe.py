@@ -153,7 +153,7 @@ def _capabilities(store: ObjectStore, clock: Clock) -> Capabilities:
     claims = store.capabilities
     found = _known.get((bucket, claims))
     if found is None:
-        # No lock is needed: two threads that probe at once find the same.
+        # No lock is needed: two threads that probe together find the same.
         found = probe(store, clock=clock)
         _known[bucket, claims] = found
     return found

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Bytes that are read at once. Four windows are read and a fifth one is written at the same time.
+# Bytes that are read at a time. Four windows are read and a fifth one is written at the same time.
 WINDOW_BYTES = 32 * MIB
 _READ_AT_ONCE = 4
 

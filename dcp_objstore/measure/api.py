@@ -377,7 +377,7 @@ class _Bench:
             pass
 
     def _plain_puts(self, saved: _Round) -> _Round:
-        """Send as many plain requests at once as a save did, of the same size."""
+        """Send as many plain requests at a time as a save did, of the same size."""
         self._step("plain requests instead of a save")
         requests = _plan_puts(self._memory, saved.request_size_bytes)
         measured = self._timed(_put, requests, saved.connections)
@@ -385,7 +385,7 @@ class _Bench:
         return measured
 
     def _plain_gets(self, kept: str, loaded: _Round) -> _Round:
-        """Send as many plain requests at once as a load did, of the same size."""
+        """Send as many plain requests at a time as a load did, of the same size."""
         self._step("plain requests instead of a load")
         objects = [
             meta
@@ -523,7 +523,7 @@ def _send_all(
     connections: int,
     stop: Stop,
 ) -> None:
-    """Send requests, several at once. When this returns or raises, none of them is under way.
+    """Send requests, several at a time. When this returns or raises, none of them is under way.
 
     Args:
         do: `_put` or `_get`.

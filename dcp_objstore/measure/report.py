@@ -41,7 +41,7 @@ class Throughput:
         cpu_seconds_per_gib: user and system time of this process; the median of the rounds.
         requests: the number of requests that carried these bytes in one round, the median.
         request_size_bytes: size of the largest of them.
-        connections: the largest number of them in flight at once, the median.
+        connections: the largest number of them in flight together, the median.
     """
 
     gib_per_second: Spread
@@ -66,7 +66,7 @@ class BenchReport:
         put_ms: milliseconds of the PUT of an object of one byte.
         put_alone, get_alone: plain requests one after the other.
         save, load: `dcp_objstore.save` and `load`, with the settings as they are.
-        plain_puts, plain_gets: plain requests, as many at once as the saves and loads had, of the
+        plain_puts, plain_gets: plain requests, as many at a time as the saves and loads had, of the
             same size, without digests.
         sent_bytes, received_bytes: all that was moved.
         warnings: reasons to doubt the figures, and what could not be removed.

@@ -49,10 +49,10 @@ _conditional_writes: PerProcess[dict[tuple[str | None, str], threading.Lock]] = 
 # Up to here a body is copied together: a readable one makes botocore wait for the server's
 # "100 Continue" before it sends anything, a round trip more.
 _SMALL_BYTES = 64 * 1024
-# Handed over at once. The HTTP client asks for 128 KiB each time, and every call into a socket may
-# have to wait for the interpreter's lock.
+# Handed over in one go. The HTTP client asks for 128 KiB each time, and every call into a socket
+# may have to wait for the interpreter's lock.
 _SEND_BYTES = 4 * 1024 * 1024
-# Received at once: the client copies once more, which costs little while it is in the cache.
+# Received in one go: the client copies once more, which costs little while it is in the cache.
 _RECEIVE_BYTES = 1024 * 1024
 
 
@@ -103,7 +103,7 @@ class Boto3Store(S3Store):
 
     @property
     def range_reading(self) -> RangeReading:
-        """How ranges are read: 1 MiB at once, which the client copies."""
+        """How ranges are read: 1 MiB at a time, which the client copies."""
         return RangeReading(memory_bytes=2 * _RECEIVE_BYTES)
 
     def _range_source(self, place: Mapping[str, str]) -> RetriedSource:

@@ -247,7 +247,7 @@ class RetriedSource(RangeSource):
 
 
 class FetchedSource(RangeSource):
-    """Asks a library that gives bodies as a whole, at most 8 MiB at once.
+    """Asks a library that gives bodies as a whole, at most 8 MiB at a time.
 
     Args:
         fetch: called with the start and end of a range; returns its bytes.

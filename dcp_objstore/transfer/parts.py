@@ -38,7 +38,7 @@ class PartPlan:
 
     Attributes:
         part_size_bytes: size of every part of an object but the last.
-        slice_size_bytes: the largest slice of payload that is handed over at once: a multiple of
+        slice_size_bytes: the largest slice of payload that is handed over at a time: a multiple of
             the 4 MiB digest block, and at most one part (otherwise there is no back pressure).
         max_object_size_bytes: a new object begins before an item that would exceed this size; a
             larger item gets an object of its own.
