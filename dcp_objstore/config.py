@@ -39,6 +39,9 @@ def processors() -> int:
 class TransferConfig:
     """Options of uploads and downloads. The defaults suit a cloud VM and a regional bucket.
 
+        config = dos.TransferConfig(memory_budget_bytes=512 << 20)
+        dos.load(state, "s3://bucket/run/step-1000", config=config)
+
     Extra memory of a save:
 
     - From CPU memory: 10 MiB, however large a part is, because bytes are sent from the tensors' own

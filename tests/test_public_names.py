@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import secrets
+import signal
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from tests.support.public_api import SAVED, public_api
+from tests.support.campaign import cases
+from tests.support.public_api import SAVED, public_api, public_names
 
 
 def test_importing_the_package_imports_neither_torch_nor_a_store_sdk() -> None:
@@ -35,3 +45,55 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_a_change_of_the_public_api_is_a_change_of_its_file() -> None:
     assert public_api() == SAVED.read_text(), "run `python -m tests.support.public_api`"
+
+
+EXAMPLES = {
+    name: found[1]
+    for module in (dos, dos.measure, dos.observe)
+    for name in module.__all__
+    if callable(value := getattr(module, name))
+    and (found := re.search(r"\A.+?\n\n((?:    [^\n]*\n|\n)+)", f"{inspect.getdoc(value)}\n", re.S))
+}
+
+
+def test_every_public_function_and_class_has_an_example() -> None:
+    public = {name for module in (dos, dos.measure, dos.observe) for name in public_names(module)}
+    modules = {"errors", "reports", "measure", "observe", "events"}
+    assert public - modules - EXAMPLES.keys() == {"BenchReport", "Spread", "Throughput"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("name", cases(sorted(EXAMPLES), default=EXAMPLES.keys() - {"bench"}))
+def test_the_examples_of_the_api_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bucket = f"memory://{secrets.token_hex(4)}"
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    names: dict[str, Any] = {
+        "dos": dos,
+        "dcp": dcp,
+        "signal": signal,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "state": {"model": model},
+        "train": lambda state: 0.5,
+        "loader": {"position": 3},
+        "url": f"{bucket}/run",
+        "steps": 2,
+        "loss": 0.5,
+    }
+    for step in (1000, 2000):
+        state = {"model": model, "optimizer": optimizer}
+        dos.save(state, f"{bucket}/run/step-{step}", progress=False)
+    if name == "import_checkpoint":
+        dos.export_checkpoint(f"{bucket}/run/step-1000", "weights.safetensors", "model.*")
+    text = textwrap.dedent(EXAMPLES[name])
+    text = text.replace("s3://bucket", bucket).replace("gs://bucket", f"{bucket}/gs")
+    text = re.sub(r"\bdos\.install\(\)", 'dos.install(schemes=["memory"])', text)
+    try:
+        exec(text, names)
+    finally:
+        dos.uninstall()

@@ -67,6 +67,9 @@ _log = logging.getLogger("dcp_objstore")
 class RunClaim:
     """The right to save steps of a run, until another job claims the run. Picklable.
 
+        claim = dos.claim_run("s3://bucket/run")
+        dos.save(state, "s3://bucket/run/best", claim=claim)
+
     Attributes:
         url: URL of the run; its steps are directly below it.
         number: the number of the claim, from 1.

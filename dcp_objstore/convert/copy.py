@@ -123,6 +123,8 @@ def copy_checkpoint(
 ) -> CopyReport:
     """Copy a checkpoint between runs, buckets and providers, byte for byte.
 
+        dos.copy_checkpoint("s3://bucket/run/step-1000", "gs://bucket/kept/step-1000")
+
     If both URLs are on one store that can copy (`s3://`, `gs://`, `az://`, `file://`) and have the
     same options, it copies the objects by itself, each on the condition that it has the ETag which
     the save got for it; its bytes are not read. Otherwise the data streams through some 400 MiB of

@@ -115,6 +115,8 @@ def export_checkpoint(
 ) -> ExportReport:
     """Write a checkpoint as one `torch.save` file, or as safetensors for Hugging Face libraries.
 
+        dos.export_checkpoint("s3://bucket/run/step-1000", "weights.safetensors", "model.*")
+
     The checkpoint streams through some 400 MiB of memory, however large it is. A file appears whole
     or not at all. If the export fails, the files that it has written are removed; of one that was
     killed, the next one to the same local folder removes them.

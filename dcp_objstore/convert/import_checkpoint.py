@@ -104,6 +104,8 @@ def import_checkpoint(
 ) -> SaveReport:
     """Save what others have written as one checkpoint, in bounded memory and in one process.
 
+        dos.import_checkpoint("weights.safetensors", "s3://bucket/run/imported")
+
     It is committed as `save` does it: when this returns, the whole checkpoint exists.
 
     Args:

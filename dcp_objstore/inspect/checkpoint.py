@@ -200,6 +200,10 @@ class ValueEntry:
 class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     """An opened checkpoint, as a mapping from keys to entries. `open` returns it.
 
+        checkpoint = dos.open("s3://bucket/run/step-1000")
+        checkpoint["model.weight"].shape
+        weights = checkpoint.read("model.*")
+
     It stays with the commit that was opened. If that commit is replaced or deleted, and its objects
     are removed, reading raises CheckpointGoneError. It is thread-safe, and each process of a job
     reads for itself. Nothing needs to be closed. Like a reader, it is pickled without the
@@ -521,6 +525,9 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
 ) -> Checkpoint:
     """Open a checkpoint to look into it, with two requests and without a process group.
 
+        checkpoint = dos.open("s3://bucket/run/step-1000")
+        report = checkpoint.verify()
+
     Args:
         url: URL of the checkpoint, which this or another library wrote.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
@@ -584,6 +591,8 @@ def load_state_dict(
     trace: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Read a state dict, or part of one, into new tensors; no state to load into is needed.
+
+        weights = dos.load_state_dict("s3://bucket/run/step-1000", "model.*")["model"]
 
     This is not a collective: every process that calls it reads what it asks for. To load into a
     sharded model use `load`, which reads each byte once for all ranks.

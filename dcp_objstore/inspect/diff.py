@@ -115,6 +115,9 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints: keys, shapes, dtypes, and contents bit for bit.
 
+        report = dos.diff("s3://bucket/run/step-1000", "s3://bucket/run/step-2000")
+        [tensor.key for tensor in report.tensors]  # those that differ
+
     A tensor that both have with digests, cut into the same chunks, is compared by its digests: only
     markers and indices are read. Others are read, and so are values whose digests differ. That
     takes some 600 MiB of memory, however large the tensors are (if another library wrote one of

@@ -124,8 +124,10 @@ class InstalledReader(ObjectStoreReader):
 class Installation:
     """What `install` returns. As a context manager it restores what was installed before.
 
-    >>> with install():
-    ...     trainer.fit(model)  # doctest: +SKIP
+        with dos.install():
+            dcp.load(state, checkpoint_id="s3://bucket/run/step-1000")
+
+    Without `with`, it stays until `uninstall`.
     """
 
     def __init__(self, before: _Settings | None) -> None:
@@ -153,6 +155,9 @@ def install(
     allow_unfenced: bool = False,
 ) -> Installation:
     """Make torch's storage classes save to and load from buckets with this library.
+
+        dos.install()
+        dcp.save(state, checkpoint_id="s3://bucket/run/step-1510")
 
     Call it once on every rank, before anything is saved or loaded. From then on
     `dcp.save(state, checkpoint_id="s3://bucket/run/step-1")`, `dcp.load`, `dcp.async_save` in both
@@ -210,7 +215,13 @@ def install(
 
 
 def uninstall() -> None:
-    """Let torch's storage classes do again what they did. Does nothing if they do."""
+    """Let torch's storage classes do again what they did.
+
+        dos.install()
+        dos.uninstall()
+
+    Does nothing if they do.
+    """
     _installed.settings = None
 
 

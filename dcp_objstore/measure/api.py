@@ -72,6 +72,9 @@ def bench(
 ) -> BenchReport:
     """Measure saves and loads on a store, from this machine, and what limits them.
 
+        report = dos.measure.bench("s3://bucket/bench", size_bytes=1 << 20, seconds=1)
+        report.save.gib_per_second.median
+
     One process saves tensors below a random name under the URL, loads them, and sends plain
     requests, which show what the network and the store can do. It removes everything it wrote, also
     after an error or Ctrl-C; it touches nothing else. At most about twice the size is on

@@ -195,6 +195,9 @@ def _document(found: list[dict[str, Any]], base: int) -> dict[str, Any]:
 def merge_traces(into: str | os.PathLike[str], *traces: str | os.PathLike[str]) -> None:
     """Merge several traces, of all ranks and of `torch.profiler`, into one on one time axis.
 
+        dos.save(state, "s3://bucket/run/step-1550", trace="rank0.json")
+        dos.observe.merge_traces("all.json", "rank0.json")
+
     Traces of several hosts agree as far as their clocks do.
 
     Args:

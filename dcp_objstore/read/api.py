@@ -56,6 +56,8 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint into a state, in place, with any number of ranks or in one process.
 
+        dos.load({"model": model, "optimizer": optimizer}, "s3://bucket/run/step-1000")
+
     Modules, optimizers and Stateful objects are restored in place, tensors are filled, and plain
     values are replaced in `state`. The state may ask for less than the checkpoint has. If the
     checkpoint has a parameter but no optimizer state for it (it was frozen or never used), the

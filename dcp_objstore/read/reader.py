@@ -81,6 +81,8 @@ class _Load:
 class ObjectStoreReader(StorageReader):
     """A reader for `dcp.load` from an object store, with any number of ranks or in one process.
 
+        dcp.load(state, storage_reader=dos.ObjectStoreReader("s3://bucket/run/step-1000"))
+
     It reads checkpoints that `ObjectStoreWriter` committed, and those of stock torch's
     `FileSystemWriter` and `FsspecWriter`, s3torchconnector, Megatron-Core and
     multi-storage-client. Those carry no digests, so their bytes cannot be verified.

@@ -32,6 +32,9 @@ def claim_run(
 ) -> RunClaim:
     """Make this job the only one whose saves count in a run. Every rank calls it before training.
 
+        claim = dos.claim_run("s3://bucket/run")
+        dos.save(state, "s3://bucket/run/step-2500", claim=claim)
+
     An earlier job of the run may still be alive: preempted, paused or cut off from the network.
     From now on it adds, replaces and deletes no step that counts, whenever it wakes up: its saves
     raise SupersededError. This holds for jobs that pass their claim to `save`. In a run that has a

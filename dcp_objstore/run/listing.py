@@ -157,6 +157,9 @@ def list_checkpoints(
 ) -> Listing:
     """List the checkpoints at and below a URL, and saves that were never committed.
 
+        for checkpoint in dos.list_checkpoints("s3://bucket/run").checkpoints:
+            print(checkpoint.name, checkpoint.state, checkpoint.total_bytes)
+
     One listing of all objects below the URL (a request for each 1,000), and one request for each
     marker. It changes nothing.
 
@@ -217,6 +220,9 @@ def steps(
     config: TransferConfig | None = None,
 ) -> tuple[ListedCheckpoint, ...]:
     """List the committed steps of a run that count, the newest last. One process calls it.
+
+        newest = dos.steps("s3://bucket/run", newest=1)[0]
+        dos.load(state, newest.url)
 
     Steps are sorted by name, and numbers in names are compared as numbers: `step-9` comes before
     `step-10`. In a run without a claim all committed steps count. A step with a damaged marker is

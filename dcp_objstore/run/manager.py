@@ -83,7 +83,8 @@ class _Trained:
 class CheckpointManager:
     """The checkpoints `step-N` of a run, below one URL.
 
-        with CheckpointManager(url, keep=[KeepLatest(3), KeepEvery(5000)], save_every=500) as run:
+        keep = [dos.KeepLatest(3), dos.KeepEvery(5000)]
+        with dos.CheckpointManager(url, keep=keep, save_every=500) as run:
             start = run.load(state) or 0
             for step in range(start + 1, steps + 1):
                 train(state)

@@ -30,6 +30,9 @@ in_forked_child(_restore_in_child)
 class Preemption:
     """How a job learns that it must end, and what its `CheckpointManager` does then.
 
+        preemption = dos.Preemption(signals=[signal.SIGTERM, signal.SIGUSR1])
+        run = dos.CheckpointManager("s3://bucket/run", preemption=preemption)
+
     Args:
         signals: the signals that mean that the job must end; none, to catch none. They are caught
             inside the manager's block, until it is left or `close` is called, if this is the main

@@ -22,6 +22,8 @@ from dcp_objstore.errors import ConfigError
 class StepFacts:
     """What policies know about a committed step.
 
+        dos.KeepLatest(1).keeps([dos.StepFacts(step=1), dos.StepFacts(step=2)])
+
     Attributes:
         step: number of the step.
         metrics: the metrics that were passed when it was saved. A value that is not a finite number
@@ -42,7 +44,14 @@ class StepFacts:
 
 
 class RetentionPolicy(ABC):
-    """Decides which steps to keep. Pure: the answer depends on the set of steps alone."""
+    """Decides which steps to keep.
+
+        class KeepFirst(dos.RetentionPolicy):
+            def keeps(self, steps):
+                return frozenset({min(step.step for step in steps)})
+
+    Pure: the answer depends on the set of steps alone.
+    """
 
     @abstractmethod
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
@@ -52,6 +61,8 @@ class RetentionPolicy(ABC):
 @dataclass(frozen=True)
 class KeepLatest(RetentionPolicy):
     """Keeps the `n` steps with the highest numbers.
+
+        run = dos.CheckpointManager("s3://bucket/run", keep=dos.KeepLatest(3))
 
     Raises:
         ConfigError: `n` is less than 1.
@@ -71,6 +82,9 @@ class KeepLatest(RetentionPolicy):
 class KeepEvery(RetentionPolicy):
     """Keeps the steps whose number is divisible by `n`.
 
+        keep = [dos.KeepLatest(3), dos.KeepEvery(5000)]
+        run = dos.CheckpointManager("s3://bucket/run", keep=keep)
+
     Raises:
         ConfigError: `n` is less than 1.
     """
@@ -88,6 +102,9 @@ class KeepEvery(RetentionPolicy):
 @dataclass(frozen=True)
 class KeepBest(RetentionPolicy):
     """Keeps the `n` steps with the best value of a metric; of equal values, the later step.
+
+        with dos.CheckpointManager("s3://bucket/run", keep=dos.KeepBest("loss", 2)) as run:
+            run.step(3000, state, metrics={"loss": 0.25})
 
     Steps that were saved without that metric, or with a value that is not a finite number, are not
     among the best.
@@ -143,6 +160,8 @@ class _Combination(RetentionPolicy):
 class KeepAny(_Combination):
     """Keeps the steps that at least one of the policies keeps.
 
+        keep = dos.KeepAny(dos.KeepLatest(3), dos.KeepEvery(5000))  # a list does the same
+
     Raises:
         ConfigError: there is no argument, or one is not a policy.
     """
@@ -154,6 +173,8 @@ class KeepAny(_Combination):
 
 class KeepAll(_Combination):
     """Keeps the steps that every one of the policies keeps.
+
+        keep = dos.KeepAll(dos.KeepEvery(100), dos.KeepLatest(5))
 
     Raises:
         ConfigError: there is no argument, or one is not a policy.

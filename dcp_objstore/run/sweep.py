@@ -94,6 +94,9 @@ def sweep(
 ) -> SweepReport:
     """Remove the objects below a URL that no commit names and that no job can still be using.
 
+        report = dos.sweep("s3://bucket/run", dry_run=True)
+        report.deleted_bytes  # what a sweep would remove
+
     These are objects of saves that were never committed, objects of checkpoints that were
     overwritten or deleted, and orphaned multipart uploads (S3, with boto3), all older than the
     grace period. In a run that has a claim (see `claim_run`), a sweep also deletes steps that a

@@ -54,6 +54,8 @@ def delete(
 ) -> DeleteReport:
     """Delete a checkpoint. One process calls it; after a crash, call it again to go on.
 
+        dos.delete("s3://bucket/run/step-1000")
+
     When it returns, the checkpoint no longer exists. A tombstone stays, which the next save at this
     URL replaces. The objects stay for readers that are under way, until a `sweep` removes them
     after 24 h or more.
@@ -174,6 +176,8 @@ def repair(
 ) -> RepairReport:
     """Finish what a crash left undone: a deletion, or the change of `.metadata`.
 
+        report = dos.repair("s3://bucket/run/step-1000")
+
     If a save dies after its commit and before it writes `.metadata`, dcp_objstore loads the
     checkpoint, but stock torch does not see it, or sees the one before. A repair writes `.metadata`
     then. No data object is touched.
@@ -202,6 +206,8 @@ def pin(
     config: TransferConfig | None = None,
 ) -> tuple[str, ...]:
     """Protect a checkpoint from deletion and from being overwritten.
+
+        dos.pin("s3://bucket/run/step-1000", "paper")
 
     If the checkpoint already has this pin, nothing changes.
 
@@ -232,6 +238,8 @@ def unpin(
     config: TransferConfig | None = None,
 ) -> tuple[str, ...]:
     """Remove a pin of a checkpoint, if it is there.
+
+        dos.unpin("s3://bucket/run/step-1000", "paper")
 
     Args:
         url: URL of the checkpoint.

@@ -15,7 +15,8 @@ class PerRank:
     """A value to save once per rank. Without it, DCP stores the value of one rank for all ranks.
 
         state = {"rng": dos.PerRank(torch.get_rng_state()), "data": dos.PerRank(loader)}
-        dos.load(state, url)
+        dos.save(state, "s3://bucket/run/step-1560")
+        dos.load(state, "s3://bucket/run/step-1560")
         torch.set_rng_state(state["rng"].value)
 
     It works anywhere in the state of `dcp_objstore.save`, `async_save`, `load` and

@@ -55,6 +55,8 @@ def save(
 ) -> SaveReport:
     """Save a sharded state as one checkpoint. Call it on every rank, without `if rank == 0`.
 
+        dos.save({"model": model, "optimizer": optimizer}, "s3://bucket/run/step-1540")
+
     When it returns, the whole checkpoint exists on the store. When it raises, it raises on every
     rank, and no torn checkpoint is visible.
 

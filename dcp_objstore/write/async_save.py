@@ -118,6 +118,10 @@ class _WatchedFuture(Future[T]):
 class AsyncSaveHandle:
     """A handle on a save that runs in the background.
 
+        handle = dos.async_save(state, "s3://bucket/run/step-1500")
+        handle.staged()  # from here on the state may change
+        report = handle.result()  # the checkpoint is committed
+
     A program that ends during the save waits for it. If the save fails and nothing asks for its
     outcome, the next `async_save` raises the error. If there is no next one, the error is printed
     when the program ends, and the exit status is 120. (In a child that `multiprocessing` forks, the
@@ -249,6 +253,10 @@ def async_save(
     wait_for_staging: bool = True,
 ) -> AsyncSaveHandle:
     """Copy the state to host memory, return, and save the copy in the background.
+
+        handle = dos.async_save(state, "s3://bucket/run/step-1530")
+        train(state)  # the copy is being uploaded
+        handle.result()
 
     Call it on every rank. The copy takes as much host memory as this rank's shards; the memory is
     kept for the next save (pinned if there is a GPU). Collectives of the save run in separate gloo

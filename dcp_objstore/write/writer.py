@@ -65,6 +65,8 @@ T = TypeVar("T")
 class ObjectStoreWriter(KeptStager, StorageWriter):
     """A writer for `dcp.save` and `dcp.async_save` to an object store.
 
+        dcp.save(state, storage_writer=dos.ObjectStoreWriter("s3://bucket/run/step-1520"))
+
     Every rank makes a writer with the same arguments. Tensors are sent from their own memory, which
     must not change until the save returns. For `dcp.async_save` the writer first makes a copy, in
     memory that is kept for the next save of any writer of this process. Readers see the checkpoint
