@@ -165,7 +165,7 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
             for number in range(first, first + count)
             for low, high in inside
         ]
-    # A row has no longer gaps than there are between rows, so `inside` is one stretch.
+    # No gap inside a row is longer than the gap between two rows, so `inside` is one stretch.
     return [(first * row + start, (first + count - 1) * row + end)]
 
 
