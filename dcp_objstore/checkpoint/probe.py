@@ -121,7 +121,7 @@ def require_fencing(
     return found
 
 
-def require_rewrites(store: ObjectStore, what: str, *, clock: Clock = SYSTEM_CLOCK) -> None:
+def require_rewrites(store: ObjectStore, what: str) -> None:
     """Refuse to rewrite markers (to delete, sweep or pin) on a store that cannot fence it.
 
     Args:
@@ -131,8 +131,9 @@ def require_rewrites(store: ObjectStore, what: str, *, clock: Clock = SYSTEM_CLO
     Raises:
         UnsupportedError: the store cannot replace an object conditionally (rule 11 of `commit`).
     """
-    if not can_rewrite(store, clock=clock):
-        lacks = "replace" if _capabilities(store, clock).conditional_create else "create or replace"
+    if not can_rewrite(store):
+        can_create = _capabilities(store, SYSTEM_CLOCK).conditional_create
+        lacks = "replace" if can_create else "create or replace"
         raise UnsupportedError(
             f"{what} here: this store cannot {lacks} an object conditionally, so nothing would keep"
             " a save that is under way from committing onto what is being removed. Use a store with"

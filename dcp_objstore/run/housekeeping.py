@@ -150,7 +150,7 @@ class Retainer:
         for step, pinned in list(self._pinned.items()):
             if step in self._known:
                 self._known[step] = replace(self._known[step], pinned=pinned)
-        in_use = {newest.step} | ({self.resumed} if self.resumed is not None else set())
+        in_use = {newest.step, self.resumed}
         for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
             self._delete(step)
 

@@ -203,12 +203,13 @@ def plan_deletions(
     steps: Iterable[StepFacts],
     policy: RetentionPolicy | None,
     *,
-    in_use: Collection[int] = (),
+    in_use: Collection[int | None] = (),
 ) -> tuple[int, ...]:
     """Return the numbers of the steps that may be deleted, the oldest first. Pure.
 
     The newest step, pinned steps and those in use (the one that this job resumed from, and the last
-    one that it committed) are never deleted, whatever the policy says. Without one, none is.
+    one that it committed) are never deleted, whatever the policy says. Without one, none is. None
+    in `in_use` stands for no step.
     """
     known = tuple(steps)
     if policy is None or not known:

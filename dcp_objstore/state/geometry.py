@@ -165,16 +165,8 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
             for number in range(first, first + count)
             for low, high in inside
         ]
-    if len(inside) == 1:
-        return [(first * row + start, (first + count - 1) * row + end)]
-    runs: list[tuple[int, int]] = []
-    for number in range(first, first + count):
-        for low, high in inside:
-            if runs and number * row + low - runs[-1][1] <= gap:
-                runs[-1] = (runs[-1][0], number * row + high)
-            else:
-                runs.append((number * row + low, number * row + high))
-    return runs
+    # No gap inside a row is longer than the gap between two rows, so `inside` is one stretch.
+    return [(first * row + start, (first + count - 1) * row + end)]
 
 
 def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> list[Copy]:

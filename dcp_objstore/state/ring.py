@@ -120,8 +120,7 @@ class Ring:
             if made is not None:
                 self._idle.put(slot)
                 return made
-            slot.settle()
-        slot.tickets.clear()
+        slot.settle()
         return slot
 
     def acquire(self, check_stopped: Callable[[], None]) -> Slot:

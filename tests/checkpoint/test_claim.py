@@ -250,6 +250,18 @@ def test_zombies_that_beat_a_commit_are_replaced(run: MemoryStore) -> None:
     assert len(done.marker.log) == 2
 
 
+def test_a_put_that_a_superseded_job_beat_counts_as_an_attempt(run: MemoryStore) -> None:
+    end = Job(run).begin("step-1")
+    late = Job(run).begin("step-1")
+
+    def beat(_: Put) -> None:
+        with pytest.raises(SupersededError):
+            end()
+
+    run.on_put = in_turn(f"step-1/{MARKER_KEY}", beat)
+    assert late().attempts == 2
+
+
 def test_a_pinned_step_of_a_superseded_job_is_left_alone(run: MemoryStore) -> None:
     zombie = Job(run)
     end = zombie.begin("step-1")
@@ -521,6 +533,18 @@ def test_a_step_with_a_damaged_marker_is_left_out_and_one_of_a_newer_format_is_n
         Job(run)
     with pytest.raises(UnsupportedError):
         listed(run)
+
+
+def test_a_step_with_a_damaged_marker_is_listed_where_that_is_asked_for(run: MemoryStore) -> None:
+    Job(run).save("step-1")
+    Job(run).save("step-2")
+    run.put(f"step-2/{MARKER_KEY}", b"{}")
+    process = Process(run)
+    steps = list_run(process.at(""), process.at, with_damaged=True, clock=TickingClock()).steps
+    assert [(step.name, step.error is not None) for step in steps] == [
+        ("step-1", False),
+        ("step-2", True),
+    ]
 
 
 # --- going back

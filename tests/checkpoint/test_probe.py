@@ -18,7 +18,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.protocol import Capabilities, IfAbsent, IfVersion
-from tests.support.memory_store import LOST, MemoryStore, Put, TickingClock
+from tests.support.memory_store import LOST, UNANSWERED, Fate, MemoryStore, Put, TickingClock
 from tests.support.servers import Bucket
 
 URL = "s3://bucket/run/step-1"
@@ -112,6 +112,18 @@ def test_lost_answer_is_tried_again_under_another_name(store: MemoryStore) -> No
     assert probes.probe(store, clock=TickingClock()) == Capabilities(True, True, True, copies=False)
     assert len({put.key for put in store.puts}) == 3
     assert store.objects == {}
+
+
+def test_an_update_whose_answer_was_lost_has_taken_effect(store: MemoryStore) -> None:
+    """Sent again it is refused; that the object is as sent shows that the first one was not."""
+    fates = [UNANSWERED]
+
+    def on_put(put: Put) -> Fate | None:
+        return fates.pop() if fates and isinstance(put.precondition, IfVersion) else None
+
+    store.on_put = on_put
+    assert probes.probe(store, clock=TickingClock()) == Capabilities(True, True, True, copies=False)
+    assert not fates
 
 
 def test_store_that_never_answers_is_unavailable(store: MemoryStore) -> None:

@@ -149,6 +149,17 @@ def test_the_nearest_of_many_names_is_found(asked: str, first: str, others: int)
     assert nearest(asked, saved)[0] == first
 
 
+def test_of_names_with_a_prefix_more_or_less_the_shortest_prefix_is_named_first() -> None:
+    saved = ["ema.module.model.head.weight", "model.head.weight", "x.model.head.weight", "weight"]
+    assert nearest("head.weight", saved) == ["weight", "model.head.weight", "x.model.head.weight"]
+
+
+def test_of_the_names_inside_a_key_up_to_three_are_named() -> None:
+    saved = [f"model.layers.{number}" for number in range(4)]
+    assert nearest("model", saved[:2]) == saved[:2]
+    assert nearest("model", saved) == saved[:3]
+
+
 @pytest.mark.parametrize("ranks", [["empty", "empty"], ["empty", "full"], ["full", "empty"]])
 def test_a_load_is_called_empty_only_if_no_rank_loads_anything(
     ranks: list[str], caplog: pytest.LogCaptureFixture

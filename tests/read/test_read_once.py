@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ import dcp_objstore as dos
 from benchmarks.sink import Sink, fetch_stats
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import (
+    CheckpointNotFoundError,
     ConfigError,
     RankFailedError,
     UnsupportedError,
@@ -35,8 +39,8 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Failed
 from dcp_objstore.read import reader as reader_module
 from dcp_objstore.read.peers import exchange, shared_memory
-from dcp_objstore.read.peers.meeting import Offer, all_arrived, group_digest, share_out
-from dcp_objstore.read.peers.plan import NEED
+from dcp_objstore.read.peers.meeting import Offer, all_arrived, group_digest, open_once, share_out
+from dcp_objstore.read.peers.plan import NEED, ExchangePlan, SharedRequest
 from tests.support.campaign import cases
 from tests.support.checkpoints import cause, causes
 from tests.support.listening import Heard, of
@@ -284,7 +288,54 @@ def test_ranks_on_several_hosts_send_each_other_what_they_want(
         assert received_bytes >= 3 * PAYLOAD_BYTES
 
 
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+def test_slots_are_as_large_as_the_largest_request_wherever_that_begins(
+    alone: dist.ProcessGroup,
+) -> None:
+    requests = [
+        SharedRequest(0, start * MIB, end * MIB, 0, number, (), {})
+        for number, (start, end) in enumerate([(40, 42), (42, 43)])
+    ]
+    share = exchange.Share(ExchangePlan([requests]), {}, "meeting")
+    planned: Any = SimpleNamespace(reads=[], spans=[])
+    with exchange.Exchange(share, alone, "url") as exchanging:
+        exchanging.prepare(planned, 0)
+        assert exchanging.memory_bytes == len(requests) * 2 * MIB
+
+
 # Failures: on one rank alone, during many rounds.
+
+
+def test_an_error_where_the_checkpoint_is_opened_goes_without_the_garbage_collector(
+    alone: dist.ProcessGroup,
+) -> None:
+    """Its traceback has what was opened till then."""
+
+    class Opened:
+        pass
+
+    def fail() -> Any:
+        opened = Opened()
+        finalize(opened, gone.append, True)
+        raise CheckpointNotFoundError("not there")
+
+    gone: list[bool] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(CheckpointNotFoundError):
+            open_once(fail, alone, "memory://url")
+        assert gone
+    finally:
+        gc.enable()
 
 
 def load_small(rank: int, world: int, url: str, options: Options) -> None:
@@ -592,6 +643,29 @@ def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
     config = TransferConfig(peer_timeout_seconds=0.01)
     assert all_arrived("meeting", 3, config, "url") == (others == 2)
     assert store.looked == min(others + 1, 2)
+
+
+@pytest.mark.parametrize(("shared_bytes", "together"), [(100, False), (700, True)])
+def test_ranks_load_together_only_if_that_saves_more_than_three_percent(
+    shared_bytes: int, together: bool
+) -> None:
+    offers = []
+    for rank in (0, 1):
+        of_both = (0, 0, shared_bytes, 0, shared_bytes, 0, -1)
+        of_one = (1 + rank, 0, 10_000, 0, 10_000, 0, -1)
+        needs = np.array([of_both, of_one], dtype=NEED)
+        offers.append(
+            Offer(
+                "url",
+                "commit",
+                rank,
+                group_digest([0, 1]),
+                needs,
+                memory_budget_bytes=128 * MIB,
+                request_size_bytes=8 * MIB,
+            )
+        )
+    assert [share is not None for share in share_out(offers)] == [together, together]
 
 
 @pytest.mark.parametrize("how", ["slow", "own plan"])

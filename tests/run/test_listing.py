@@ -264,6 +264,39 @@ def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.Monke
     assert [one.state for one in found] == ["committed", "committed", "superseded"]
 
 
+def test_what_replaces_a_checkpoint_before_its_objects_are_listed_is_not_called_left_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    dos.save({"w": torch.ones(5)}, url)
+    list_places = listing.list_places
+
+    def replace_then_list(*args: Any, **settings: Any) -> Any:
+        dos.save({"w": torch.ones(5)}, url, overwrite=True)
+        return list_places(*args, **settings)
+
+    monkeypatch.setattr(listing, "list_places", replace_then_list)
+    (found,) = dos.list_checkpoints(url, everything=True).checkpoints
+    assert found.leftovers == dos.reports.Leftovers()
+
+
+def test_of_a_checkpoint_whose_index_goes_meanwhile_nothing_is_called_left_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    for _ in range(2):
+        dos.save({"w": torch.ones(5)}, url, overwrite=True)
+    read_index = listing.read_index
+
+    def remove_then_read(store: Any, marker: Any) -> bytes:
+        dos.delete(url, allow_newest=True, remove_objects=True)
+        return read_index(store, marker)
+
+    monkeypatch.setattr(listing, "read_index", remove_then_read)
+    (found,) = dos.list_checkpoints(url, everything=True).checkpoints
+    assert found.leftovers == dos.reports.Leftovers()
+
+
 @pytest.mark.backends("seaweed")
 def test_a_commit_that_replaces_another_meanwhile_is_not_called_left_over(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch

@@ -24,13 +24,14 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run import housekeeping as retaining, manager
+from dcp_objstore.run.resume import load_newest
 from dcp_objstore.run.steps import step_numbers
 from dcp_objstore.run.sweep import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import run_into
 from dcp_objstore.write import api, async_save as async_api
 from tests.support.servers import Bucket
-from tests.support.wrapped_stores import RecordingStore
+from tests.support.wrapped_stores import RecordingStore, Request
 
 
 @pytest.fixture
@@ -222,6 +223,23 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         dos.load(
             {"weight": torch.zeros(4)}, bucket.at("step-7"), storage_options=options, progress=False
         )
+
+
+def test_a_run_that_was_listed_whole_is_not_listed_again(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    url = tmp_path.as_uri()
+    assert load_newest(StoreSpec(url), None, fail_to_load).step is None
+    assert [one.verb for one in requests].count("list") == 1
+    dos.save({"w": torch.ones(1)}, f"{url}/step-1", progress=False)
+    requests.clear()
+    with pytest.raises(dos.errors.CheckpointCorruptError):
+        load_newest(StoreSpec(url), None, fail_to_load)
+    assert [one.verb for one in requests].count("list") == 1
+
+
+def fail_to_load(_: int) -> Any:
+    raise dos.errors.CheckpointCorruptError("damaged")
 
 
 def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) -> None:

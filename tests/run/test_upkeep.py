@@ -173,6 +173,15 @@ def test_one_listing_and_one_newer_marker_show_that_a_step_is_not_the_newest(
     assert len([one for one in requests if one.key == MARKER_KEY]) == 3
 
 
+def test_of_numbered_steps_the_one_that_was_saved_last_is_not_the_newest(tmp_path: Path) -> None:
+    run = tmp_path.as_uri()
+    for step in (10, 9):
+        dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(f"{run}/step-10")
+    dos.delete(f"{run}/step-9")
+
+
 def test_a_step_whose_marker_is_damaged_is_not_the_newer_one(tmp_path: Path) -> None:
     run = tmp_path.as_uri()
     for step in (1, 2, 3):
@@ -279,6 +288,18 @@ def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
     assert names == ["step-2"]
     assert sent_later < sent
     assert bucket.keys("step-0") == [MARKER_KEY]
+
+
+def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    dos.save({"a": WEIGHT}, f"{tmp_path.as_uri()}/step-1", progress=False)
+    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).touch()
+    probes.forget()
+    requests.clear()
+    (swept,) = dos.sweep(tmp_path.as_uri(), dry_run=True).checkpoints
+    assert swept.dry_run
+    assert {one.verb for one in requests} == {"list", "get"}
 
 
 @pytest.mark.parametrize("swept", ["/run", ""])

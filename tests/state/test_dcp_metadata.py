@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.errors import RankFailedError
 from dcp_objstore.state import dcp_metadata
 from dcp_objstore.state.dcp_metadata import (
     Results,
@@ -149,6 +152,45 @@ def test_a_pickled_metadata_carries_the_index_once_and_no_chunk() -> None:
     received = pickle.loads(pickle.dumps(metadata))
     assert received == metadata
     assert saved(received, "a").chunks[0] is saved(received, "b").chunks[0]
+
+
+@pytest.mark.parametrize(
+    ("missing", "place"),
+    [("a", "at offset (0, 2)"), ("b", "at offset (4,)"), ("n", "this item;"), ("m", "this item;")],
+)
+def test_an_item_that_no_rank_reported_is_named(missing: str, place: str) -> None:
+    """With the place of the chunk that is missing, the last one of the tensor."""
+    properties = TensorProperties(torch.float32)
+    chunks = {
+        "a": [ChunkStorageMetadata(torch.Size([0, at]), torch.Size([2, 2])) for at in (0, 2)],
+        "b": [ChunkStorageMetadata(torch.Size([at]), torch.Size([4])) for at in (0, 4)],
+    }
+    shapes = {"a": torch.Size([2, 4]), "b": torch.Size([8])}
+    planned = planned_index(
+        Metadata(
+            {
+                **{
+                    key: TensorStorageMetadata(properties, shapes[key], boxes)
+                    for key, boxes in chunks.items()
+                },
+                "n": BytesStorageMetadata(),
+                "m": BytesStorageMetadata(),
+            }
+        )
+    )
+    stored = StoredObject(ix.ObjectEntry("__0_0.a0.distcp", 100, None, b"d" * 16), 1, "memory://x")
+    item = StoredItem(stored, 0, 100, 64, 16, b"d" * 16, False, "float32")
+    written = {
+        key: [MetadataIndex(key, box.offsets) for box in boxes] for key, boxes in chunks.items()
+    }
+    written |= {key: [MetadataIndex(key)] for key in ("n", "m")}
+    written[missing].pop()
+    results = WriteResults(
+        WriteResult(index, 100, item) for places in written.values() for index in places
+    )
+    with pytest.raises(RankFailedError, match=re.escape(place)) as caught:
+        build_index(planned, [results.columns()], StorageMeta())
+    assert caught.value.key == missing
 
 
 def test_the_chunks_of_a_tensor_stand_in_the_order_of_their_offsets() -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,7 +37,13 @@ from dcp_objstore.read import session
 from dcp_objstore.read.stored_checkpoint import ItemLocation
 from dcp_objstore.read.tensor_read import TensorRead
 from dcp_objstore.state import device, tensor_frame
-from dcp_objstore.state.device import Inbound, Outbound, pinned_memory, plan_ring
+from dcp_objstore.state.device import (
+    Inbound,
+    Outbound,
+    pinned_memory,
+    plan_ring,
+    settle_streams,
+)
 from dcp_objstore.state.ring import Ring
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
@@ -400,6 +407,15 @@ def test_slots_are_filled_but_for_less_than_a_block(size_mib, lane):
     assert len(lane.allocated) <= 1 + count * size_mib / 12
 
 
+def test_a_slot_with_room_for_one_more_block_is_filled(lane):
+    config = dos.TransferConfig(part_size_bytes=16 * MIB, upload_concurrency=8)
+    out = Outbound(plan_parts(0, 16 * MIB), config, never_stopped)
+    sizes_bytes = [12 * MIB, 12 * MIB, 8 * MIB]
+    held = [piece for size in sizes_bytes for piece in out.slices(plain_memory(size))]
+    assert sum(piece.nbytes for piece in held) == sum(sizes_bytes)
+    assert len(lane.allocated) == 2
+
+
 def test_one_slot_is_enough_for_who_lets_go_of_each_slice(lane):
     def stop() -> None:
         raise AssertionError("it waits for a slot that nobody has")
@@ -415,6 +431,17 @@ def test_one_slot_is_enough_for_who_lets_go_of_each_slice(lane):
             del piece
         assert seen == tensor.nbytes
     assert len(lane.allocated) == 1
+
+
+def test_work_on_a_stream_that_other_threads_do_not_wait_for_is_waited_for(monkeypatch):
+    default, own = Mock(), Mock()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: default)
+    monkeypatch.setattr(torch.cuda, "current_stream", [default, own].__getitem__)
+    settle_streams()
+    own.synchronize.assert_called_once()
+    default.synchronize.assert_not_called()
 
 
 # --- loading ---
@@ -564,6 +591,7 @@ def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
                 read.send_through(inbound)
             copy = packed.copy()
             read.accept_packed(start, end - start, copy)
+            assert destination.any() != through, "copies of the lane are late"
             copy[:] = 0  # it need not stay
         found.append(destination)
     assert found[0].any()

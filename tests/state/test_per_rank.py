@@ -121,6 +121,21 @@ def test_a_checkpoint_without_the_values_is_told_of(tmp_path: Path) -> None:
     assert (state["a"], state["seed"].value, state["seed"].restored) == (1, 5, False)
 
 
+def test_a_value_that_was_not_saved_keeps_no_other_from_being_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    with monkeypatch.context() as patch:
+        of_ranks = {"0": (7,), "1": (8,)}
+        patch.setattr(dos.PerRank, "to_save", lambda _: of_ranks)
+        dos.save({"seed": dos.PerRank(7)}, url, progress=False)
+    state = {name: dos.PerRank(5, choice="list") for name in ("added", "seed")}
+    report = dos.load(state, url, progress=False, strict=False)
+    assert (report.missing, report.unexpected) == (("added.0",), ())
+    assert (state["added"].restored, state["added"].value) == (False, 5)
+    assert state["seed"].values == [7, 8]
+
+
 def test_what_is_restored_in_place_is_refused_inside(tmp_path: Path) -> None:
     url = (tmp_path / "step-1").as_uri()
     with pytest.raises(dos.errors.StateMismatchError, match="PerRank"):
