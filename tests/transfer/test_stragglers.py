@@ -104,6 +104,36 @@ def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken() -> None:
                 assert waits.taken(lambda key: key != "a") == "b"
 
 
+def test_no_wait_ends_while_it_is_taken_away() -> None:
+    """Its bytes would be used, and then those of the second answer as well."""
+    waits, began, leave = Waits(), threading.Event(), threading.Event()
+    outcomes: list[str] = []
+
+    def wait() -> None:
+        try:
+            with waits.stragglers.waiting("a", MIB):
+                began.set()
+                leave.wait(30)
+            outcomes.append("used")
+        except StragglerError:
+            outcomes.append("dropped")
+
+    def give_up(key: str) -> bool:
+        leave.set()
+        worker.join(0.1)
+        return True
+
+    worker = threading.Thread(target=wait)
+    worker.start()
+    assert began.wait(30)
+    waits.clock.now += 9
+    try:
+        assert waits.taken(give_up) == "a"
+    finally:
+        worker.join(30)
+    assert outcomes == ["dropped"]
+
+
 def test_nothing_is_slow_before_a_few_waits_have_ended() -> None:
     for ended, found in ((7, None), (8, "a")):
         waits = Waits(ended=ended)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -314,6 +315,23 @@ def test_copies_of_a_device_are_complete_when_staging_has_finished(
     assert not lane.queued
     assert begun.state["a"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert begun.state["b"].tolist() == [1.0, 5.0]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_finished_copy_keeps_no_memory_of_the_state(
+    on_device: bool, memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training may free its tensors while the copy is uploaded."""
+    if on_device:
+        lane = LateLane()
+        use_lane(monkeypatch, lambda: lane)
+    tensor = torch.arange(1000.0)
+    begun = Staging({"t": tensor}, memory)
+    begun.finish()
+    kept = weakref.ref(tensor), weakref.ref(tensor.untyped_storage())
+    del tensor
+    assert [reference() for reference in kept] == [None, None]
+    assert begun.state["t"][7] == 7
 
 
 # Memory -----------------------------------------------------------------------------------------
