@@ -84,7 +84,7 @@ class Stragglers(Generic[T]):
                 return None
             now = self._clock()
             limit = _SLOW_FACTOR * statistics.median(self._usual)
-            for key, (at, counted_bytes) in list(self._waits.items()):
+            for key, (at, counted_bytes) in self._waits.items():
                 if now - at > max(_LEAST_SECONDS, limit * counted_bytes) and give_up(key):
                     del self._waits[key]
                     self._left -= 1

@@ -374,6 +374,15 @@ def test_memory_that_only_a_reference_cycle_holds_is_used_again(
     assert memory.allocations == made
 
 
+def test_a_kernel_without_huge_pages_has_memory_for_the_copy(
+    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmap.MADV_HUGEPAGE", 12345, raising=False)  # refused, as it is there
+    staged = stage({"t": torch.arange(5.0)})
+    assert memory.allocations == 1
+    assert staged["t"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_memory_does_not_grow_when_the_state_changes(memory: StagingMemory) -> None:
     for size in range(1, 40):
         stage({"t": torch.ones(5 * MIB + size * 10_000)})
