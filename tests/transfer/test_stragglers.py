@@ -157,6 +157,28 @@ def test_no_wait_ends_while_it_is_taken_away() -> None:
     assert outcomes == ["dropped"]
 
 
+def test_no_wait_begins_while_the_waits_are_looked_at() -> None:
+    waits, begun = Waits(), threading.Event()
+    began_meanwhile: list[bool] = []
+
+    def wait() -> None:
+        with waits.stragglers.waiting("b", MIB):
+            begun.set()
+
+    def give_up(key: str) -> bool:
+        worker.start()
+        began_meanwhile.append(begun.wait(0.1))
+        return False
+
+    worker = threading.Thread(target=wait)
+    with waits.stragglers.waiting("a", MIB):
+        waits.clock.now += 9
+        waits.taken(give_up)
+    worker.join(30)
+    assert (began_meanwhile, begun.is_set()) == ([False], True)
+    assert waits.answers == [None]
+
+
 def test_nothing_is_slow_before_a_few_waits_have_ended() -> None:
     for ended, found in ((7, None), (8, "a")):
         waits = Waits(ended=ended)
