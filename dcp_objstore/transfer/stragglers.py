@@ -83,10 +83,8 @@ class Stragglers(Generic[T]):
             if not self._left or len(self._usual) < _FEW:
                 return None
             now = self._clock()
-            if not any(now - at > _LEAST_SECONDS for at, _ in self._waits.values()):
-                return None
             limit = _SLOW_FACTOR * statistics.median(self._usual)
-            for key, (at, counted_bytes) in list(self._waits.items()):
+            for key, (at, counted_bytes) in self._waits.items():
                 if now - at > max(_LEAST_SECONDS, limit * counted_bytes) and give_up(key):
                     del self._waits[key]
                     self._left -= 1

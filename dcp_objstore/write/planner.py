@@ -174,7 +174,8 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             The state without Stateful objects, whose states DCP would ask for outside of that.
         """
         self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
-        known, plain = None, dict[str, Any]()
+        known: _KnownLayout | None = None
+        plain: dict[str, Any] = {}
         try:
             plain = {
                 key: value.state_dict() if isinstance(value, Stateful) else value

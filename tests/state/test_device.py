@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -176,6 +177,26 @@ def test_a_slot_that_could_not_be_allocated_is_not_counted() -> None:
     assert ring.acquire(never_stopped).array.nbytes == 4
 
 
+def test_work_that_other_threads_would_not_wait_for_is_waited_for(monkeypatch):
+    """On the second GPU, the program works on a stream of its own."""
+    waited = []
+
+    def stream(name):
+        return SimpleNamespace(synchronize=lambda: waited.append(name))
+
+    default = [stream("the default of 0"), stream("the default of 1")]
+    current = [default[0], stream("a stream of 1")]
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 2,
+        current_stream=current.__getitem__,
+        default_stream=default.__getitem__,
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    device.settle_streams()
+    assert waited == ["a stream of 1"]
+
+
 @given(st.integers(1, 64 * MIB), st.integers(1, 64), st.integers(8 * MIB, 2048 * MIB))
 def test_the_ring_and_the_bodies_in_flight_are_within_the_budget(largest, concurrency, budget):
     slots, slot_bytes, rest = plan_ring(largest, concurrency, budget)
@@ -282,6 +303,17 @@ def test_many_tensors_smaller_than_a_slot_make_up_a_part_without_a_wait_for_ever
     dos.save(state, url, config=config)
     assert sum(lane.allocated) <= 80 * MIB
     assert dos.open(url).verify().ok
+
+
+def test_a_slot_is_filled_up_to_its_last_whole_block(lane):
+    """Otherwise a part could lie in more slots than there are."""
+    plan = plan_parts(0, 16 * MIB)
+    outbound = Outbound(plan, CONFIG, never_stopped)
+    sizes = []
+    for count_mib in (12, 16):
+        slices = outbound.slices(torch.zeros(count_mib * MIB, dtype=torch.uint8))
+        sizes += [piece.nbytes // MIB for piece in slices]
+    assert sizes == [12, 4, 12]
 
 
 @pytest.fixture(scope="module")

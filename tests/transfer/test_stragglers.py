@@ -45,31 +45,52 @@ class Clock:
 
 
 class Waits:
-    """The waits of a transfer, of which some have ended after 0.1 s for each MiB."""
+    """The waits of a transfer, of which some have ended after 0.1 s for each MiB.
+
+    Attributes:
+        answers: what `taken` has returned. To be asserted after a wait: one that was taken away
+            raises StragglerError in place of a failed assertion.
+    """
 
     def __init__(self, requests: int = 100, ended: int = 20) -> None:
         self.clock = Clock()
         self.stragglers: Stragglers[str] = Stragglers(requests, self.clock)
+        self.answers: list[str | None] = []
         for number in range(ended):
             with self.stragglers.waiting(f"ended {number}", (1 + number % 4) * MIB):
                 self.clock.now += 0.1 * (1 + number % 4)
 
     def taken(self, give_up: Callable[[str], bool] = lambda key: True) -> str | None:
-        return self.stragglers.take(give_up)
+        self.answers.append(self.stragglers.take(give_up))
+        return self.answers[-1]
 
 
 def test_a_wait_far_longer_than_the_others_is_taken_byte_for_byte() -> None:
     waits = Waits()
     with pytest.raises(StragglerError), waits.stragglers.waiting("four", 4 * MIB):
         waits.clock.now += 1.5
-        assert waits.taken() is None, "less than 4 times as long as 4 MiB take"
+        waits.taken()  # nothing: less than 4 times as long as 4 MiB take
         with pytest.raises(StragglerError), waits.stragglers.waiting("one", MIB):
             waits.clock.now += 0.2
-            assert waits.taken() == "four"
-            assert waits.taken() is None, "0.2 s are nothing"
+            waits.taken()
+            waits.taken()  # nothing: 0.2 s are little
             waits.clock.now += 0.6
-            assert waits.taken() == "one"
-            assert waits.taken() is None
+            waits.taken()
+            waits.taken()
+    assert waits.answers == [None, "four", None, "one", None]
+
+
+def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second() -> None:
+    waits = Waits(ended=0)
+    for _ in range(8):
+        with waits.stragglers.waiting("fast", MIB):
+            pass
+    with pytest.raises(StragglerError), waits.stragglers.waiting("a", MIB):
+        waits.clock.now = 0.75
+        waits.taken()
+        waits.clock.now = 0.76
+        waits.taken()
+    assert waits.answers == [None, "a"]
 
 
 def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow() -> None:
@@ -88,8 +109,9 @@ def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used() -> No
     waits = Waits()
     with pytest.raises(StragglerError), waits.stragglers.waiting("a", MIB):
         waits.clock.now += 9
-        assert waits.taken() == "a"
+        waits.taken()
         raise StoreUnavailableError("late")
+    assert waits.answers == ["a"]
 
 
 def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken() -> None:
@@ -100,8 +122,61 @@ def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken() -> None:
             waits.clock.now += 5
             with waits.stragglers.waiting("c", MIB):
                 waits.clock.now += 5
-                assert waits.taken(lambda key: False) is None
-                assert waits.taken(lambda key: key != "a") == "b"
+                waits.taken(lambda key: False)
+                waits.taken(lambda key: key != "a")
+    assert waits.answers == [None, "b"]
+
+
+def test_no_wait_ends_while_it_is_taken_away() -> None:
+    """Its bytes would be used, and then those of the second answer as well."""
+    waits, began, leave = Waits(), threading.Event(), threading.Event()
+    outcomes: list[str] = []
+
+    def wait() -> None:
+        try:
+            with waits.stragglers.waiting("a", MIB):
+                began.set()
+                leave.wait(30)
+            outcomes.append("used")
+        except StragglerError:
+            outcomes.append("dropped")
+
+    def give_up(key: str) -> bool:
+        leave.set()
+        worker.join(0.1)
+        return True
+
+    worker = threading.Thread(target=wait)
+    worker.start()
+    assert began.wait(30)
+    waits.clock.now += 9
+    try:
+        assert waits.taken(give_up) == "a"
+    finally:
+        worker.join(30)
+    assert outcomes == ["dropped"]
+
+
+def test_no_wait_begins_while_the_waits_are_looked_at() -> None:
+    waits, begun = Waits(), threading.Event()
+    began_meanwhile: list[bool] = []
+
+    def wait() -> None:
+        with waits.stragglers.waiting("b", MIB):
+            begun.set()
+
+    def give_up(key: str) -> bool:
+        worker.start()
+        began_meanwhile.append(begun.wait(0.1))
+        return False
+
+    worker = threading.Thread(target=wait)
+    with waits.stragglers.waiting("a", MIB):
+        waits.clock.now += 9
+        waits.taken(give_up)
+    worker.join(30)
+    assert (began_meanwhile, begun.is_set()) == ([False], True)
+    assert waits.answers == [None]
 
 
 def test_nothing_is_slow_before_a_few_waits_have_ended() -> None:
@@ -109,7 +184,8 @@ def test_nothing_is_slow_before_a_few_waits_have_ended() -> None:
         waits = Waits(ended=ended)
         with contextlib.suppress(StragglerError), waits.stragglers.waiting("a", MIB):
             waits.clock.now += 100
-            assert waits.taken() == found
+            waits.taken()
+        assert waits.answers == [found]
 
 
 @pytest.mark.parametrize(("requests", "most"), [(3, 2), (20, 2), (29, 2), (30, 3), (1000, 100)])

@@ -36,6 +36,8 @@ from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.copies import copied_parts
 from dcp_objstore.write import api
 from dcp_objstore.write.base import Unchanged, _candidates
+from dcp_objstore.write.layout import SizedItem
+from dcp_objstore.write.upload_items import _groups
 from tests.support.checkpoints import assert_nothing_visible, memory_url
 from tests.support.lanes import LateLane, use_lane
 from tests.support.proxy import Asked, NetworkProxy
@@ -197,6 +199,16 @@ def test_a_store_that_copies_whole_objects_gets_what_does_not_change_in_its_own(
     assert copied[:2] == [0, 0]
     assert copied[2] > 16 * MIB
     assert_holds(local.at("step-3"), None, 3)
+
+
+@pytest.mark.parametrize(("whole", "objects"), [(False, ["abcd"]), (True, ["bd", "ac"])])
+def test_what_changes_is_kept_apart_only_where_whole_objects_are_copied(
+    whole: bool, objects: list[str]
+) -> None:
+    items: Any = [SizedItem(SimpleNamespace(index=name), 3 * MIB) for name in "abcd"]
+    unchanged: Any = SimpleNamespace(items={"a", "c"}, whole=whole)
+    groups = _groups(items, unchanged, ())
+    assert ["".join(sized.item.index for sized in group) for group in groups] == objects
 
 
 def test_what_the_base_does_not_have_keeps_nothing_after_it_from_being_copied() -> None:

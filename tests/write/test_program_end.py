@@ -65,6 +65,19 @@ def test_a_program_that_ends_waits_for_its_saves_and_fails_loudly_if_one_is_lost
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_a_python_that_takes_no_more_handlers_can_import_the_library(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have ended already, and a later Python need not have what is private."""
+
+    def refuse(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("threading._register_atexit", refuse, raising=False)
+    program_end.at_program_end(lambda: None)
+
+
 def test_the_exit_status_tells_of_a_lost_save_even_if_it_cannot_be_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

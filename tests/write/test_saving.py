@@ -9,6 +9,7 @@ import io
 import logging
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -283,6 +284,27 @@ def test_what_a_planner_converts_loads_with_the_numbers_that_it_saved(
     # What a repair would write in place of `.metadata` is the same.
     index = next(tmp_path.glob("index.*")).read_bytes()
     assert StockDotMetadata().describes((tmp_path / ".metadata").read_bytes(), index)
+
+
+def test_a_planner_makes_the_next_tensor_when_the_last_one_is_gone() -> None:
+    """A planner that converts a state would otherwise need memory for more of it at a time."""
+    alive: list[int] = []
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(one() is not None for one in made))
+        converted = tensor.double()
+        made.append(weakref.ref(converted))
+        return converted
+
+    state = {f"t{n}": torch.ones(100) for n in range(3)}
+    dcp.save(
+        state,
+        storage_writer=dos.ObjectStoreWriter(memory_url()),
+        planner=Casting(convert),
+        no_dist=True,
+    )
+    assert alive == [0, 0, 0]
 
 
 def test_objects_keep_their_limit_though_a_planner_makes_tensors_larger(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -316,6 +317,23 @@ def test_copies_of_a_device_are_complete_when_staging_has_finished(
     assert begun.state["b"].tolist() == [1.0, 5.0]
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_finished_copy_keeps_no_memory_of_the_state(
+    on_device: bool, memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training may free its tensors while the copy is uploaded."""
+    if on_device:
+        lane = LateLane()
+        use_lane(monkeypatch, lambda: lane)
+    tensor = torch.arange(1000.0)
+    begun = Staging({"t": tensor}, memory)
+    begun.finish()
+    kept = weakref.ref(tensor), weakref.ref(tensor.untyped_storage())
+    del tensor
+    assert [reference() for reference in kept] == [None, None]
+    assert begun.state["t"][7] == 7
+
+
 # Memory -----------------------------------------------------------------------------------------
 
 
@@ -354,6 +372,15 @@ def test_memory_that_only_a_reference_cycle_holds_is_used_again(
     finally:
         gc.enable()
     assert memory.allocations == made
+
+
+def test_a_kernel_without_huge_pages_has_memory_for_the_copy(
+    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmap.MADV_HUGEPAGE", 12345, raising=False)  # refused, as it is there
+    staged = stage({"t": torch.arange(5.0)})
+    assert memory.allocations == 1
+    assert staged["t"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_memory_does_not_grow_when_the_state_changes(memory: StagingMemory) -> None:

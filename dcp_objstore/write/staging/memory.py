@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dcp_objstore.config import MIB
 from dcp_objstore.state.device import warn_of_pageable_memory
 from dcp_objstore.state.memory import byte_memory, lend
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 # A slab that was not used in this many consecutive takes is freed. Two, so that a program that
 # alternates between two states keeps the memory of both.
 _KEPT_TAKES = 2
-_HUGE_PAGE_BYTES = 2 * MIB
 
 
 @dataclass(slots=True)
@@ -138,7 +136,7 @@ def _new_memory(size_bytes: int) -> ByteArray:
     (Linux: madvise(2).) With huge pages the first copy takes a third of the time, because most of
     that time goes into making pages.
     """
-    if size_bytes < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
         array = byte_memory(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
         assert array is not None
         return array
