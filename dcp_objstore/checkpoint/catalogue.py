@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096
 _WHAT = "the run's _CLAIM"
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 
 OpenBelow: TypeAlias = Callable[[str], "ObjectStore"]
 # The objects at a prefix, by their names there.
@@ -220,7 +220,7 @@ def read_steps(
         if isinstance(entry.error, UnsupportedError):
             raise entry.error
         if entry.error is not None and not with_damaged:
-            _log.warning("a step is left out because its marker cannot be read: %s", entry.error)
+            logger.warning("a step is left out because its marker cannot be read: %s", entry.error)
         elif entry.error is not None or entry.found is not None:
             yield entry
 

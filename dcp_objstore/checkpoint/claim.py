@@ -60,7 +60,7 @@ from dcp_objstore.transfer.workers import in_waves
 if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
 
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Entry]) -> None:
     if not dropped:
         return
     names = [step.name for step in reversed(dropped)]
-    _log.warning(
+    logger.warning(
         "%s: this job went back to an earlier step, so these %d steps no longer count: %s",
         run.url,
         len(names),
@@ -257,7 +257,7 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Entry]) -> None:
     )
     for step in dropped:
         if step.marker.pins:
-            _log.warning(
+            logger.warning(
                 "%s is pinned (%s), so it stays; remove the pin before you save this step again",
                 step.store.url,
                 ", ".join(step.marker.pins),

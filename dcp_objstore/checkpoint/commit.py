@@ -90,7 +90,7 @@ from dcp_objstore.stores.protocol import IfAbsent, ObjectStore, Precondition, Ve
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer import workers
 
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def remove_beacon(store: ObjectStore, key: str) -> None:
     try:
         store.delete(key)
     except DcpObjstoreError as error:
-        _log.debug("the beacon %s/%s stays until the next sweep: %s", store.url, key, error)
+        logger.debug("the beacon %s/%s stays until the next sweep: %s", store.url, key, error)
 
 
 def _take_token(
@@ -245,7 +245,7 @@ def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, claim: i
     except CheckpointCorruptError:
         if version == Version():
             raise  # no PUT can be conditioned on this; probably it is not the store that answered
-        _log.warning("the damaged checkpoint at %s will be replaced: %s", store.url, error)
+        logger.warning("the damaged checkpoint at %s will be replaced: %s", store.url, error)
         return BeginToken(store.url, None, version, claim)
     raise RetryableError(
         "the marker changed while it was being read; another writer is at work", url=store.url

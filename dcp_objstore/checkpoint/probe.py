@@ -30,7 +30,7 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer.workers import DaemonPool
 
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 _RACERS = 4
 _DEADLINE_SECONDS = 30.0
 
@@ -106,7 +106,7 @@ def require_fencing(
                 " saves here, pass allow_unfenced=True",
                 url=store.url,
             )
-        _log.warning(
+        logger.warning(
             "saving to %s without protection against a second writer (allow_unfenced=True)",
             store.url,
         )
@@ -263,4 +263,4 @@ def _remove(store: ObjectStore, key: str) -> None:
     try:
         store.delete(key)
     except DcpObjstoreError as error:
-        _log.debug("the probe's object %s/%s stays: %s", store.url, key, error)
+        logger.debug("the probe's object %s/%s stays: %s", store.url, key, error)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
     from dcp_objstore.stores.spec import StoreSpec
 
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 
 _PART_SIZE_BYTES = 5 * MIB  # the smallest part that S3 accepts
 _UNEQUAL = "the bytes read back differ from those written: this store cannot be trusted"
@@ -59,7 +59,7 @@ class ObjectChecks:
         if "scratch" in self.__dict__:
             left = self.scratch.remove()
             if left.keys:
-                _log.warning("%s could not be removed: %s", ", ".join(left.keys), left.why)
+                logger.warning("%s could not be removed: %s", ", ".join(left.keys), left.why)
 
     def put(self) -> Verdict:
         """Write an object, with the body unsigned or else signed."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.uploads.s3 import S3Uploads
     from dcp_objstore.stores.urls import StoreUrl
 
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 
 # Time-outs are shorter than for a save, so that a wrong endpoint is reported within seconds.
 CONFIG = TransferConfig(
@@ -137,7 +137,7 @@ def check_up(
         try:
             done.exception(timeout=_CLEAN_UP_SECONDS)
         except FutureTimeoutError:
-            _log.warning(
+            logger.warning(
                 "a request does not end, so objects .doctor-* may remain below %s", spec.url
             )
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
     from dcp_objstore.transfer.upload import ByteArray
 
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 
 # A store that does not answer ends the measurement soon. None of this changes the speed.
 CONFIG = TransferConfig(max_retries=3, retry_timeout_seconds=10, stall_timeout_seconds=60)
@@ -117,7 +117,7 @@ def bench(
             with suppress(StoppedError, Exception):
                 result_of(done)
         except BaseException:  # noqa: BLE001 - Ctrl-C again; the first error is raised
-            _log.warning("objects .bench-* may remain below %s", spec.url)
+            logger.warning("objects .bench-* may remain below %s", spec.url)
         raise
     finally:
         line.clear()
@@ -145,7 +145,7 @@ def _cleaned(
         report = _Bench(scratch, seconds, stop, line).run(spec.url, size_bytes)
     except BaseException:
         if left := _removed(scratch):
-            _log.warning(left)
+            logger.warning(left)
         raise
     left = _removed(scratch)
     return replace(report, warnings=(*report.warnings, left)) if left else report

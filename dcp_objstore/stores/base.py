@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Place = TypeVar("Place")
 
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 
 _NO_COPIES = (
     "this store copies nothing by itself, or not over this transport or with these credentials;"
@@ -132,7 +132,7 @@ class BaseStore(ABC, Generic[Place]):
                 if isinstance(shown, errors.DcpObjstoreError):
                     shown.message += f"; {LEFTOVER_ADVICE}"
                 else:
-                    _log.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
+                    logger.warning("the upload of %s was not aborted; %s", key, LEFTOVER_ADVICE)
             if source.error is None:
                 raise
         # Outside of the handler, so that the caller's error keeps its own cause and context.

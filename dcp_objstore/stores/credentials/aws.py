@@ -32,7 +32,7 @@ from dcp_objstore.stores.credentials.base import (
 )
 from dcp_objstore.stores.options.s3 import S3Options
 
-_log = logging.getLogger("dcp_objstore")
+logger = logging.getLogger("dcp_objstore")
 
 # boto3 renews credentials this long before they end, not earlier.
 _MARGIN = timedelta(minutes=10)
@@ -338,7 +338,7 @@ class Renewing:
         """Return the present credentials while they last: the next renewal may succeed."""
         now = self._now()
         if self._kept is not None and self._ends_at is not None and now < self._ends_at:
-            _log.warning("%s: the credentials could not be renewed (%s)", self._source, failure)
+            logger.warning("%s: the credentials could not be renewed (%s)", self._source, failure)
             return {
                 **self._kept,
                 "expires_at": min(now + _AGAIN_AFTER, self._ends_at).astimezone(UTC),
