@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -138,19 +138,29 @@ class Entry:
         return self.found.record
 
     @property
-    def committed_at(self) -> tuple[datetime, datetime]:
-        """When it was committed, as `commit_time` says."""
+    def committed_at(self) -> CommitTime:
+        """The time of its commit, by `commit_time`."""
         return commit_time(self.marker, self.objects)
 
 
-def commit_time(marker: Marker, objects: Objects) -> tuple[datetime, datetime]:
-    """Return when a checkpoint was committed: by the store's clock, and by the host's.
+class CommitTime(NamedTuple):
+    """The time of a commit, by which commits are compared.
 
-    The first is that of the index: hosts have clocks of their own, and sweeps, pins and claims
-    rewrite the marker. The second is for stores that count whole seconds.
+    Attributes:
+        by_store: the store's time of the index: hosts have clocks of their own, and sweeps, pins
+            and claims rewrite the marker.
+        by_host: the host's time in the marker, for stores that count whole seconds.
     """
+
+    by_store: datetime
+    by_host: datetime
+
+
+def commit_time(marker: Marker, objects: Objects) -> CommitTime:
+    """Return the time of a commit; without its index, the host's twice."""
     index = objects.get(marker.index.key) if marker.index is not None else None
-    return marker.created_at if index is None else index.last_modified, marker.created_at
+    by_store = marker.created_at if index is None else index.last_modified
+    return CommitTime(by_store, marker.created_at)
 
 
 def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict[str, ObjectMeta]]:
