@@ -57,9 +57,11 @@ class ObjectChecks:
     def abandon(self) -> None:
         """Remove what was written, and log what could not be."""
         if "scratch" in self.__dict__:
-            left = self.scratch.remove()
-            if left.keys:
-                logger.warning("%s could not be removed: %s", ", ".join(left.keys), left.why)
+            leftovers = self.scratch.remove()
+            if leftovers.keys:
+                logger.warning(
+                    "%s could not be removed: %s", ", ".join(leftovers.keys), leftovers.why
+                )
 
     def put(self) -> Verdict:
         """Write an object, with the body unsigned or else signed."""
@@ -242,15 +244,15 @@ class ObjectChecks:
 
     def clean_up(self) -> Verdict:
         """Remove everything that the checks wrote."""
-        left = self.scratch.remove()
-        if not left.keys:
+        leftovers = self.scratch.remove()
+        if not leftovers.keys:
             return Verdict("ok", "all objects of these checks were removed")
         url = self.scratch.spec.url
         return Verdict(
             "failed",
-            f"{len(left.keys)} objects of these checks could not be removed: {left.why}",
+            f"{len(leftovers.keys)} objects of these checks could not be removed: {leftovers.why}",
             f"remove everything below {url}",
-            {"url": url, "keys": list(left.keys)},
+            {"url": url, "keys": list(leftovers.keys)},
         )
 
 

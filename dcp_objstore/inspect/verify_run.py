@@ -44,9 +44,10 @@ def verify_run(
 
     Args:
         url: URL of the run; its steps are the checkpoints directly below.
-        quick: read no tensors; only check that all objects exist, with their sizes. Default False.
-        deep: also compare what `Checkpoint.verify(deep=True)` compares. Default False.
-        before: only steps that are older than the one of this name, such as "step-3000": to go on
+        quick: whether to read no tensors and check only that all objects exist, with their sizes.
+            Default False.
+        deep: whether to compare what `Checkpoint.verify(deep=True)` compares. Default False.
+        before: the name of a step, such as "step-3000". Only older steps are verified, to go on
             where an earlier verification ended. Default: all.
         storage_options: credentials and endpoint in fsspec's spelling. Default: taken from the
             environment.

@@ -35,9 +35,9 @@ _COMMITTED, _DOOMED = _STEPS[1], _STEPS[2]
 # The module with what ranks do. This process only names its functions, because it does not import
 # torch.
 _TRAINING = "dcp_objstore.cli.demo.training"
-# Modules that are imported once, before ranks are forked. Otherwise every rank would import the last
-# three at first use; optimizers need torch._dynamo. The only thread that these imports start belongs
-# to NumPy's OpenBLAS, which handles forks.
+# Modules that are imported once, before ranks are forked. Otherwise every rank would import the
+# last three at first use; optimizers need torch._dynamo. The only thread that these imports start
+# belongs to NumPy's OpenBLAS, which handles forks.
 _PRELOAD = (_TRAINING, "torch._dynamo", "dcp_objstore.write.async_save", "obstore.store")
 # A limit for slow machines: no job takes more than half a minute on two cores.
 _JOB_SECONDS = 300.0
