@@ -57,10 +57,10 @@ class ObjectChecks:
     def abandon(self) -> None:
         """Remove what was written, and log what could not be."""
         if "scratch" in self.__dict__:
-            leftovers = self.scratch.remove()
-            if leftovers.keys:
+            unremoved = self.scratch.remove()
+            if unremoved.keys:
                 logger.warning(
-                    "%s could not be removed: %s", ", ".join(leftovers.keys), leftovers.why
+                    "%s could not be removed: %s", ", ".join(unremoved.keys), unremoved.why
                 )
 
     def put(self) -> Verdict:
@@ -244,15 +244,15 @@ class ObjectChecks:
 
     def clean_up(self) -> Verdict:
         """Remove everything that the checks wrote."""
-        leftovers = self.scratch.remove()
-        if not leftovers.keys:
+        unremoved = self.scratch.remove()
+        if not unremoved.keys:
             return Verdict("ok", "all objects of these checks were removed")
         url = self.scratch.spec.url
         return Verdict(
             "failed",
-            f"{len(leftovers.keys)} objects of these checks could not be removed: {leftovers.why}",
+            f"{len(unremoved.keys)} objects of these checks could not be removed: {unremoved.why}",
             f"remove everything below {url}",
-            {"url": url, "keys": list(leftovers.keys)},
+            {"url": url, "keys": list(unremoved.keys)},
         )
 
 

@@ -43,7 +43,7 @@ class StoppedError(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Unremoved:
     """The objects that could not be removed.
 
     Attributes:
@@ -107,8 +107,8 @@ class Scratch:
         except UnsupportedError:
             return None
 
-    def remove(self) -> Left:
-        """Remove everything below the prefix; return what is left."""
+    def remove(self) -> Unremoved:
+        """Remove everything below the prefix; return what could not be removed."""
         errors: list[DcpObjstoreError] = []
         listed = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
         kept = set()
@@ -128,7 +128,7 @@ class Scratch:
                     keys.add(f"{upload.key} (unfinished upload)")
         if self._folder is not None:
             self._remove_folders()
-        return Left(sorted(keys), errors[0].message if errors else "", again is not None)
+        return Unremoved(sorted(keys), errors[0].message if errors else "", again is not None)
 
     def _remove_folders(self) -> None:
         assert self._folder is not None
