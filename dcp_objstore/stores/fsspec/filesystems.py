@@ -68,6 +68,7 @@ class Filesystems(Requests):
         endpoint_url: str | None = None,
         checksums: Checksums | None = None,
     ) -> None:
+        """Keep the filesystems, and switch off their caches of listings."""
         super().__init__(
             config,
             judge_fsspec,

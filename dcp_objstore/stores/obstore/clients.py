@@ -80,6 +80,7 @@ class Clients(Requests):
         trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         credentials: Credentials | None = None,
     ) -> None:
+        """Keep the arguments. A client is made when it is first used."""
         super().__init__(
             config,
             judge_obstore,
