@@ -403,7 +403,8 @@ def _worker_main(connection: Connection, log: str) -> None:
         ended = _run(call)
         with _speaking:
             connection.send(("ended", ended))
-        if not ended[0]:
+        can_go_on, *_ = ended
+        if not can_go_on:
             os._exit(1)
 
 

@@ -64,7 +64,8 @@ class _Digester:
             # If it contains itself, its number stands for it there.
             self._known[id(value)] = b"%16d" % len(self._known), value
             self._known[id(value)] = self._of(value), value
-        return self._known[id(value)][0]
+        digest, _ = self._known[id(value)]
+        return digest
 
     def _of(self, value: Any) -> bytes:
         kind = type(value)

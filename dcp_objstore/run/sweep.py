@@ -158,6 +158,14 @@ def sweep_below(
     bases = {
         prefix: _base(spec.child(prefix)) for prefix, here in names.items() if CLAIM_KEY in here
     }
+
+    def base_at(prefix: str) -> int:
+        if not prefix:
+            run, _ = spec.parent()
+            return _base(run)
+        parent, _, _ = prefix.rpartition("/")
+        return bases.get(parent, 0)
+
     if prefixes and not dry_run:
         require_rewrites(store, "nothing can be swept")
     swept = tuple(
@@ -165,7 +173,7 @@ def sweep_below(
             spec.child(prefix),
             uploads.below(prefix) if uploads is not None else None,
             grace_seconds,
-            bases.get(prefix.rpartition("/")[0], 0) if prefix else _base(spec.parent()[0]),
+            base_at(prefix),
             dry_run=dry_run,
         )
         for prefix in takewhile(lambda _: not is_over(), prefixes)

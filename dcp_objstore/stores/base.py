@@ -94,7 +94,7 @@ class BaseStore(ABC, Generic[Place]):
         with self._errors(key) as place:
             source = self._range_source(place)
             ahead = source.ask_ahead(start, end) if start < end else None
-        return Range(source, start, end, partial(self._errors, key), ahead)
+        return Range(source, start, end, errors=partial(self._errors, key), ahead=ahead)
 
     def put(
         self,
@@ -153,7 +153,13 @@ class BaseStore(ABC, Generic[Place]):
                 raise errors.UnsupportedError(_NO_COPIES)
             if not sources or not all(0 <= source.start < source.end for source in sources):
                 raise errors.InputError(f"not ranges to copy: {sources!r}")
-            return self._copy(place, sources, part_size_bytes, max_concurrency, moved)
+            return self._copy(
+                place,
+                sources,
+                part_size_bytes=part_size_bytes,
+                max_concurrency=max_concurrency,
+                moved=moved,
+            )
 
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """Read a small object, with its metadata."""
@@ -292,19 +298,19 @@ def _clear_frames(error: BaseException, handled: int) -> None:
     garbage collection it would hold the caller's buffers, and the memory of a staged save.
 
     Args:
-        error: where to begin. Causes and contexts may form a circle.
+        error: the error to begin with. Causes and contexts may form a circle.
         handled: the id of the error that the caller of the verb was handling. Its frames are not
             ours: a generator that waits in one of them would be closed.
     """
     seen = {handled}
     waiting: list[BaseException | None] = [error]
     while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            for frame, _ in traceback.walk_tb(one.__traceback__):
+        cause = waiting.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            for frame, _ in traceback.walk_tb(cause.__traceback__):
                 _clear_frame(frame)
-            waiting += [one.__cause__, one.__context__]
+            waiting += [cause.__cause__, cause.__context__]
 
 
 def _clear_frame(frame: FrameType | None) -> None:

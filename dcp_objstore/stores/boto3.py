@@ -46,13 +46,14 @@ if TYPE_CHECKING:
 # The locks by endpoint and bucket.
 _conditional_writes: PerProcess[dict[tuple[str | None, str], threading.Lock]] = PerProcess(dict)
 
-# Up to here a body is copied together: a readable one makes botocore wait for the server's
+# Up to this size a body is copied together: a readable one makes botocore wait for the server's
 # "100 Continue" before it sends anything, a round trip more.
 _SMALL_BYTES = 64 * 1024
-# Handed over in one go. The HTTP client asks for 128 KiB each time, and every call into a socket
-# may have to wait for the interpreter's lock.
+# The bytes that are handed over in one go. The HTTP client asks for 128 KiB each time, and every
+# call into a socket may have to wait for the interpreter's lock.
 _SEND_BYTES = 4 * 1024 * 1024
-# Received in one go: the client copies once more, which costs little while it is in the cache.
+# The bytes that are received in one go: the client copies once more, which costs little while they
+# are in the cache.
 _RECEIVE_BYTES = 1024 * 1024
 
 
@@ -96,9 +97,9 @@ class Boto3Store(S3Store):
         size_bytes = answer.get("ContentLength", 0)
         into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
         with closing(ReceivedBody(answer["Body"])) as body:
-            left = memoryview(into or b"")
-            while left:
-                left = left[body.readinto(left) :]
+            rest = memoryview(into or b"")
+            while rest:
+                rest = rest[body.readinto(rest) :]
         return answer, into
 
     @property
@@ -146,7 +147,7 @@ class Boto3Clients(Requests):
 
     Attributes:
         payer: arguments of every request to a bucket whose requests the caller pays for.
-        sealing: arguments of every write: how the store is to encrypt.
+        sealing: arguments of every write, which say how the store is to encrypt.
         checksums: the checksums that go with bodies.
 
     Raises:
@@ -171,7 +172,13 @@ class Boto3Clients(Requests):
         self._of_process: dict[int, _OfProcess] = {}
         self.payer = {"RequestPayer": "requester"} if self._settings.requester_pays else {}
         self.sealing = self._settings.encryption
-        super().__init__(config, judge_botocore, self._mine().endpoint_url, "s3", url.bucket)
+        super().__init__(
+            config,
+            judge_botocore,
+            endpoint_url=self._mine().endpoint_url,
+            scheme="s3",
+            bucket=url.bucket,
+        )
         self.checksums = checksums_for(self._settings, self.endpoint_url)
 
     def get(self, use: Use) -> Any:
@@ -189,18 +196,18 @@ class Boto3Clients(Requests):
 
     def _mine(self) -> _OfProcess:
         pid = os.getpid()
-        found = self._of_process.get(pid)
+        mine = self._of_process.get(pid)
         # `setdefault` is atomic: of two threads that come here together, one session is kept.
-        return found or self._of_process.setdefault(pid, self._open())
+        return mine or self._of_process.setdefault(pid, self._open())
 
     def _open(self) -> _OfProcess:
         settings = self._settings
-        found = session_of(settings)
-        if not settings.anon and not found.has_credentials:
+        session = session_of(settings)
+        if not settings.anon and not session.has_credentials:
             raise no_s3_credentials(self._stripped)
-        known = Credentials("boto3", region=found.region, endpoint_url=found.endpoint_url)
+        known = Credentials("boto3", region=session.region, endpoint_url=session.endpoint_url)
         endpoint, region = s3_server(settings, known)
-        return _OfProcess(found.session, endpoint, region)
+        return _OfProcess(session.session, endpoint, region)
 
     def _make(self, use: Use, mine: _OfProcess) -> Any:
         import botocore
@@ -214,9 +221,9 @@ class Boto3Clients(Requests):
             seconds = self.small_timeout_seconds
         virtual = is_virtual(settings, mine.endpoint_url, self._url.bucket)
         style = "virtual" if virtual else "path"
-        given = botocore_settings(config, style, seconds, sign_payload=settings.sign_payload)
+        arguments = botocore_settings(config, style, seconds, sign_payload=settings.sign_payload)
         if settings.anon:
-            given["signature_version"] = botocore.UNSIGNED
+            arguments["signature_version"] = botocore.UNSIGNED
         return mine.session.client(
             "s3",
             endpoint_url=mine.endpoint_url,
@@ -224,7 +231,7 @@ class Boto3Clients(Requests):
             use_ssl=settings.use_ssl,
             # None leaves it to AWS_CA_BUNDLE and the profile.
             verify=None if settings.verify is True else settings.verify,
-            config=Config(**given),
+            config=Config(**arguments),
         )
 
 
@@ -232,8 +239,8 @@ class JoinedBuffers(io.RawIOBase):
     """Several buffers as one body that botocore can measure, read, rewind and read again.
 
     Args:
-        buffers: 1-D, of bytes.
-        check: called before each read; what it raises ends the request.
+        buffers: the buffers, 1-D and of bytes.
+        check: a function that is called before each read; what it raises ends the request.
     """
 
     def __init__(

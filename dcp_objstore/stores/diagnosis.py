@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.credentials.base import Credentials
     from dcp_objstore.stores.spec import StoreSpec
 
-# Questions of no consequence: no user waits longer for an answer.
+# The time-out of questions without consequence: no user waits longer for an answer.
 _TIMEOUT_SECONDS = 5
 
 
@@ -35,7 +35,7 @@ class Identity:
     """Whose credentials a store is asked with.
 
     Attributes:
-        source: where the credentials come from, in words.
+        source: the place where the credentials come from, in words.
         access_key: the id of an S3 access key, shortened; None where it is not seen here.
         account: an ARN, an e-mail address or a storage account; None if it is not known.
         unknown: why `account` is not known, or None.
@@ -56,7 +56,7 @@ class ServerAnswer:
     Attributes:
         ahead_seconds: how far the server's clock is ahead of this machine's (negative: behind), to
             about a second; None: it sent no Date.
-        bucket_region: where the bucket is, by AWS's `x-amz-bucket-region`; None elsewhere.
+        bucket_region: the region of the bucket, by AWS's `x-amz-bucket-region`; None elsewhere.
     """
 
     ahead_seconds: float | None
@@ -78,28 +78,29 @@ def identify(spec: StoreSpec) -> Identity | None:
     if not _has_credentials(spec):
         return None
     scheme = spec.parsed.scheme
-    settings, found = find_credentials(scheme, spec.storage_options, spec.stripped)
+    settings, credentials = find_credentials(scheme, spec.storage_options, spec.stripped)
     if scheme == "s3":
-        return _s3_identity(settings, found)
-    if scheme == "az" or found.anonymous:
-        return Identity(found.source, account=found.account_name)
+        return _s3_identity(settings, credentials)
+    if scheme == "az" or credentials.anonymous:
+        return Identity(credentials.source, account=credentials.account_name)
     # Credentials of google-auth; a bare token has none.
-    credentials = getattr(found.provider, "credentials", None)
+    of_google = getattr(credentials.provider, "credentials", None)
     names = ("service_account_email", "signer_email")
-    account = next((str(name) for one in names if (name := getattr(credentials, one, None))), None)
+    accounts = filter(None, (getattr(of_google, name, None) for name in names))
+    account = next(map(str, accounts), None)
     unknown = None if account else "these credentials do not name one"
-    return Identity(found.source, account=account, unknown=unknown)
+    return Identity(credentials.source, account=account, unknown=unknown)
 
 
 def _has_credentials(spec: StoreSpec) -> bool:
     return spec.parsed.scheme in ("s3", "gs", "az") and "fs" not in spec.storage_options
 
 
-def _s3_identity(settings: S3Options, found: Credentials) -> Identity:
-    endpoint, region = s3_server(settings, found)
+def _s3_identity(settings: S3Options, credentials: Credentials) -> Identity:
+    endpoint, region = s3_server(settings, credentials)
     if settings.anon:
-        return Identity(found.source, region=region)
-    key = _access_key(found.provider, found.source)
+        return Identity(credentials.source, region=region)
+    key = _access_key(credentials.provider, credentials.source)
     account = unknown = None
     if not (is_aws(endpoint) or os.environ.get("AWS_ENDPOINT_URL_STS")):
         unknown = "only AWS has a service that tells"
@@ -107,7 +108,9 @@ def _s3_identity(settings: S3Options, found: Credentials) -> Identity:
         unknown = "boto3 is not installed, which asks AWS: pip install 'dcp-objstore[s3]'"
     else:
         account, unknown = _caller(settings, region)
-    return Identity(found.source, key, account, unknown, region)
+    return Identity(
+        credentials.source, access_key=key, account=account, unknown=unknown, region=region
+    )
 
 
 def _access_key(provider: Any, source: str) -> str | None:
@@ -193,10 +196,11 @@ def _own_server(spec: StoreSpec) -> str | None:
         return "https://storage.googleapis.com"
     if not _has_credentials(spec):
         return None
-    settings, found = find_credentials(scheme, spec.storage_options, spec.stripped)
+    settings, credentials = find_credentials(scheme, spec.storage_options, spec.stripped)
     if scheme == "s3":
-        return f"https://s3.{s3_server(settings, found)[1]}.amazonaws.com"
-    return f"https://{found.account_name}.blob.core.windows.net"
+        _, region = s3_server(settings, credentials)
+        return f"https://s3.{region}.amazonaws.com"
+    return f"https://{credentials.account_name}.blob.core.windows.net"
 
 
 def _ahead_seconds(date: str | None, here: datetime) -> float | None:

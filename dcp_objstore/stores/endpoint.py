@@ -32,7 +32,7 @@ _AUTHORITY = re.compile(r"(?:\[[^]]+\]|[^:/\[\]]+)(?::\d+)?(?:/|$)")
 _HOST_NAME = re.compile(r"(?:[A-Za-z0-9_-]+\.)*(?!(?:\d+|0[xX][0-9a-fA-F]*)\.?$)[A-Za-z0-9_-]+\.?")
 
 
-def s3_server(settings: S3Options, found: Credentials) -> tuple[str | None, str]:
+def s3_server(settings: S3Options, credentials: Credentials) -> tuple[str | None, str]:
     """Endpoint and region: from the options and the environment, then from the profile.
 
     Returns:
@@ -41,8 +41,8 @@ def s3_server(settings: S3Options, found: Credentials) -> tuple[str | None, str]
     Raises:
         ConfigError: an endpoint or a region that cannot be one.
     """
-    endpoint = settings.endpoint_url or found.endpoint_url
-    region = settings.region or found.region or _DEFAULT_REGION
+    endpoint = settings.endpoint_url or credentials.endpoint_url
+    region = settings.region or credentials.region or _DEFAULT_REGION
     if _REGION.fullmatch(region) is None:
         raise ConfigError(
             f"the region {region!r} cannot be one: letters, digits, '-', '_' and '.' (it is taken"

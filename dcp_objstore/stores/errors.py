@@ -225,9 +225,9 @@ class Facts:
         status: the status of the store's answer; None: no answer came.
         code: the store's own code for what is wrong, if it gave one.
         meaning: what the exception means, where the adapter knows better than status and code.
-        conditional: the request was conditioned on a state of the object.
-        connected: a connection was made. It counts only if there was no answer.
-        timed_out: nothing came in time. It counts only if there was no answer.
+        conditional: whether the request was conditioned on a state of the object.
+        connected: whether a connection was made. It counts only if there was no answer.
+        timed_out: whether nothing came in time. It counts only if there was no answer.
         may_pass: whether another try may help, where the adapter knows better than the error.
     """
 
@@ -246,7 +246,7 @@ class Failure(NamedTuple):
 
     Attributes:
         error: the error to raise.
-        facts: what it was made of.
+        facts: the facts that it was made of.
     """
 
     error: DcpObjstoreError
@@ -286,7 +286,7 @@ def judge(error: Exception, read: Callable[[Exception], Facts]) -> Failure:
 
     Args:
         error: an exception of the transport; one of this package is what it means.
-        read: the adapter's; reads the facts out of it.
+        read: the adapter's function that reads the facts out of it.
     """
     if isinstance(error, DcpObjstoreError):
         return Failure(error, Facts(text=""))
@@ -362,8 +362,8 @@ def redact(error: BaseException) -> None:
 
     In place, because they stay as the cause and are shown with it.
     """
-    for one in led_to(error):
-        one.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in one.args)
+    for cause in led_to(error):
+        cause.args = tuple(redacted(arg) if isinstance(arg, str) else arg for arg in cause.args)
 
 
 def led_to(error: BaseException) -> Iterator[BaseException]:
@@ -371,21 +371,22 @@ def led_to(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     waiting: list[object] = [error]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, BaseException) and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting += [*one.args, one.__cause__, one.__context__, getattr(one, "reason", None)]
+        cause = waiting.pop()
+        if isinstance(cause, BaseException) and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            waiting += [*cause.args, cause.__cause__, cause.__context__]
+            waiting.append(getattr(cause, "reason", None))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes. Contexts may be about other requests."""
-    found: BaseException | None = error
+    cause: BaseException | None = error
     seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__
 
 
 def is_of(cls: type, *names: str) -> bool:

@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 
 _OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are no objects
 _LOCK_NAME = f"{_OURS}lock"
-# Random digits and the name of the object that it becomes follow.
+# The names of temporary objects begin with this; random digits and the object's name follow.
 _TEMPORARY = f"{_OURS}tmp."
 _NAME_BYTES = 255
 
-# Between two file systems, or on one that has no such call.
+# The errors of a copy between two file systems, or on one that has no such call.
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
-# Where a folder would have to be, there is an object.
+# The errors if there is an object where a folder would have to be.
 _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST)
 
 
@@ -234,8 +234,8 @@ class LocalStore(BaseStore[Path]):
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """In the order of the keys' segments."""
         with self._errors(None):
-            found = _entries(self._root / folder)
-        for entry in found:
+            entries = _entries(self._root / folder)
+        for entry in entries:
             key = f"{folder}/{entry.name}" if folder else entry.name
             meta: ObjectMeta | None = None
             with self._errors(None):
@@ -275,7 +275,7 @@ class LocalUploads:
             PermissionDeniedError: a folder may not be read.
             StoreUnavailableError: the file system failed.
         """
-        found = []
+        uploads = []
         for place in sorted(self._root.rglob(f"{_TEMPORARY}*")):
             try:
                 status = place.stat()
@@ -288,8 +288,8 @@ class LocalUploads:
             name = place.name.removeprefix(_TEMPORARY).partition(".")[2] or place.name
             written = datetime.fromtimestamp(status.st_mtime, tz=UTC)
             key = str(upload_id.parent / name)
-            found.append(UnfinishedUpload(key, str(upload_id), written, status.st_size))
-        return found
+            uploads.append(UnfinishedUpload(key, str(upload_id), written, status.st_size))
+        return uploads
 
     def abort(self, upload: UnfinishedUpload) -> None:
         """Remove a temporary object; one that has gone meanwhile is no error.
@@ -356,10 +356,10 @@ def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
 
 def _check_version(path: Path, expected: Version) -> None:
     try:
-        found = _version(path.stat())
+        present = _version(path.stat())
     except FileNotFoundError:
         raise errors.PreconditionFailedError("there is no such object any more") from None
-    if found != expected:
+    if present != expected:
         raise errors.PreconditionFailedError("the object was changed by another writer")
 
 
@@ -461,8 +461,8 @@ def _sync_folder(folder: Path) -> None:
 
 def _entries(folder: Path) -> Sequence[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            entries = [entry for entry in found if not entry.name.startswith(_OURS)]
+        with os.scandir(folder) as listing:
+            entries = [entry for entry in listing if not entry.name.startswith(_OURS)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(entries, key=lambda entry: entry.name)

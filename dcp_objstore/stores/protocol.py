@@ -63,7 +63,7 @@ class ObjectMeta:
         key: its key, relative to the store's root.
         size_bytes: its size.
         version: the token for a conditional write against this state.
-        last_modified: the store's clock (timezone-aware).
+        last_modified: the time of the last write, by the store's clock (timezone-aware).
     """
 
     key: str
@@ -96,7 +96,7 @@ class UnfinishedUpload:
     Attributes:
         key: the key of the object that it would become, relative to the root of the `Uploads`.
         upload_id: the store's id of it.
-        initiated: when it began, by the store's clock (timezone-aware).
+        initiated: the time at which it began, by the store's clock (timezone-aware).
         size_bytes: the size of its parts.
     """
 
@@ -199,7 +199,7 @@ class RangeBody(Protocol):
         it in the processor's cache, and has less memory in use than the range is long.
 
         Args:
-            into: writable, 1-D and contiguous. After an error it may hold anything.
+            into: memory that is writable, 1-D and contiguous. After an error it may hold anything.
 
         Raises:
             InputError: `into` is read-only or longer than what is left, or the range is closed. No
@@ -214,8 +214,8 @@ class RangeBody(Protocol):
         """Have the state of the object checked with each answer, before any bytes are handed over.
 
         Args:
-            check: called in `readinto` with the state that the answer is of; it may raise. It is
-                not called where the store does not say the state.
+            check: a function that `readinto` calls with the state that the answer is of, and that
+                may raise. It is not called where the store does not say the state.
         """
         ...
 
@@ -334,10 +334,11 @@ class ObjectStore(Protocol):
 
         Args:
             key: the object.
-            sources: what it is made of, in order.
+            sources: the ranges that it is made of, in order.
             part_size_bytes: the largest part.
             max_concurrency: the number of parts that are copied at a time.
-            moved: called in any thread with the size of each part that was copied. What it raises
+            moved: a function that is called in any thread with the size of each part that was
+                copied. What it raises
                 (a `DcpObjstoreError`, or what is no `Exception`) ends the copy.
 
         Raises:

@@ -92,19 +92,19 @@ class RangeSource(ABC):
         Called where `ask_ahead` has sent nothing.
         """
 
-    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
+    def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Decide what becomes of an answer that broke off. The default is to raise.
 
         Args:
-            error: raised by `Answer.readinto`.
-            asked_at: when the request was sent (monotonic).
-            came: whether some of its bytes have come. How long ago the range was opened then says
-                nothing of the store: the reader may have been busy with the bytes meanwhile.
+            error: the error of `Answer.readinto`.
+            asked_at: the time at which the request was sent (monotonic).
+            had_begun: whether some of its bytes have come. How long ago the range was opened then
+                says nothing of the store: the reader may have been busy with the bytes meanwhile.
 
         Returns:
             When it is time to ask for the rest.
         """
-        del asked_at, came
+        del asked_at, had_begun
         raise error
 
 
@@ -112,10 +112,10 @@ class Range:
     """A `RangeBody` over any number of requests.
 
     Args:
-        source: where the object is asked for.
-        start: where the range begins.
-        end: where it ends.
-        errors: entered around each read; translates what is raised.
+        source: what asks for ranges of the object.
+        start: the byte at which the range begins.
+        end: the byte before which it ends.
+        errors: what makes the context of each read, which translates what is raised.
         ahead: the answer to a request for the whole range that was sent already.
     """
 
@@ -199,7 +199,7 @@ class Range:
         except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
             self._drop()
             self._check_open()  # a request that was cancelled has not failed
-            self._source.failed(error, self._asked_at, came=self._at > self._asked_from)
+            self._source.failed(error, self._asked_at, had_begun=self._at > self._asked_from)
             return 0
         if came_bytes and self._check_version is not None:
             version = self._answer.version()
@@ -225,7 +225,7 @@ class RetriedSource(RangeSource):
     Args:
         requests: the requests to the bucket.
         key: the key of the object, in the bucket.
-        ask_once: called with the start and end of a range; sends a request for it.
+        ask_once: a function that sends a request for a range, by its start and end.
     """
 
     def __init__(
@@ -239,10 +239,10 @@ class RetriedSource(RangeSource):
         """Ask for bytes `[start, end)`, or for the first part of them."""
         return self._requests.run(self._tries, partial(self._ask_once, start, end))
 
-    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
+    def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Wait until the rest may be asked for, or raise."""
-        if came:
-            self._tries.came()
+        if had_begun:
+            self._tries.restart_clock()
         self._requests.again(self._tries, error, asked_at)
 
 
@@ -250,8 +250,8 @@ class FetchedSource(RangeSource):
     """Asks a library that gives bodies as a whole, at most 8 MiB at a time.
 
     Args:
-        fetch: called with the start and end of a range; returns its bytes.
-        look: returns the present state of the object. Default: it is not known.
+        fetch: a function that returns the bytes of a range, by its start and end.
+        look: a function that returns the present state of the object. Default: it is not known.
     """
 
     def __init__(

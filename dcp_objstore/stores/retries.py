@@ -32,11 +32,11 @@ FIRST_PATIENCE_SECONDS = 5.0
 # A read may wait this long for the next bytes. For writes there is no such limit: transports count
 # it from the start of the request, so it would cut uploads off, not only stalled ones.
 READ_PROGRESS_SECONDS = 30.0
-# What is sent with a longer body than this gets the time for a part of an upload.
+# A request with a longer body than this gets the time for a part of an upload.
 SMALL_BYTES = 4 * MIB
-# However short the stall time-out is, a small request has so long.
+# A small request has at least so long, however short the stall time-out is.
 _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
-# A pause is not doubled more often.
+# A pause is doubled at most this often.
 _MOST_DOUBLINGS = 30
 
 
@@ -65,7 +65,7 @@ class RetryPolicy:
         patience_seconds: no retry begins later than this after the first try.
         first_pause_seconds: the longest that the first pause may be. Each next one may be twice as
             long.
-        longest_pause_seconds: what no pause exceeds.
+        longest_pause_seconds: the longest that any pause may be.
     """
 
     max_retries: int | None
@@ -99,12 +99,12 @@ class Tries:
     """The tries of one request, or of one change that takes several requests.
 
     Args:
-        policy: bounds when a retry may begin, not how long it takes; counted from now.
+        policy: the bounds on when a retry may begin, not on how long it takes; counted from now.
         limiter: the bucket's limiter, which slows down when the store throttles, and has the budget
             of retries.
         clock: the time to go by.
-        on_retry: called before each pause that follows an error, with the number of the next try
-            (from 2), the error, and the time of the first try.
+        on_retry: a function that is called before each pause that follows an error, with the number
+            of the next try (from 2), the error, and the time of the first try.
         refunds: whether an answer gives a part of a retry back to the limiter's budget.
 
     Attributes:
@@ -129,7 +129,7 @@ class Tries:
         self._refunds = refunds
         self._began_at = clock.monotonic()
 
-    def came(self) -> None:
+    def restart_clock(self) -> None:
         """Count the time from now, because a part of what was asked for has come."""
         self._began_at = self._clock.monotonic()
 
@@ -137,7 +137,7 @@ class Tries:
         """Sleep and return True, or return False at once if there is to be no retry.
 
         Args:
-            error: what the last try raised, if anything.
+            error: the error of the last try, if it raised one.
         """
         left_seconds = self._left_seconds()
         if left_seconds <= 0:
@@ -158,8 +158,8 @@ class Tries:
         """Call `request`, again while it fails for a reason that may pass.
 
         Args:
-            request: sends it once.
-            judge: says what an exception of `request` means.
+            request: a function that sends it once.
+            judge: a function that says what an exception of `request` means.
             repeatable: False for what must not be sent again if it may have taken effect.
 
         Raises:
@@ -188,8 +188,8 @@ class Tries:
 
         Args:
             error: the exception of the transport.
-            failure: what it means.
-            begun_at: when the try began.
+            failure: the meaning of the exception.
+            begun_at: the time at which the try began.
             repeatable: False for what must not be sent again if it may have taken effect.
 
         Raises:
@@ -227,7 +227,7 @@ class Requests:
 
     Args:
         config: time-outs and retries; see `policies`.
-        judge: says what an exception of the transport means.
+        judge: a function that says what an exception of the transport means.
         endpoint_url: the server; None for the provider's own.
         scheme, bucket: the scheme and the bucket of the URL.
 

@@ -83,8 +83,8 @@ class StoreSpec:
         """Check everything that needs no connection."""
         fs = storage_options.get("fs") if isinstance(storage_options, Mapping) else None
         parsed = parse_url(url, protocols(fs))
-        given, config = _with_transport(storage_options, checked_config(config))
-        options = check_options(parsed.scheme, given)
+        own_options, config = _with_transport(storage_options, checked_config(config))
+        options = check_options(parsed.scheme, own_options)
         _opener(parsed.scheme, options, config)
         vars(self).update(
             url=str(parsed),
@@ -148,13 +148,13 @@ class StoreSpec:
         )
         key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
         with _clients_lock.here:
-            made = _clients.here
-            if key not in made:
-                made[key] = make(url, options, self.config, self.stripped)
-                if len(made) > _MAX_CACHED_CLIENTS:
-                    made.popitem(last=False)
-            made.move_to_end(key)
-            return cast("C", made[key])
+            clients = _clients.here
+            if key not in clients:
+                clients[key] = make(url, options, self.config, self.stripped)
+                if len(clients) > _MAX_CACHED_CLIENTS:
+                    clients.popitem(last=False)
+            clients.move_to_end(key)
+            return cast("C", clients[key])
 
     def __repr__(self) -> str:
         foreign = is_foreign(self.parsed.scheme)
@@ -286,7 +286,7 @@ def _opener(
     if transport == "fsspec":
         return _open_fsspec
     if (scheme, transport) not in _OPEN or "fs" in options:
-        fitting = [one for to, one in _OPEN if to == scheme and "fs" not in options]
+        fitting = [opener for to, opener in _OPEN if to == scheme and "fs" not in options]
         raise ConfigError(
             f"transport {transport!r} does not carry {scheme}:// with these options; use"
             f" {' or '.join(map(repr, [*fitting, 'fsspec']))}"

@@ -118,8 +118,8 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
     """
     if not isinstance(url, str):
         raise InvalidUrlError(_not_a_string(url))
-    head, found, rest = url.partition("://")
-    if not found or "/" in head or "@" in head:
+    head, separator, rest = url.partition("://")
+    if not separator or "/" in head or "@" in head:
         raise InvalidUrlError(_no_scheme(url))
     if "::" in head:
         raise InvalidUrlError(
@@ -180,11 +180,11 @@ def check_prefix(prefix: str) -> str:
 
 def _shown(url: str) -> str:
     """A refused URL for a message, without what may be a secret: a user's name, or a query."""
-    head, found, rest = url.rpartition("://")
+    head, separator, rest = url.rpartition("://")
     rest, query, _ = rest.partition("?")
     if "@" in url:
         return repr(f"***{url[url.rindex('@') :].partition('?')[0]}")
-    return repr(f"{head}{found}{rest}{'?***' if query else ''}")
+    return repr(f"{head}{separator}{rest}{'?***' if query else ''}")
 
 
 def _check_segments(text: str, shown: str) -> str:

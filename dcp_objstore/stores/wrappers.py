@@ -142,9 +142,9 @@ class PinnedStore(WrappedStore):
         Raises:
             PreconditionFailedError: another writer replaced the object.
         """
-        body, found = self.inner.get(key, max_size_bytes=max_size_bytes)
-        self._check(key, found.version)
-        return body, found
+        body, meta = self.inner.get(key, max_size_bytes=max_size_bytes)
+        self._check(key, meta.version)
+        return body, meta
 
     def head(self, key: str) -> ObjectMeta:
         """Return the metadata of an object.
@@ -152,9 +152,9 @@ class PinnedStore(WrappedStore):
         Raises:
             PreconditionFailedError: another writer replaced the object.
         """
-        found = self.inner.head(key)
-        self._check(key, found.version)
-        return found
+        meta = self.inner.head(key)
+        self._check(key, meta.version)
+        return meta
 
     def open_range(self, key: str, start: int, end: int) -> RangeBody:
         """Open a range of an object. `readinto` raises if the object is in another state.
@@ -173,10 +173,10 @@ class PinnedStore(WrappedStore):
             PreconditionFailedError: another writer replaced an object.
         """
         tells = self.capabilities.listed_versions and self.capabilities.conditional_update
-        for found in self.inner.list(prefix):
+        for meta in self.inner.list(prefix):
             if tells:
-                self._check(found.key, found.version)
-            yield found
+                self._check(meta.key, meta.version)
+            yield meta
 
     def _check(self, key: str, version: Version) -> None:
         # `setdefault` of a dict is atomic.
@@ -184,11 +184,11 @@ class PinnedStore(WrappedStore):
             raise PreconditionFailedError(REPLACED, object_key=key, url=self.url)
 
 
-def _is_same_state(one: Version, other: Version) -> bool:
+def _is_same_state(version: Version, other: Version) -> bool:
     """Whether two tokens are of the same state, by ETag if both have one.
 
     Some servers send ETags with quotes in one kind of answer, and without them in another.
     """
-    if one.e_tag is None or other.e_tag is None:
-        return one.version == other.version
-    return one.e_tag.strip('"') == other.e_tag.strip('"')
+    if version.e_tag is None or other.e_tag is None:
+        return version.version == other.version
+    return version.e_tag.strip('"') == other.e_tag.strip('"')

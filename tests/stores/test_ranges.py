@@ -59,7 +59,7 @@ class Source(RangeSource):
         self.open.append(Piecemeal(self, start, self.limit(end - start), ends=self.ends))
         return self.open[0]
 
-    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
+    def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         self.failures -= 1
         if self.failures < 0:
             raise StoreUnavailableError("too often") from error
@@ -102,7 +102,7 @@ def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come()
     source = Source(limits := iter([300, 0, 0, 1000]).__next__)
     told: list[bool] = []
     source.limit = lambda _: limits()
-    source.failed = lambda error, asked_at, *, came: told.append(came)  # type: ignore[method-assign]
+    source.failed = lambda error, asked_at, *, had_begun: told.append(had_begun)  # type: ignore[method-assign]
     with Range(source, 0, 1000, nullcontext) as body:
         body.readinto(memoryview(bytearray(1000)))
     assert told == [True, False, False]
@@ -160,10 +160,10 @@ def test_only_bytes_that_have_come_begin_the_time_for_retries_anew() -> None:
     requests.tries.return_value = tries
     source = RetriedSource(requests, "k", Mock())
     error = BrokenOffError("planned")
-    source.failed(error, 1.0, came=False)
-    tries.came.assert_not_called()
-    source.failed(error, 2.0, came=True)
-    tries.came.assert_called_once_with()
+    source.failed(error, 1.0, had_begun=False)
+    tries.restart_clock.assert_not_called()
+    source.failed(error, 2.0, had_begun=True)
+    tries.restart_clock.assert_called_once_with()
     assert [call.args for call in requests.again.call_args_list] == [
         (tries, error, 1.0),
         (tries, error, 2.0),

@@ -242,8 +242,9 @@ class Story:
         loads: list[FinishedLoad] = []
         with self._training(ranks, resume_step=step) as job:
             for message in self._shown(job, ranks, losses):
-                if message[0] == "loaded":
-                    loads.append(message[1])
+                kind, *contents = message
+                if kind == "loaded":
+                    loads += contents
                     if len(loads) == ranks:
                         self._check_loads("resume", step, self.ranks, loads)
             _require_success(job)

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 # Retries of this process that may be under way on credit, as in the SDKs of AWS (500 tokens at 5
 # each): an outage of half a minute takes some 8 for each of 8 connections.
 RETRY_BUDGET = 100.0
-_REFUND = 0.2  # per success: about every fifth request may be a retry for ever
+_REFUND = 0.2  # a success gives this back: about every fifth request may be a retry for ever
 # Burst tolerance: a request may start this late without delaying the next.
 _BURST_SECONDS = 0.05
-# What counts as lately, for the successes per second: longer than the pauses before retries.
+# The successes per second are those of this time: longer than the pauses before retries.
 _LATELY_SECONDS = 2.0
 _LEAST_SPAN_SECONDS = 0.5
 _FEW = 5
@@ -44,7 +44,7 @@ _FEW = 5
 HIDDEN_PAUSE_SECONDS = 1.0
 _SLOW_FACTOR = 2.5
 _SLOW_SECONDS = 0.9 * HIDDEN_PAUSE_SECONDS
-_SLOW_AMONG = 16  # of so many, two slow ones tell; one alone may be the network
+_SLOW_AMONG = 16  # two slow requests of so many are a sign; one alone may be the network
 
 
 class Limiter:
@@ -53,7 +53,7 @@ class Limiter:
     Safe to use from many threads, and from the callbacks of weak references.
 
     Attributes:
-        window: the one at this moment.
+        window: the window at this moment.
         in_flight: the number of requests in flight, of all transfers.
     """
 
@@ -164,7 +164,7 @@ class AdmissionSlot:
         limiter: the bucket's limiter.
         judged: whether slow requests are a sign that the store is throttling. False where the
             adapter reports throttling.
-        verb: what is asked for.
+        verb: the verb of `ObjectStore`.
         concurrency: the transfer's concurrency. The window counts for one that is not "auto" only
             while the store throttles.
         request_bytes: the size of its largest request. Default: nothing that counts.
@@ -237,8 +237,8 @@ class AdmissionSlot:
         """Wait until a request may begin.
 
         Args:
-            request: what identifies it.
-            check: called while waiting, and may raise.
+            request: what identifies the request.
+            check: a function that is called while waiting, and may raise.
             wait: whether to wait for a place in the window.
 
         Returns:
@@ -268,9 +268,9 @@ class AdmissionSlot:
         """End a request. One that has ended before, or never began, is no error.
 
         Args:
-            request: what identifies it.
-            size_bytes: the bytes that it moved. Default 0: they were reported to `moved`.
-            answered: whether the store answered it.
+            request: what identifies the request.
+            size_bytes: the bytes that the request moved. Default 0: they were reported to `moved`.
+            answered: whether the store answered the request.
         """
         limiter = self._limiter
         with limiter._changed:

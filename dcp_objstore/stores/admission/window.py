@@ -43,20 +43,21 @@ OPEN_AFTER_SECONDS = 60.0
 _FAR_SECONDS = 0.005
 _NEAR_MOST = 8
 _LEAST_ROUND_SECONDS = 0.02
-# Fewer bytes say nothing of a line.
+# A round of fewer bytes says nothing of a line.
 _LEAST_ROUND_BYTES = 8 * MIB
 # A pause this long separates two transfers.
 _PAUSE_SECONDS = 0.1
 _GAIN = 2.0
-# What a window of twice the size must move at least, where 2 is the most.
+# The factor by which a window of twice the size must move more at least; 2 is the most.
 _WORTHWHILE = 1.15
-# Requests that begin together end together. So one round alone may have a wave more or less.
+# The rounds that are measured: requests that begin together end together, so that one round alone
+# may have a wave more or less.
 _ROUNDS = 4
 _USED = 0.75
 # What a request may take of its time-out, and what a line moves at least as far as we know.
 _SLOW = 0.25
 _ASSUMED_BYTES_PER_SECOND = 8 * MIB
-# The bytes in flight, so that a line which becomes slow, down to 7 MiB/s, answers them in time.
+# The most bytes in flight. A line that becomes slow, down to 7 MiB/s, answers them in time.
 _MOST_BYTES = 1024 * MIB
 _THROTTLED_WINDOW, _THROTTLED_RATE = 0.5, 0.7
 # The rate has tripled after this time.
@@ -78,8 +79,8 @@ class _Try(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         back: the size to go back to.
-        bytes_per_second: what that moved.
-        settled: a round has passed, so requests of the smaller window are answered.
+        bytes_per_second: the rate at that size.
+        settled: whether a round has passed, so that requests of the smaller window are answered.
     """
 
     back: float
@@ -91,13 +92,14 @@ class Window(msgspec.Struct, frozen=True):
     """The bounds on a bucket's requests. Times are monotonic seconds.
 
     Attributes:
-        size: requests in flight; see `allowed`.
-        latency_seconds: least time in which a small request was answered; infinite: not known.
+        size: the number of requests in flight that `allowed` starts from.
+        latency_seconds: the least time in which a small request was answered; infinite if that is
+            not known.
         bytes_per_second: the most that a round moved, by verb: a line may be slow one way only.
         round: what was answered since the window last changed.
         trying: a larger window, or None.
-        cut_rate: requests per second right after the last cut; `rate` is the one of now.
-        cut_at: when the last cut was.
+        cut_rate: the requests per second right after the last cut; `rate` is that of now.
+        cut_at: the time of the last cut.
     """
 
     size: float = AUTO_MOST
@@ -131,7 +133,7 @@ class Window(msgspec.Struct, frozen=True):
         Args:
             request_bytes: the size of the largest request. Default: nothing that counts.
             timeout_seconds: the time-out of one request. Default: none.
-            verb: what is asked for.
+            verb: the verb of `ObjectStore`.
         """
         most: float = self.most
         if request_bytes:
@@ -166,29 +168,29 @@ class Window(msgspec.Struct, frozen=True):
         Args:
             now: the time.
             size_bytes: the size of a part, or of a piece of a range.
-            in_flight: requests, that of these bytes included.
-            verb: what was asked for. A round of several counts as one of the last.
+            in_flight: the number of requests in flight, that of these bytes included.
+            verb: the verb of `ObjectStore`. A round of several counts as one of the last.
         """
         last = self.round
-        found = _Round(
-            last.began_at,
-            now,
-            last.answers + 1,
-            last.size_bytes + size_bytes,
-            max(last.in_flight, in_flight),
+        grown = _Round(
+            began_at=last.began_at,
+            last_at=now,
+            answers=last.answers + 1,
+            size_bytes=last.size_bytes + size_bytes,
+            in_flight=max(last.in_flight, in_flight),
         )
-        seconds = now - found.began_at
+        seconds = now - grown.began_at
         known = self.bytes_per_second.get(verb, 0.0)
         is_short = not known or (self.trying and not self.trying.settled)
         # What is asked for may be so large that fewer are allowed.
-        answers = min(self.size, found.in_flight) * (1 if is_short else _ROUNDS)
-        is_small = not known and found.size_bytes < _LEAST_ROUND_BYTES
-        if found.answers < answers or seconds < _LEAST_ROUND_SECONDS or is_small:
-            return replace(self, round=found)
-        moved = found.size_bytes / seconds
+        answers = min(self.size, grown.in_flight) * (1 if is_short else _ROUNDS)
+        is_small = not known and grown.size_bytes < _LEAST_ROUND_BYTES
+        if grown.answers < answers or seconds < _LEAST_ROUND_SECONDS or is_small:
+            return replace(self, round=grown)
+        moved = grown.size_bytes / seconds
         lines = {**self.bytes_per_second, verb: max(moved, known)}
         after = replace(self, round=_Round(now, now), bytes_per_second=lines)
-        if self.is_throttled or found.in_flight < _USED * self.allowed():
+        if self.is_throttled or grown.in_flight < _USED * self.allowed():
             return after
         return after._after_round(moved)
 
@@ -199,23 +201,23 @@ class Window(msgspec.Struct, frozen=True):
 
         Args:
             now: the time.
-            begun_at: when it was sent.
-            in_flight: requests, itself included.
+            begun_at: the time at which it was sent.
+            in_flight: the number of requests in flight, itself included.
             timeout_seconds: its time-out.
         """
-        found = self
+        window = self
         if self.is_throttled and now - self.cut_at > OPEN_AFTER_SECONDS:
-            found = replace(self, cut_rate=math.inf)
+            window = replace(self, cut_rate=math.inf)
         seconds = now - begun_at
         if seconds > _SLOW * timeout_seconds:
             if begun_at < self.cut_at:
-                return found
+                return window
             # The slowest request of a transfer ends alone, but was not alone on the line.
             busy = max(in_flight, self.round.in_flight)
             size = min(self.allowed(), busy) * _SLOW * timeout_seconds / seconds
-            return replace(found, size=max(LEAST_WINDOW, size), trying=None, cut_at=now)
-        most = found.most if found.is_throttled else _NEAR_MOST
-        return replace(found, size=max(found.size, min(found.size + 1 / found.size, most)))
+            return replace(window, size=max(LEAST_WINDOW, size), trying=None, cut_at=now)
+        most = window.most if window.is_throttled else _NEAR_MOST
+        return replace(window, size=max(window.size, min(window.size + 1 / window.size, most)))
 
     def throttled(
         self, now: float, begun_at: float, in_flight: int, done_per_second: float
@@ -224,9 +226,10 @@ class Window(msgspec.Struct, frozen=True):
 
         Args:
             now: the time.
-            begun_at: when it was sent. One from before the last cut says nothing new.
-            in_flight: requests, itself included.
-            done_per_second: successes lately; 0: not known.
+            begun_at: the time at which it was sent. A request from before the last cut says nothing
+                new.
+            in_flight: the number of requests in flight, itself included.
+            done_per_second: the successes per second lately; 0 if they are not known.
         """
         if begun_at < self.cut_at:
             return self

@@ -69,10 +69,10 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
         CredentialsError: there are none, or the profile does not exist, or boto3 is needed to
             read them and is not installed.
     """
-    found = _from_options(settings) or _from_environment() or _from_machine()
-    if found is None:
+    credentials = _from_options(settings) or _from_environment() or _from_machine()
+    if credentials is None:
         raise no_s3_credentials(stripped)
-    return found
+    return credentials
 
 
 def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
@@ -130,8 +130,8 @@ def _from_machine() -> Credentials | None:
 def _from_boto3(profile: str | None, source: str) -> Credentials:
     if importlib.util.find_spec("boto3") is None:
         raise CredentialsError(f"{source} is read by boto3, which is not installed: {_INSTALL_S3}")
-    found = open_boto3_session(source, profile_name=profile)
-    if not found.has_credentials:
+    session = open_boto3_session(source, profile_name=profile)
+    if not session.has_credentials:
         raise CredentialsError(f"{source} holds no credentials")
 
     def load() -> Any:
@@ -142,8 +142,8 @@ def _from_boto3(profile: str | None, source: str) -> Credentials:
         source,
         provider,
         renew=provider.renew,
-        region=found.region,
-        endpoint_url=found.endpoint_url,
+        region=session.region,
+        endpoint_url=session.endpoint_url,
     )
 
 
@@ -168,7 +168,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
     """Make a session of boto3, which reads the AWS files and finds credentials now.
 
     Args:
-        source: what is read, in words, for messages.
+        source: the place that is read, in words, for messages.
         arguments: the arguments of `boto3.Session`.
 
     Raises:
@@ -180,7 +180,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
     wrong = None
     try:
         session = boto3.Session(**arguments)
-        found = session.get_credentials()
+        credentials = session.get_credentials()
         scoped = session._session.get_scoped_config()
     except ProfileNotFound as error:
         raise CredentialsError(f"{source}: {error}") from error
@@ -193,7 +193,7 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
     if services:
         named = session._session.full_config.get("services", {}).get(services, {})
         endpoint = (named.get("s3") or {}).get("endpoint_url", endpoint)
-    return Boto3Session(session, found is not None, session.region_name, endpoint)
+    return Boto3Session(session, credentials is not None, session.region_name, endpoint)
 
 
 def session_of(settings: S3Options) -> Boto3Session:
@@ -261,7 +261,7 @@ class Renewing:
     It is a provider of obstore, which calls it again when `expires_at` has come.
 
     Args:
-        source: where they come from, in words.
+        source: the place where they come from, in words.
         load: reads botocore's credentials again and returns them, or None.
         now: the time, for tests.
     """

@@ -71,7 +71,7 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
         CredentialsError: there are none, or azure-identity is needed and is not installed.
         ConfigError: no account is named, or options have no effect.
     """
-    given = _from_options(options)
+    from_options = _from_options(options)
     if options.client_secret is None and "client_secret" not in stripped:
         idle = [name for name in ("client_id", "tenant_id") if getattr(options, name) is not None]
         if idle:
@@ -83,7 +83,7 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
     parts = {}
     if options.connection_string is not None:
         parts = _connection_parts(options.connection_string)
-    elif given is None:
+    elif from_options is None:
         parts = _connection_of_environment(options.account_name)
     endpoint = _endpoint(options, parts)
     account = (
@@ -97,15 +97,15 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
             "which storage account? Pass storage_options={'account_name': …}, or set"
             f" AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING{lost(stripped)}"
         )
-    found = given or _from_connection(parts) or _from_environment(endpoint)
-    if found is None:
+    credentials = from_options or _from_connection(parts) or _from_environment(endpoint)
+    if credentials is None:
         raise CredentialsError(
             "no credentials for Azure: run `az login` with azure-identity installed"
             f" ({_INSTALL}), set AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_ACCOUNT_KEY, or"
             " pass storage_options={'account_name': …, 'account_key': …} ({'anon': True} for a"
             " public container)" + lost(stripped)
         )
-    return replace(found, advice=_ADVICE, endpoint_url=endpoint, account_name=account)
+    return replace(credentials, advice=_ADVICE, endpoint_url=endpoint, account_name=account)
 
 
 def _from_options(options: AzureOptions) -> Credentials | None:
@@ -209,13 +209,13 @@ def _kept(ask: Callable[[], Any]) -> Callable[[], Any]:
     obstore does so by itself. Other requests ask one by one, and some objects of azure-identity
     start a process (`az`) each time.
     """
-    given: Any = None
+    kept: Any = None
 
     def token() -> Any:
-        nonlocal given
-        if given is None or (given["expires_at"] - datetime.now(UTC)) < _LEAST_LEFT:
-            given = ask()
-        return given
+        nonlocal kept
+        if kept is None or (kept["expires_at"] - datetime.now(UTC)) < _LEAST_LEFT:
+            kept = ask()
+        return kept
 
     return token
 
@@ -243,8 +243,8 @@ def _connection_parts(text: str) -> dict[str, str]:
     """
     parts: dict[str, str] = {}
     for item in text.strip().strip(";").split(";"):
-        name, found, value = item.strip().partition("=")
-        if not found or not name:
+        name, equals, value = item.strip().partition("=")
+        if not equals or not name:
             raise ConfigError(
                 "the Azure connection string must read 'AccountName=…;AccountKey=…', settings"
                 " separated by ';'"

@@ -15,16 +15,17 @@ _METADATA_TRIES = 2
 
 @dataclass(frozen=True)
 class Credentials:
-    """What to give obstore.
+    """The credentials to give obstore, and what is known of them.
 
     Attributes:
-        source: where they come from, in words, for messages.
-        provider: called by obstore for credentials; None where obstore finds them itself.
+        source: the place where they come from, in words, for messages.
+        provider: a function that obstore calls for credentials; None where obstore finds them
+            itself.
         config: additional settings of obstore's store.
-        renew: makes the next client of obstore, or the next call of `provider`, ask the source
-            again, and raises `CredentialsError` if there is nothing else to get. None: what was
-            given is all there is.
-        advice: what to do once they are refused and there are no others.
+        renew: a function that makes the next client of obstore, or the next call of `provider`,
+            ask the source again, and raises `CredentialsError` if there is nothing else to get.
+            None: what was given is all there is.
+        advice: the advice for when they are refused and there are no others.
         region: the profile's region, or None.
         endpoint_url: the endpoint that a profile or a connection string names, or None.
         account_name: the storage account (Azure alone), or None.

@@ -64,8 +64,8 @@ def find_gcs_token(options: GcsOptions, stripped: tuple[str, ...] = ()) -> Calla
     Raises:
         CredentialsError, ConfigError: as `find_gcs_credentials`; the first also when it is called.
     """
-    found = find_gcs_credentials(options, stripped)
-    provider = found.provider
+    credentials = find_gcs_credentials(options, stripped)
+    provider = credentials.provider
     if provider is None:
         return None
 
@@ -76,7 +76,7 @@ def find_gcs_token(options: GcsOptions, stripped: tuple[str, ...] = ()) -> Calla
             raise
         except Exception as error:
             # The libraries that ask Google or another service raise errors of any kind.
-            raise CredentialsError(f"{found.source}: {error}") from error
+            raise CredentialsError(f"{credentials.source}: {error}") from error
 
     return token
 
@@ -115,13 +115,13 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
         import google.auth
         from google.auth import compute_engine
 
-        found = google.auth.default(scopes=scopes)[0]
-        if base_url is not None and isinstance(found, compute_engine.Credentials):
+        credentials, _ = google.auth.default(scopes=scopes)
+        if base_url is not None and isinstance(credentials, compute_engine.Credentials):
             raise CredentialsError(
                 f"no credentials for GCS at {base_url}, where no token of this machine is sent:"
                 f" {advice}"
             )
-        return found
+        return credentials
 
     return _from_google_auth(load, "application default credentials", advice=advice)
 
@@ -249,13 +249,13 @@ class _Provider:
         self._lock = threading.Lock()
 
     def __call__(self) -> Any:
-        found = self.credentials
+        credentials = self.credentials
         with self._lock:  # the first requests of a save come at the same time
-            if not getattr(found, "valid", False):
+            if not getattr(credentials, "valid", False):
                 return self._renew()
         # google-auth's times are UTC and do not say so.
-        expires_at = found.expiry and found.expiry.replace(tzinfo=UTC)
-        return {"token": found.token, "expires_at": expires_at}
+        expires_at = credentials.expiry and credentials.expiry.replace(tzinfo=UTC)
+        return {"token": credentials.token, "expires_at": expires_at}
 
     def renew(self) -> None:
         """Get another token: the present one was refused.

@@ -71,19 +71,19 @@ def is_of_botocore(error: BaseException) -> bool:
 
 def _is_from(error: BaseException, *names: str) -> bool:
     """Whether an error or one of its causes is of these types; see `is_of`."""
-    return any(errors.is_of(type(one), *names) for one in errors.causes(error))
+    return any(errors.is_of(type(cause), *names) for cause in errors.causes(error))
 
 
 def _http_status(error: BaseException) -> int | None:
     """The HTTP status in an error or what caused it, where it is."""
-    for one in errors.causes(error):
-        if type(one).__module__ == "aiohttp.http_exceptions":
+    for cause in errors.causes(error):
+        if type(cause).__module__ == "aiohttp.http_exceptions":
             continue  # its codes are its own: 400 for a body that was cut off
-        answer: Any = getattr(one, "response", None)
+        answer: Any = getattr(cause, "response", None)
         for value in (
-            getattr(one, "status", None),  # aiohttp
-            getattr(one, "status_code", None),  # azure
-            getattr(one, "code", None),  # gcsfs
+            getattr(cause, "status", None),  # aiohttp
+            getattr(cause, "status_code", None),  # azure
+            getattr(cause, "code", None),  # gcsfs
             getattr(answer, "status_code", None),  # requests, huggingface_hub
         ):
             if isinstance(value, int) and 300 <= value < 600:
@@ -95,5 +95,5 @@ def _kind(error: BaseException) -> type[DcpObjstoreError]:
     """Return the type for an error without a status."""
     if type(error) is OSError and str(error).startswith("Forbidden"):
         return PermissionDeniedError  # what gcsfs makes of a 403
-    found = (kind for name, kind in _BY_NAME.items() if _is_from(error, name))
-    return next(found, None) or errors.kind_of_builtin(error)
+    kinds = (kind for name, kind in _BY_NAME.items() if _is_from(error, name))
+    return next(kinds, None) or errors.kind_of_builtin(error)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.urls import StoreUrl
 
-_SHORT = 4  # shorter than that, a value is a part of many words
-# Others call themselves `s3` and `gs` as well.
+_SHORT = 4  # a value that is shorter is a part of many words
+# The classes, because others call themselves `s3` and `gs` as well.
 S3FS = "s3fs.S3FileSystem"
 GCSFS = "gcsfs.GCSFileSystem"
 
@@ -68,7 +68,14 @@ class Filesystems(Requests):
         endpoint_url: str | None = None,
         checksums: Checksums | None = None,
     ) -> None:
-        super().__init__(config, judge_fsspec, endpoint_url, url.scheme, url.bucket)
+        """Keep the filesystems, and switch off their caches of listings."""
+        super().__init__(
+            config,
+            judge_fsspec,
+            endpoint_url=endpoint_url,
+            scheme=url.scheme,
+            bucket=url.bucket,
+        )
         self.read = read
         self.write = read if write is None else write
         self.checksums = checksums or Checksums(None)
@@ -135,7 +142,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         fs = options[FILESYSTEM]
         endpoint_url = getattr(fs, "endpoint_url", None)
         if is_of(type(fs), S3FS, GCSFS):
-            fs = _made(type(fs), *fs.storage_args, **fs.storage_options)
+            fs = _new_filesystem(type(fs), *fs.storage_args, **fs.storage_options)
         return Filesystems(url, config, fs, endpoint_url=endpoint_url)
 
     from fsspec.registry import get_filesystem_class
@@ -145,7 +152,7 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         return _s3(cls, url, parse(S3Options, options), config)
     if url.scheme == "gs":
         return _gs(url, parse(GcsOptions, options), config)
-    fs = _made(cls, **{**cls._get_kwargs_from_urls(str(url)), **options})
+    fs = _new_filesystem(cls, **{**cls._get_kwargs_from_urls(str(url)), **options})
     endpoint = options.get("endpoint_url")
     return Filesystems(
         url, config, fs, endpoint_url=endpoint if isinstance(endpoint, str) else None
@@ -156,8 +163,8 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
     """Make two filesystems of s3fs, which differ in how long they wait for the next bytes."""
     # What is not given here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
-    found = [
-        _made(
+    filesystems = [
+        _new_filesystem(
             cls,
             endpoint_url=endpoint_url,
             anon=settings.anon,
@@ -186,7 +193,7 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
         )
     ]
     checksums = checksums_for(settings, endpoint_url)
-    return Filesystems(url, config, *found, endpoint_url=endpoint_url, checksums=checksums)
+    return Filesystems(url, config, *filesystems, endpoint_url=endpoint_url, checksums=checksums)
 
 
 def _gs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesystems:
@@ -200,8 +207,8 @@ def _gs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesyste
     from gcsfs.core import GCSFileSystem
 
     endpoint_url = options.endpoint_url and server_url(options.endpoint_url, use_ssl=True)
-    found = [
-        _made(
+    filesystems = [
+        _new_filesystem(
             GCSFileSystem,
             endpoint_url=endpoint_url,
             token="anon" if options.anon else options.token,
@@ -215,10 +222,10 @@ def _gs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesyste
         )
         for read_seconds in (min(READ_PROGRESS_SECONDS, config.request_timeout_seconds), None)
     ]
-    return Filesystems(url, config, *found, endpoint_url=endpoint_url)
+    return Filesystems(url, config, *filesystems, endpoint_url=endpoint_url)
 
 
-def _made(cls: Any, /, *args: Any, **options: Any) -> Any:
+def _new_filesystem(cls: Any, /, *args: Any, **options: Any) -> Any:
     """Make a filesystem of our own; s3fs and gcsfs without retries of theirs."""
     options["skip_instance_cache"] = True
     if is_of(cls, S3FS):
@@ -272,8 +279,8 @@ def _hidden(text: str, options: Mapping[str, Any], *, foreign: bool) -> str:
         if isinstance(value, Mapping):
             text = _hidden(text, value, foreign=foreign)
         elif isinstance(value, str) and value and is_secret(name, value, foreign=foreign):
-            found = re.escape(value)
+            pattern = re.escape(value)
             if len(value) < _SHORT:
-                found = rf"(?<!\w){found}(?!\w)"
-            text = re.sub(found, "***", text)
+                pattern = rf"(?<!\w){pattern}(?!\w)"
+            text = re.sub(pattern, "***", text)
     return text

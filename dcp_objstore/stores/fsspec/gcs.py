@@ -69,18 +69,18 @@ class GcsfsStore(FsspecStore):
         return self._filesystems.run(tries, request, repeatable=repeatable)
 
     def _translate(self, error: Exception) -> DcpObjstoreError:
-        found = super()._translate(error)
-        if type(found) is not ObjectNotFoundError or self._seen:
-            return found
+        translated = super()._translate(error)
+        if type(translated) is not ObjectNotFoundError or self._seen:
+            return translated
         # It may mean the bucket: gcsfs drops the body of a 404. The bucket is asked for once.
         try:
             self._fs.call("GET", "b/{}/o", self._bucket, maxResults=1)
         except FileNotFoundError:
-            return BucketNotFoundError(f"the bucket does not exist: {found.message}")
+            return BucketNotFoundError(f"the bucket does not exist: {translated.message}")
         except Exception as other:  # noqa: BLE001  not allowed to ask: no news
             del other
         self._seen = True
-        return found
+        return translated
 
     def _write(self, place: str, body: bytes, *, absent: bool, retry: bool) -> None:
         mode = "create" if absent else "overwrite"
@@ -126,21 +126,21 @@ class GcsfsStore(FsspecStore):
         self, place: str, address: str, chunk: bytes, offset: int, *, last: bool
     ) -> None:
         """Send a chunk. GCS may take the front of it only, and ignores bytes that it has."""
-        end, left = offset + len(chunk), memoryview(chunk)
-        while left:
-            start = end - len(left)
+        end, rest = offset + len(chunk), memoryview(chunk)
+        while rest:
+            start = end - len(rest)
             headers = {
                 "Content-Range": f"bytes {start}-{end - 1}/{end if last else '*'}",
                 "Content-Type": "application/octet-stream",
             }
             call = self._filesystems.write.call
-            send = partial(call, "PUT", address, headers=headers, data=left)
-            answer, _ = self._send("put_stream", place, send, len(left))
+            send = partial(call, "PUT", address, headers=headers, data=rest)
+            answer, _ = self._send("put_stream", place, send, len(rest))
             until = answer.get("Range", "").rpartition("-")[2]
-            came = int(until) + 1 if until else end if last else start
-            if came <= start:
+            stored_end = int(until) + 1 if until else end if last else start
+            if stored_end <= start:
                 raise StoreUnavailableError("the store took nothing of a part of the upload")
-            left = left[came - start :]
+            rest = rest[stored_end - start :]
 
     def _get(self, place: str, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         self._fits(self._head(place), max_size_bytes)
@@ -160,8 +160,8 @@ class GcsfsStore(FsspecStore):
     def _info(self, place: str) -> Mapping[str, Any]:
         path = ("b/{}/o/{}", self._bucket, self._key(place))
         ask = partial(self._fs.call, "GET", *path, json_out=True)
-        found: Mapping[str, Any] = self._send("head", place, ask)
-        return found
+        info: Mapping[str, Any] = self._send("head", place, ask)
+        return info
 
     def _find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
         find = partial(self._fs.find, folder, detail=True, update_cache=False)

@@ -86,8 +86,8 @@ class S3fsStore(S3Store):
             finally:
                 stream.close()
 
-        found: tuple[Mapping[str, Any], bytes | None] = self._run(read())
-        return found
+        answer_and_body: tuple[Mapping[str, Any], bytes | None] = self._run(read())
+        return answer_and_body
 
     @property
     def range_reading(self) -> RangeReading:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 _OURS = ".dcp-objstore."  # names that start so are being written, and are no objects
 _GET_TRIES = 5
-# Of these libraries an object appears when its file is closed, or never.
+# The libraries in which an object appears when its file is closed, or never.
 _OBJECT_STORES = ("adlfs", "gcsfs", "ocifs", "ossfs", "tosfs")
 # The names that filesystems give to what identifies a state, and to the time of the write.
 _TAGS = ("ETag", "etag", "e_tag", "content_hash", "sha", "ino", "size")
@@ -237,25 +237,25 @@ class FsspecStore(BaseStore[str]):
 
     def _info(self, place: str) -> Mapping[str, Any]:
         self._fs.invalidate_cache()
-        found: Mapping[str, Any] = self._fs.info(place)
-        if found.get("type", "file") != "file":
+        info: Mapping[str, Any] = self._fs.info(place)
+        if info.get("type", "file") != "file":
             raise ObjectNotFoundError("there is no such object")
-        return found
+        return info
 
     def _find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
         self._fs.invalidate_cache()
-        found: Mapping[str, Mapping[str, Any]] = {}
+        infos: Mapping[str, Mapping[str, Any]] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
-            found = self._fs.find(folder, detail=True)
-        return found
+            infos = self._fs.find(folder, detail=True)
+        return infos
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """The whole listing is in memory."""
         root = f"{self._root}/{folder}" if folder else self._root
         with self._errors(None):
-            found = self._find(root)
+            infos = self._find(root)
         below = f"{root}/".lstrip("/")
-        for name, info in found.items():
+        for name, info in infos.items():
             path = name.lstrip("/")
             is_object = path.startswith(below) and info.get("type", "file") == "file"
             if is_object and not path.rpartition("/")[2].startswith(_OURS):
@@ -266,8 +266,8 @@ def _version(info: Mapping[str, Any]) -> Version:
     """Return all that distinguishes one state of an object from another."""
     if info.get("generation") is not None:  # GCS
         return Version(None, str(info["generation"]))
-    found = [info.get(name) for name in _TAGS]
-    return Version("-".join(str(one) for one in [*found, _modified(info)] if one is not None))
+    tags = [*(info.get(name) for name in _TAGS), _modified(info)]
+    return Version("-".join(str(tag) for tag in tags if tag is not None))
 
 
 def _modified(info: Mapping[str, Any]) -> datetime | None:

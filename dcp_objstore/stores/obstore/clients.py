@@ -62,10 +62,10 @@ class Clients(Requests):
 
     Attributes:
         lane: the direct lane for reads whose requests can be signed here; None if there is none.
-        copier: how copies of whole objects are asked for; None where there are none.
+        copier: what asks for copies of whole objects; None where there are none.
         ordered: whether a listing may begin behind a key.
         is_secure: whether requests go over TLS.
-        proven: whether an answer was such as only a store gives.
+        proven: whether an answer has shown that this is a store.
         has_put: whether an object was put, so that a 404 means the key and not the bucket.
     """
 
@@ -80,7 +80,14 @@ class Clients(Requests):
         trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
         credentials: Credentials | None = None,
     ) -> None:
-        super().__init__(config, judge_obstore, maker.endpoint_url, url.scheme, url.bucket)
+        """Keep the arguments. A client is made when it is first used."""
+        super().__init__(
+            config,
+            judge_obstore,
+            endpoint_url=maker.endpoint_url,
+            scheme=url.scheme,
+            bucket=url.bucket,
+        )
         self._maker = maker
         self.ordered, self.copier = maker.ordered, maker.copier
         self.is_secure = not (maker.endpoint_url or "").startswith("http:")
@@ -120,7 +127,7 @@ class Clients(Requests):
             "backoff": dict(_BACKOFF),
         }
         return self._maker.make(
-            {name: timedelta(seconds=one) for name, one in seconds.items()}, retries
+            {name: timedelta(seconds=value) for name, value in seconds.items()}, retries
         )
 
     def fresh(self, request: Callable[[], T]) -> T:
@@ -148,44 +155,44 @@ class Clients(Requests):
 
     def were_refused(self, error: BaseException) -> bool:
         """Whether a request failed because of credentials in whose place others may do."""
-        found = self._credentials
-        if found is None or found.anonymous:
+        credentials = self._credentials
+        if credentials is None or credentials.anonymous:
             return False
         why = refusal_of(error)
-        return why is not None and (why != "unknown key" or found.renew is not None)
+        return why is not None and (why != "unknown key" or credentials.renew is not None)
 
     def renew(self, error: Exception, seen: int | None = None) -> None:
         """Forget the credentials that were refused, so that the next request asks for others.
 
         Args:
             error: the refusal.
-            seen: how often they had been renewed when the request was made; if somebody has
-                done so since, there is nothing to do.
+            seen: the number of renewals when the request was made; if there has been another
+                since, there is nothing to do.
 
         Raises:
             CredentialsError: there are no others.
         """
-        found = self._credentials
-        if found is None or found.renew is None:
+        credentials = self._credentials
+        if credentials is None or credentials.renew is None:
             raise self._expired(error, "they cannot be refreshed from here") from error
         with self._lock:
             if seen is not None and seen != self._renewals:
                 return
-            found.renew()
+            credentials.renew()
             self._renewals += 1
             self._made.clear()  # obstore keeps credentials per client
             self.lane = self._new_lane()
 
     def _expired(self, error: Exception, why: str) -> CredentialsError:
-        found = self._credentials or Credentials("unknown")
+        credentials = self._credentials or Credentials("unknown")
         accepts = (
             "no longer accepts"
             if refusal_of(error) == "expired"
             else "does not, or no longer, accept"
         )
         return CredentialsError(
-            f"the store {accepts} the credentials (source: {found.source}), and {why}. Pass new"
-            f" ones, {found.advice} ({judge_obstore(error).error.message})"
+            f"the store {accepts} the credentials (source: {credentials.source}), and {why}."
+            f" Pass new ones, {credentials.advice} ({judge_obstore(error).error.message})"
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:
@@ -195,7 +202,8 @@ class Clients(Requests):
                 lambda: super(Clients, self).run(tries, request, repeatable=repeatable)
             )
         except Exception as error:
-            if http_code(error)[1] is not None:
+            _, code = http_code(error)
+            if code is not None:
                 self.proven = True
             raise
 
@@ -204,8 +212,8 @@ class Clients(Requests):
 
         Args:
             key: the key in the bucket.
-            what: what it is for, in words.
-            make: makes the request, each time that it is sent.
+            what: the purpose of the request, in words.
+            make: a function that makes the request, each time that it is sent.
         """
 
         def send() -> tuple[Message, bytes]:
@@ -264,7 +272,7 @@ def make_clients(
     """
     if url.scheme == "memory":
         return Clients(url, memory_maker(url), config)
-    settings, found = find_credentials(url.scheme, options, stripped)
+    settings, credentials = find_credentials(url.scheme, options, stripped)
     trust = cache(partial(tls_context, settings.verify))
-    maker = _MAKERS[url.scheme](url, settings, found)
-    return Clients(url, maker, config, trust=trust, credentials=found)
+    maker = _MAKERS[url.scheme](url, settings, credentials)
+    return Clients(url, maker, config, trust=trust, credentials=credentials)

@@ -30,9 +30,10 @@ from dcp_objstore.stores.urls import StoreUrl, parse_url
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import CopySource
 
-# Sends a request of a method, a path and headers; returns the answer's headers and body.
+# A function that sends a request of a method, a path and headers, and returns the headers and the
+# body of the answer.
 Ask = Callable[[str, str, Mapping[str, str]], tuple[Message, bytes]]
-# Yields the bytes that are copied so far, and whether there is something under the target's key.
+# What yields the bytes that are copied so far, and whether there is something under the key.
 Steps = Generator[tuple[int, bool]]
 
 # The first version of Azure's REST API with access tokens is of 2017.
@@ -45,10 +46,11 @@ class Copier(NamedTuple):
     """How a provider is asked for copies.
 
     Attributes:
-        server: its URL; on Azure that of the account.
-        sign: makes the headers of a request, of its method, its URL and headers to be sent.
-        steps: copies, by `Ask`, an object to another place. The condition is in the headers that
-            came with its HEAD.
+        server: the URL of its server; on Azure that of the account.
+        sign: a function that makes the headers of a request from its method, its URL and headers
+            to be sent.
+        steps: a function that copies an object to another place by `Ask`. The condition is in the
+            headers of its HEAD.
     """
 
     server: str
@@ -67,17 +69,18 @@ def copy_object(
     """Have the store copy an object, in the state in which its HEAD shows the ETag asked for.
 
     Args:
-        copier: knows the provider.
-        send: sends a request; `Clients.ask`.
-        sources: one whole object.
-        target: the URL of the new one.
-        moved: called with the size of what was copied; see `ObjectStore.copy`.
-        remove: removes the new one, if the copy is stopped when it is there.
+        copier: what knows the provider, or None.
+        send: a function that sends a request: `Clients.ask`.
+        sources: a single source, which is a whole object.
+        target: the URL of the new object.
+        moved: a function that is called with the size of what was copied, as in
+            `ObjectStore.copy`.
+        remove: a function that removes the new object, if the copy is stopped when it is there.
 
     Raises:
         As `ObjectStore.copy`.
     """
-    source = sources[0]
+    source, *others = sources
     origin = parse_url(source.url)
     if copier is None or origin.scheme != target.scheme or source.version.e_tag is None:
         raise UnsupportedError(f"{source.url} is not on this store, or its ETag is not known")
@@ -89,17 +92,17 @@ def copy_object(
 
         return send(f"{method} in a copy of {source.url}", make)
 
-    found, _ = ask("HEAD", _path(origin), {})
-    size_bytes = int(found["Content-Length"])
-    if found["ETag"] != source.version.e_tag:
+    head, _ = ask("HEAD", _path(origin), {})
+    size_bytes = int(head["Content-Length"])
+    if head["ETag"] != source.version.e_tag:
         raise PreconditionFailedError(f"{source.url} was changed by another writer")
     if source.end > size_bytes:
         raise CorruptDataError(f"{source.url} has only {size_bytes} bytes")
-    if len(sources) > 1 or (source.start, source.end) != (0, size_bytes):
+    if others or (source.start, source.end) != (0, size_bytes):
         raise UnsupportedError("this store copies whole objects, one into one")
     copied_bytes, is_there, tries = 0, False, Tries(_PENDING)
     try:
-        with closing(copier.steps(copier, ask, origin, target, found)) as steps:
+        with closing(copier.steps(copier, ask, origin, target, head)) as steps:
             for now_bytes, is_there in steps:  # noqa: B007  for what follows
                 if now_bytes > copied_bytes:
                     moved(now_bytes - copied_bytes)
@@ -117,24 +120,25 @@ def _path(url: StoreUrl) -> str:
     return f"/{url.bucket}/{quote(url.prefix)}"
 
 
-def gcs_steps(_: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, found: Message) -> Steps:
+def gcs_steps(_: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message) -> Steps:
     """Copy by "Objects: rewrite" of the JSON API; what takes long takes several requests."""
-    places = [f"b/{one.bucket}/o/{quote(one.prefix, safe='')}" for one in (source, target)]
+    places = [f"b/{url.bucket}/o/{quote(url.prefix, safe='')}" for url in (source, target)]
     path = f"/storage/v1/{'/rewriteTo/'.join(places)}"
-    path += f"?ifSourceGenerationMatch={found['x-goog-generation']}"
+    path += f"?ifSourceGenerationMatch={head['x-goog-generation']}"
     token, done = "", False
     while not done:
-        answer = json.loads(ask("POST", path + token, {})[1])
+        _headers, body = ask("POST", path + token, {})
+        answer = json.loads(body)
         done = answer["done"]
         token = f"&rewriteToken={quote(answer.get('rewriteToken', ''), safe='')}"
         yield int(answer["totalBytesRewritten"]), done
 
 
 def azure_steps(
-    copier: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, found: Message
+    copier: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message
 ) -> Steps:
     """Copy by "Copy Blob"; wait where Azure has only begun, and abort what is given up."""
-    condition = {"x-ms-source-if-match": found["ETag"]}
+    condition = {"x-ms-source-if-match": head["ETag"]}
     url = copier.server + _path(source)
     answer, _ = ask("PUT", _path(target), {"x-ms-copy-source": url, **condition})
     try:
@@ -148,7 +152,7 @@ def azure_steps(
             query = f"comp=copy&copyid={answer['x-ms-copy-id']}"
             ask("PUT", f"{_path(target)}?{query}", {"x-ms-copy-action": "abort"})
         raise
-    yield int(found["Content-Length"]), True
+    yield int(head["Content-Length"]), True
 
 
 def azure_headers(
@@ -163,14 +167,14 @@ def azure_headers(
     Both hold for the source of a copy in the same account, too. ("Authorize with Shared Key"; of
     the headers that would be signed, only Azure's own are sent.)
     """
-    given = provider()
+    credentials = provider()
     headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": AZURE_VERSION, **asked}
-    if "access_key" not in given:
-        return {**headers, "Authorization": f"Bearer {given['token']}"}
+    if "access_key" not in credentials:
+        return {**headers, "Authorization": f"Bearer {credentials['token']}"}
     parts = urlsplit(url)
     named = "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
     query = "".join(f"\n{name}:{value}" for name, value in sorted(parse_qsl(parts.query)))
     text = method + 12 * "\n" + f"{named}/{account}{parts.path}{query}"
-    digest = hmac.digest(base64.b64decode(given["access_key"]), text.encode(), "sha256")
+    digest = hmac.digest(base64.b64decode(credentials["access_key"]), text.encode(), "sha256")
     signature = base64.b64encode(digest).decode()
     return {**headers, "Authorization": f"SharedKey {account}:{signature}"}

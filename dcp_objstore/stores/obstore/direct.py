@@ -42,7 +42,7 @@ _USED_FOR_SECONDS = 600.0
 _MOST_SIGNED = 1024
 # Servers close connections that they have not heard of for a while; AWS after about 20 s.
 _IDLE_SECONDS = 10.0
-_MOST_FAILURES = 3  # in a row, after which we stop trying
+_MOST_FAILURES = 3  # after so many in a row it is not tried any more
 # Below this the transport costs no more than signing and Python's HTTP client.
 WORTHWHILE_BYTES = 256 * 1024
 
@@ -70,7 +70,7 @@ class SignedGet:
     Attributes:
         url: the URL of the object; host, path and query are sent as they are.
         headers: the headers to send.
-        until: use it no later (monotonic).
+        until: the time after which it is not used any more (monotonic).
     """
 
     url: str
@@ -91,12 +91,13 @@ class DirectLane:
     """Reads ranges of one bucket's objects over connections of its own. Safe from many threads.
 
     Args:
-        sign: makes the GET of an object, by its key in the bucket.
+        sign: a function that makes the GET of an object, by its key in the bucket.
         timeout_seconds: the time-out to connect, and between bytes that arrive.
-        trust: makes the context of TLS, called once and only if there is TLS.
+        trust: a function that makes the context of TLS. It is called once, and only if there is
+            TLS.
 
     Attributes:
-        answered: whether the server ever has, in whatever way.
+        answered: whether the server has ever answered, in whatever way.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class DirectLane:
         except Exception as error:
             self.failed(path)
             raise LaneError(type(error).__name__) from error
-        return DirectAnswer(self, connection, path, signed, start, end, is_new=is_new)
+        return DirectAnswer(self, connection, path, signed, start=start, end=end, is_new=is_new)
 
     def failed(self, path: str) -> None:
         """Count a failure, and sign the next URL of the object afresh."""
@@ -169,29 +170,29 @@ class DirectLane:
             known = self._signed.get(path)
         if known is not None and now < known.until:
             return known
-        made = self._sign(path)
-        made = replace(made, until=min(made.until, now + _USED_FOR_SECONDS))
+        signed = self._sign(path)
+        signed = replace(signed, until=min(signed.until, now + _USED_FOR_SECONDS))
         with self._lock:
             self._signed.pop(path, None)
-            self._signed[path] = made  # behind the others, which are older
+            self._signed[path] = signed  # behind the others, which are older
             if len(self._signed) > _MOST_SIGNED:
                 del self._signed[next(iter(self._signed))]
-        return made
+        return signed
 
     def _connection(self, origin: str) -> tuple[_Connection, bool]:
         """An idle connection or a new one, and whether it is new."""
         latest = time.monotonic() - _IDLE_SECONDS
         with self._lock:
             kept, self._idle = self._idle, []
-            found = None
+            connected = None
             for connection, where, since in kept:
                 if since < latest:
                     connection.close()
-                elif found is None and where == origin:
-                    found = connection
+                elif connected is None and where == origin:
+                    connected = connection
                 else:
                     self._idle.append((connection, where, since))
-        return (found, False) if found is not None else (self.connect(origin), True)
+        return (connected, False) if connected is not None else (self.connect(origin), True)
 
     def connect(self, origin: str) -> _Connection:
         """Make a new connection."""
@@ -360,11 +361,11 @@ def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:
     """Raise unless the body is exactly bytes `[start, end)`, as they are (RFC 9110, section 14)."""
     if answer.status in THROTTLING_STATUSES:
         raise LaneError(f"the store answered with status {answer.status}", status=answer.status)
-    given = answer.getheader("Content-Range", "")
+    content_range = answer.getheader("Content-Range", "")
     if (
         answer.status != http.client.PARTIAL_CONTENT
-        or not given.startswith(f"bytes {start}-{end - 1}/")
+        or not content_range.startswith(f"bytes {start}-{end - 1}/")
         or answer.getheader("Content-Encoding", "identity") != "identity"
         or answer.length != end - start
     ):
-        raise LaneError(f"answered with status {answer.status}, {given or 'whole'}")
+        raise LaneError(f"answered with status {answer.status}, {content_range or 'whole'}")

@@ -43,8 +43,8 @@ _PHRASES = {"The specified container does not exist.": "ContainerNotFound"}
 _ANSWER = re.compile(
     r"(?:<\?xml[^>]*>\s*)?<Error>.*?<Code>(.*?)</Code>.*?<Message>(.*?)</Message>.*?</Error>", re.S
 )
-# Where AWS SDKs ask for an instance's credentials when none were given. An error from there says
-# nothing of the bucket.
+# The place where AWS SDKs ask for an instance's credentials when none were given. An error from
+# there says nothing of the bucket.
 _INSTANCE_METADATA = "http://169.254.169.254/"
 # A 301 without a Location, which is how AWS says that the bucket is in another region, comes
 # without its status; only the name of the variant in the dump tells it.
@@ -52,7 +52,7 @@ _REDIRECT = "inner: BareRedirect"
 _REQUEST = re.compile(r"Error performing ([A-Z]+) (\S+) in ([\d.]+\w+)(?:, after (\d+) retries)?")
 # A panic about the address or a header, by the errors of the crates url and http.
 _NOT_A_REQUEST = re.compile(r"\b(Invalid[A-Z]\w+|EmptyHost|IdnaError|RelativeUrl\w+)\b")
-# The request never got as far as a connection.
+# The sign that a request never got as far as a connection.
 _NOT_CONNECTED = "legacy::Error( Connect,"
 _TIMED_OUT = "kind: Timeout"
 # A server that wants TLS says so in words, with status 400: Go's (MinIO, rclone), then nginx.
@@ -65,7 +65,7 @@ _EXPIRED_CODES = ("ExpiredToken", "TokenRefreshRequired")
 _TOKEN_CODES = ("AuthenticationFailed", "InvalidAuthenticationInfo")
 _UNKNOWN_KEY_CODES = ("InvalidToken", "InvalidAccessKeyId")
 
-# A ranged GET was answered with 200.
+# The sign that a ranged GET was answered with 200.
 _WHOLE = "source: NotPartial"
 _OF_GOOGLE = Meaning(
     CredentialsError, "the key of the service account in the environment cannot be used"
@@ -166,8 +166,10 @@ class _Message(NamedTuple):
     @property
     def is_abort(self) -> bool:
         """It is of an abort, which is raised alone where an upload fails twice."""
-        asked = self.request
-        return asked is not None and asked[1] == "DELETE" and "?uploadId=" in asked[2]
+        if self.request is None:
+            return False
+        method, url, *_ = self.request.groups()
+        return method == "DELETE" and "?uploadId=" in url
 
     @property
     def is_of_instance(self) -> bool:
@@ -180,13 +182,17 @@ def _message(error: BaseException) -> _Message:
     dump = " ".join(dump.split())
     request = _REQUEST.search(text)
     if _REDIRECT in dump:
-        return _Message(text, dump, request, 301, None)
+        return _Message(text, dump, request, status=301, code=None)
     batch = _IN_BATCH.search(text)
     if batch is not None:
-        return _Message(text, dump, request, int(batch[2]), _PHRASES.get(batch[1]))
+        return _Message(text, dump, request, status=int(batch[2]), code=_PHRASES.get(batch[1]))
     status, code = _STATUS.search(text), _CODE.search(text)
     return _Message(
-        text, dump, request, int(status[1]) if status else None, code[1] if code else None
+        text,
+        dump,
+        request,
+        status=int(status[1]) if status else None,
+        code=code[1] if code else None,
     )
 
 
@@ -272,7 +278,8 @@ def no_store(error: BaseException) -> DcpObjstoreError | None:
     request = message.request
     if request is None or (message.status, message.code) != (http.client.NOT_FOUND, None):
         return None
-    if request[1] not in ("GET", "PUT", "POST") or "uploadId=" in request[2]:
+    method, url, *_ = request.groups()
+    if method not in ("GET", "PUT", "POST") or "uploadId=" in url:
         return None  # a part of an upload, or its end
     return errors.NO_BUCKET.error(message.text.strip())
 
@@ -313,24 +320,24 @@ def _meaning(error: Exception, message: _Message) -> Meaning | None:
         return errors.WANTS_TLS
     if message.is_of_instance:
         return Meaning(CredentialsError)
-    found = None if message.request else _sign(_NO_REQUESTS, message.text)
-    if found is not None or errors.kind_of_answer(message.status, message.code) is not None:
-        return found
+    meaning = None if message.request else _sign(_NO_REQUESTS, message.text)
+    if meaning is not None or errors.kind_of_answer(message.status, message.code) is not None:
+        return meaning
     kinds = (Meaning(kind) for name, kind in _BY_TYPE.items() if errors.is_of(type(error), name))
     return _sign(_NOT_THE_RANGE, message.dump) or next(kinds, None)
 
 
 def _unanswered(facts: Facts, message: _Message, request: re.Match[str]) -> Facts:
     """Say why a request got no answer, where the dump tells."""
-    found = _sign(_NO_ANSWERS, message.dump)
-    if found is None:
+    meaning = _sign(_NO_ANSWERS, message.dump)
+    if meaning is None:
         return facts
     # "REDACTED" where it would show a signature
     method, url, took, retries = request.groups()
     tries = f"; {retries} retries in {took}" if retries else ""
     whom = urlsplit(url).netloc or "the store"
-    text = f"{found.words} ({method} {url}{tries})"
-    return replace(facts, text=text, meaning=Meaning(found.kind, f"cannot reach {whom}"))
+    text = f"{meaning.words} ({method} {url}{tries})"
+    return replace(facts, text=text, meaning=Meaning(meaning.kind, f"cannot reach {whom}"))
 
 
 def _of_abort(error: Exception, facts: Facts) -> Facts:

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.options.s3 import S3Options
     from dcp_objstore.stores.urls import StoreUrl
 
-# Makes a store of obstore, of time-outs and the retry configuration.
+# A function that makes a store of obstore from time-outs and the retry configuration.
 Make = Callable[[dict[str, Any], dict[str, Any]], Any]
-# Makes the GET of a key in the bucket, which a client of obstore may sign.
+# A function that makes the GET of a key in the bucket, which a client of obstore may sign.
 Sign = Callable[[Any, str], SignedGet]
 
 # Checksums that obstore does not have.
 _OF_BOTO3 = ("CRC32", "CRC32C")
-# Signed for longer than it is used: the clocks of client and store may differ by minutes.
+# A URL is signed for longer than it is used: the clocks of client and store may differ by minutes.
 _SIGNED_FOR = timedelta(minutes=30)
 # A token is not used so shortly before its end.
 _LEAST_LEFT_SECONDS = 60.0
@@ -65,12 +65,12 @@ class Maker(NamedTuple):
     """How requests to a bucket are made.
 
     Attributes:
-        make: makes a client; they differ in their time-outs and retries.
+        make: a function that makes a client; they differ in their time-outs and retries.
         endpoint_url: the server; None for the provider's own.
-        sign: makes a GET for the direct lane; None if it takes more than that.
+        sign: a function that makes a GET for the direct lane; None if it takes more than that.
         ordered: whether a listing may begin behind a key. Directory buckets and Azure's
             hierarchical namespaces list in an order of their own.
-        copier: how copies of whole objects are asked for; None where there are none.
+        copier: what asks for copies of whole objects; None where there are none.
     """
 
     make: Make
@@ -91,7 +91,7 @@ def memory_maker(url: StoreUrl) -> Maker:
     return Maker(make)
 
 
-def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> Maker:
+def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Maker:
     """Return the maker for an S3 bucket.
 
     Raises:
@@ -99,7 +99,7 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> Maker:
     """
     from obstore.store import S3Store
 
-    endpoint, region = s3_server(settings, found)
+    endpoint, region = s3_server(settings, credentials)
     virtual = is_virtual(settings, endpoint, url.bucket)
     config: dict[str, Any] = {
         "bucket": url.bucket,
@@ -135,12 +135,12 @@ def s3_maker(url: StoreUrl, settings: S3Options, found: Credentials) -> Maker:
     sign: Sign | None = None
     if not (settings.requester_pays or express):
         sign = _unsigned(of_bucket) if settings.anon else _signed_url
-    make = _make(S3Store, config, found, endpoint, settings.verify)
+    make = _make(S3Store, config, credentials, endpoint=endpoint, verify=settings.verify)
     make = make if checksum is not None else _without_variable(make)
     return Maker(make, endpoint, sign, ordered=not is_directory_bucket(url.bucket))
 
 
-def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> Maker:
+def gcs_maker(url: StoreUrl, options: GcsOptions, credentials: Credentials) -> Maker:
     """Return the maker for a GCS bucket.
 
     Raises:
@@ -156,21 +156,23 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, found: Credentials) -> Maker:
     headers = {"x-goog-user-project": options.payer} if options.payer else {}
     server = endpoint or "https://storage.googleapis.com"
     place = f"{server}/{url.bucket}"
-    provider, copier = found.provider, None
+    provider, copier = credentials.provider, None
 
     def sign(_client: Any, key: str) -> SignedGet:
         # A token, because a signed URL takes a private key or another request.
         assert provider is not None
         return _with_token(f"{place}/{_quoted(key)}", provider(), headers)
 
-    signs = sign if provider is not None else _unsigned(place) if found.anonymous else None
+    signs = sign if provider is not None else _unsigned(place) if credentials.anonymous else None
     if provider is not None:
         copier = Copier(server, lambda *_: _with_token("", provider(), headers).headers, gcs_steps)
-    make = _make(GCSStore, config, found, endpoint, options.verify, headers)
+    make = _make(
+        GCSStore, config, credentials, endpoint=endpoint, verify=options.verify, headers=headers
+    )
     return Maker(make, endpoint, signs, copier=copier)
 
 
-def azure_maker(url: StoreUrl, options: AzureOptions, found: Credentials) -> Maker:
+def azure_maker(url: StoreUrl, options: AzureOptions, credentials: Credentials) -> Maker:
     """Return the maker for an Azure container.
 
     Raises:
@@ -178,40 +180,42 @@ def azure_maker(url: StoreUrl, options: AzureOptions, found: Credentials) -> Mak
     """
     from obstore.store import AzureStore
 
-    config: dict[str, Any] = {"container_name": url.bucket, "account_name": found.account_name}
-    endpoint = found.endpoint_url and server_url(found.endpoint_url, use_ssl=True)
+    account = credentials.account_name
+    config: dict[str, Any] = {"container_name": url.bucket, "account_name": account}
+    endpoint = credentials.endpoint_url and server_url(credentials.endpoint_url, use_ssl=True)
     if endpoint is not None:
         config["endpoint"] = endpoint
-    server = endpoint or f"https://{found.account_name}.blob.core.windows.net"
+    server = endpoint or f"https://{account}.blob.core.windows.net"
     place = f"{server}/{url.bucket}"
-    provider, copier = found.provider, None
+    provider, copier = credentials.provider, None
 
     def sign(client: Any, key: str) -> SignedGet:
         assert provider is not None
-        given, quoted = provider(), _quoted(key)
-        if "access_key" in given:
+        token, quoted = provider(), _quoted(key)
+        if "access_key" in token:
             if quoted != key:
                 # obstore 0.12 signs the key as it is in the URL; Azure checks it as it is.
                 raise LaneError("a key with such characters is not signed as Azure does")
             return _signed_url(client, key)
-        if "sas_token" in given:
-            return SignedGet(f"{place}/{quoted}?{given['sas_token']}")
-        return _with_token(f"{place}/{quoted}", given, {"x-ms-version": AZURE_VERSION})
+        if "sas_token" in token:
+            return SignedGet(f"{place}/{quoted}?{token['sas_token']}")
+        return _with_token(f"{place}/{quoted}", token, {"x-ms-version": AZURE_VERSION})
 
     # Without a provider obstore finds credentials of its own.
-    signs = sign if provider is not None else _unsigned(place) if found.anonymous else None
+    signs = sign if provider is not None else _unsigned(place) if credentials.anonymous else None
     # A shared access signature would have to be in the URL of the source, which is kept among the
     # properties of the copy. (To look at what cannot be renewed asks nobody.)
-    if provider is not None and (found.renew is not None or "sas_token" not in provider()):
-        copier = Copier(server, partial(azure_headers, found.account_name, provider), azure_steps)
-    make = _make(AzureStore, config, found, endpoint, options.verify)
+    if provider is not None and (credentials.renew is not None or "sas_token" not in provider()):
+        copier = Copier(server, partial(azure_headers, account, provider), azure_steps)
+    make = _make(AzureStore, config, credentials, endpoint=endpoint, verify=options.verify)
     return Maker(make, endpoint, signs, ordered=False, copier=copier)
 
 
 def _make(
     store: Callable[..., Any],
     config: Mapping[str, Any],
-    found: Credentials,
+    credentials: Credentials,
+    *,
     endpoint: str | None,
     verify: bool | str,
     headers: Mapping[str, str] | None = None,
@@ -229,10 +233,10 @@ def _make(
 
     def make(timeouts: dict[str, Any], retry: dict[str, Any]) -> Any:
         return store(
-            config={"skip_signature": False, **config, **found.config},
+            config={"skip_signature": False, **config, **credentials.config},
             client_options={**client, **timeouts},
             retry_config=retry,
-            credential_provider=found.provider,
+            credential_provider=credentials.provider,
         )
 
     return make
@@ -270,11 +274,11 @@ def _signed_url(client: Any, key: str) -> SignedGet:
     return SignedGet(obstore.sign(client, "GET", key, _SIGNED_FOR))
 
 
-def _with_token(place: str, given: Any, headers: Mapping[str, str]) -> SignedGet:
-    ends: datetime | None = given["expires_at"]
+def _with_token(place: str, token: Any, headers: Mapping[str, str]) -> SignedGet:
+    ends: datetime | None = token["expires_at"]
     left_seconds = (ends - datetime.now(UTC)).total_seconds() if ends else float("inf")
     until = time.monotonic() + left_seconds - _LEAST_LEFT_SECONDS
-    return SignedGet(place, {"Authorization": f"Bearer {given['token']}", **headers}, until)
+    return SignedGet(place, {"Authorization": f"Bearer {token['token']}", **headers}, until)
 
 
 def _quoted(key: str) -> str:

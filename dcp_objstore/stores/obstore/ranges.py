@@ -62,7 +62,7 @@ class ObstoreSource(RetriedSource):
             self._over_lane = False
             return None
 
-    def failed(self, error: Exception, asked_at: float, *, came: bool) -> None:
+    def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Wait until the rest may be asked for, or raise.
 
         What the lane does not give, obstore is asked for. A store that is throttling throttles
@@ -73,7 +73,7 @@ class ObstoreSource(RetriedSource):
             if not error.broke_off:
                 emit_retry(self._path, 2, str(error), asked_at)
                 return
-        super().failed(error, asked_at, came=came)
+        super().failed(error, asked_at, had_begun=had_begun)
 
 
 def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: int) -> Answer:

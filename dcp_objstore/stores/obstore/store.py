@@ -85,8 +85,8 @@ class ObstoreStore(BaseStore[str]):
     Args:
         url: the root of the store.
         clients: its bucket's clients.
-        copier: opens the same root over another transport, which copies ranges: obstore has no call
-            for a part of an object. None where there is none.
+        copier: a function that opens the same root over another transport, which copies ranges:
+            obstore has no call for a part of an object. None where there is none.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class ObstoreStore(BaseStore[str]):
         if self._url.scheme == "memory" or not body:
             body = b"".join(body)  # obstore's memory store would keep the caller's memory
         elif len(body) == 1:
-            body = body[0]
+            (body,) = body
         mode = _mode(precondition, self._url.scheme)
 
         def send() -> Any:
@@ -185,12 +185,13 @@ class ObstoreStore(BaseStore[str]):
                 )
         except Exception as error:
             source.left_parts = parts_are_left(error)
-            found = judge_obstore(error).error
-            if isinstance(found, errors.CredentialsError) and self._clients.were_refused(error):
+            translated = judge_obstore(error).error
+            is_refusal = isinstance(translated, errors.CredentialsError)
+            if is_refusal and self._clients.were_refused(error):
                 # Parts cannot be sent again from here; what comes next has fresh ones.
                 self._clients.renew(error)
-                found.message += "; the next try asks for fresh ones"
-            raise found from error
+                translated.message += "; the next try asks for fresh ones"
+            raise translated from error
         return _version(result)
 
     def _copy(
@@ -204,7 +205,7 @@ class ObstoreStore(BaseStore[str]):
         if self._copier is None:
             clients, target = self._clients, replace(self._url, prefix=place)
             send, remove = partial(clients.ask, place), partial(self._delete, place)
-            copy_object(clients.copier, send, sources, target, moved, remove)
+            copy_object(clients.copier, send, sources, target, moved=moved, remove=remove)
             return self._head(place).version
         return self._copier().copy(
             place.removeprefix(self._root),
@@ -260,7 +261,7 @@ class ObstoreStore(BaseStore[str]):
         last: str | None = None  # the last key that came
         # All keys that came, where a listing cannot begin behind the last one: there obstore would
         # drop the keys that compare less, of which some are still to come.
-        came: set[str] = set()
+        listed_keys: set[str] = set()
         repeated: set[str] = set()  # those that the present listing has yet to give again
 
         def new(page: Any) -> Any:
@@ -273,7 +274,7 @@ class ObstoreStore(BaseStore[str]):
             nonlocal pages
             listing, pages = pages, None
             if listing is None:
-                repeated.update(came)
+                repeated.update(listed_keys)
                 listed = obstore.list(
                     clients.get("list"), prefix, offset=last, chunk_size=_PAGE_KEYS
                 )
@@ -297,7 +298,7 @@ class ObstoreStore(BaseStore[str]):
                 if clients.ordered:
                     last = meta["path"]
                 else:
-                    came.add(meta["path"])
+                    listed_keys.add(meta["path"])
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
                 yield self._meta(meta)
@@ -313,9 +314,9 @@ class ObstoreStore(BaseStore[str]):
         try:
             meta = obstore.head(self._clients.get("read"), f"{self._root}{_NEVER_THERE}")
         except Exception as error:
-            found = judge_obstore(error).error
-            if isinstance(found, errors.ConfigError):
-                raise found from error
+            translated = judge_obstore(error).error
+            if isinstance(translated, errors.ConfigError):
+                raise translated from error
             # A 404, most likely. Whatever else it is says nothing against the listing that came.
         else:
             if meta["e_tag"] is None:
@@ -335,10 +336,10 @@ class ObstoreStore(BaseStore[str]):
             try:
                 yield path
             except BaseException as error:
-                found = translate_panic(error)
-                if found is None:
+                translated = translate_panic(error)
+                if translated is None:
                     raise
-                raise found from error
+                raise translated from error
 
     def _meta(self, meta: Any) -> ObjectMeta:
         path: str = meta["path"]
@@ -356,15 +357,15 @@ def _bucket_is_there(*, unless: bool = False) -> Iterator[None]:
     """Translate a 404 that no store sends, of requests that need a bucket and no object.
 
     Args:
-        unless: do nothing.
+        unless: whether to do nothing.
     """
     try:
         yield
     except Exception as error:
-        found = None if unless else no_store(error)
-        if found is None:
+        translated = None if unless else no_store(error)
+        if translated is None:
             raise
-        raise found from error
+        raise translated from error
 
 
 def _version(answer: Any) -> Version:

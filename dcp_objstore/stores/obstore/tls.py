@@ -13,7 +13,8 @@ from dcp_objstore.forking import PerProcess
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# What one call receives. Less means more calls; more has left the cache before it is decrypted.
+# The bytes that one call receives. Less means more calls; more has left the cache before it is
+# decrypted.
 _RECEIVED_BYTES = 256 * 1024
 # RFC 5246, section 6.2.3: 16 KiB, 2 KiB of expansion, and the head. TLS 1.3 has less.
 _MOST_RECORD_BYTES = 16384 + 2048 + 5
@@ -74,7 +75,7 @@ class TlsSocket(socket.socket):
 
         Args:
             buffer: writable bytes.
-            nbytes: how many; 0 for as many as `buffer` has room for.
+            nbytes: the number of bytes; 0 for as many as `buffer` has room for.
             flags: `MSG_WAITALL`, to receive all of them.
 
         Returns:

@@ -166,7 +166,7 @@ class S3Options(Schema):
         """
         payer = self.option("requester_pays").from_environment() or ""
         bundle = self.option("verify").from_environment()
-        found = replace(
+        options = replace(
             self,
             endpoint_url=self.or_environment("endpoint_url"),
             region=self.or_environment("region"),
@@ -175,19 +175,19 @@ class S3Options(Schema):
             sse=self.or_environment("sse"),
             checksum_algorithm=self.checksum_algorithm or _checksum_of_environment(),
         )
-        if found.sse not in (None, *_SSE):
+        if options.sse not in (None, *_SSE):
             raise ConfigError(f"the environment's {_SSE_VARIABLE} must be one of {', '.join(_SSE)}")
         key, flag = os.environ.get(_KEY_VARIABLE) or None, _flag(_FLAG_VARIABLE)
-        if found.sse in (None, "AES256"):
+        if options.sse in (None, "AES256"):
             if key is not None or flag:
                 name = _FLAG_VARIABLE if key is None else _KEY_VARIABLE
                 raise ConfigError(
-                    f"the environment's {name} has no effect with {found.sse or 'no encryption'}:"
+                    f"the environment's {name} has no effect with {options.sse or 'no encryption'}:"
                     f" set 'ServerSideEncryption' or {_SSE_VARIABLE} to aws:kms, or unset it"
                 )
-            return found
+            return options
         return replace(
-            found,
+            options,
             sse_kms_key_id=self.sse_kms_key_id or key,
             sse_bucket_key=flag if self.sse_bucket_key is None else self.sse_bucket_key,
         )
@@ -213,13 +213,13 @@ def _checksum_of_environment() -> str | None:
     named = os.environ.get(CHECKSUM_VARIABLE)
     if named is None:
         return None
-    found = next((known for known in CHECKSUMS if known.lower() == named.lower()), None)
-    if found is None:
+    algorithm = next((known for known in CHECKSUMS if known.lower() == named.lower()), None)
+    if algorithm is None:
         raise ConfigError(
             f"{CHECKSUM_VARIABLE} is {named!r} in the environment; it must be one of"
             f" {', '.join(CHECKSUMS)}, or not be set"
         )
-    return found
+    return algorithm
 
 
 def _flag(variable: str) -> bool | None:

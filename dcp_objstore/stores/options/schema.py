@@ -41,7 +41,7 @@ class Option:
     """One option of a store.
 
     Attributes:
-        meaning: what it is, in words for users.
+        meaning: the meaning of the option, in words for users.
         name: its name in `storage_options`, where a dot leads into a nested mapping. Default: the
             field's name.
         also: other spellings that are taken, as fsspec's filesystems have them.
@@ -77,7 +77,7 @@ def option(meaning: str, *, default: Any = None, **declared: Any) -> Any:
     """Declare a field of a schema.
 
     Args:
-        meaning: what it is, in words for users.
+        meaning: the meaning of the option, in words for users.
         default: the value where none is given.
         declared: further attributes of `Option`.
     """
@@ -93,12 +93,12 @@ class Schema:
     """Base of the providers' schemas. A `repr` names the options that are set, without values."""
 
     def __repr__(self) -> str:
-        given = [
-            one.name
-            for one in fields(self)  # type: ignore[arg-type]  # each schema is a dataclass
-            if getattr(self, one.name) != one.default
+        names = [
+            field.name
+            for field in fields(self)  # type: ignore[arg-type]  # each schema is a dataclass
+            if getattr(self, field.name) != field.default
         ]
-        return f"{type(self).__name__}({', '.join(given)})"
+        return f"{type(self).__name__}({', '.join(names)})"
 
     @classmethod
     @functools.cache
@@ -106,13 +106,13 @@ class Schema:
         """The options by the names of their fields."""
         types = get_type_hints(cls)
         return {
-            one.name: replace(
-                one.metadata[_KEY],
-                name=one.metadata[_KEY].name or one.name,
-                field=one.name,
-                kinds=_kinds(types[one.name]),
+            spec.name: replace(
+                spec.metadata[_KEY],
+                name=spec.metadata[_KEY].name or spec.name,
+                field=spec.name,
+                kinds=_kinds(types[spec.name]),
             )
-            for one in fields(cls)  # type: ignore[arg-type]  # as above
+            for spec in fields(cls)  # type: ignore[arg-type]  # as above
         }
 
     @classmethod
@@ -122,8 +122,8 @@ class Schema:
 
     def or_environment(self, field_name: str) -> str | None:
         """The value of a field, or else that of the environment; None where neither has one."""
-        given: str | None = getattr(self, field_name)
-        return given or self.option(field_name).from_environment()
+        own: str | None = getattr(self, field_name)
+        return own or self.option(field_name).from_environment()
 
     def check(self) -> None:
         """Raise `ConfigError` for options that contradict each other."""
@@ -156,7 +156,8 @@ def parse(schema: type[S], options: object) -> S:
     Raises:
         ConfigError: as `check_by` and `Schema.resolved`.
     """
-    return check_by(schema, options)[0].resolved()
+    parsed, _ = check_by(schema, options)
+    return parsed.resolved()
 
 
 def check_by(schema: type[S], options: object, scheme: str = "") -> tuple[S, dict[str, Any]]:
@@ -171,12 +172,12 @@ def check_by(schema: type[S], options: object, scheme: str = "") -> tuple[S, dic
         ConfigError: an unknown name (with the nearest known one), a wrong type, or options that
             contradict each other. Values are never repeated: they may be secrets.
     """
-    given: dict[str, dict[str, Any]] = {}
+    spellings: dict[str, dict[str, Any]] = {}
     where = f"storage_options for {scheme}://" if scheme else "storage_options"
-    copied = _read(schema, options, (), where, given)
-    found = schema(**{name: _the_one(spelled) for name, spelled in given.items()})
-    found.check()
-    return found, copied
+    copied = _read(schema, options, (), where=where, spellings=spellings)
+    parsed = schema(**{name: _the_one(spelled) for name, spelled in spellings.items()})
+    parsed.check()
+    return parsed, copied
 
 
 def check_endpoint(text: str) -> None:
@@ -234,8 +235,9 @@ def _read(
     schema: type[Schema],
     options: object,
     path: tuple[str, ...],
+    *,
     where: str,
-    given: dict[str, dict[str, Any]],
+    spellings: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
     """Check one mapping and those nested in it; return a copy.
 
@@ -244,7 +246,7 @@ def _read(
         options: the mapping.
         path: the names that lead to it; empty for the outermost.
         where: the place of the options, for messages.
-        given: the values under each spelling, by the names of fields; they are added here.
+        spellings: the values under each spelling, by the names of fields; they are added here.
     """
     if not isinstance(options, Mapping):
         raise ConfigError(f"{where} must be a mapping, got {type(options).__name__}")
@@ -259,10 +261,10 @@ def _read(
         outer, *inner = (*path, name)
         spelled = outer + "".join(f"[{step!r}]" for step in inner)
         if option is None:
-            copied[name] = _read(schema, value, (*path, name), spelled, given)
+            copied[name] = _read(schema, value, (*path, name), where=spelled, spellings=spellings)
         else:
             _check_value(name, value, option, where)
-            given.setdefault(option.field, {})[spelled] = value
+            spellings.setdefault(option.field, {})[spelled] = value
             copied[name] = dict(value) if isinstance(value, Mapping) else value
     return copied
 
@@ -297,7 +299,7 @@ def _unknown(
         close = difflib.get_close_matches(text, list(known), n=1, cutoff=0.5)
         advice = f"did you mean {close[0]!r}?" if close else None
     said = f"; {advice}" if advice else "."
-    listed = sorted(known, key=lambda one: known[one] is None)  # mappings last
+    listed = sorted(known, key=lambda spelling: known[spelling] is None)  # mappings last
     return f"unknown option {text!r} in {where}{said} Known: {', '.join(listed)}."
 
 

@@ -87,13 +87,14 @@ def check_options(scheme: str, options: Mapping[str, object] | None) -> dict[str
         return _filesystem(options, scheme)
     if is_foreign(scheme):
         return _foreign(options, scheme)
-    return check_by(SCHEMAS[scheme], options, scheme)[1]
+    _, copied = check_by(SCHEMAS[scheme], options, scheme)
+    return copied
 
 
 def protocols(fs: object) -> Collection[str]:
     """The schemes of a filesystem object; empty if it is none."""
-    found = getattr(fs, "protocol", ())
-    return (found,) if isinstance(found, str) else tuple(found)
+    names = getattr(fs, "protocol", ())
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def is_foreign(scheme: str) -> bool:

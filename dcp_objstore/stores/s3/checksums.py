@@ -86,14 +86,14 @@ def checksums_for(settings: S3Options, endpoint_url: str | None) -> Checksums:
 def _crc(algorithm: str) -> _Crc:
     if algorithm not in _OF_AWSCRT:
         return zlib.crc32
-    found: _Crc | None = None
+    crc: _Crc | None = None
     if importlib.util.find_spec("awscrt") is not None:
         from awscrt import checksums
 
-        found = getattr(checksums, algorithm.lower(), None)
-    if found is None:
+        crc = getattr(checksums, algorithm.lower(), None)
+    if crc is None:
         raise ConfigError(
             f"transports 'boto3' and 'fsspec' take {algorithm} from awscrt, which is not installed"
             " or too old: pip install 'botocore[crt]', or choose CRC32 or SHA256"
         )
-    return found
+    return crc

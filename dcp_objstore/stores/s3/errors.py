@@ -59,12 +59,12 @@ def read_botocore(error: Exception, *, conditional: bool = False) -> Facts:
     if isinstance(error, KeyError) and error.args in _NAMED_IN_ANSWERS:
         text = f"its answer has no {error.args[0]}"
         return Facts(text=text, meaning=errors.NO_STORE_ANSWERED)
-    chain = [type(one) for one in errors.led_to(error)]
+    chain = [type(cause) for cause in errors.led_to(error)]
     return Facts(
         text=str(error),
         meaning=_no_answer(error),
-        connected=not any(errors.is_of(one, *_UNSENT) for one in chain),
-        timed_out=any(errors.is_of(one, "botocore.ReadTimeoutError") for one in chain),
+        connected=not any(errors.is_of(cls, *_UNSENT) for cls in chain),
+        timed_out=any(errors.is_of(cls, "botocore.ReadTimeoutError") for cls in chain),
     )
 
 
@@ -74,23 +74,27 @@ judge_botocore = partial(errors.judge, read=read_botocore)
 def client_error(error: BaseException) -> Any:
     """Return the `ClientError`, an answer, that an error is or was raised from; None if none."""
     return next(
-        (one for one in errors.causes(error) if errors.is_of(type(one), "botocore.ClientError")),
+        (
+            cause
+            for cause in errors.causes(error)
+            if errors.is_of(type(cause), "botocore.ClientError")
+        ),
         None,
     )
 
 
 def code_of(error: BaseException) -> str:
     """The store's `<Code>` in an answer; its status as text where the answer had no body."""
-    found = client_error(error)
-    return "" if found is None else str(found.response.get("Error", {}).get("Code", ""))
+    refusal = client_error(error)
+    return "" if refusal is None else str(refusal.response.get("Error", {}).get("Code", ""))
 
 
 def status_of(error: BaseException) -> int | None:
     """The HTTP status of an answer."""
-    found = client_error(error)
+    refusal = client_error(error)
     status: int | None = None
-    if found is not None:
-        status = found.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if refusal is not None:
+        status = refusal.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     return status
 
 
@@ -103,10 +107,10 @@ def without_frames(error: BaseException) -> BaseException:
     """Return the error without references to its request, whose body is the caller's memory."""
     from botocore.exceptions import HTTPClientError
 
-    for one in errors.led_to(error):
-        one.with_traceback(None)
-        if isinstance(one, HTTPClientError):
-            one.request = None
+    for cause in errors.led_to(error):
+        cause.with_traceback(None)
+        if isinstance(cause, HTTPClientError):
+            cause.request = None
     return error
 
 
@@ -132,9 +136,9 @@ def _no_answer(error: Exception) -> Meaning:
         # RemoteDisconnected is a BadStatusLine, too.
         if type(cause) is http.client.BadStatusLine:
             return errors.NO_HTTP
-    found = (
+    meanings = (
         meaning
         for names, meaning in _NO_ANSWERS.items()
         if errors.is_of(type(error), *names.split())
     )
-    return next(found, Meaning(DcpObjstoreError))
+    return next(meanings, Meaning(DcpObjstoreError))

@@ -58,10 +58,10 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     Args:
         url: the root.
-        requests: how requests to the bucket are sent again.
+        requests: what sends requests to the bucket again.
         checksums: the checksums that go with bodies.
         extra: arguments of every request.
-        sealing: arguments of every write: how the store is to encrypt.
+        sealing: arguments of every write, which say how the store is to encrypt.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class S3Store(BaseStore["dict[str, str]"]):
             verb: the verb of `ObjectStore`.
             operation: botocore's name of it.
             arguments: the arguments of the operation, without its body.
-            body: what is sent with it. Empty: none, because with an empty `Body` botocore before
-                1.44 hangs in the next request of the connection.
-            check: called before and while it is sent; ends it by raising.
+            body: the bytes that are sent with it. Empty: none, because with an empty `Body`
+                botocore before 1.44 hangs in the next request of the connection.
+            check: a function that is called before and while it is sent, and ends it by raising.
             repeatable: whether it may be sent again if it may have taken effect.
             retry: whether it may be sent again at all.
         """
@@ -212,8 +212,8 @@ class S3Store(BaseStore["dict[str, str]"]):
             partial(self._send, "put_stream"),
             place,
             self._sealing,
-            self._checksums,
-            max_concurrency,
+            checksums=self._checksums,
+            threads=max_concurrency,
         )
         try:
             upload.begin()
@@ -241,7 +241,11 @@ class S3Store(BaseStore["dict[str, str]"]):
         """
         # The store computes checksums of its own of what it copies.
         upload = MultipartUpload(
-            partial(self._send, "copy"), place, self._sealing, Checksums(None), max_concurrency
+            partial(self._send, "copy"),
+            place,
+            self._sealing,
+            checksums=Checksums(None),
+            threads=max_concurrency,
         )
         looked_at = {source.url: (self._of(place, source), source) for source in sources}
         try:
@@ -257,19 +261,19 @@ class S3Store(BaseStore["dict[str, str]"]):
                     upload.send(CopiedPart(named, partial(moved, end - start)))
             upload.wait()
             for target, source in looked_at.values():
-                found = self._head(target)
-                if found.version.e_tag != source.version.e_tag:
+                meta = self._head(target)
+                if meta.version.e_tag != source.version.e_tag:
                     raise PreconditionFailedError(f"{source.url} was changed by another writer")
-                if any(one.end > found.size_bytes for one in sources if one.url == source.url):
-                    raise CorruptDataError(f"{source.url} has only {found.size_bytes} bytes")
+                if any(part.end > meta.size_bytes for part in sources if part.url == source.url):
+                    raise CorruptDataError(f"{source.url} has only {meta.size_bytes} bytes")
             return _version(upload.complete())
         except BaseException as error:
-            left = "" if upload.abort() else f"; {LEFTOVER_ADVICE}"
-            is_told = isinstance(error, DcpObjstoreError) and not left
-            if is_told or not isinstance(error, Exception):
+            leftover_advice = "" if upload.abort() else f"; {LEFTOVER_ADVICE}"
+            is_complete = isinstance(error, DcpObjstoreError) and not leftover_advice
+            if is_complete or not isinstance(error, Exception):
                 raise
             translated = self._translate(error)
-            translated.message += f" (in a copy of {', '.join(looked_at)}){left}"
+            translated.message += f" (in a copy of {', '.join(looked_at)}){leftover_advice}"
             raise translated from error
 
     def _of(self, place: Mapping[str, str], source: CopySource) -> dict[str, str]:
@@ -342,7 +346,7 @@ def pages(
     """Yield the pages of a listing.
 
     Args:
-        ask: sends a request with these arguments for a page.
+        ask: a function that sends a request with these arguments for a page.
         arguments: the arguments of every request.
         marks: the arguments that say where a page begins, and their names in the page before.
 
@@ -382,12 +386,12 @@ def check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
     """Raise `CorruptDataError` unless the body is bytes `[start, end)` (RFC 9110, section 14)."""
     if answer["ResponseMetadata"]["HTTPStatusCode"] != http.client.PARTIAL_CONTENT:
         raise errors.WHOLE.error()
-    given = str(answer.get("ContentRange", ""))
-    if not given.startswith(f"bytes {start}-{end - 1}/"):
-        size = given.rpartition("/")[2]
+    content_range = str(answer.get("ContentRange", ""))
+    if not content_range.startswith(f"bytes {start}-{end - 1}/"):
+        size = content_range.rpartition("/")[2]
         if size.isdecimal() and int(size) < end:
             raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
-        raise errors.ANOTHER_RANGE.error(repr(given))
+        raise errors.ANOTHER_RANGE.error(repr(content_range))
     if answer["ContentLength"] != end - start:
         raise CorruptDataError(
             f"bytes [{start}, {end}) asked for, but {answer['ContentLength']} bytes announced"

@@ -28,8 +28,8 @@ class CopiedPart:
     """A part that the store copies from another object.
 
     Attributes:
-        arguments: what `UploadPartCopy` is to copy.
-        done: called in the thread of the part when it was copied.
+        arguments: the arguments of `UploadPartCopy` that say what to copy.
+        done: a function that is called in the thread of the part when it was copied.
     """
 
     arguments: Mapping[str, Any]
@@ -49,8 +49,8 @@ class MultipartUpload:
 
     Args:
         send_request: `S3Store._send` for one verb.
-        target: Bucket, Key and what else goes with every request.
-        sealing: what goes with the first request only.
+        target: Bucket, Key and the other arguments of every request.
+        sealing: the arguments of the first request only.
         checksums: the checksums that go with the parts.
         threads: the number of threads that send parts.
     """
@@ -122,16 +122,16 @@ class MultipartUpload:
             )
         except Exception as error:
             # A first try may have done it, and its answer was lost.
-            found = self._found() if is_upload_gone(error) else None
-            if found is None:
+            complete = self._complete_object() if is_upload_gone(error) else None
+            if complete is None:
                 raise
-            return found
+            return complete
         return answer
 
-    def _found(self) -> Mapping[str, Any] | None:
+    def _complete_object(self) -> Mapping[str, Any] | None:
         """The object, if it is made of our parts: S3's ETag is the MD5 of those of the parts."""
         parts = [self._sent[number]["ETag"].strip('"') for number in sorted(self._sent)]
-        if not all(re.fullmatch("[0-9a-f]{32}", one) for one in parts):
+        if not all(re.fullmatch("[0-9a-f]{32}", e_tag) for e_tag in parts):
             return None
         joined = bytes.fromhex("".join(parts))
         expected = f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"

@@ -66,8 +66,14 @@ class GcsUploads(S3Uploads):
         with boto_errors(spec.url):
             client = self._make_client()
         bucket = spec.parsed.bucket
-        requests = Requests(spec.config, judge_botocore, options.endpoint_url, "gs", bucket)
-        super().__init__(client, requests, bucket, root, {})
+        requests = Requests(
+            spec.config,
+            judge_botocore,
+            endpoint_url=options.endpoint_url,
+            scheme="gs",
+            bucket=bucket,
+        )
+        super().__init__(client, requests, bucket=bucket, root=root, extra={})
 
     def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
         """The bucket's lifecycle rules, as GCS describes them; none is an empty sequence.
@@ -86,7 +92,7 @@ class GcsUploads(S3Uploads):
         return "Enabled" if self._bucket_field("versioning").get("enabled") else None
 
     def _headers(self) -> dict[str, str]:
-        found = {} if self._payer is None else {"x-goog-user-project": self._payer}
+        headers = {} if self._payer is None else {"x-goog-user-project": self._payer}
         if self._token is not None:
             bearer = self._token()
             if not _fits_header(bearer):
@@ -95,8 +101,8 @@ class GcsUploads(S3Uploads):
                     " not ASCII",
                     url=self._url,
                 )
-            found["Authorization"] = f"Bearer {bearer}"
-        return found
+            headers["Authorization"] = f"Bearer {bearer}"
+        return headers
 
     def _make_client(self) -> Any:
         """Make a client that signs nothing and sends the access token with each request."""
@@ -138,12 +144,12 @@ class GcsUploads(S3Uploads):
         if status >= 300:
             raise _refused(status).at(url=self._url)
         try:
-            found: Mapping[str, Any] = json.loads(body).get(field, {})
+            value: Mapping[str, Any] = json.loads(body).get(field, {})
         except (ValueError, AttributeError):  # AttributeError: not an object
             raise UnsupportedError(
                 "the server does not answer as GCS's JSON API does", url=self._url
             ) from None
-        return found
+        return value
 
 
 def _fits_header(value: str) -> bool:

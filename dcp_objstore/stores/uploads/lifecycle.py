@@ -62,8 +62,9 @@ def lifecycle_configuration(
         scheme: `s3`: for `aws s3api put-bucket-lifecycle-configuration`, which replaces all rules
             of the bucket; `gs`: for `gcloud storage buckets update --lifecycle-file`, as well.
         prefix: a prefix with a slash at its end; empty for the whole bucket.
-        rules: those that the bucket has, which are kept.
-        days: after the upload was begun. It must be longer than the longest save.
+        rules: the rules that the bucket has, which are kept.
+        days: the number of days after the upload was begun. It must be longer than the longest
+            save.
     """
     if scheme == "gs":
         condition: dict[str, object] = {"age": days}

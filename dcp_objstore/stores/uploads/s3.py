@@ -42,9 +42,9 @@ class S3Uploads:
 
     def below(self, prefix: str) -> Self:
         """Return the uploads of a root further down; an empty prefix is this one."""
-        found = copy.copy(self)
-        found._root = f"{self._root}{prefix}/" if prefix else self._root
-        return found
+        uploads = copy.copy(self)
+        uploads._root = f"{self._root}{prefix}/" if prefix else self._root
+        return uploads
 
     def list(self) -> list[UnfinishedUpload]:
         """Return the unfinished uploads: a request per 1000, and one for the parts of each.
