@@ -100,16 +100,22 @@ class RunFolder:
     def __init__(self, local: Local, run_url: str) -> None:
         self._local = local
         self._lock = threading.Lock()
-        with _opened(local.folder, os.O_DIRECTORY | os.O_CLOEXEC) as base:
-            self._home = _open_own(base, home_name(), local.folder)
-        remove_abandoned(self._home)
         name = xxhash.xxh3_128_hexdigest(run_url.encode())
-        self._run, self._in_use = _join(self._home, name)
-        self._objects = _open_own(self._run, "objects", name)
-        with contextlib.suppress(FileExistsError):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
-            with _opened("url", flags, self._run) as file:
-                os.write(file, run_url.encode())
+        with contextlib.ExitStack() as opened:
+            with _opened(local.folder, os.O_DIRECTORY | os.O_CLOEXEC) as base:
+                self._home = _open_own(base, home_name(), local.folder)
+            opened.callback(os.close, self._home)
+            run, in_use = _join(self._home, name)
+            opened.callback(os.close, run)
+            opened.callback(os.close, in_use)
+            self._objects = _open_own(run, "objects", name)
+            opened.callback(os.close, self._objects)
+            with contextlib.suppress(FileExistsError):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
+                with _opened("url", flags, run) as file:
+                    os.write(file, run_url.encode())
+            remove_abandoned(self._home)
+            opened.pop_all()  # open as long as the process lives
         self._written: set[str] = set()  # by this process
         self._needed: frozenset[str] = frozenset()
         self.has_saved = False
@@ -162,15 +168,16 @@ class RunFolder:
             if file is None:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN
                 file = os.open(name, flags, 0o600, dir_fd=self._objects)
-            try:
+            with self._or_drop(file, name):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 present_bytes = os.fstat(file).st_size
                 if size_bytes > present_bytes:
                     self._make_room(size_bytes - present_bytes, spares)
-                    _reserve(file, size_bytes)
-            except BaseException:
-                self.drop(file, name)
-                raise
+                    os.ftruncate(file, size_bytes)  # others count it from now on
+        if size_bytes > present_bytes:
+            # A tmpfs needs a second for each GiB of it: others can have theirs meanwhile.
+            with self._or_drop(file, name):
+                _reserve(file, size_bytes)
         return file, name
 
     def _take_over(self, spares: list[Spare], size_bytes: int, name: str) -> int | None:
@@ -200,15 +207,20 @@ class RunFolder:
 
     def finish(self, file: int, name: str, key: str, size_bytes: int) -> None:
         """Make a file that was written the copy of an object, and close it."""
-        try:
+        with self._or_drop(file, name):
             os.ftruncate(file, size_bytes)
             final = file_name(key)
             os.rename(name, final, src_dir_fd=self._objects, dst_dir_fd=self._objects)
             self._written.add(final)
+        os.close(file)
+
+    @contextmanager
+    def _or_drop(self, file: int, name: str) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.drop(file, name)
             raise
-        os.close(file)
 
     def drop(self, file: int, name: str) -> None:
         """Remove a file that was being written."""
@@ -319,19 +331,18 @@ def _join(home: int, name: str) -> tuple[int, int]:
     """Open the folder of a run and hold its lock; return both descriptors."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        run = _open_own(home, name, "its folder")
-        try:
-            lock = os.open("lock", os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=run)
-        except FileNotFoundError:  # the folder has just been removed
-            os.close(run)
-        else:
+        with contextlib.ExitStack() as opened:
+            run = _open_own(home, name, "its folder")
+            opened.callback(os.close, run)
+            # Missing: the folder has just been removed, or renamed to be removed.
             with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                lock = os.open("lock", os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=run)
+                opened.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.path.samestat(os.stat("lock", dir_fd=run), os.fstat(lock)):
+                if os.path.samestat(os.stat(name, dir_fd=home), os.fstat(run)):
                     os.utime(lock)
+                    opened.pop_all()
                     return run, lock
-            os.close(lock)
-            os.close(run)
         if time.monotonic() > until:
             raise LocalError("another process is removing the run's folder")
         time.sleep(0.01)
@@ -344,7 +355,7 @@ def remove_abandoned(
 
     Args:
         home: a descriptor of the user's folder.
-        after_seconds: how long ago a process began to use them.
+        after_seconds: how long ago a process began to use them, or wrote to them.
         most: the largest number to remove. Default: all.
     """
     with os.scandir(home) as entries:
@@ -359,13 +370,19 @@ def remove_abandoned(
 
 def _used_at(home: int, name: str) -> float:
     with contextlib.suppress(OSError):
-        return os.stat(f"{name}/lock", dir_fd=home, follow_symlinks=False).st_mtime
+        return max(
+            os.stat(f"{name}/{part}", dir_fd=home, follow_symlinks=False).st_mtime
+            for part in ("lock", "objects")
+        )
     return 0.0
 
 
 def remove_run(home: int, name: str) -> bool:
     """Remove the folder of a run, unless a process uses it; return whether it is gone."""
     try:
+        if name.startswith(_REMOVED):  # whoever did it was killed
+            shutil.rmtree(name, dir_fd=home)
+            return True
         with (
             _opened(name, os.O_DIRECTORY | _OPEN, home) as run,
             _opened("lock", os.O_RDWR | _OPEN, run) as lock,
