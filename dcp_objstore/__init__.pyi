@@ -12,7 +12,7 @@ from .inspect.checkpoint import (
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
 )
 from .inspect.diff import diff as diff
-from .inspect.verify_run import verify_run as verify_run
+from .inspect.verify import verify_run as verify_run
 from .integrations.install import (
     Installation as Installation,
     install as install,

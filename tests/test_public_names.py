@@ -47,6 +47,23 @@ def test_a_change_of_the_public_api_is_a_change_of_its_file() -> None:
     assert public_api() == SAVED.read_text(), "run `python -m tests.support.public_api`"
 
 
+@pytest.mark.parametrize(
+    ("call", "target", "others"),
+    [
+        (dos.save, dos.ObjectStoreWriter, {"url", "on_busy"}),
+        (dos.async_save, dos.ObjectStoreWriter, {"url", "on_busy", "progress"}),
+        (dos.load, dos.ObjectStoreReader, {"url"}),
+        (dos.load_state_dict, dos.open, set()),
+    ],
+)
+def test_a_call_has_each_option_of_what_it_passes_them_to(
+    call: Any, target: Any, others: set[str]
+) -> None:
+    passed, options = inspect.signature(call).parameters, inspect.signature(target).parameters
+    for name in options.keys() - others:
+        assert str(passed[name]) == str(options[name])
+
+
 EXAMPLES = {
     name: found[1]
     for module in (dos, dos.measure, dos.observe)

@@ -622,14 +622,9 @@ def load_state_dict(
     Raises:
         DcpObjstoreError: any error that `open` or `Checkpoint.read` raises.
     """
-    checkpoint = open(
-        url,
-        storage_options=storage_options,
-        config=config,
-        verify=verify,
-        trust_pickle=trust_pickle,
-        on_event=on_event,
-        trace=trace,
-    )
+    settings = dict(locals())  # every parameter, by its name
+    # `open` takes the others.
+    del settings["keys"], settings["nested"], settings["device"], settings["progress"]
+    checkpoint = open(**settings)
     found = checkpoint.read(keys, device=device, progress=progress)
     return checkpoint.nested(found) if nested else found

@@ -1,4 +1,4 @@
-"""`RankPlan`: what the ranks of a job would read of a checkpoint, without reading it."""
+"""`RankPlan`: what the ranks of a job would read. It needs torch, which `checkpoint` does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verify a whole checkpoint: find and name all damage, and keep nothing in memory. No torch."""
+"""Verify a checkpoint, or those of a run: find and name all damage, in little memory. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import xxhash
 
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.marker import Counts
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.publish import MAX_SIZE_BYTES
 from dcp_objstore.checkpoint.read import explain_missing, explain_object, open_found, read_marker
 from dcp_objstore.compat.derived import StockDotMetadata
@@ -21,6 +22,7 @@ from dcp_objstore.config import at_most
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     CheckpointCorruptError,
+    CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptDataError,
@@ -30,8 +32,10 @@ from dcp_objstore.errors import (
     UnsupportedError,
     printable,
 )
+from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned, Verified
 from dcp_objstore.observe.report import first_few
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
@@ -39,12 +43,15 @@ from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
 from dcp_objstore.transfer.workers import AT_ONCE, DaemonPool, wait_for
 
 if TYPE_CHECKING:
+    import os
+
     from typing_extensions import Buffer
 
     from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.dispatch import Channel, EventSettings
-    from dcp_objstore.stores import ObjectStore, StoreSpec
+    from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.stores import ObjectStore
 
 _SHOWN = 3  # number of keys to name for a missing object
 
@@ -414,7 +421,7 @@ class _Verification:
         self._was_there = True
 
 
-def check_depth(*, quick: bool, deep: bool) -> None:
+def _check_depth(*, quick: bool, deep: bool) -> None:
     """Refuse a verification that is to be both quick and deep."""
     if quick and deep:
         raise ConfigError("a verification is either quick or deep")
@@ -438,7 +445,7 @@ def verify_at(
         CheckpointNotFoundError: nothing is committed at this URL.
         DcpObjstoreError: any other error that `Checkpoint.verify` raises.
     """
-    check_depth(quick=quick, deep=deep)
+    _check_depth(quick=quick, deep=deep)
     store = spec.open()
     channel = event_settings.channel("verify", spec.url, *rank_and_world_size())
     channel.show(bar=progress, summary=False)
@@ -467,6 +474,74 @@ def verify_at(
             )
         verification = _Verification(store, marker, index, spec.config, channel)
         return verification.run(body, quick=quick, deep=deep)
+
+
+def verify_run(
+    url: str,
+    *,
+    quick: bool = False,
+    deep: bool = False,
+    before: str | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
+) -> Iterator[VerifyReport]:
+    """Verify the committed steps of a run that count, one after the other, the newest first.
+
+    The steps are listed at once, and each is read when its report is asked for. So this reads no
+    more than is needed to find the newest whole step:
+
+        next((report.url for report in dos.verify_run(url, deep=True) if report.ok), None)
+
+    A step that is deleted meanwhile is left out. One process calls it.
+
+    Args:
+        url: URL of the run; its steps are the checkpoints directly below.
+        quick: read no tensors; only check that all objects exist, with their sizes. Default False.
+        deep: also compare what `Checkpoint.verify(deep=True)` compares. Default False.
+        before: only steps that are older than the one of this name, such as "step-3000": to go on
+            where an earlier verification ended. Default: all.
+        storage_options: credentials and endpoint in fsspec's spelling. Default: taken from the
+            environment.
+        config: sizes, concurrency, time-outs and the memory budget.
+        progress: show a progress bar for each step if standard error is a terminal. Default True.
+        on_event: callable that receives each event, in a thread of its own. `ObjectStoreWriter`
+            describes how it is called.
+        trace: name of a local file to write a trace of each verification to. `ObjectStoreWriter`
+            describes how the file is named.
+
+    Returns:
+        An iterator of the reports. Damage of every kind is reported, also a marker that cannot be
+        read.
+
+    Raises:
+        CheckpointNotFoundError: the run has no such step.
+        ConfigError: `quick` and `deep` contradict each other, or another argument is wrong.
+        CheckpointCorruptError: the run's `_CLAIM` is damaged.
+        UnsupportedError: a newer version wrote the run.
+        StoreUnavailableError: the store did not answer, after all retries.
+        PermissionDeniedError: the credentials do not allow the request.
+    """
+    _check_depth(quick=quick, deep=deep)
+    spec = StoreSpec(url, storage_options, config)
+    event_settings = EventSettings(on_event, trace)
+    listed = wait_for(list_run, spec.open(), spec.open_child, with_damaged=True)
+    names = [step.name for step in reversed(listed.steps)]
+    if before is not None:
+        names = [name for name in names if natural_order(name) < natural_order(before)]
+    if not names:
+        older = "" if before is None else f" older than {before}"
+        raise CheckpointNotFoundError(f"no committed step{older} lies below", url=spec.url)
+
+    def reports() -> Iterator[VerifyReport]:
+        for name in names:
+            with suppress(CheckpointGoneError, CheckpointNotFoundError):
+                at = spec.child(name)
+                yield verify_at(at, event_settings, quick=quick, deep=deep, progress=progress)
+
+    return reports()
 
 
 def _open(store: ObjectStore, commit_id: str | None) -> tuple[Marker, bytes, ix.Index]:

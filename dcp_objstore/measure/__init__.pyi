@@ -1,8 +1,8 @@
 """The public names of `dcp_objstore.measure` and where each is defined."""
 
-from .api import bench as bench
-from .report import (
+from .api import (
     BenchReport as BenchReport,
     Spread as Spread,
     Throughput as Throughput,
+    bench as bench,
 )

@@ -109,21 +109,11 @@ def load(
     leaves tensors of the state partly filled. Load again, or from another checkpoint, before you
     use them.
     """
+    settings = dict(locals())  # every parameter, by its name
+    # The reader takes the others.
+    del settings["state"], settings["strict"], settings["process_group"]
     advice = every_rank("dcp_objstore.load")
-    reader, refused = capture(
-        lambda: ObjectStoreReader(
-            url,
-            storage_options=storage_options,
-            config=config,
-            progress=progress,
-            on_event=on_event,
-            trace=trace,
-            verify=verify,
-            trust_pickle=trust_pickle,
-            read_once=read_once,
-            local=local,
-        )
-    )
+    reader, refused = capture(lambda: ObjectStoreReader(**settings))
     converted = None
     try:
         with reporting_failures(reader):

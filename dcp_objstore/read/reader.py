@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.stores import StoreSpec
 
+# What does not go with a pickled reader; everything else of it is a setting.
+_OF_LOADS = frozenset({"_process_group", "_of_thread", "last_load", "load_id"})
+
 
 @dataclass(slots=True)
 class _Load:
@@ -193,9 +196,7 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without secrets, process group or opened checkpoint."""
-        kept = ("_target", "_progress", "_event_settings", "_verify", "_trust_pickle")
-        of_places = ("_read_once", "_local")
-        return {name: getattr(self, name) for name in kept + of_places}
+        return {name: value for name, value in vars(self).items() if name not in _OF_LOADS}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Restore a reader with these settings that has not loaded yet."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
-from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.failures import (
     capture,
     meeting,
@@ -47,6 +46,7 @@ from dcp_objstore.write.base import check_base
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
+    from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.events import OnEvent
 
 _PREEMPTED = "preempted"
@@ -209,7 +209,6 @@ class CheckpointManager:
         weakref.finalize(self, self._preemption.restore).atexit = False
         self._claims_run = claim_run
         self._group_given = process_group
-        self._config = config
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
         EventSettings(on_event, trace)  # refuses wrong values now, rather than at the first save
         shared: dict[str, Any] = {**self._access, "on_event": on_event, "trace": trace}
@@ -328,7 +327,7 @@ class CheckpointManager:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
         if self._saves is None:
             with meeting(self._url, self._group_given or world_group()):
-                self._group = sync_group(self._group_given, self._config)
+                self._group = sync_group(self._group_given, self._run.config)
             # The thread of the consensus must not keep a manager alive that is never closed.
             ask = weakref.WeakMethod(self._ask)
             self._consensus = StepConsensus(
@@ -336,7 +335,7 @@ class CheckpointManager:
                 store=shared_store(self._url, self._group),
                 rank=0 if self._group is None else dist.get_rank(self._group),
                 world_size=count_ranks(self._group),
-                peer_timeout_seconds=(self._config or TransferConfig()).peer_timeout_seconds,
+                peer_timeout_seconds=self._run.config.peer_timeout_seconds,
             )
             self._consensus.start()
             if not is_first(self._group):

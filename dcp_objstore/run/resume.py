@@ -1,4 +1,4 @@
-"""Resume: load the newest step of a run that can be loaded."""
+"""Resume: load the newest step of a run that can be loaded. It knows nothing of a manager."""
 
 from __future__ import annotations
 

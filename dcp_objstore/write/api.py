@@ -103,24 +103,10 @@ def save(
             call, they notice after the process group's time-out (the one given to
             `init_process_group`, or `TransferConfig.peer_timeout_seconds`).
     """
+    settings = dict(locals())  # every parameter, by its name
+    del settings["state"], settings["process_group"]  # the writer takes the others
     advice = every_rank("dcp_objstore.save")
-    writer, refused = capture(
-        lambda: ObjectStoreWriter(
-            url,
-            overwrite=overwrite,
-            storage_options=storage_options,
-            config=config,
-            progress=progress,
-            on_event=on_event,
-            trace=trace,
-            allow_unfenced=allow_unfenced,
-            user_metadata=user_metadata,
-            stock_metadata=stock_metadata,
-            claim=claim,
-            base=base,
-            local=local,
-        )
-    )
+    writer, refused = capture(lambda: ObjectStoreWriter(**settings))
     with reporting_failures(writer):
         with meeting(url_of(writer), process_group or world_group(), advice):
             group = sync_group(process_group, config)

@@ -309,27 +309,7 @@ def async_save(
             `config.peer_timeout_seconds` (the first call also waits for the time-out given to
             `init_process_group`).
     """
-
-    return begin_save(
-        _saves.here,
-        state,
-        url,
-        overwrite=overwrite,
-        storage_options=storage_options,
-        config=config,
-        progress=progress,
-        on_event=on_event,
-        trace=trace,
-        process_group=process_group,
-        user_metadata=user_metadata,
-        stock_metadata=stock_metadata,
-        allow_unfenced=allow_unfenced,
-        claim=claim,
-        base=base,
-        on_busy=on_busy,
-        wait_for_staging=wait_for_staging,
-        local=local,
-    )
+    return begin_save(_saves.here, **locals())  # every parameter, by its name
 
 
 def begin_save(

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# What does not go with a pickled writer; everything else of it is a setting.
+_OF_SAVES = frozenset({"_background", "_of_thread", "_warned_keys", "last_save", "save_id"})
+
 
 class ObjectStoreWriter(KeptStager, StorageWriter):
     """A writer for `dcp.save` and `dcp.async_save` to an object store.
@@ -199,10 +202,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without secrets, locks or the current save."""
-        kept = ("_target", "_overwrite", "_progress", "_allow_unfenced", "_user_metadata")
-        of_saves = ("_stock_metadata", "_claim", "_base", "_local", "_on_busy")
-        of_channels = ("_event_settings", "_staged")
-        return {name: getattr(self, name) for name in kept + of_saves + of_channels}
+        return {name: value for name, value in vars(self).items() if name not in _OF_SAVES}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Restore a writer with these settings that has not saved yet."""
