@@ -124,7 +124,8 @@ class SaveCopies(_Copies):
         with self._excused():
             if folder is not None:
                 file, name = folder.create(self._spares, size_bytes)
-                copy = _Beside(buffers, folder, file, name, key, self._report)
+                reserve = partial(folder.reserve, file, spares=self._spares)
+                copy = _Beside(buffers, folder, file, name, key, reserve, self._report)
         if copy is None:
             yield buffers
             return
@@ -156,11 +157,12 @@ class _Beside:
         file: int,
         name: str,
         key: str,
+        reserve: Callable[[int], None],
         report: Callable[[Exception], None],
     ) -> None:
         self._buffers = buffers
         self._folder, self._file, self._name, self._key = folder, file, name, key
-        self._report = report
+        self._reserve, self._report = reserve, report
         self._lock = threading.Lock()
         self._is_open = True
         self._size_bytes = 0
@@ -184,11 +186,14 @@ class _Beside:
                 return
             try:
                 act()
-            except OSError as error:
+            except (LocalError, OSError) as error:
                 self._close()
                 self._report(error)
 
     def _write(self, rest: memoryview) -> None:
+        end = self._size_bytes + len(rest)
+        if end > os.fstat(self._file).st_size:  # frames, and values whose size nobody knew
+            self._reserve(end)
         while rest:
             written = os.pwrite(self._file, rest, self._size_bytes)
             self._size_bytes += written

@@ -115,10 +115,14 @@ class RunFolder:
                 with _opened("url", flags, run) as file:
                     os.write(file, run_url.encode())
             remove_abandoned(self._home)
-            opened.pop_all()  # open as long as the process lives
+            self._opened = opened.pop_all()
         self._written: set[str] = set()  # by this process
         self._needed: frozenset[str] = frozenset()
         self.has_saved = False
+
+    def __del__(self) -> None:
+        if hasattr(self, "_opened"):
+            self._opened.close()
 
     @property
     def identity(self) -> bytes:
@@ -170,15 +174,27 @@ class RunFolder:
                 file = os.open(name, flags, 0o600, dir_fd=self._objects)
             with self._or_drop(file, name):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                present_bytes = os.fstat(file).st_size
-                if size_bytes > present_bytes:
-                    self._make_room(size_bytes - present_bytes, spares)
-                    os.ftruncate(file, size_bytes)  # others count it from now on
-        if size_bytes > present_bytes:
-            # A tmpfs needs a second for each GiB of it: others can have theirs meanwhile.
-            with self._or_drop(file, name):
-                _reserve(file, size_bytes)
+        with self._or_drop(file, name):
+            self.reserve(file, size_bytes, spares)
         return file, name
+
+    def reserve(self, file: int, size_bytes: int, spares: list[Spare]) -> None:
+        """Set room aside for so many bytes of a file.
+
+        Args:
+            spares: files that are removed if there is no room otherwise.
+
+        Raises:
+            LocalError, OSError: there is no room.
+        """
+        with self._alone():
+            present_bytes = os.fstat(file).st_size
+            if size_bytes <= present_bytes:
+                return
+            self._make_room(size_bytes - present_bytes, spares)
+            os.ftruncate(file, size_bytes)  # others count it from now on
+        # A tmpfs needs a second for each GiB of it: others can have theirs meanwhile.
+        _reserve(file, size_bytes)
 
     def _take_over(self, spares: list[Spare], size_bytes: int, name: str) -> int | None:
         """Take the spare file that fits best; None if there is none."""
