@@ -14,15 +14,15 @@ What there is, and who may touch it:
       _Shared                 one for the call
         tasks                 requests that nobody has begun: workers take the first
         done                  finished requests, or the first error: workers put, the caller takes
-        gate                  who is inside `consume`: workers enter, the caller waits for it to empty
+        gate                  who is inside `consume`: workers enter, the caller waits for the last
         store_waits.slot      places in the bucket's window: the worker of a request takes and gives
-        store_waits.stragglers    how long each wait takes: workers report, the caller takes one away
+        store_waits.stragglers    how long waits take: workers report, the caller ends a slow one
         local_waits           the same of copies on this machine
         staffing              a lock: how many workers there are; any worker may start another
       _Worker                 one a thread
         ahead                 the requests that it has under way, which no other thread touches
         memory for a piece    kept from one piece to the next
-      _Begun                  a request under way: its worker's, until the caller leaves it to another
+      _Begun                  a request under way: its worker's, until it is left to another one
 """
 
 from __future__ import annotations
