@@ -1,7 +1,8 @@
 """`restart`: what a job reads again from its node, and what the copies cost a save.
 
 Each measurement has a fresh process. `memcpy` copies the state from memory to memory with one
-thread: nothing that reads a copy into tensors can take less. The copies lie in /dev/shm and in a
+thread. `floor` is a loop, also of one thread, that reads the copy in /dev/shm by 4 MiB, makes the
+digest of each piece and copies it, and does nothing else. The copies lie in /dev/shm and in a
 folder of a disk, whose files are in the page cache, as they are when only the job was killed. The
 bucket is the sink, on loopback as it is and like S3 (30 ms, 60 MiB/s a connection). The last rows
 are a job of several ranks, from its first collective to the last tensor in place.
@@ -17,8 +18,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 import dcp_objstore as dos
@@ -35,6 +39,7 @@ from benchmarks.resume_state import (
 from benchmarks.settings import GIB, MIB, Settings
 from benchmarks.table import Result, Table
 from benchmarks.targets import Place, open_target
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digest
 
 _MODULE = "benchmarks.restart"
 _PRELOAD = ["benchmarks.restart", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
@@ -47,7 +52,7 @@ class _Job:
     """What a process measures.
 
     Attributes:
-        action: `memcpy`, `load`, `save` or `prepare` (a save that is not measured).
+        action: `memcpy`, `floor`, `load`, `save` or `prepare` (a save that is not measured).
         place: the step.
         settings: the size of the state.
         local: the folder for copies, if there are any.
@@ -140,10 +145,12 @@ def restart(settings: Settings, rounds: int, ranks: int) -> tuple[Table, Result]
             if name in saves:
                 place, local = saves[name]
                 return _run("save", place.at(f"step-{turn}"), settings, local)
-            place, local = loads.get(name, (near.at("none"), None))
-            return _run("load" if name in loads else "memcpy", place, settings, local)
+            if name in loads:
+                place, local = loads[name]
+                return _run("load", place, settings, local)
+            return _run(name, near.at("none"), settings, memory)
 
-        measured = in_turns(["memcpy", *loads, *saves, *jobs], rounds, measure, problems)
+        measured = in_turns(["memcpy", "floor", *loads, *saves, *jobs], rounds, measure, problems)
     return _result(measured, settings, rounds, ranks, problems)
 
 
@@ -175,6 +182,10 @@ def measure_here(fields: dict[str, Any]) -> dict[str, Any]:
         for turn in range(3 if job.local and job.action == "save" else 0):
             dos.save(state, f"{job.place.url}-before-{turn}", **job.access)
         return _measured(partial(dos.save, state, job.place.url, **job.access), job.settings)
+    if job.action == "floor":
+        assert job.local is not None
+        copies_here = Path(job.local).glob("dcp-objstore-*/*/objects/step-1%2F*")
+        return _measured(partial(_read_all, next(copies_here), state), job.settings)
     if job.action == "memcpy":
         copies = make_state(job.settings, blank=True)
 
@@ -186,6 +197,18 @@ def measure_here(fields: dict[str, Any]) -> dict[str, Any]:
     found = _measured(partial(dos.load, state, job.place.url, **job.access), job.settings)
     check_loaded(state)
     return found
+
+
+def _read_all(path: Path, state: dict[str, torch.Tensor]) -> None:
+    piece = memoryview(bytearray(BLOCK_SIZE_BYTES))
+    into = [tensor.view(torch.uint8).numpy() for tensor in state.values()]
+    with path.open("rb", buffering=0) as file:
+        for tensor in into:
+            for start in range(0, tensor.nbytes, BLOCK_SIZE_BYTES):
+                count = file.readinto(piece)
+                block_digest(piece[:count])
+                end = min(start + count, tensor.nbytes)
+                tensor[start:end] = np.frombuffer(piece[: end - start], np.uint8)
 
 
 def _measured(act: Any, settings: Settings) -> dict[str, Any]:
@@ -237,7 +260,7 @@ def _result(
     shown: dict[str, dict[str, float | None]] = {}
     for name, own in measured.items():
         shown[name] = {key: median(one[key] for one in own) for key in own[0]}
-        if name.startswith("load") or name == "memcpy":
+        if name.startswith(("load", "memcpy", "floor")):
             pairs = zip(own, measured["memcpy"], strict=False)
             cpu = "cpu_seconds_per_gib"
             shown[name]["cpu_to_memcpy"] = median(one[cpu] / copy[cpu] for one, copy in pairs)
