@@ -12,6 +12,7 @@
     python -m benchmarks resume --layout fsdp2      model and AdamW under fully_shard
     python -m benchmarks link save --gib 0.25       eight processes share a link of 0.25 GiB/s
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
+    python -m benchmarks restart                    a job that reads copies on its node
     python -m benchmarks stage                      how long async_save holds training up
     python -m benchmarks gpu --gib 20               CUDA tensors, and pinned copies
     python -m benchmarks convert --target seaweedfs    exports, imports and copies
@@ -191,6 +192,10 @@ def _parser() -> argparse.ArgumentParser:
     Conditions.add_options(
         command, latency_ms=30.0, rate_mib_per_connection=60.0, gib_per_second=0.25
     )
+    command = commands.add_parser("restart", help="loads from copies on the node, and their cost")
+    command.add_argument("--rounds", type=_positive, default=5)
+    command.add_argument("--ranks", type=_positive, default=8, help="of the job")
+    _add_settings(command)
     command = commands.add_parser("stage", help="copies of a state by several stagers")
     command.add_argument("--rounds", type=_positive, default=3)
     _add_settings(command)

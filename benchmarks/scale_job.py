@@ -301,7 +301,8 @@ def _load_plan(
     config = TransferConfig()
     offer = Offer(
         *(url, commit_id, rank, group_digest(range(state.ranks)), needs_of_rows(index, rows), {}),
-        *(True, config.memory_budget_bytes, config.request_size_bytes),
+        memory_budget_bytes=config.memory_budget_bytes,
+        request_size_bytes=config.request_size_bytes,
     )
     return _OwnPlan(items, storage_data=offer, planner_data=_LocalItems(url, 0, len(items)))
 

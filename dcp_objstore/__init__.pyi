@@ -18,6 +18,7 @@ from .integrations.install import (
     install as install,
     uninstall as uninstall,
 )
+from .local.settings import Local as Local
 from .read.api import load as load
 from .read.reader import ObjectStoreReader as ObjectStoreReader
 from .run.claim_run import claim_run as claim_run

@@ -168,6 +168,19 @@ class NotCopied(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LocalUnused(Event):
+    """Copies on this node (`local=`) are not written, or not read, and the store is used alone.
+
+    Attributes:
+        folder: the folder of `local`.
+        reason: why, in words.
+    """
+
+    folder: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRead(Event):
     """A range of an object was fetched, verified, and copied to its destination.
 
@@ -246,9 +259,10 @@ class Loaded(Event):
     Attributes:
         size_bytes: bytes that this rank fetched.
         needed_bytes: bytes that this rank's state needed.
+        local_bytes: how many bytes of `size_bytes` came from copies on this node.
         received_bytes: bytes that other ranks fetched and sent to this one.
         objects: number of data objects that were read from.
-        requests: number of ranged GETs.
+        requests: number of ranges that were read, from the store or from copies.
         slow_ranges: number of ranges that took far longer than the others and were asked for again.
         commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
     """
@@ -260,6 +274,7 @@ class Loaded(Event):
     requests: int
     slow_ranges: int
     commit_id: str | None
+    local_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +321,7 @@ AnyEvent: TypeAlias = (
     | Planned
     | Hashed
     | NotCopied
+    | LocalUnused
     | PartCopied
     | PartUploaded
     | ObjectUploaded

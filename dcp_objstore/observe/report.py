@@ -84,7 +84,9 @@ class LoadReport:
 
     Attributes:
         url: URL of the checkpoint.
-        total_bytes: bytes that this rank fetched from data objects.
+        total_bytes: bytes that this rank read of data objects.
+        local_bytes: how many of them came from copies on this node (`local=`), the others from the
+            store.
         needed_bytes: bytes that this rank's state needed.
         received_bytes: bytes that other ranks fetched and sent to this one.
         missing: keys of this rank's state that the checkpoint does not have and that `dos.load` did
@@ -94,7 +96,7 @@ class LoadReport:
             fills this in.
         seconds: time from reading the marker until the last byte was in place.
         objects: number of data objects that were read from.
-        requests: number of ranged GETs.
+        requests: number of ranges that were read, from the store or from copies.
         retries: number of requests that were sent again because they failed or their bytes were
             damaged; None if the adapter does not count them (`file://`, boto3, fsspec).
         slow_ranges: number of ranges that took far longer than the others and were asked for again.
@@ -114,6 +116,12 @@ class LoadReport:
     retries: int | None = None
     slow_ranges: int = 0
     commit_id: str | None = None
+    local_bytes: int = 0
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that this rank fetched from the store."""
+        return self.total_bytes - self.local_bytes
 
     @property
     def gib_per_second(self) -> float:

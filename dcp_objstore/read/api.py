@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import os
 
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.local.settings import LocalFolder
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
 
@@ -53,6 +54,7 @@ def load(
     read_once: bool = True,
     strict: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    local: LocalFolder = None,
 ) -> LoadReport:
     """Load a checkpoint into a state, in place, with any number of ranks or in one process.
 
@@ -86,6 +88,9 @@ def load(
             code that the checkpoint's author chose. Default False.
         read_once: bytes that several ranks need are fetched by one of them, which hands them to
             the others. Default True. `ObjectStoreReader` describes the conditions.
+        local: a folder of this node, as a path or `dos.Local`, in which saves have left copies:
+            they are read first, and the store gives the rest. `ObjectStoreReader` says more.
+            Default None: read the store alone.
 
     Returns:
         A report: what this rank fetched, which keys of its state were missing, and which keys of

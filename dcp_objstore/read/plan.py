@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_objstore.read.item_read import ItemRead
 from dcp_objstore.read.tensor_read import Block, TensorRead, is_value, location_of, plan_spans
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES
 from dcp_objstore.transfer.ranges import Span
 
 if TYPE_CHECKING:
@@ -53,3 +56,35 @@ def plan_load(
         reads.append(ItemRead(item, location) if whole else TensorRead(item, location))
     spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
     return PlannedLoad(checkpoint, reads, spans)
+
+
+def blocks_at(
+    checkpoint: StoredCheckpoint, places: Collection[tuple[int, int, int]]
+) -> dict[tuple[int, int, int], Span[Block]]:
+    """Return digest blocks by their places, to be verified for other ranks. No read needs them.
+
+    Args:
+        checkpoint: a checkpoint with an index.
+        places: the number of the object, and where the block begins and ends in it.
+    """
+    if not places:
+        return {}
+    index = checkpoint.index
+    assert index is not None
+    columns, spans = index.columns, {}
+    begins = columns.offset + columns.lead
+    keys, first_rows = list(index.keys), [index.rows(key).start for key in index.keys]
+    # Items that have a payload, by where it begins: an item of an object ends before the next.
+    rows = np.flatnonzero(columns.payload_length)
+    rows = rows[np.lexsort((begins[rows], columns.object_number[rows]))]
+    numbers, starts = columns.object_number[rows], begins[rows]
+    for number, start, end in places:
+        first, after = np.searchsorted(numbers, number), np.searchsorted(numbers, number, "right")
+        row = int(rows[first + np.searchsorted(starts[first:after], start, "right") - 1])
+        item = index.item(row)
+        position = start - item.payload_offset
+        at = position // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
+        digest = item.digests[at : at + DIGEST_SIZE_BYTES]
+        key = keys[bisect.bisect_right(first_rows, row) - 1]
+        spans[number, start, end] = Span(number, start, end, Block(key, position, digest))
+    return spans

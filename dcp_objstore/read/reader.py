@@ -31,6 +31,8 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     UnsupportedError,
 )
+from dcp_objstore.local.copies import LoadCopies
+from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import LoadReport, logger
@@ -66,6 +68,7 @@ class _Load:
     checkpoint: StoredCheckpoint | None = None
     together: bool = False  # whether other ranks take part, as far as this rank knows
     planned: PlannedLoad | None = None
+    copies: LoadCopies | None = None
     error: DcpObjstoreError | None = None
     rank: int | None = None
     is_coordinator: bool = False
@@ -125,6 +128,11 @@ class ObjectStoreReader(StorageReader):
             ranks of the default group, if these are the ones that load; each then opens the
             checkpoint itself. Bytes then pass in a separate gloo group, and also if the given group
             has no CPU backend.
+        local: a folder of this node, as a path or `dos.Local`, in which saves with the same setting
+            have left copies. They are read first, and what is damaged or missing comes from the
+            store. With `read_once` a rank also reads what only ranks of other nodes need. Not used
+            with `verify=False`, nor for checkpoints of other libraries, which have no digests.
+            Default None: read the store alone.
 
     Attributes:
         last_load: the `LoadReport` of this rank's last finished load, or None.
@@ -169,6 +177,7 @@ class ObjectStoreReader(StorageReader):
         trust_pickle: bool = False,
         read_once: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        local: LocalFolder = None,
     ) -> None:
         super().__init__()
         if not isinstance(verify, bool):
@@ -180,6 +189,7 @@ class ObjectStoreReader(StorageReader):
         self._trust_pickle = trust_pickle
         self._read_once = read_once
         self._process_group = process_group
+        self._local = local_of(local)
         self._of_thread = threading.local()
         self.last_load: LoadReport | None = None
         self.load_id: str | None = None
@@ -304,6 +314,7 @@ class ObjectStoreReader(StorageReader):
         with plugin_errors(load.rank, load.spec.url):
             if load.checkpoint is not None:
                 load.checkpoint.check_whole(item.dest_index.fqn for item in plan.items)
+                load.copies = self._open_copies(load, load.checkpoint)
                 load.planned = plan_load(
                     load.checkpoint, plan.items, verify=self._verify, whole_blocks=load.together
                 )
@@ -315,8 +326,15 @@ class ObjectStoreReader(StorageReader):
                 ranks,
                 self._target.config,
                 verify=self._verify,
+                copies=load.copies,
             )
             return dataclasses.replace(plan, storage_data=offer)
+
+    def _open_copies(self, load: _Load, checkpoint: StoredCheckpoint) -> LoadCopies | None:
+        """Open the copies on this node: only digests say that a copy is right."""
+        if self._local is None or not self._verify or checkpoint.index is None:
+            return None
+        return LoadCopies(self._local, load.spec, load.channel, checkpoint.object_keys)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Divide what several ranks need among them, if all have opened the same checkpoint.
@@ -393,6 +411,7 @@ class ObjectStoreReader(StorageReader):
                 trust_pickle=self._trust_pickle,
                 channel=load.channel,
                 exchange=exchange,
+                copies=load.copies,
             )
         for item, destination in zip(plan.items, destinations, strict=True):
             if isinstance(destination, torch.Tensor):

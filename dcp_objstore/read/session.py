@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.local.copies import LoadCopies
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.read.peers.exchange import Exchange
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
@@ -65,6 +66,7 @@ def run_load(
     trust_pickle: bool,
     channel: Channel,
     exchange: Exchange | None = None,
+    copies: LoadCopies | None = None,
 ) -> LoadReport:
     """Read every item of a plan into its destination.
 
@@ -75,6 +77,7 @@ def run_load(
             passed on in the calling thread.
         trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
         exchange: the part of the load that the ranks do together; None if this rank loads alone.
+        copies: the copies on this node, which are read first. Blocks must have digests.
 
     Raises:
         CheckpointCorruptError: objects are missing or differ from what was saved.
@@ -86,6 +89,7 @@ def run_load(
     """
     if planned.checkpoint.versions is not None:
         store = PinnedStore(store, planned.checkpoint.versions)
+    local = None if copies is None else copies.before(store)
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
     copied = _bind(planned, destinations, completed)
@@ -140,12 +144,13 @@ def run_load(
     with nullcontext() if inbound is None else inbound:
         progress = Progress(config.stall_timeout_seconds, channel)
         arriving = fetch_ranges(
-            store,
+            local or store,
             planned.checkpoint.object_keys,
             requests,
             take_in,
             config,
             progress,
+            local=() if copies is None else copies.numbers,
             budget_bytes=budget_bytes,
             admit=None if exchange is None and inbound is None else admit,
             explain=explain,
@@ -160,6 +165,8 @@ def run_load(
             read.finish()
     for filled, destination in copied:
         copy_elements(filled, destination)
+    if copies is not None:
+        copies.keep()
     return LoadReport(
         url=store.url,
         total_bytes=total_bytes,
@@ -171,6 +178,7 @@ def run_load(
         retries=channel.retries if "open_range" in store.reports_throttling else None,
         slow_ranges=channel.slow_ranges,
         commit_id=planned.checkpoint.commit_id,
+        local_bytes=0 if local is None else local.local_bytes,
     )
 
 
@@ -187,6 +195,7 @@ def report_loaded(channel: Channel, report: LoadReport) -> None:
         requests=report.requests,
         slow_ranges=report.slow_ranges,
         commit_id=report.commit_id,
+        local_bytes=report.local_bytes,
     )
 
 

@@ -29,6 +29,7 @@ from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group, w
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
@@ -154,6 +155,9 @@ class CheckpointManager:
             thread.
         trace: name of a local file for traces. With `{name}` in it, the traces of all steps are
             kept; otherwise that of the last save or load.
+        local: a folder on each node, as a path or `dos.Local`, for copies of the newest step. A job
+            that starts again on its nodes loads these, and from the store only what no node has;
+            `last_resume` says how much that was. Default None: no copies.
 
     Attributes:
         url: the run, in the normal form of its URL.
@@ -188,6 +192,7 @@ class CheckpointManager:
         trust_pickle: bool = False,
         on_event: OnEvent | None = None,
         trace: str | os.PathLike[str] | None = None,
+        local: LocalFolder = None,
     ) -> None:
         """Check and keep the arguments. No request is sent before the first method is called."""
         self._run = StoreSpec(url, storage_options, config)
@@ -208,6 +213,7 @@ class CheckpointManager:
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}
         EventSettings(on_event, trace)  # refuses wrong values now, rather than at the first save
         shared: dict[str, Any] = {**self._access, "on_event": on_event, "trace": trace}
+        shared["local"] = local_of(local)
         self._saving = {
             **shared,
             "stock_metadata": stock_metadata,

@@ -7,6 +7,22 @@ turn: what comes meanwhile waits in the buffers of the kernel. So the number of 
 memory in use, whatever the size of the load. The calling thread receives the finished requests as
 an iterator and can be interrupted at any time. It watches for requests that take far longer than
 the others, and has them asked for again.
+
+What there is, and who may touch it:
+
+    fetch_ranges              the caller's thread
+      _Shared                 one for the call
+        tasks                 requests that nobody has begun: workers take the first
+        done                  finished requests, or the first error: workers put, the caller takes
+        gate                  who is inside `consume`: workers enter, the caller waits for the last
+        store_waits.slot      places in the bucket's window: the worker of a request takes and gives
+        store_waits.stragglers    how long waits take: workers report, the caller ends a slow one
+        local_waits           the same of copies on this machine
+        staffing              a lock: how many workers there are; any worker may start another
+      _Worker                 one a thread
+        ahead                 the requests that it has under way, which no other thread touches
+        memory for a piece    kept from one piece to the next
+      _Begun                  a request under way: its worker's, until it is left to another one
 """
 
 from __future__ import annotations
@@ -15,19 +31,19 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from itertools import count
 from mmap import MAP_PRIVATE, mmap
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from dcp_objstore.config import at_most, processors
+from dcp_objstore.config import AUTO_MOST, at_most, processors
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
-from dcp_objstore.stores.admission.limiter import admission_slot, limiter_of
+from dcp_objstore.stores.admission.limiter import AdmissionSlot, Limiter, admission_slot, limiter_of
 from dcp_objstore.threads import Spawned, spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.progress import Progress
@@ -39,7 +55,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.admission.limiter import AdmissionSlot
     from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
 
 T = TypeVar("T")
@@ -107,6 +122,7 @@ def fetch_ranges(
     config: TransferConfig,
     progress: Progress,
     *,
+    local: Collection[int] = (),
     budget_bytes: int | None = None,
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None = None,
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None = None,
@@ -126,6 +142,8 @@ def fetch_ranges(
             `CorruptDataError`, the range is fetched once more from this piece on before the error
             counts, because a damaged transfer is not a damaged checkpoint.
         progress: receives the bytes that were fetched; may stop the transfer.
+        local: the numbers of objects that the store reads from this machine. Their requests take no
+            place in the bucket's window, and nothing is learnt from how long they take.
         budget_bytes: memory for bodies. Default: `config.memory_budget_bytes`.
         admit: called in a worker before a request is fetched. It may wait, and it may return the
             memory that the body must be read into.
@@ -136,13 +154,15 @@ def fetch_ranges(
         ObjectNotFoundError: an object does not exist; the error has its `object_key`.
         CorruptDataError: an object ends before the range, or `consume` found damage twice.
     """
+    of_store = [one for one in requests if one.object_number not in local] if local else requests
     slot = admission_slot(
         store,
         "open_range",
         config,
         config.download_concurrency,
-        max((request.end - request.start for request in requests), default=0),
+        max((request.end - request.start for request in of_store), default=0),
     )
+    of_copies = AdmissionSlot(Limiter(), judged=False, concurrency=AUTO_MOST)
 
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
@@ -162,7 +182,9 @@ def fetch_ranges(
         explain=explain,
         admit=admit,
         progress=progress,
-        slot=slot,
+        store_waits=_Waits(slot, Stragglers(len(of_store))),
+        local_waits=_Waits(of_copies, Stragglers(len(requests) - len(of_store))),
+        local=local,
         depth=depth,
         most=most,
     )
@@ -233,6 +255,13 @@ class _Begun(Generic[T]):
     is_left: bool = False
 
 
+class _Waits(NamedTuple, Generic[T]):
+    """What is known of the requests to one place: how many may be in flight, how long they take."""
+
+    slot: AdmissionSlot
+    stragglers: Stragglers[_Begun[T]]
+
+
 @dataclass(kw_only=True)
 class _Shared(Generic[T]):
     """What the workers of one call of `fetch_ranges` share, and its thread looks after.
@@ -250,7 +279,9 @@ class _Shared(Generic[T]):
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None
     progress: Progress
-    slot: AdmissionSlot
+    store_waits: _Waits[T]
+    local_waits: _Waits[T]
+    local: Collection[int]
     depth: int
     most: int
 
@@ -258,7 +289,6 @@ class _Shared(Generic[T]):
         self.tasks = deque(requests)
         self.done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
         self.gate = _Gate(self.progress)
-        self.stragglers: Stragglers[_Begun[T]] = Stragglers(len(requests))
         self._limiter = limiter_of(self.store)
         self._workers = 0
         self._threads: list[Spawned] = []
@@ -272,7 +302,8 @@ class _Shared(Generic[T]):
         if self._workers == self.most:
             return
         with self.staffing:
-            wanted = min(self.most, -(-self.slot.concurrency // self.depth))
+            wanted = -(-self.store_waits.slot.concurrency // self.depth)
+            wanted = min(self.most, max(wanted, processors() if self.local else 0))
             while self._workers < wanted and self.tasks:
                 self.start(self._workers)
 
@@ -285,6 +316,10 @@ class _Shared(Generic[T]):
     def _has_room(self) -> bool:
         """Whether there is memory for one more worker. Hold `staffing`."""
         return sum(thread.is_alive() for thread in self._threads) < self.most
+
+    def waits(self, request: RangeRequest[T]) -> _Waits[T]:
+        """Return what is known of requests of this kind."""
+        return self.local_waits if request.object_number in self.local else self.store_waits
 
     def key(self, request: RangeRequest[T]) -> str:
         return self.object_keys[request.object_number]
@@ -306,7 +341,8 @@ class _Shared(Generic[T]):
         if not self._limiter.spares_retries:
             return
         with self.staffing:
-            begun = self.stragglers.take(self._give_up)
+            waits = self.store_waits.stragglers, self.local_waits.stragglers
+            begun = next(filter(None, (one.take(self._give_up) for one in waits)), None)
             if begun is None:
                 return
             if begun.is_left:
@@ -363,7 +399,7 @@ class _Worker(Generic[T]):
             return
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             for unread in ahead:
-                shared.slot.end(id(unread.request), answered=False)
+                shared.waits(unread.request).slot.end(id(unread.request), answered=False)
                 unread.body.close()
             shared.done.put(error)
 
@@ -384,7 +420,8 @@ class _Worker(Generic[T]):
         """Begin a request; put it back and return None if it has no place and `wait` is False."""
         shared = self.shared
         into = None if shared.admit is None else shared.admit(request, shared.progress)
-        if not shared.slot.begin(id(request), shared.progress.check_stopped, wait=wait):
+        slot = shared.waits(request).slot
+        if not slot.begin(id(request), shared.progress.check_stopped, wait=wait):
             shared.tasks.appendleft(request)
             return None
         body = shared.open(request, request.start)
@@ -394,7 +431,9 @@ class _Worker(Generic[T]):
 
     def _read_piece(self, begun: _Begun[T]) -> None:
         """Read the next piece and consume it. If it is damaged or slow, ask for it again."""
-        shared, piece, is_damaged = self.shared, begun.rest[0], False
+        shared, piece = self.shared, begun.rest[0]
+        # A copy may be damaged, and then the answer of the store once.
+        tries = 3 if begun.request.object_number in shared.local else 2
         size_bytes = piece.end - piece.start
         came = self._memory(size_bytes) if begun.into is None else begun.into[:size_bytes]
         while True:
@@ -405,9 +444,9 @@ class _Worker(Generic[T]):
                 break
             except CorruptDataError as error:
                 key = shared.key(begun.request)
-                if is_damaged:
+                tries -= 1
+                if not tries:
                     raise error.at(object_key=key) from None
-                is_damaged = True
                 if (channel := current_channel()) is not None:
                     text = f"{type(error).__name__}: {error.message}"
                     channel.retried("range", key, 2, text, began_at)
@@ -419,13 +458,14 @@ class _Worker(Generic[T]):
             begun.body = shared.open(begun.request, piece.start)
         begun.rest.popleft()
         begun.read_at = time.monotonic()
-        shared.slot.moved(size_bytes)
+        shared.waits(begun.request).slot.moved(size_bytes)
         shared.staff()
         shared.progress.alive()
 
     def _receive(self, begun: _Begun[T], piece: RangeRequest[T], came: memoryview) -> None:
         try:
-            with self.shared.stragglers.waiting(begun, len(came), since=begun.read_at):
+            stragglers = self.shared.waits(begun.request).stragglers
+            with stragglers.waiting(begun, len(came), since=begun.read_at):
                 begun.body.readinto(came)
         except DcpObjstoreError as error:
             if self.shared.explain is None:
@@ -435,7 +475,7 @@ class _Worker(Generic[T]):
     def _end(self, begun: _Begun[T]) -> None:
         request, progress = begun.request, self.shared.progress
         begun.body.close()
-        self.shared.slot.end(id(request), answered=True)
+        self.shared.waits(request).slot.end(id(request), answered=True)
         progress.moved(request.end - request.start)
         if progress.channel is not None:
             progress.channel.emit(

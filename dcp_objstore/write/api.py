@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.local.settings import LocalFolder
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
 
@@ -52,6 +53,7 @@ def save(
     allow_unfenced: bool = False,
     claim: RunClaim | None = None,
     base: str | None = None,
+    local: LocalFolder = None,
 ) -> SaveReport:
     """Save a sharded state as one checkpoint. Call it on every rank, without `if rank == 0`.
 
@@ -85,6 +87,8 @@ def save(
         base: a checkpoint of an earlier state, "latest" or a URL: what has not changed since is
             copied by the store instead of uploaded. `ObjectStoreWriter` says more. The same on
             every rank. Default: upload all.
+        local: a folder of this node, as a path or `dos.Local`, for copies from which a job that
+            starts again on the node loads. `ObjectStoreWriter` says more. Default None: none.
 
     Returns:
         A report on the work of all ranks, the same on every rank.

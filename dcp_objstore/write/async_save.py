@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.local.settings import LocalFolder
     from dcp_objstore.observe.events import OnEvent
 
 T = TypeVar("T")
@@ -251,6 +252,7 @@ def async_save(
     base: str | None = None,
     on_busy: Literal["wait", "raise"] = "wait",
     wait_for_staging: bool = True,
+    local: LocalFolder = None,
 ) -> AsyncSaveHandle:
     """Copy the state to host memory, return, and save the copy in the background.
 
@@ -293,6 +295,8 @@ def async_save(
         base: a checkpoint of an earlier state, "latest" or a URL: what has not changed since is
             copied by the store instead of uploaded. `ObjectStoreWriter` says more. The same on
             every rank. It is read when the upload begins. Default: upload all.
+        local: a folder of this node, as a path or `dos.Local`, for copies from which a job that
+            starts again on the node loads. `ObjectStoreWriter` says more. Default None: none.
 
     Returns:
         A handle with which to wait for the copy and for the commit.

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
 from dcp_objstore.config import AUTO_MOST, COPIED_MOST_BYTES
 from dcp_objstore.errors import InputError
+from dcp_objstore.local.copies import SaveCopies
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.state.dcp_metadata import WriteResults
 from dcp_objstore.state.device import Outbound, settle_streams
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.local.settings import Local
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.stores import ObjectStore
     from dcp_objstore.transfer.parts import PartPlan
@@ -57,6 +60,7 @@ def upload_items(
     config: TransferConfig,
     warned_keys: set[str],
     base: Base | None = None,
+    local: Local | None = None,
 ) -> tuple[WriteResults, list[StoredObject]]:
     """Upload the items of a rank's plan and return when all of them are on the store.
 
@@ -65,6 +69,8 @@ def upload_items(
     Args:
         warned_keys: keys of values that a warning was given for; new keys are added.
         base: the base of the save, if it can be copied from.
+        local: where copies of the objects are kept on this node. Objects that the store copies
+            have none.
 
     Returns:
         A result for each item, and the objects: those that were copied, then the uploaded ones.
@@ -108,6 +114,7 @@ def upload_items(
     if copied_bytes > COPIED_MOST_BYTES:
         most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
     numbers = itertools.count(len(unchanged.objects))
+    copies = None if local is None else SaveCopies(local, save.spec, save.channel)
     with DaemonPool(config.hash_threads, "hash") as hashers:
         progress = Progress(config.stall_timeout_seconds, save.channel)
         outbound = Outbound(part_plan, config, progress.check_stopped)
@@ -122,10 +129,16 @@ def upload_items(
                 known_digests=known_digests,
             )
             key = data_key(save.rank, next(numbers), save.nonce)
+            source: AbstractContextManager[Iterable[ByteArray]] = nullcontext(layout.buffers())
+            if copies is not None:
+                size_bytes = sum(size for _, size in pending)
+                size_bytes = min(size_bytes, part_plan.max_object_size_bytes)
+                source = copies.beside(key, layout.buffers(), size_bytes)
             try:
-                uploaded = upload_object(
-                    store, key, layout.buffers(), part_plan, config, progress, most=most
-                )
+                with source as buffers:
+                    uploaded = upload_object(
+                        store, key, buffers, part_plan, config, progress, most=most
+                    )
             finally:
                 layout.is_over = True
             _check_changed(store, key, layout.changed)
@@ -135,6 +148,8 @@ def upload_items(
             stored = StoredObject(entry, uploaded.parts, save.spec.url)
             objects.append(stored)
             results.extend(placed.result(stored) for placed in layout.placed)
+    if copies is not None:
+        copies.end()
     return results, objects
 
 

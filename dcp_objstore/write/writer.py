@@ -31,6 +31,7 @@ from dcp_objstore.distributed.plugin import (
 )
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import (
@@ -121,6 +122,10 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         on_busy: what `dcp.async_save` with this writer does while an earlier save of the writer is
             running: "wait" for it before the state is copied (default), or "raise"
             SaveInProgressError.
+        local: a folder of this node, as a path or `dos.Local`: each object is also written there,
+            while it is uploaded, and a job that starts again here with the same setting reads the
+            copies instead of the store. They take two states of the node's ranks, and can never
+            fail a save. What the store copies from a base is not in them. Default None: none.
 
     Attributes:
         last_save: the `SaveReport` of the last finished save, or None. On rank 0 it covers all
@@ -168,6 +173,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         claim: RunClaim | None = None,
         base: str | None = None,
         on_busy: OnBusy = "wait",
+        local: LocalFolder = None,
     ) -> None:
         KeptStager.__init__(self, on_busy)
         _have_async_saves_in_own_group()
@@ -181,6 +187,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._stock_metadata = stock_metadata
         self._claim = claim
         self._base = base
+        self._local = local_of(local)
         if self._target.url is not None:
             check_claim(claim, self._target.spec)
             check_base(base, self._target.spec)
@@ -334,7 +341,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         with self._logged(), self._watched() as save:
             base = self._opened_base(save)
             results, objects = upload_items(
-                save, plan, planner, self._target.config, self._warned_keys, base
+                save, plan, planner, self._target.config, self._warned_keys, base, self._local
             )
             if not save.is_coordinator:
                 self.last_save = save.report(objects, None)

@@ -305,7 +305,7 @@ def test_slots_are_as_large_as_the_largest_request_wherever_that_begins(
         for number, (start, end) in enumerate([(40, 42), (42, 43)])
     ]
     share = exchange.Share(ExchangePlan([requests]), {}, "meeting")
-    planned: Any = SimpleNamespace(reads=[], spans=[])
+    planned: Any = SimpleNamespace(checkpoint=None, reads=[], spans=[])
     with exchange.Exchange(share, alone, "url") as exchanging:
         exchanging.prepare(planned, 0)
         assert exchanging.memory_bytes == len(requests) * 2 * MIB

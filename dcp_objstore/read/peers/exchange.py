@@ -30,6 +30,7 @@ from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, SharedRequest
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
+from dcp_objstore.read.plan import blocks_at
 from dcp_objstore.read.tensor_read import TensorRead
 from dcp_objstore.state.geometry import Selection
 from dcp_objstore.transfer.ranges import RangeRequest, Span
@@ -182,6 +183,11 @@ class Exchange:
         self._reads = planned.reads
         self._spans = {(s.object_number, s.start, s.end): s for s in planned.spans}
         fetched = list(self._share.plan.fetched_by(self._rank))
+        # What only other ranks need, and this one reads because its node has the copy.
+        for_others = {
+            (request.object_number, *block) for request in fetched for block in request.blocks
+        } - self._spans.keys()
+        self._spans |= blocks_at(planned.checkpoint, for_others)
         self.requests = [self._request(planned_request) for planned_request in fetched]
         self._fetched = {
             id(request): one for request, one in zip(self.requests, fetched, strict=True)

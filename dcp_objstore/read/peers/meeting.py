@@ -24,13 +24,14 @@ from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.peers.exchange import Share, needs_of
-from dcp_objstore.read.peers.plan import plan_exchange
+from dcp_objstore.read.peers.plan import Held, plan_exchange
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.local.copies import LoadCopies
     from dcp_objstore.read.peers.plan import ExchangePlan, Needs
     from dcp_objstore.read.plan import PlannedLoad
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
@@ -56,6 +57,7 @@ class Offer:
             loads by itself.
         needs: the bytes that the rank needs, as `needs_of` returns them.
         selections: the selections of the rank's packed reads, by the number of the read.
+        held: the objects of which the rank's node has copies; None if it has none.
     """
 
     url: str | None
@@ -64,6 +66,7 @@ class Offer:
     group: bytes | None = None
     needs: Needs | None = None
     selections: dict[int, Selection] | None = None
+    held: Held | None = None
     verify: bool = True
     memory_budget_bytes: int = 0
     request_size_bytes: int = 0
@@ -77,6 +80,7 @@ def make_offer(
     config: TransferConfig,
     *,
     verify: bool,
+    copies: LoadCopies | None = None,
 ) -> Offer:
     """Make this rank's offer; `group_ranks` or `planned` is None if it loads by itself."""
     commit_id = None if checkpoint is None else checkpoint.commit_id or checkpoint.fingerprint
@@ -90,6 +94,7 @@ def make_offer(
         group=group_digest(group_ranks),
         needs=needs,
         selections=selections,
+        held=Held(copies.node, copies.numbers) if copies is not None and copies.numbers else None,
         verify=verify,
         memory_budget_bytes=config.memory_budget_bytes,
         request_size_bytes=config.request_size_bytes,
@@ -130,8 +135,9 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
         needs,
         request_size_bytes=min(request_size_bytes, max(BLOCK_SIZE_BYTES, quarter // 2)),
         round_size_bytes=quarter,
+        held=[offer.held for offer in offers],
     )
-    if not _worthwhile(plans, needs):
+    if not (_worthwhile(plans, needs) or _spares_the_store(plans, offers)):
         return alone
     meeting = str(uuid.uuid4())
     shares: list[Share | None] = []
@@ -145,6 +151,17 @@ def share_out(offers: Sequence[Offer]) -> list[Share | None]:
         }
         shares.append(Share(plan, selections, meeting))
     return shares
+
+
+def _spares_the_store(plans: Sequence[ExchangePlan], offers: Sequence[Offer]) -> bool:
+    """Whether a rank gets from the copy of another node what it would have to fetch."""
+    objects = [frozenset() if offer.held is None else offer.held.objects for offer in offers]
+    return any(
+        request.object_number in objects[number] and request.object_number not in objects[rank]
+        for number, plan in enumerate(plans)
+        for request in plan.fetched_by(number)
+        for rank in request.messages
+    )
 
 
 def _worthwhile(plans: Sequence[ExchangePlan], needs: Sequence[Needs]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,18 @@ NEED = np.dtype(
 )
 
 Needs = np.ndarray[tuple[int], np.dtype[np.void]]
+
+
+class Held(NamedTuple):
+    """The objects of which a rank's node has copies.
+
+    Attributes:
+        node: what all ranks of the node have in common, and no others.
+        objects: the numbers of the objects.
+    """
+
+    node: bytes
+    objects: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,8 @@ class SharedRequest:
     """A ranged GET of bytes `[start, end)` that one rank makes for itself and others.
 
     Attributes:
-        fetcher: number of the rank that makes the request; it needs all of its blocks as well.
+        fetcher: number of the rank that makes the request. It needs all of its blocks as well, or
+            its node has a copy of the object.
         sequence: number of requests that this rank makes before this one.
         blocks: `(start, end)` of each block in the request.
         messages: what each other rank receives, by the rank's number.
@@ -110,15 +123,19 @@ def plan_exchange(
     *,
     request_size_bytes: int,
     round_size_bytes: int,
+    held: Sequence[Held | None] = (),
     gap_bytes: int = DEFAULT_GAP_BYTES,
 ) -> list[ExchangePlan]:
     """Plan who fetches each block that more than one rank needs, who receives it, and when.
 
     Every rank fetches about as many bytes as the others, counting those that it alone needs. A
-    block is fetched by one rank only, and that rank needs the block itself.
+    block is fetched by one rank only, and that rank needs the block itself. But on each node that
+    has a copy of the block's object, one rank reads it for those of the node that need it, and on
+    one of these nodes for all others as well.
 
     Args:
         needs: an array of `NEED` for each rank.
+        held: what each rank's node has. Default: no node has copies.
         request_size_bytes: size of the largest request, unless a single block is larger.
         round_size_bytes: largest total size of the requests of a round, unless the round has only
             one request.
@@ -126,7 +143,7 @@ def plan_exchange(
     Returns:
         The part of each rank. It has no rounds if nothing is shared.
     """
-    shared, loads = _split(needs)
+    shared, loads = _split(needs, _holders(held))
     requests = _assign(_merge(shared, request_size_bytes, gap_bytes), loads)
     plans = [ExchangePlan() for _ in needs]
     room = 0
@@ -151,9 +168,23 @@ class _SharedBlock:
     start: int
     end: int
     wants: dict[int, list[tuple[int, int, int, int]]]  # rank: (low, high, packed_bytes, read)
+    readers: Sequence[int]  # one of these ranks reads it
 
 
-def _split(needs: Sequence[Needs]) -> tuple[list[_SharedBlock], list[int]]:
+# The ranks that can read the copy of an object, by the object's number and the node.
+_Holders: TypeAlias = dict[int, dict[bytes, list[int]]]
+
+
+def _holders(held: Sequence[Held | None]) -> _Holders:
+    holders: _Holders = {}
+    for rank, of_rank in enumerate(held):
+        for number in () if of_rank is None else of_rank.objects:
+            assert of_rank is not None
+            holders.setdefault(number, {}).setdefault(of_rank.node, []).append(rank)
+    return holders
+
+
+def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock], list[int]]:
     """Return the shared blocks, ordered by place, and the bytes that each rank alone needs."""
     rows = np.concatenate(list(needs)) if needs else np.empty(0, NEED)
     ranks = np.repeat(np.arange(len(needs)), [len(n) for n in needs])
@@ -167,6 +198,8 @@ def _split(needs: Sequence[Needs]) -> tuple[list[_SharedBlock], list[int]]:
     # differ.
     last = np.concatenate([first[1:], [len(rows)]]) - 1
     is_shared = ranks[first] != ranks[last]
+    if holders:
+        is_shared |= np.isin(place["object_number"][first], list(holders))
     alone = first[~is_shared]
     lengths = (rows["end"] - rows["start"])[alone]
     loads = np.bincount(ranks[alone], weights=lengths, minlength=len(needs)).astype(np.int64)
@@ -178,8 +211,31 @@ def _split(needs: Sequence[Needs]) -> tuple[list[_SharedBlock], list[int]]:
             ranks[low : high + 1].tolist(), rows[low : high + 1].tolist(), strict=True
         ):
             wants.setdefault(rank, []).append(row[3:])
-        blocks.append(_SharedBlock(number, start, end, wants))
+        block = _SharedBlock(number, start, end, wants, list(wants))
+        for part in _by_node(block, holders[number]) if number in holders else [block]:
+            if part.wants.keys() == set(part.readers) and len(part.wants) == 1:
+                loads[part.readers[0]] += end - start
+            else:
+                blocks.append(part)
+    if holders:  # what the same ranks read stands together
+        blocks.sort(key=lambda block: (block.object_number, min(block.readers), block.start))
     return blocks, loads.tolist()
+
+
+def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_SharedBlock]:
+    """Divide a block's ranks: on each node with a copy one reads it, on one also for the rest."""
+    at_home = {
+        node: [rank for rank in ranks if rank in block.wants] for node, ranks in holders.items()
+    }
+    strangers = block.wants.keys() - {rank for ranks in at_home.values() for rank in ranks}
+    # Whoever reads it anyway; otherwise any, but all blocks of an object from the same node.
+    hosts = sorted(filter(at_home.get, holders) if any(at_home.values()) else holders)
+    host = hosts[block.object_number % len(hosts)]
+    for node, ranks in at_home.items():
+        served = sorted({*ranks, *(strangers if node == host else ())})
+        if served:
+            wants = {rank: block.wants[rank] for rank in served}
+            yield replace(block, wants=wants, readers=ranks or holders[node])
 
 
 def _merge(
@@ -193,6 +249,7 @@ def _merge(
             run
             and block.object_number == run[0].object_number
             and block.wants.keys() == run[0].wants.keys()
+            and block.readers == run[0].readers
             and block.start <= end + gap_bytes
             and max(block.end, end) - run[0].start <= request_size_bytes
         ):
@@ -207,11 +264,11 @@ def _merge(
 
 
 def _assign(runs: Iterator[list[_SharedBlock]], loads: list[int]) -> Iterator[SharedRequest]:
-    """Assign each run to the rank that has the least to fetch among those that need it."""
+    """Assign each run to the rank that has the least to fetch among those that may read it."""
     sequences = [0] * len(loads)
     for run in runs:
         ranks = run[0].wants
-        fetcher = min(ranks, key=lambda rank: (loads[rank], rank))
+        fetcher = min(run[0].readers, key=lambda rank: (loads[rank], rank))
         start, end = run[0].start, max(block.end for block in run)
         loads[fetcher] += end - start
         yield SharedRequest(

@@ -1,0 +1,146 @@
+"""A job that starts again on its nodes reads nothing from the store that a node has.
+
+Each node is a folder. The ranks of one machine pass for ranks of several nodes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dcp_objstore as dos
+from benchmarks.sink import Sink
+from tests.support.ranks import run_ranks
+from tests.support.states import same_bits, seeded
+
+SHAPES = {"wide": (1024, 3000), "tall": (5000, 700), "norm": (999,), "scale": ()}
+
+
+@pytest.fixture(scope="module")
+def sink() -> Iterator[Sink]:
+    with Sink(keep=True) as running:
+        yield running
+
+
+def _state(step: int, dim: int, *, blank: bool = False) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state: dict[str, Any] = {"step": -1 if blank else step}
+    for key, shape in SHAPES.items():
+        tensor = torch.zeros(shape) if blank else seeded(f"{key} {step}", shape)
+        placement = Shard(dim) if len(shape) == 2 else Replicate()
+        state[key] = distribute_tensor(tensor, mesh, [placement])
+    return state
+
+
+def _save(
+    rank: int, world: int, run: str, options: Any, folders: Sequence[str | None], steps: int
+) -> None:
+    del world
+    for step in range(1, steps + 1):
+        dos.save(
+            _state(step, 0),
+            f"{run}/step-{step}",
+            storage_options=options,
+            local=folders[rank],
+            progress=False,
+        )
+
+
+def _load(
+    rank: int,
+    world: int,
+    run: str,
+    options: Any,
+    folders: Sequence[str | None],
+    step: int,
+    dim: int = 0,
+) -> dos.reports.LoadReport:
+    del world
+    state = _state(step, dim, blank=True)
+    report = dos.load(
+        state, f"{run}/step-{step}", storage_options=options, local=folders[rank], progress=False
+    )
+    assert state["step"] == step
+    for key, saved in _state(step, dim).items():
+        if isinstance(saved, DTensor):
+            assert same_bits(state[key].to_local(), saved.to_local()), key
+    return report
+
+
+def _nodes(path: Path, *ranks: int) -> list[str | None]:
+    """A folder for each rank; -1 for a rank that has none."""
+    for node in {*ranks} - {-1}:
+        (path / f"node{node}").mkdir(exist_ok=True)
+    return [None if node < 0 else str(path / f"node{node}") for node in ranks]
+
+
+def _copies(path: Path) -> list[Path]:
+    return sorted(path.glob("node*/*/*/objects/*"))
+
+
+@pytest.fixture
+def saved(sink: Sink, tmp_path: Path) -> str:
+    """A run that four ranks on two nodes have saved twice."""
+    run = f"s3://bucket/{tmp_path.name}"
+    run_ranks(4, _save, run, sink.storage_options, _nodes(tmp_path, 0, 0, 1, 1), 2)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("nodes", "dim"),
+    [
+        pytest.param((0, 0, 1, 1), 0, id="the same"),
+        pytest.param((1, 1, 0, 0), 0, id="ranks shifted by a node"),
+        pytest.param((1, 0, 0, 1), 0, id="ranks shifted by one"),
+        pytest.param((2, 0, 0, 1, 1), 0, id="a new host before the others"),
+        pytest.param((0, 0, 1), 0, id="fewer ranks"),
+        pytest.param((0, 1, 0, 1, 0, 1, 0, 1), 0, id="more ranks"),
+        pytest.param((0, 0, 1, 1), 1, id="cut the other way"),
+        pytest.param((0, 0, 1, -1), 0, id="a rank without a folder"),
+    ],
+)
+def test_nothing_is_fetched_that_a_node_has(
+    sink: Sink, tmp_path: Path, saved: str, nodes: tuple[int, ...], dim: int
+) -> None:
+    folders = _nodes(tmp_path, *nodes)
+    reports = run_ranks(len(nodes), _load, saved, sink.storage_options, folders, 2, dim)
+    assert [report.fetched_bytes for report in reports] == [0] * len(nodes)
+    assert sum(report.local_bytes for report in reports) > 0
+
+
+def test_two_states_stay_and_the_older_one_is_written_over(sink: Sink, tmp_path: Path) -> None:
+    run = f"s3://bucket/{tmp_path.name}"
+    run_ranks(4, _save, run, sink.storage_options, _nodes(tmp_path, 0, 0, 1, 1), 4)
+    steps = sorted({copy.name.partition("%2F")[0] for copy in _copies(tmp_path)})
+    assert steps == ["step-3", "step-4"]
+    assert len(_copies(tmp_path)) == 8
+
+
+def test_a_lost_node_costs_its_own_bytes_and_no_more(
+    sink: Sink, tmp_path: Path, saved: str
+) -> None:
+    of_step = [copy for copy in _copies(tmp_path) if copy.name.startswith("step-2")]
+    lost_bytes = sum(copy.stat().st_size for copy in of_step if "node1" in copy.parts)
+    shutil.rmtree(tmp_path / "node1")
+    folders = _nodes(tmp_path, 0, 0, 1, 1)
+    reports = run_ranks(4, _load, saved, sink.storage_options, folders, 2)
+    fetched_bytes = sum(report.fetched_bytes for report in reports)
+    assert 0 < fetched_bytes <= lost_bytes
+
+
+def test_a_folder_of_another_step_is_not_read(sink: Sink, tmp_path: Path, saved: str) -> None:
+    """The copies of step 1 under the names of step 2: each rank's, and each the other's."""
+    for copy in _copies(tmp_path):
+        if copy.name.startswith("step-2"):
+            others = [one for one in _copies(copy.parents[3]) if one.name.startswith("step-1")]
+            copy.write_bytes(others[0].read_bytes()) if others else copy.unlink()
+    reports = run_ranks(4, _load, saved, sink.storage_options, _nodes(tmp_path, 0, 0, 1, 1), 2)
+    assert all(report.fetched_bytes for report in reports)
