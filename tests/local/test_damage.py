@@ -294,8 +294,9 @@ def test_a_copy_that_becomes_shorter_while_it_is_read(
     copy = large.copy_of(1)
     during_reads(monkeypatch, at_read, lambda: os.truncate(copy, size_bytes))
     report = large.load(1)
-    assert 0 < report.fetched_bytes <= report.total_bytes
-    assert report.local_bytes >= 0
+    # At the 15th of 16 reads, the other thread may have read the rest.
+    assert report.fetched_bytes or at_read == 15
+    assert report.fetched_bytes + report.local_bytes == report.total_bytes
 
 
 @pytest.mark.parametrize("at_read", [1, 3, 15])
