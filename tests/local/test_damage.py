@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -240,14 +241,6 @@ def test_another_file_in_the_place_of_a_copy(node: Node, content: Callable[[Node
     assert node.load(2).fetched_bytes == 0
 
 
-def _save(rank: int, world: int, node: Node, step: int) -> None:
-    node.save(step, config=None)
-
-
-def _load_changed(rank: int, world: int, nodes: list[Node], step: int) -> int:
-    return nodes[rank].load(step).fetched_bytes
-
-
 def _save_on(rank: int, world: int, nodes: list[Node], step: int) -> None:
     dos.save(_of_rank(rank, step), f"{nodes[rank].run}/step-{step}", local=nodes[rank].local)
 
@@ -312,12 +305,16 @@ def test_a_copy_that_a_save_writes_over_while_it_is_read(
 ) -> None:
     number = large.copy_of(1).stat().st_ino
 
+    saved = threading.Event()
+
     def save_twice() -> None:
         large.save(2)
         large.save(3)
+        saved.set()
 
     during_reads(monkeypatch, at_read, save_twice)
     report = large.load(1)
+    assert saved.wait(60)  # a read that takes so long may be left behind
     assert large.copy_of(3).stat().st_ino == number
     assert 0 < report.fetched_bytes <= report.total_bytes
 

@@ -12,7 +12,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from dcp_objstore.read.peers.exchange import Exchange
-from dcp_objstore.read.peers.plan import NEED, Needs, Segment, SharedRequest, plan_exchange
+from dcp_objstore.read.peers.plan import NEED, Held, Needs, Segment, SharedRequest, plan_exchange
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest
 
@@ -128,6 +128,68 @@ def _check_all_arrives(
                 of == number and not s.packed_bytes and s.start <= low and high <= s.end
                 for of, s in segments
             )
+
+
+_NODES = [b"node 0", b"node 1", b"node 2"]
+_holdings = st.tuples(
+    st.lists(st.sampled_from([*_NODES, None]), min_size=5, max_size=5),  # of each rank
+    st.fixed_dictionaries({node: st.frozensets(st.integers(0, 2)) for node in _NODES}),
+)
+
+
+@given(_jobs, _holdings, st.integers(1, 400), st.integers(1, 1000))
+@settings(max_examples=300, deadline=None)
+def test_what_a_node_has_is_read_there_once_for_its_ranks_and_once_for_all_others(
+    needs: list[Needs],
+    holdings: tuple[list[bytes | None], dict[bytes, frozenset[int]]],
+    request_size_bytes: int,
+    round_size_bytes: int,
+) -> None:
+    nodes, objects = holdings
+    held = [
+        Held(node, objects[node]) if node is not None and objects[node] else None
+        for node in nodes[: len(needs)]
+    ]
+    plans = plan_exchange(
+        needs,
+        request_size_bytes=request_size_bytes,
+        round_size_bytes=round_size_bytes,
+        held=held,
+    )
+    requests = [one for rank, plan in enumerate(plans) for one in plan.fetched_by(rank)]
+    readers: dict[tuple[int, int, int], list[int]] = {}
+    sources: dict[tuple[int, tuple[int, int, int]], int] = {}
+    for request in requests:
+        for block in request.blocks:
+            place = (request.object_number, *block)
+            readers.setdefault(place, []).append(request.fetcher)
+            for rank in (request.fetcher, *request.messages):
+                assert (rank, place) not in sources, "it comes from one rank"
+                sources[rank, place] = request.fetcher
+    wanted = {(rank, row[:3]) for rank, rows in enumerate(needs) for row in rows.tolist()}
+    for rank, place in wanted:
+        if (rank, place) not in sources:
+            readers.setdefault(place, []).append(rank)  # it reads the block itself
+    for place, ranks in readers.items():
+        holders = {one.node for one in held if one is not None and place[0] in one.objects}
+        found = [held[rank] for rank in ranks]
+        if holders:
+            at = [one.node for one in found if one is not None and place[0] in one.objects]
+            assert len(at) == len(set(at)) == len(ranks), "only on a node that has it, once on each"
+        else:
+            assert len(ranks) == 1
+    for rank, plan in enumerate(plans):
+        shared = {place for one, place in sources if one == rank}
+        _check_all_arrives(rank, needs[rank], plan.rounds, shared)
+
+
+@given(_jobs)
+@settings(max_examples=100, deadline=None)
+def test_without_copies_the_plan_is_as_if_there_were_no_nodes(needs: list[Needs]) -> None:
+    sizes = {"request_size_bytes": 200, "round_size_bytes": 400}
+    plans = plan_exchange(needs, **sizes)
+    assert plan_exchange(needs, **sizes, held=[None] * len(needs)) == plans
+    assert plan_exchange(needs, **sizes, held=[Held(b"node", frozenset())] * len(needs)) == plans
 
 
 @given(_jobs, st.integers(64, 1000))

@@ -81,9 +81,9 @@ def try_ranks(
     return job.end()
 
 
-def start_workers() -> Ranks:
+def start_workers(*, reuse: bool = True) -> Ranks:
     """Workers apart from those of `run_ranks`; use them in a `with` block."""
-    return Ranks(preload=PRELOAD, reuse=True, store_port=_store().port)
+    return Ranks(preload=PRELOAD, reuse=reuse, store_port=_store().port)
 
 
 @functools.cache

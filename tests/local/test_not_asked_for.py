@@ -1,0 +1,127 @@
+"""Who does not pass `local=` notices nothing: no folder, no call, and the same requests."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import dcp_objstore as dos
+from dcp_objstore.local import copies, folder, room
+from tests.support.node_copies import Node, restart, state_of
+from tests.support.ranks import run_ranks
+from tests.support.wrapped_stores import Request
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    restart()
+    yield
+    restart()
+    gc.collect()
+
+
+def forbid(patched: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Let every function of these modules raise, and everything that makes an object of theirs."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("nobody has asked for copies")
+
+    for module in modules:
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) != module.__name__:
+                continue
+            if inspect.isfunction(value):
+                patched.setattr(module, name, refuse)
+            elif inspect.isclass(value):
+                patched.setattr(value, "__init__", refuse)
+
+
+def shapes(requests: list[Request]) -> Counter[tuple[str, str, int]]:
+    """Requests without what is drawn at random or says how long something took."""
+    return Counter(
+        (
+            one.verb,
+            re.sub(r"[0-9a-f]{8,}", "*", one.key.rpartition("/")[2]),
+            one.bytes if one.key.endswith(".distcp") else 0,
+        )
+        for one in requests
+    )
+
+
+def use(run: str, **options: Any) -> None:
+    """In the foreground and in the background, to a new URL and over another checkpoint."""
+    for step in (1, 2):
+        dos.save(state_of(step), f"{run}/step-{step}", progress=False, **options)
+    dos.async_save(state_of(3), f"{run}/step-3", progress=False, **options).result()
+    dos.save(state_of(3), f"{run}/step-3", overwrite=True, progress=False, **options)
+    dos.load(state_of(3, blank=True), f"{run}/step-3", progress=False, **options)
+
+
+def manage(run: str) -> None:
+    with dos.CheckpointManager(run, save_every=1) as manager:
+        assert manager.load(state_of(3, blank=True)) == 3
+        manager.step(4, state_of(4))
+
+
+def _use_ranks(rank: int, world: int, run: str) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        forbid(patched, copies, folder, room)
+        use(run)
+        manage(run)
+
+
+def test_no_code_of_copies_is_called_and_no_folder_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "TMPDIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patched:
+        forbid(patched, copies, folder, room)
+        run = f"memory://{secrets.token_hex(6)}/run"
+        use(run)
+        manage(run)
+    run_ranks(2, _use_ranks, (tmp_path / "bucket" / "run").as_uri())
+    assert not [path for path in tmp_path.rglob("*dcp-objstore-*") if path.is_dir()]
+
+
+def test_the_forbidden_code_is_what_copies_need(tmp_path: Path) -> None:
+    """So the test before tells something."""
+    with pytest.MonkeyPatch.context() as patched:
+        forbid(patched, copies)
+        with pytest.raises(dos.errors.DcpObjstoreError, match="asked for copies"):
+            use(f"memory://{secrets.token_hex(6)}/run", local=str(tmp_path))
+
+
+def test_copies_change_no_request_but_those_that_they_spare(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    run = f"memory://{secrets.token_hex(6)}/run"
+    use(f"{run}-1")
+    without = shapes(requests)
+    requests.clear()
+    use(f"{run}-2", local=str(tmp_path))
+    with_copies = shapes(requests)
+    spared = without - with_copies
+    assert with_copies - without == Counter()
+    assert {(verb, key.rpartition(".")[2]) for verb, key, _ in spared} == {("open_range", "distcp")}
+    assert not [one for one in with_copies if one[0] == "open_range"]
+
+
+def test_an_event_says_so_only_if_copies_were_asked_for(tmp_path: Path) -> None:
+    node = Node(tmp_path / "missing", f"memory://{secrets.token_hex(6)}/run")
+    node.save(1, local=None)
+    assert node.load(1, local=None).local_bytes == 0
+    assert node.unused == []
+    node.load(1)
+    assert len(node.unused) == 1
