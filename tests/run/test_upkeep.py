@@ -357,6 +357,17 @@ def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Buc
     assert bucket.keys() == []  # and no tombstone
 
 
+def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", "step-3"):
+        dos.save({"a": WEIGHT}, f"{tmp_path.as_uri()}/{name}", progress=False)
+    newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
+    (tmp_path / "step-1" / MARKER_KEY).write_bytes(newer)
+    (tmp_path / "step-2" / MARKER_KEY).write_bytes(b"damaged")
+    report = dos.sweep(tmp_path.as_uri())
+    assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
+    assert "upgrade" in (report.checkpoints[0].reason or "")
+
+
 def test_what_the_bucket_should_do_itself_is_said(bucket: Bucket) -> None:
     report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
     assert report.uploads_unseen is None
@@ -374,6 +385,8 @@ def test_sweep_without_boto3_says_what_was_not_looked_at(
     )
     report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
     assert "pip install 'dcp-objstore[s3]'" in (report.uploads_unseen or "")
+    assert f'"Prefix": "{bucket.prefix}"' in (report.lifecycle_json or "")
+    assert report.lifecycle_unread == "they cannot be read here"
     assert [one.outcome for one in report.checkpoints] == ["clean"]
 
 
