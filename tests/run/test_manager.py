@@ -23,7 +23,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
-from dcp_objstore.run import housekeeping as retaining, manager
+from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
 from dcp_objstore.run.preemption import PreemptionWatch
 from dcp_objstore.run.resume import load_newest
 from dcp_objstore.run.steps import check_step, step_numbers
@@ -988,6 +988,33 @@ def test_a_process_group_that_is_made_inside_the_block_is_refused(
         monkeypatch.setattr(manager, "rank_and_world_size", lambda: (0, 2))
         with pytest.raises(dos.errors.ConfigError, match="init_process_group"):
             run.step(2, state(2))
+
+
+@pytest.mark.parametrize("module", [manager, claiming])
+def test_ranks_that_do_not_meet_are_reported_as_such(
+    url: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the job, unless others are named."""
+    groups: list[object] = []
+    really = module.meeting
+
+    def note(of: str, group: Any, *advice: str) -> Any:
+        groups.append(group)
+        return really(of, None, *advice)
+
+    def closed(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(module, "world_group", lambda: "all")
+    monkeypatch.setattr(module, "meeting", note)
+    monkeypatch.setattr(module, "sync_group", closed)
+    for given in (None, "some"):
+        with pytest.raises(dos.errors.RankFailedError):
+            if module is manager:
+                dos.CheckpointManager(url, process_group=given).latest()  # type: ignore[arg-type]
+            else:
+                dos.claim_run(url, process_group=given)  # type: ignore[arg-type]
+    assert groups == ["all", "some"]
 
 
 def test_a_superseded_job_cannot_add_steps(url: str) -> None:

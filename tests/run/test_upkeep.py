@@ -141,19 +141,23 @@ def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket
 
 
 @pytest.mark.parametrize("names", [("step-9", "step-10"), ("z", "a")])
+@pytest.mark.parametrize("minutes", [(0, -10), (10, 0)])
 def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
-    tmp_path: Path, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    names: tuple[str, str],
+    minutes: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path.as_uri()
-    dos.save({"a": WEIGHT}, f"{run}/{names[0]}", progress=False)
+    for name, ahead in zip(names, minutes, strict=True):
 
-    class Behind(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-            return datetime.now(tz) - timedelta(minutes=10)
+        class Wrong(datetime):
+            @classmethod
+            def now(cls, tz: Any = None, by: timedelta = timedelta(minutes=ahead)) -> datetime:  # type: ignore[override]
+                return datetime.now(tz) + by
 
-    monkeypatch.setattr(commits, "datetime", Behind)
-    dos.save({"a": WEIGHT}, f"{run}/{names[1]}", progress=False)
+        monkeypatch.setattr(commits, "datetime", Wrong)
+        dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
     with pytest.raises(dos.errors.InputError, match="newest"):
         dos.delete(f"{run}/{names[1]}")
     dos.delete(f"{run}/{names[0]}")
@@ -373,6 +377,13 @@ def test_what_the_bucket_should_do_itself_is_said(bucket: Bucket) -> None:
     assert report.uploads_unseen is None
     assert report.lifecycle_days is None
     assert f'"Prefix": "{bucket.prefix}"' in (report.lifecycle_json or "")
+
+
+def test_where_nothing_is_to_be_swept_nothing_is_written(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    dos.sweep(tmp_path.as_uri())
+    assert {one.verb for one in requests} == {"list"}
 
 
 def test_sweep_without_boto3_says_what_was_not_looked_at(
