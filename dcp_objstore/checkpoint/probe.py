@@ -205,7 +205,7 @@ def _creates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
 
 
 def _updates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
-    _, meta = store.get(key, max_size_bytes=16)
+    _, meta = store.get(key, max_size_bytes=1)
     token = IfVersion(meta.version)
     return _holds_at_last(store, key, b"3", token, tries) and not _holds_at_last(
         store, key, b"4", token, tries
@@ -226,7 +226,7 @@ def _holds_at_last(
                 raise
         else:
             # A PUT without an answer may have taken effect all the same.
-            return held or (not clear and store.get(key, max_size_bytes=16)[0] == data)
+            return held or (not clear and store.get(key, max_size_bytes=len(data))[0] == data)
 
 
 def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
