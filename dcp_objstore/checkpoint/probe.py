@@ -206,7 +206,7 @@ def _creates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
 
 
 def _updates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
-    _, meta = store.get(key, max_size_bytes=16)
+    _, meta = store.get(key, max_size_bytes=1)
     holds = partial(_holds_at_last, store, key, precondition=IfVersion(meta.version), tries=tries)
     return holds(b"3") and not holds(b"4")
 
@@ -227,7 +227,7 @@ def _holds_at_last(
             # A PUT without an answer may have taken effect all the same.
             if held or clear:
                 return held
-            body, _ = store.get(key, max_size_bytes=16)
+            body, _ = store.get(key, max_size_bytes=len(data))
             return body == data
 
 

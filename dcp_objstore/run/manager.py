@@ -207,7 +207,7 @@ class CheckpointManager:
         self._saves_preempted = preemption.save
         self._preemption = PreemptionWatch(preemption)
         # Nothing asks a watch whose manager was not closed.
-        weakref.finalize(self, self._preemption.restore).atexit = False
+        weakref.finalize(self, self._preemption.restore)
         self._claims_run = claim_run
         self._group_given = process_group
         self._access: dict[str, Any] = {"storage_options": storage_options, "config": config}

@@ -358,7 +358,7 @@ def plan_ring(largest_bytes: int, concurrency: int, budget_bytes: int) -> tuple[
     workers = min(concurrency, max(1, (units - 1) // 3))
     # Two more slots than requests in flight, for slots that are being copied from.
     slots = min(units - 2 * workers, workers + 2)
-    return slots, slot_bytes, min(2 * workers * slot_bytes, budget_bytes - slots * slot_bytes)
+    return slots, slot_bytes, 2 * workers * slot_bytes
 
 
 def lanes_into(devices: Iterable[torch.device]) -> dict[torch.device, Lane]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-_Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
-_ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
+if TYPE_CHECKING:
+    from dcp_objstore.transfer.upload import ByteArray
+
+    _Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
 
 # The types with which elements are moved, by their size in bytes; their values are not looked at.
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
@@ -96,7 +98,7 @@ class Selection:
             start + (copies[-1].start + last + 1) * self.itemsize,
         )
 
-    def pack(self, block: _ByteArray, position: int, into: _ByteArray) -> None:
+    def pack(self, block: ByteArray, position: int, into: ByteArray) -> None:
         """Copy the wanted bytes of a block into `into`, in the order in which they lie there.
 
         Args:

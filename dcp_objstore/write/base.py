@@ -33,6 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -336,10 +337,8 @@ def find_unchanged(
 
     with DaemonPool(config.hash_threads, "hash") as hashers:
         for one in _candidates(base.index, items):
-            try:
+            with suppress(Exception):  # raised again, with its place, when it is uploaded
                 waiting.append((one, compare(one)))
-            except Exception:  # noqa: BLE001 - raised again, with its place, when it is uploaded
-                waiting.append((one, False))
             if len(waiting) > 2 * config.hash_threads:
                 settle()
         while waiting:

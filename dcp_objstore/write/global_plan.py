@@ -376,8 +376,8 @@ def _may_overlap(
 ) -> list[int]:
     """Return the tensors that are not cut along a grid.
 
-    Along each dimension of a grid the intervals are equal or apart, so boxes of it overlap only if
-    they are equal.
+    Along each dimension of a grid, intervals that begin at different places are apart. No two boxes
+    of a tensor begin at the same place, so boxes of a grid do not overlap.
     """
     found = np.zeros(count, bool)
     tensor, offsets, sizes = tensor[has_elements], offsets[has_elements], sizes[has_elements]
@@ -385,6 +385,7 @@ def _may_overlap(
         start, size = offsets[:, dim], sizes[:, dim]
         order = np.lexsort((size, start, tensor))
         of, start, size = tensor[order], start[order], size[order]
-        same = (of[1:] == of[:-1]) & ~((start[1:] == start[:-1]) & (size[1:] == size[:-1]))
-        found[of[1:][same & (start[1:] < start[:-1] + size[:-1])]] = True
+        # Of those that begin at one place, the longest comes last: that is compared with the next.
+        later = (of[1:] == of[:-1]) & (start[1:] > start[:-1])
+        found[of[1:][later & (start[1:] < start[:-1] + size[:-1])]] = True
     return np.flatnonzero(found).tolist()

@@ -21,7 +21,7 @@ from dcp_objstore.checkpoint.catalogue import ClaimRecord, decode_claim, encode_
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.commit import CommitResult
 from dcp_objstore.checkpoint.delete import delete
-from dcp_objstore.checkpoint.marker import new_id
+from dcp_objstore.checkpoint.marker import new_id, with_checksum
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.pins import pin
 from dcp_objstore.checkpoint.read import read_marker
@@ -754,8 +754,11 @@ def test_claim_record_comes_back_equal_and_every_damaged_byte_is_seen() -> None:
             decode_claim(encode_claim(msgspec.structs.replace(record, **wrong)))
     with pytest.raises(UnsupportedError, match="upgrade"):
         decode_claim(encode_claim(msgspec.structs.replace(record, format=2)))
-    with pytest.raises(CheckpointCorruptError):
-        decode_claim(b"x" * 5000)
+    fields = msgspec.json.encode(record)[:-1] + b',"later":"%s"}'
+    room = 4096 - len(with_checksum(fields % b""))
+    assert decode_claim(with_checksum(fields % (b"x" * room))) == record
+    with pytest.raises(CheckpointCorruptError, match="at most"):
+        decode_claim(with_checksum(fields % (b"x" * (room + 1))))
 
 
 def test_a_run_whose_claim_is_damaged_is_neither_taken_over_nor_listed(run: MemoryStore) -> None:

@@ -24,11 +24,13 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CheckpointPinnedError,
     DcpObjstoreError,
+    RetryableError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore
 from tests.support.memory_store import (
     MemoryStore,
+    Put,
     TickingClock,
     in_turn,
 )
@@ -124,6 +126,25 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) 
     assert state(store) == "committed"
     assert DOT_METADATA_KEY in store.objects
     named(store)
+
+
+def test_a_deletion_that_others_keep_changing_ends_at_the_deadline(store: MemoryStore) -> None:
+    save(store)
+
+    clock = TickingClock()
+
+    def change_it_first(_: Put) -> None:
+        found = read_marker(store)
+        if found is not None and found[0].state == "deleting":
+            store.on_put = None
+            assert commits.rewrite_marker(store, found, "a fence", clock.tries())
+            store.on_put = change_it_first
+
+    store.on_put = change_it_first
+    with pytest.raises(RetryableError, match="try again"):
+        delete(store, clock=clock)
+    assert clock.deadline_seconds - 15 <= clock.now <= clock.deadline_seconds
+    assert state(store) == "deleting"
 
 
 def test_while_it_is_being_deleted_it_is_neither_read_nor_saved(store: MemoryStore) -> None:

@@ -155,6 +155,44 @@ def test_an_index_that_contradicts_itself_is_corrupt(wrong):
         ix.decode(indexes.encode(wrong))
 
 
+@pytest.mark.parametrize("swapped", [None, 1, 2, 3])
+def test_the_chunks_of_a_grid_stand_in_order(swapped):
+    at = [(0, 0), (0, 2), (2, 0), (2, 2)]
+    if swapped:
+        at[swapped - 1], at[swapped] = at[swapped], at[swapped - 1]
+    chunks = [
+        indexes.Chunk(
+            offsets,
+            (2, 2),
+            item(offset=n * 100, length=100, payload_offset=n * 100 + 64, payload_length=16),
+        )
+        for n, offsets in enumerate(at)
+    ]
+    body = indexes.encode(
+        index(tensors={"w": tensor(shape=(4, 4), chunks=chunks)}, blobs={}, flatten_mapping={})
+    )
+    if swapped:
+        with pytest.raises(CheckpointCorruptError, match="out of order"):
+            ix.decode(body)
+    else:
+        assert ix.decode(body).boxes("w")[0].tolist() == [list(one) for one in at]
+
+
+def test_an_index_of_format_2_is_what_it_was():
+    """As checkpoints have it on the store, column by column."""
+    body = [
+        2,
+        [["__0_0.abc.distcp", 1000, '"e"', DIGEST]],
+        [["w", [3, 4], "float32", "strided", False, "contiguous_format", False, 1]],
+        ["step"],
+        [bytes(2), b"\0\xc8", b"@\0", b"00", b"X\0", bytes(2), bytes(2), b"\3\4", 2 * DIGEST],
+        {"w": ["w"], "step": ["opt", 0, "step"]},
+        [None, None, []],
+    ]
+    assert msgspec.msgpack.decode(indexes.encode(index())) == body
+    assert ix.decode(msgspec.msgpack.encode(body)).keys == {"w", "step"}
+
+
 def test_a_newer_index_asks_for_an_upgrade_even_if_its_fields_are_unknown():
     newer = [ix.FORMAT + 1, {"everything": "else"}]
     with pytest.raises(UnsupportedError, match="upgrade"):
@@ -226,7 +264,7 @@ def test_an_item_with_too_few_digests_is_named():
     assert caught.value.key == "b"
 
 
-def test_a_chunk_is_found_by_its_offset_with_and_without_a_hint():
+def test_a_chunk_is_found_by_its_offset_with_and_without_a_hint(monkeypatch):
     decoded = ix.decode(indexes.encode(index(tensors={"w": tensor(chunks=halves())})))
     for hint in (None, 0, 1, 2, -1):
         assert decoded.find("w", (1, 0), hint) == 1
@@ -237,6 +275,11 @@ def test_a_chunk_is_found_by_its_offset_with_and_without_a_hint():
     assert decoded.find("w", (0,)) is None
     assert decoded.find("w", (-1, 0)) is None
     assert decoded.find("absent", None) is None
+    monkeypatch.delattr(ix.Index, "boxes")  # with the right hint, no other chunk is looked at
+    assert [decoded.find("w", offsets, hint) for hint, offsets in enumerate([(0, 0), (1, 0)])] == [
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("number", [0, 2**8 - 1, 2**8, 2**16, 2**32 - 1, 2**32, 2**61])

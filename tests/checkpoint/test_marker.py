@@ -124,6 +124,18 @@ def test_impossible_field_is_corrupt_even_with_a_right_digest(changes: dict[str,
         decode_marker(signed(**changes))
 
 
+def test_a_marker_of_64_kib_is_written_and_read_and_a_byte_more_is_not() -> None:
+    room = 64 * 1024 - len(encode_marker(follow(None, text="")))
+    marker = follow(None, text="x" * room)
+    assert decode_marker(encode_marker(marker)) == marker
+    with pytest.raises(ConfigError, match="user_metadata"):
+        encode_marker(follow(None, text="x" * (room + 1)))
+    room = 64 * 1024 - len(signed(later=""))
+    decode_marker(signed(later="x" * room))
+    with pytest.raises(CheckpointCorruptError, match="at most"):
+        decode_marker(signed(later="x" * (room + 1)))
+
+
 def test_too_large_marker_is_neither_written_nor_read() -> None:
     with pytest.raises(ConfigError, match="user_metadata"):
         encode_marker(follow(None, text="x" * MAX_MARKER_SIZE_BYTES))

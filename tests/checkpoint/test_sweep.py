@@ -243,6 +243,17 @@ def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store: Aged
     assert state(store) == "deleted"
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_superseded_step_stays_until_it_is_older_than_the_grace_period(
+    store: AgedStore, more: int
+) -> None:
+    save(store)
+    age = timedelta(seconds=GRACE_SECONDS, microseconds=more)
+    clock = Offset()
+    clock.utc_now = lambda: store.head(MARKER_KEY).last_modified + age  # type: ignore[method-assign]
+    assert go(store, base=1, clock=clock, dry_run=True).superseded == bool(more)
+
+
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_unfinished_deletion_is_finished_and_nothing_more(real: AgedStore) -> None:
     save(real)

@@ -82,6 +82,7 @@ def test_every_call_names_the_ranks_that_do_not_make_it_and_goes_on_when_they_co
         assert name in last
         assert url in last
         assert "has not made this call" in last
+        assert ("if rank == 0" in last) == name.startswith("dcp_objstore.")
         assert f'"{__file__}", line' in last
 
 

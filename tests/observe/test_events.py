@@ -93,6 +93,15 @@ def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket, transp
     assert (end.commit_id, end.seconds) == (report.commit_id, loaded.seconds)
 
 
+def test_of_several_objects_each_is_planned() -> None:
+    heard, config = Heard(), dataclasses.replace(CONFIG, max_object_size_bytes=5 * MIB)
+    values = {str(number): torch.ones(MIB) for number in range(3)}
+    report = dos.save(values, memory_url(), on_event=heard, config=config)
+    (plan,) = of(events.Planned, heard)
+    assert plan.objects == report.objects == len(of(events.ObjectUploaded, heard)) == 3
+    assert plan.requests == report.parts
+
+
 def assert_rows_do_not_overlap(told: Sequence[Any]) -> None:
     for worker in {event.worker for event in told}:
         row = sorted((e for e in told if e.worker == worker), key=lambda event: event.start_ns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import threading
 import tracemalloc
@@ -39,8 +40,15 @@ from dcp_objstore.errors import (
 from dcp_objstore.read import item_read as gather, reader as reading, session
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.plan import PlannedLoad
-from dcp_objstore.read.stored_checkpoint import ForeignItems, ItemLocation, StoredCheckpoint
+from dcp_objstore.read.stored_checkpoint import (
+    ForeignItems,
+    ItemLocation,
+    StoredCheckpoint,
+    open_rooted,
+)
+from dcp_objstore.read.tensor_read import plan_spans
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.transfer.progress import Progress
 from tests.support.checkpoints import cause, memory_url
 from tests.support.states import same_bits, seeded
@@ -586,6 +594,21 @@ def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch: pytest.Monke
     assert given == [None]
 
 
+def test_a_block_that_two_reads_need_is_fetched_once_and_an_item_that_is_absent_is_not_found(
+    tmp_path: Path,
+) -> None:
+    dos.save({"t": torch.ones(3)}, tmp_path.as_uri())
+    opened = open_rooted(StoreSpec(tmp_path.as_uri()).open())
+    location = opened.items.find("t", (0,), None)
+    assert location is not None
+    for key, offset in (("t", (1,)), ("t", None), ("u", (0,)), ("u", None)):
+        assert opened.items.find(key, offset, None) is None
+    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="t"))
+    reads: Any = [SimpleNamespace(location=location, selection=None, item=item) for _ in range(2)]
+    (span,) = plan_spans(reads, verify=True, whole_blocks=False)
+    assert span.tag.reads == reads
+
+
 class Shared:
     """An exchange in which no rank takes part, but which has taken some memory."""
 
@@ -603,24 +626,49 @@ class Shared:
 def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fetch, run, budgets = session.fetch_ranges, session.run_load, []
+    fetch, run, planned = session.fetch_ranges, session.run_load, []
 
-    def watch(*args: Any, **settings: Any) -> Any:
-        budgets.append(settings["budget_bytes"])
-        return fetch(*args, **settings)
+    def watch(store: Any, keys: Any, requests: Any, *args: Any, **settings: Any) -> Any:
+        planned.append((settings["budget_bytes"], len(requests)))
+        return fetch(store, keys, requests, *args, **settings)
 
     def share(store: Any, planned: PlannedLoad, *args: Any, **settings: Any) -> Any:
         return run(store, planned, *args, **{**settings, "exchange": Shared(planned)})
 
     monkeypatch.setattr(session, "fetch_ranges", watch)
+    # Alone, the requests of a large load grow.
+    monkeypatch.setattr(session, "_request_size", lambda *_: 9 * MIB)
     url = memory_url()
-    dos.save({"t": torch.ones(3)}, url)
+    dos.save({"t": torch.ones(9 * MIB // 4)}, url)
     for load in (run, share):
         monkeypatch.setattr(reading, "run_load", load)
-        state = {"t": torch.zeros(3)}
+        state = {"t": torch.zeros(9 * MIB // 4)}
         dos.load(state, url, config=SMALL)
         assert state["t"].eq(1).all()
-    assert budgets == [8 * MIB, 5 * MIB]
+    assert planned == [(8 * MIB, 1), (5 * MIB, 3)]
+
+
+def test_streams_are_settled_if_any_destination_is_on_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And requests do not grow: their bodies take slots of the ring."""
+    settled: list[bool] = []
+    monkeypatch.setattr(session, "settle_streams", lambda: settled.append(True))
+    monkeypatch.setattr(session, "lanes_into", lambda _: {})
+    monkeypatch.setattr(session, "grown_request_size", lambda *_, **__: 9 * MIB)
+    host, device = torch.device("cpu"), torch.device("meta")
+    store: Any = SimpleNamespace(range_reading=RangeReading(ahead=True))
+    fixed = dataclasses.replace(SMALL, download_concurrency=4)
+    for devices, often, size_bytes in (
+        ({host}, 0, 9 * MIB),
+        ({device}, 1, 4 * MIB),
+        ({host, device}, 2, 4 * MIB),
+    ):
+        assert session._way_in([], devices, [], SMALL, 7) == (None, 7)
+        assert len(settled) == often
+        assert session._request_size(store, [], devices, fixed) == size_bytes
+    store.range_reading = RangeReading()
+    assert session._request_size(store, [], {host}, fixed) == 4 * MIB
 
 
 def test_a_rank_without_a_group_to_share_in_loads_by_itself(

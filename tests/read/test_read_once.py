@@ -309,9 +309,26 @@ def test_slots_are_as_large_as_the_largest_request_wherever_that_begins(
     with exchange.Exchange(share, alone, "url") as exchanging:
         exchanging.prepare(planned, 0)
         assert exchanging.memory_bytes == len(requests) * 2 * MIB
+    nothing = exchange.Share(ExchangePlan([]), {}, "meeting")
+    with exchange.Exchange(nothing, alone, "url") as exchanging:
+        exchanging.prepare(planned, 0)
+        assert (exchanging.memory_bytes, exchanging.done) == (0, True)
 
 
 # Failures: on one rank alone, during many rounds.
+
+
+def test_a_connection_that_breaks_in_a_round_is_the_failure_of_a_rank(
+    alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("torch.distributed.irecv", closed)
+    of_another = SharedRequest(0, 0, 0, 1, 0, (), {0: ()})
+    share = exchange.Share(ExchangePlan([[of_another]]), {}, "meeting")
+    with exchange.Exchange(share, alone, "url") as exchanging, pytest.raises(RankFailedError):
+        exchanging._trade([of_another])
 
 
 def test_an_error_where_the_checkpoint_is_opened_goes_without_the_garbage_collector(

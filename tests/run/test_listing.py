@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.catalogue import list_places
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK
 from dcp_objstore.checkpoint.commit import put_tombstone
-from dcp_objstore.checkpoint.names import beacon_key, data_key, index_key, is_ours, new_nonce
+from dcp_objstore.checkpoint.names import (
+    MARKER_KEY,
+    beacon_key,
+    data_key,
+    index_key,
+    is_ours,
+    new_nonce,
+)
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_objstore.run import listing
 from dcp_objstore.stores import open_store
 from tests.support.checkpoints import memory_url
 from tests.support.command_line import environment
+from tests.support.memory_store import MemoryStore
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import READ_ONLY, Bucket
 from tests.support.unfinished_uploads import PART, begin_upload
@@ -115,6 +125,17 @@ def test_everything_in_a_run_is_listed_and_nothing_is_changed(run: Bucket) -> No
     }
 
 
+def test_of_the_data_of_a_step_one_object_is_kept_in_memory_unless_all_are_asked_for() -> None:
+    store, nonce = MemoryStore(), new_nonce()
+    names = [MARKER_KEY, *(data_key(rank, 0, nonce) for rank in range(3))]
+    for step, name in product(("step-1", "step-2"), names):
+        store.put(f"{step}/{name}", b"")
+    kept = {step: sorted(places) for step, places in list_places(store).items()}
+    assert kept == {step: sorted(names[:2]) for step in ("step-1", "step-2")}
+    everything = list_places(store, all_data=True)
+    assert [len(places) for places in everything.values()] == [4, 4]
+
+
 @pytest.mark.backends("seaweed")
 def test_without_all_only_markers_are_read(run: Bucket) -> None:
     with NetworkProxy(run.storage_options) as proxy:
@@ -192,6 +213,8 @@ def test_of_a_damaged_checkpoint_nothing_is_called_left_over(bucket: Bucket) -> 
     found = listed(bucket, everything=True)
     assert (found["step-1"].state, found["step-2"].state) == ("damaged", "committed")
     assert found["step-1"].objects is None
+    assert "damaged" in (found["step-1"].error or "")
+    assert found["step-2"].error is None
     assert not found["step-1"].leftovers
     assert not found["step-2"].leftovers
     with pytest.raises(CheckpointCorruptError):

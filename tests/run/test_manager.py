@@ -23,9 +23,10 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
-from dcp_objstore.run import housekeeping as retaining, manager
+from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
+from dcp_objstore.run.preemption import PreemptionWatch
 from dcp_objstore.run.resume import load_newest
-from dcp_objstore.run.steps import step_numbers
+from dcp_objstore.run.steps import check_step, step_numbers
 from dcp_objstore.run.sweep import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import run_into
@@ -63,7 +64,7 @@ def names(url: str) -> list[str]:
     return [step.name for step in dos.steps(url)]
 
 
-def down(*args: Any) -> Any:
+def down(*args: Any, **settings: Any) -> Any:
     """In place of what saves."""
     raise dos.errors.StoreUnavailableError("down")
 
@@ -821,6 +822,39 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
         assert run.steps() == ()
 
 
+@pytest.mark.parametrize("how", ["end", "abandon"])
+def test_ctrl_c_while_the_end_waits_gives_back_the_handlers_and_closes_the_manager(
+    url: str, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def ctrl_c(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(manager.RunSaves, how, ctrl_c)
+    with pytest.raises(KeyboardInterrupt), dos.CheckpointManager(url) as run:
+        assert signal.getsignal(signal.SIGTERM) != before
+        if how == "abandon":
+            raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) == before
+    with pytest.raises(dos.errors.ConfigError, match="closed"):
+        run.latest()
+
+
+def test_a_save_that_could_not_begin_leaves_nothing_to_wait_for(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dos.CheckpointManager(url) as run:
+        for failed in ("begin_save", "run_save", "begin_save"):
+            with monkeypatch.context() as patch:
+                patch.setattr(async_api, failed, down)
+                with pytest.raises(dos.errors.StoreUnavailableError):
+                    run.async_save(1, state(1))
+                    run.async_save(2, state(2))
+        run.async_save(1, state(1))
+        run.async_save(2, state(2))
+    assert names(url) == ["step-1", "step-2"]
+
+
 def test_a_save_whose_commit_was_never_answered_is_made_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -954,6 +988,33 @@ def test_a_process_group_that_is_made_inside_the_block_is_refused(
         monkeypatch.setattr(manager, "rank_and_world_size", lambda: (0, 2))
         with pytest.raises(dos.errors.ConfigError, match="init_process_group"):
             run.step(2, state(2))
+
+
+@pytest.mark.parametrize("module", [manager, claiming])
+def test_ranks_that_do_not_meet_are_reported_as_such(
+    url: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the job, unless others are named."""
+    groups: list[object] = []
+    really = module.meeting
+
+    def note(of: str, group: Any, *advice: str) -> Any:
+        groups.append(group)
+        return really(of, None, *advice)
+
+    def closed(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(module, "world_group", lambda: "all")
+    monkeypatch.setattr(module, "meeting", note)
+    monkeypatch.setattr(module, "sync_group", closed)
+    for given in (None, "some"):
+        with pytest.raises(dos.errors.RankFailedError):
+            if module is manager:
+                dos.CheckpointManager(url, process_group=given).latest()  # type: ignore[arg-type]
+            else:
+                dos.claim_run(url, process_group=given)  # type: ignore[arg-type]
+    assert groups == ["all", "some"]
 
 
 def test_a_superseded_job_cannot_add_steps(url: str) -> None:
@@ -1175,6 +1236,45 @@ def test_a_check_that_fails_does_not_end_training(
     assert "no metadata server" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("preemption", "warns"),
+    [
+        (dos.Preemption(), True),
+        (dos.Preemption(check=lambda: False), False),
+        (dos.Preemption(signals=()), False),
+    ],
+)
+def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
+    caplog: pytest.LogCaptureFixture, preemption: dos.Preemption, warns: bool
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    beside = threading.Thread(target=PreemptionWatch(preemption).install)
+    beside.start()
+    beside.join()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert ("main thread" in caplog.text) == warns
+
+
+class Untrusted:
+    """What torch loads only with `trust_pickle`."""
+
+
+def test_loads_trust_and_verify_as_the_manager_was_told(url: str) -> None:
+    with dos.CheckpointManager(url) as run, pytest.warns(UserWarning, match="trust_pickle"):
+        run.save(1, {**state(1), "own": Untrusted()})
+    with dos.CheckpointManager(url) as run, pytest.raises(dos.errors.UntrustedPickleError):
+        run.load({"own": None})
+    with dos.CheckpointManager(url, trust_pickle=True) as run:
+        found: dict[str, Any] = {"own": None}
+        run.load(found)
+        assert isinstance(found["own"], Untrusted)
+    damage(f"{url}/step-1")
+    with dos.CheckpointManager(url) as run, pytest.raises(dos.errors.CheckpointCorruptError):
+        loaded(run)
+    with dos.CheckpointManager(url, verify=False) as run:
+        assert loaded(run)[0] == 1
+
+
 def recorded_stores(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
     """The stores that are opened from now on, each of which records its requests."""
     really = StoreSpec.open
@@ -1243,6 +1343,14 @@ def test_steps_that_were_deleted_cost_no_requests(
         run.save(6, state(6))
         end_of_upkeep(run)
     assert {store.url for store in stores} == {url, *(f"{url}/step-{n}" for n in (3, 4, 5, 6))}
+
+
+@pytest.mark.parametrize("step", [-1, 10**18, True, 1.0, "1", None])
+def test_what_is_no_number_of_a_step_is_refused(step: object) -> None:
+    with pytest.raises(dos.errors.ConfigError, match="whole number"):
+        check_step(step)
+    for least_and_most in (0, 10**18 - 1):
+        check_step(least_and_most)
 
 
 @pytest.mark.parametrize(

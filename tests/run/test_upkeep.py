@@ -141,19 +141,23 @@ def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket
 
 
 @pytest.mark.parametrize("names", [("step-9", "step-10"), ("z", "a")])
+@pytest.mark.parametrize("minutes", [(0, -10), (10, 0)])
 def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
-    tmp_path: Path, names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    names: tuple[str, str],
+    minutes: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path.as_uri()
-    dos.save({"a": WEIGHT}, f"{run}/{names[0]}", progress=False)
+    for name, ahead in zip(names, minutes, strict=True):
 
-    class Behind(datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
-            return datetime.now(tz) - timedelta(minutes=10)
+        class Wrong(datetime):
+            @classmethod
+            def now(cls, tz: Any = None, by: timedelta = timedelta(minutes=ahead)) -> datetime:  # type: ignore[override]
+                return datetime.now(tz) + by
 
-    monkeypatch.setattr(commits, "datetime", Behind)
-    dos.save({"a": WEIGHT}, f"{run}/{names[1]}", progress=False)
+        monkeypatch.setattr(commits, "datetime", Wrong)
+        dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
     with pytest.raises(dos.errors.InputError, match="newest"):
         dos.delete(f"{run}/{names[1]}")
     dos.delete(f"{run}/{names[0]}")
@@ -357,11 +361,29 @@ def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Buc
     assert bucket.keys() == []  # and no tombstone
 
 
+def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", "step-3"):
+        dos.save({"a": WEIGHT}, f"{tmp_path.as_uri()}/{name}", progress=False)
+    newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
+    (tmp_path / "step-1" / MARKER_KEY).write_bytes(newer)
+    (tmp_path / "step-2" / MARKER_KEY).write_bytes(b"damaged")
+    report = dos.sweep(tmp_path.as_uri())
+    assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
+    assert "upgrade" in (report.checkpoints[0].reason or "")
+
+
 def test_what_the_bucket_should_do_itself_is_said(bucket: Bucket) -> None:
     report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
     assert report.uploads_unseen is None
     assert report.lifecycle_days is None
     assert f'"Prefix": "{bucket.prefix}"' in (report.lifecycle_json or "")
+
+
+def test_where_nothing_is_to_be_swept_nothing_is_written(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    dos.sweep(tmp_path.as_uri())
+    assert {one.verb for one in requests} == {"list"}
 
 
 def test_sweep_without_boto3_says_what_was_not_looked_at(
@@ -374,6 +396,8 @@ def test_sweep_without_boto3_says_what_was_not_looked_at(
     )
     report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
     assert "pip install 'dcp-objstore[s3]'" in (report.uploads_unseen or "")
+    assert f'"Prefix": "{bucket.prefix}"' in (report.lifecycle_json or "")
+    assert report.lifecycle_unread == "they cannot be read here"
     assert [one.outcome for one in report.checkpoints] == ["clean"]
 
 

@@ -121,6 +121,15 @@ def test_a_checkpoint_without_the_values_is_told_of(tmp_path: Path) -> None:
     assert (state["a"], state["seed"].value, state["seed"].restored) == (1, 5, False)
 
 
+def test_only_numbers_below_the_place_of_a_value_are_values_of_ranks(tmp_path: Path) -> None:
+    url = (tmp_path / "step-1").as_uri()
+    dos.save({"seed": {"best": 3}, "7": 4}, url, progress=False)
+    with pytest.raises(dos.errors.StateMismatchError, match=r"seed\.0"):
+        dos.load({"seed": dos.PerRank(5)}, url, progress=False)
+    report = dos.load({"seed": dos.PerRank(5), "7": 0}, url, progress=False, strict=False)
+    assert (report.missing, report.unexpected) == (("seed.0",), ("seed.best",))
+
+
 def test_a_value_that_was_not_saved_keeps_no_other_from_being_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,20 @@ def test_cuda_draws_go_on_where_they_were_saved() -> None:
     test_draws_go_on_where_they_were_saved()
 
 
+def test_the_generators_that_both_sides_have_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.full((16,), number, dtype=torch.uint8) for number in range(3)]
+    given: dict[int, torch.Tensor] = {}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_rng_state_all", lambda: states)
+    monkeypatch.setattr(
+        "torch.cuda.set_rng_state", lambda state, device: given.update({device: state})
+    )
+    dos.RandomState().load_state_dict(dos.RandomState().state_dict())
+    assert {device: state[0] for device, state in given.items()} == {0: 0, 1: 1}
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -244,7 +244,7 @@ def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None
 
 def test_what_is_slow_is_measured_by_the_fastest_fifth() -> None:
     slot = AdmissionSlot(Limiter(), judged=True)
-    slot._took.extend([(1.0, 0.5), *[(10.0, 10.0)] * 4])
+    slot._took.extend([*[(10.0, 10.0)] * 4, (1.0, 0.5)])  # in whatever order they ended
     assert not slot._is_slow(2.5, 1)
     assert slot._is_slow(2.6, 1)
     slot._took.append((10.0, 10.0))  # now the second one is no longer of the fastest fifth
@@ -272,6 +272,22 @@ def test_retries_share_a_budget_that_successes_refill() -> None:
         limiter.succeeded()
     assert limiter.spend_retry()
     assert not limiter.spend_retry()
+
+
+def test_only_a_request_that_was_answered_is_a_success() -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    while limiter.spend_retry():
+        pass
+    slot = AdmissionSlot(limiter, judged=False, timeout_seconds=100)
+    wide = slot.concurrency
+    for answered in (False, True):
+        for number in range(5):
+            slot.begin(number)
+            clock.now += 50  # so near its time-out that fewer may be in flight
+            slot.end(number, answered=answered)
+        assert limiter.spend_retry() == answered
+        assert (slot.concurrency < wide) == answered
 
 
 def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -> None:

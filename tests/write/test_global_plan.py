@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dcp_objstore as dos
 from dcp_objstore.write import planner
 from dcp_objstore.write.api import run_save
-from dcp_objstore.write.global_plan import GlobalPlan, LocalPlan, plan_globally
+from dcp_objstore.write.global_plan import GlobalPlan, LocalPlan, _may_overlap, plan_globally
 from dcp_objstore.write.layout import item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from tests.support.campaign import cases
@@ -151,13 +152,26 @@ def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_toget
         ([[plain("w", [3])], [plain("w", [3], torch.int64)]], "int64"),
         ([[value("w")], [plain("w", [3])]], "rank 0 has a value that is no tensor, rank 1"),
         ([[plain("w", [3])], [value("w")]], "rank 1 a value that is no tensor"),
-        ([[shard("w", [4], [0], [4])], [shard("w", [4], [2], [2])]], "which overlap"),
-        ([[shard("w", [4], [0], [3])], [shard("w", [4], [0], [4])]], "the same sharding"),
+        (
+            [[shard("w", [4], [0], [4])], [shard("w", [4], [2], [2])]],
+            r"rank 0 has \[4\] at \[0\] of this tensor, and rank 1 \[2\] at \[2\], which overlap",
+        ),
+        (
+            [[shard("w", [4], [0], [3])], [shard("w", [4], [0], [4])]],
+            r"rank 0 has \[3\] at \[0\] .* rank 1 \[4\] at \[0\]; .* the same sharding",
+        ),
         ([[shard("w", [4], [2], [4])], [shard("w", [4], [0], [2])]], "outside"),
         (
             [
                 [shard("w", [4, 4], [0, 0], [2, 4])],
                 [shard("w", [4, 4], [2, 0], [2, 2]), shard("w", [4, 4], [1, 2], [3, 2])],
+            ],
+            "which overlap",
+        ),
+        (
+            [
+                [shard("w", [4, 4], [0, 0], [4, 2]), shard("w", [4, 4], [0, 2], [2, 2])],
+                [shard("w", [4, 4], [2, 0], [2, 2])],
             ],
             "which overlap",
         ),
@@ -173,6 +187,12 @@ def test_boxes_that_are_no_grid_are_no_overlap() -> None:
     bricks = [([0, 0], [2, 3]), ([0, 3], [2, 1]), ([2, 0], [2, 1]), ([2, 1], [2, 3])]
     ranks = [[shard("w", [4, 4], *box)] for box in bricks]
     assert planned(ranks).planned.tensors["w"].chunk_count == 4
+
+
+def test_boxes_of_a_grid_are_not_compared_one_by_one() -> None:
+    offsets = np.array([[0, 0], [0, 2], [2, 0], [2, 2]])
+    whole = np.ones(4, bool)
+    assert _may_overlap(np.zeros(4, int), offsets, np.full((4, 2), 2), whole, 1) == []
 
 
 def test_an_empty_shard_at_the_place_of_another_is_left_out() -> None:

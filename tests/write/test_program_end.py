@@ -78,17 +78,47 @@ def test_a_python_that_takes_no_more_handlers_can_import_the_library(
     program_end.at_program_end(lambda: None)
 
 
+@pytest.mark.parametrize(
+    ("error", "bug"),
+    [
+        (dos.errors.StoreUnavailableError("lost"), False),
+        (dos.errors.RankFailedError("lost"), True),  # of the user's code, perhaps
+        (OSError("lost"), True),
+    ],
+)
+def test_a_lost_save_is_shown_with_a_traceback_only_if_it_may_be_a_bug(
+    error: Exception, bug: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with pytest.raises(type(error)):
+        raise error
+    program_end.show_lost("s3://bucket/step-1", error, "the store is down")
+    assert error.__traceback__ is not None
+    assert "s3://bucket/step-1 was NOT saved: the store is down" in shown.getvalue()
+    assert "Error: lost" in shown.getvalue()
+    assert ("Traceback" in shown.getvalue()) == bug
+
+
 def test_the_exit_status_tells_of_a_lost_save_even_if_it_cannot_be_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    stream, flushed = io.StringIO(), []
+    monkeypatch.setattr(stream, "flush", lambda: flushed.append(1))
+    monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "excepthook", fail)
     with pytest.raises(ZeroDivisionError):
         program_end.show_lost("s3://bucket/step-1", OSError("lost"), "the store is down")
     sys.stderr.flush()
+    assert flushed == [1]
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     with pytest.raises(RuntimeError, match="last save"):
         sys.stderr.flush()
+    stream.close()
+    assert not sys.stderr.closed
+    with pytest.raises(RuntimeError, match="last save"):
+        sys.stderr.flush()
+    assert flushed == [1, 1]

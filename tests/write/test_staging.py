@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
+from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -381,6 +382,23 @@ def test_a_kernel_without_huge_pages_has_memory_for_the_copy(
     staged = stage({"t": torch.arange(5.0)})
     assert memory.allocations == 1
     assert staged["t"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_future_of_a_save_cannot_be_cancelled() -> None:
+    future: Future[int] = async_api._WatchedFuture()
+    assert not future.cancel()
+    future.set_result(1)
+    assert future.result(0) == 1
+
+
+@pytest.mark.parametrize(
+    ("floats", "kib"), [(1, 64), (1 << 14, 64), ((1 << 14) + 1, 128), (1 << 15, 128)]
+)
+def test_a_small_state_takes_memory_to_the_next_power_of_two(
+    memory: StagingMemory, floats: int, kib: int
+) -> None:
+    stage({"t": torch.ones(floats)})
+    assert memory.allocated_bytes == kib * 1024
 
 
 def test_memory_does_not_grow_when_the_state_changes(memory: StagingMemory) -> None:
