@@ -7,8 +7,9 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 # Of the memory below the limit, so much is left to the job itself.
 _LEFT_TO_THE_JOB = 0.1
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -29,7 +30,8 @@ def room_bytes(folder: int, max_bytes: int | None, home: int) -> int:
         room = free_bytes - system.f_blocks * system.f_frsize // 10
     else:
         room = min(free_bytes, max_bytes - used_bytes(home))
-    if file_system(os.fstat(folder).st_dev) in _MEMORY:
+    mount = mount_of(os.fstat(folder).st_dev)
+    if mount is not None and mount.kind in IN_MEMORY:
         room = min(room, *free_memory_bytes())
     return room
 
@@ -48,13 +50,21 @@ def _below(folder: int) -> Iterator[os.stat_result]:
                     yield status
 
 
-def file_system(device: int) -> str | None:
-    """Return the type of the file system with this device number, such as "tmpfs" or "ext4"."""
+class Mount(NamedTuple):
+    """A file system: its type, such as "tmpfs" or "ext4", and its options."""
+
+    kind: str
+    options: str
+
+
+def mount_of(device: int) -> Mount | None:
+    """Return the file system with this device number; None where the system does not say."""
     place = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             if line.split()[2] == place:
-                return line.partition(" - ")[2].split()[0]
+                kind, _, options = line.partition(" - ")[2].split(maxsplit=2)
+                return Mount(kind, options)
     return None
 
 
