@@ -92,8 +92,8 @@ def demo(
 
     A language model is trained with FSDP2 on 8 ranks and saved on the way. One rank is killed in
     the middle of a save. The torn checkpoint is invisible, training resumes on 4 ranks from the
-    last committed checkpoint, bit for bit, and stock torch reads what was written. Takes less than
-    a minute on 2 cores.
+    last committed checkpoint, bit for bit and from copies on this node, and stock torch reads what
+    was written. Takes less than a minute on 2 cores.
     """
     from dcp_objstore.cli.demo.story import run_demo
 
