@@ -20,3 +20,11 @@ def leave_copies(node: Path, *step_urls: str) -> None:
     """Run a job that saves these steps, with copies on the node."""
     node.mkdir(exist_ok=True)
     subprocess.run([sys.executable, "-c", _JOB, node, str(STATE_BYTES), *step_urls], check=True)
+
+
+def lose_objects(run: Path) -> None:
+    """Remove all data objects of a run: now only copies have the bytes."""
+    objects = [*run.glob("*/*.distcp")]
+    assert objects
+    for path in objects:
+        path.unlink()
