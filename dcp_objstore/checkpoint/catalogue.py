@@ -25,14 +25,14 @@ from dcp_objstore.checkpoint.marker import (
     with_checksum,
 )
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, natural_order, parse_data_key
-from dcp_objstore.checkpoint.read import Found, find_record, read_marker
+from dcp_objstore.checkpoint.read import Stored, read_marker, read_record
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 from dcp_objstore.transfer.workers import WAVE, in_waves
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Version
+    from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 
 FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096
@@ -54,7 +54,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
         format: number of the format; it rises when an older version would misread the record.
         number: number of the latest claim.
         base: the oldest claim whose steps count.
-        write_id: new for every content.
+        write_id: an id that is new for every content.
     """
 
     format: Annotated[int, Meta(ge=1)] = FORMAT
@@ -74,21 +74,16 @@ def encode_claim(record: ClaimRecord) -> bytes:
 
 def decode_claim(body: bytes) -> ClaimRecord:
     """Decode and check a stored `_CLAIM`, with the errors of `decode_record`."""
-    record = decode_record(body, _decoder, _WHAT, FORMAT, MAX_SIZE_BYTES)
+    record = decode_record(
+        body, _decoder, what=_WHAT, newest_format=FORMAT, max_size_bytes=MAX_SIZE_BYTES
+    )
     if record.base > record.number:
         raise damaged(_WHAT, f"base {record.base} is beyond number {record.number}")
     return record
 
 
-class StoredClaim(NamedTuple):
-    """The content of `_CLAIM`, and the version of the object that has it."""
-
-    record: ClaimRecord
-    version: Version
-
-
-def read_claim(run: ObjectStore) -> StoredClaim | None:
-    """Read `_CLAIM` and its version from one response; return None if no job ever claimed the run.
+def read_claim(run: ObjectStore) -> Stored[ClaimRecord] | None:
+    """Read `_CLAIM` and its object's metadata; return None if no job ever claimed the run.
 
     Sends one GET.
 
@@ -96,8 +91,7 @@ def read_claim(run: ObjectStore) -> StoredClaim | None:
         CheckpointCorruptError: `_CLAIM` is damaged.
         UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
-    found = find_record(run, CLAIM_KEY, decode_claim, _WHAT, MAX_SIZE_BYTES)
-    return None if found is None else StoredClaim(found[0], found[1].version)
+    return read_record(run, CLAIM_KEY, decode_claim, what=_WHAT, max_size_bytes=MAX_SIZE_BYTES)
 
 
 def read_claim_record(run: ObjectStore) -> ClaimRecord | None:
@@ -125,38 +119,48 @@ class Entry:
 
     Attributes:
         name: its name below the URL that was listed.
-        store: rooted at the checkpoint.
+        store: the store, rooted at the checkpoint.
         objects: the objects that the listing showed there.
-        found: its marker, in any state, with the version; None without a readable marker.
+        found: its marker, in any state, and the object's metadata; None without a readable marker.
         error: why the marker cannot be read, or None.
     """
 
     name: str
     store: ObjectStore
     objects: Objects = field(default_factory=dict)
-    found: Found | None = None
+    found: Stored[Marker] | None = None
     error: CheckpointCorruptError | UnsupportedError | None = None
 
     @property
     def marker(self) -> Marker:
         """The marker without its version."""
         assert self.found is not None
-        return self.found[0]
+        return self.found.record
 
     @property
-    def committed_at(self) -> tuple[datetime, datetime]:
-        """When it was committed, as `commit_time` says."""
+    def committed_at(self) -> CommitTime:
+        """The time of its commit, by `commit_time`."""
         return commit_time(self.marker, self.objects)
 
 
-def commit_time(marker: Marker, objects: Objects) -> tuple[datetime, datetime]:
-    """Return when a checkpoint was committed: by the store's clock, and by the host's.
+class CommitTime(NamedTuple):
+    """The time of a commit, by which commits are compared.
 
-    The first is that of the index: hosts have clocks of their own, and sweeps, pins and claims
-    rewrite the marker. The second is for stores that count whole seconds.
+    Attributes:
+        by_store: the store's time of the index: hosts have clocks of their own, and sweeps, pins
+            and claims rewrite the marker.
+        by_host: the host's time in the marker, for stores that count whole seconds.
     """
+
+    by_store: datetime
+    by_host: datetime
+
+
+def commit_time(marker: Marker, objects: Objects) -> CommitTime:
+    """Return the time of a commit; without its index, the host's twice."""
     index = objects.get(marker.index.key) if marker.index is not None else None
-    return marker.created_at if index is None else index.last_modified, marker.created_at
+    by_store = marker.created_at if index is None else index.last_modified
+    return CommitTime(by_store, marker.created_at)
 
 
 def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict[str, ObjectMeta]]:

@@ -41,7 +41,6 @@ from dcp_objstore.checkpoint.catalogue import (
     ClaimRecord,
     Entry,
     OpenBelow,
-    StoredClaim,
     counts,
     encode_claim,
     list_places,
@@ -53,6 +52,7 @@ from dcp_objstore.checkpoint.commit import rewrite_marker
 from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
 from dcp_objstore.checkpoint.marker import MAX_CLAIM, new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY
+from dcp_objstore.checkpoint.read import Stored
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.stores.protocol import ObjectStore, Version
 from dcp_objstore.transfer.workers import in_waves
@@ -121,7 +121,8 @@ def claim_run(
     After a crash in the middle, the next call goes on. Only one job at a time may train.
 
     Args:
-        run: rooted at the run; needs conditional updates (`probe.require_rewrites`).
+        run: the store, rooted at the run. It needs conditional updates
+            (`probe.require_rewrites`).
         open_step: returns the store of a step by its name; called from several threads.
         clock: the time, and the deadline. Default: 60 s.
 
@@ -137,7 +138,7 @@ def claim_run(
     """
     known = read_claim(run)
     last = known.record.number if known else _last_claim(_read_all(run, open_step, bare=True))
-    return _take(run, open_step, known, last + 1, lambda _: True, clock)
+    return _take(run, open_step, known, number=last + 1, keeps=lambda _: True, clock=clock)
 
 
 def go_back(
@@ -154,7 +155,8 @@ def go_back(
     on the store; this job may replace it, unless it is pinned.
 
     Args:
-        run: rooted at the run; needs conditional updates (`probe.require_rewrites`).
+        run: the store, rooted at the run. It needs conditional updates
+            (`probe.require_rewrites`).
         open_step: returns the store of a step by its name; called from several threads.
         number: the number of this job's claim.
         keeps: returns whether a step, by its name, still counts.
@@ -171,13 +173,14 @@ def go_back(
     """
     known = read_claim(run)
     _refuse_not_owned(run, known, number)
-    return _take(run, open_step, known, number + 1, keeps, clock)
+    return _take(run, open_step, known, number=number + 1, keeps=keeps, clock=clock)
 
 
 def _take(
     run: ObjectStore,
     open_step: OpenBelow,
-    known: StoredClaim | None,
+    known: Stored[ClaimRecord] | None,
+    *,
     number: int,
     keeps: Callable[[str], bool],
     clock: Clock,
@@ -197,8 +200,8 @@ def _take(
             CLAIM_KEY,
             encode_claim(record),
             version,
-            clock.tries(),
-            f"claim {number} of the run",
+            tries=clock.tries(),
+            what=f"claim {number} of the run",
             read=read_claim,
             landed=lambda seen: seen.write_id == record.write_id,
         )
@@ -330,7 +333,7 @@ def confirm(
     _refuse_not_owned(run, claim, number)
 
 
-def _refuse_not_owned(run: ObjectStore, claim: StoredClaim | None, number: int) -> None:
+def _refuse_not_owned(run: ObjectStore, claim: Stored[ClaimRecord] | None, number: int) -> None:
     """Raise unless the `_CLAIM` that was read has this number."""
     if claim is None or claim.record.number < number:
         raise errors.CheckpointCorruptError(

@@ -65,7 +65,7 @@ class Clock:
         has spent.
 
         Args:
-            on_retry: see `Tries`.
+            on_retry: what `Tries` calls before each retry.
             most_seconds: an earlier deadline, if it is one. Default: none.
         """
         policy = RetryPolicy(

@@ -72,7 +72,7 @@ from dcp_objstore.checkpoint.names import (
     new_nonce,
 )
 from dcp_objstore.checkpoint.publish import look
-from dcp_objstore.checkpoint.read import Found, read_marker
+from dcp_objstore.checkpoint.read import Stored, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -154,7 +154,8 @@ def begin(
             earlier claim no longer counts and is replaced in any case (rule C5 of `claim`).
         claim: number of the claim of the job that saves; 0 for none.
         nonce: the nonce of the save, which names the beacon. Default: a new one.
-        check: called while the beacon is being put. What it raises ends the save.
+        check: a function that is called while the beacon is being put. What it raises ends the
+            save.
 
     Raises:
         SupersededError: the marker has a later claim than this job (rule C5 of `claim`).
@@ -198,13 +199,14 @@ def remove_beacon(store: ObjectStore, key: str) -> None:
 def _take_token(
     store: ObjectStore, dot_metadata: Precondition, tries: Tries, *, overwrite: bool, claim: int
 ) -> BeginToken:
+    """Read the marker, and return it as the begin token unless it forbids the save (rule 2)."""
     try:
-        found = read_marker(store)
+        stored = read_marker(store)
     except CheckpointCorruptError as error:
         if not overwrite:
             raise
         return _begin_on_damage(store, error, claim)
-    if found is None:
+    if stored is None:
         if not overwrite and dot_metadata != IfAbsent():
             raise CheckpointExistsError(
                 "there is a '.metadata' here without a commit marker: a checkpoint that another"
@@ -212,7 +214,7 @@ def _take_token(
                 url=store.url,
             )
         return BeginToken(store.url, None, None, claim)
-    marker, version = found
+    marker, version = stored.record, stored.version
     refuse_later(store, marker, claim)
     if marker.state == "deleting":
         # Before the uploads: if another job finished the deletion later, it would defeat this save.
@@ -292,8 +294,8 @@ def commit(
         user_metadata: the user's own JSON values, or None.
         nonce: the nonce of this save, which names the index.
         fenced: False on a store without conditional writes (rule 11).
-        on_retry: called before each retry with the number of the try (from 2), the last error and
-            the time of the first try.
+        on_retry: a function that is called before each retry with the number of the try (from 2),
+            the last error and the time of the first try.
 
     Raises:
         CheckpointCorruptError: an object is missing or has another size; nothing was committed.
@@ -327,33 +329,40 @@ def commit(
         )
     except CheckpointCorruptError:
         # A sweep changes the marker before it removes what a save has uploaded.
-        found = read_marker(store)
-        if (found[1] if found is not None else None) != begin.version:
-            raise _lost(store, found[0] if found is not None else None, begin.claim) from None
+        stored = read_marker(store)
+        if (None if stored is None else stored.version) != begin.version:
+            seen = None if stored is None else stored.record
+            raise _lost(store, seen, begin.claim) from None
         raise
     if begin.marker is None and begin.version is not None:
         marker = msgspec.structs.replace(marker, put_on="")  # the damaged marker's is not known
-    token, tries = (begin.marker, begin.version), clock.tries(on_retry)
+    replaced, version, tries = begin.marker, begin.version, clock.tries(on_retry)
     beaten = 0
     while True:
         outcome = put_marker(
             store,
             marker,
-            token[1],
-            tries,
-            f"commit {ours}",
+            version,
+            tries=tries,
+            what=f"commit {ours}",
             landed=lambda seen: seen.knows(ours),
             fenced=fenced,
         )
         seen = outcome.seen
         if outcome.landed:
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
-            was = None if superseded else begin.dot_metadata
-            return CommitResult(ours, superseded, marker, tries.retries + 1 + beaten, was)
-        if outcome.found is None or not _yields(outcome.found[0], token[0], begin.claim):
+            return CommitResult(
+                ours,
+                superseded,
+                marker,
+                attempts=tries.retries + 1 + beaten,
+                dot_metadata=None if superseded else begin.dot_metadata,
+            )
+        if outcome.stored is None or not _yields(outcome.stored.record, replaced, begin.claim):
             raise _lost(store, seen, begin.claim)
-        token, beaten = outcome.found, beaten + 1
-        marker = make(token[0])
+        replaced, version = outcome.stored.record, outcome.stored.version
+        beaten += 1
+        marker = make(replaced)
 
 
 def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> None:
@@ -411,12 +420,12 @@ def _lost(store: ObjectStore, seen: Marker | None, claim: int) -> LostRaceError:
 
 
 def rewrite_marker(
-    store: ObjectStore, found: Found, what: str, tries: Tries, **changes: Any
+    store: ObjectStore, stored: Stored[Marker], what: str, tries: Tries, **changes: Any
 ) -> Marker | None:
     """Rewrite a marker with other fields and a new write_id (rule 5).
 
     Args:
-        found: the marker as it was read; the PUT is conditioned on its version.
+        stored: the marker as it was read; the PUT is conditioned on its version.
         what: the change in words, for errors.
         tries: bounds when a PUT may start; the caller may use it for its own requests, too.
         changes: fields of `Marker`. If there are none, only the write_id changes (a fence).
@@ -429,12 +438,14 @@ def rewrite_marker(
         CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
         InputError: the store refused the PUT for good; nothing was changed.
     """
-    claim = changes.get("claim", found[0].claim)
+    claim = changes.get("claim", stored.record.claim)
     marker = msgspec.structs.replace(
-        found[0],
+        stored.record,
         **{"write_id": new_id(), "put_on": "", "format": format_of(claim), **changes},
     )
-    return marker if put_marker(store, marker, found[1], tries, what).landed else None
+    return (
+        marker if put_marker(store, marker, stored.version, tries=tries, what=what).landed else None
+    )
 
 
 def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
@@ -448,13 +459,13 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
         CommitUnknownError, RetryableError: no success before the deadline.
     """
     while True:
-        found = read_marker(store)
-        if found is None or found[0].commit_id != commit_id:
+        stored = read_marker(store)
+        if stored is None or stored.record.commit_id != commit_id:
             return True
-        if found[0].state != "deleting":
+        if stored.record.state != "deleting":
             return False
         store.delete(DOT_METADATA_KEY)
-        if rewrite_marker(store, found, "the tombstone", tries, state="deleted", pins=()):
+        if rewrite_marker(store, stored, "the tombstone", tries, state="deleted", pins=()):
             return False
         pause_or_raise(store, tries)
 
@@ -478,23 +489,25 @@ def put_tombstone(store: ObjectStore, tries: Tries) -> Marker | None:
         world_size=0,
         created_at=datetime.now(UTC),
     )
-    return marker if put_marker(store, marker, None, tries, "a tombstone").landed else None
+    return (
+        marker if put_marker(store, marker, None, tries=tries, what="a tombstone").landed else None
+    )
 
 
 def put_marker(
     store: ObjectStore,
     marker: Marker,
     version: Version | None,
+    *,
     tries: Tries,
     what: str,
-    *,
     landed: Callable[[Marker], bool] | None = None,
     fenced: bool = True,
 ) -> SwapOutcome[Marker]:
     """Put a marker until the outcome is known (rules 4 and 5), by `compare_and_swap`.
 
     Args:
-        version: of the marker to replace; None if there must be none.
+        version: the version of the marker to replace; None if there must be none.
         landed: decides from a marker that was read later whether this PUT took effect. Default: by
             its write_id.
         fenced: whether to send the PUT with its condition (rule 11).
@@ -504,8 +517,8 @@ def put_marker(
         MARKER_KEY,
         encode_marker(marker),
         version,
-        tries,
-        what,
+        tries=tries,
+        what=what,
         read=read_marker,
         landed=landed or (lambda seen: seen.write_id == marker.write_id),
         fenced=fenced,

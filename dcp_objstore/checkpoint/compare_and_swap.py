@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from dcp_objstore.checkpoint.read import Stored
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CommitUnknownError,
@@ -31,17 +32,17 @@ class SwapOutcome(Generic[T]):
 
     Attributes:
         landed: the PUT took effect.
-        found: the object that was read to find out, with its version. None if the store's answer
+        stored: the object that was read to find out, with its version. None if the store's answer
             was clear, or if there is no object.
     """
 
     landed: bool
-    found: tuple[T, Version] | None = None
+    stored: Stored[T] | None = None
 
     @property
     def seen(self) -> T | None:
-        """The object in `found`, without its version."""
-        return None if self.found is None else self.found[0]
+        """The object in `stored`, without its version."""
+        return None if self.stored is None else self.stored.record
 
 
 def compare_and_swap(
@@ -49,10 +50,10 @@ def compare_and_swap(
     key: str,
     body: bytes,
     version: Version | None,
+    *,
     tries: Tries,
     what: str,
-    *,
-    read: Callable[[ObjectStore], tuple[T, Version] | None],
+    read: Callable[[ObjectStore], Stored[T] | None],
     landed: Callable[[T], bool],
     fenced: bool = True,
 ) -> SwapOutcome[T]:
@@ -60,7 +61,7 @@ def compare_and_swap(
 
     Args:
         body: what to put. No two bodies are ever equal, because each has its own `write_id`.
-        version: of the object to replace; None if there must be none.
+        version: the version of the object to replace; None if there must be none.
         what: the thing that is put, in words, for the error.
         landed: decides from an object that was read later whether this PUT took effect.
         fenced: whether to send the PUT with its condition (rule 11).
@@ -81,7 +82,7 @@ def compare_and_swap(
             answer: DcpObjstoreError = error
         last = answer
         try:
-            found = read(store)
+            stored = read(store)
         except (CheckpointCorruptError, UnsupportedError) as error:
             raise _unknown(store, what, error) from error
         except DcpObjstoreError as error:
@@ -89,10 +90,10 @@ def compare_and_swap(
             # come from a middlebox, for a PUT that took effect.
             last = error
         else:
-            if found is not None and landed(found[0]):
-                return SwapOutcome(True, found)
-            if (found[1] if found is not None else None) != version:
-                return SwapOutcome(False, found)
+            if stored is not None and landed(stored.record):
+                return SwapOutcome(True, stored)
+            if (None if stored is None else stored.version) != version:
+                return SwapOutcome(False, stored)
             if _is_refusal(answer) and not may_still_land:
                 answer.at(object_key=key, url=store.url)
                 raise answer

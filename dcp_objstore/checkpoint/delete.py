@@ -26,7 +26,7 @@ from dcp_objstore.checkpoint.commit import (
 )
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import is_ours
-from dcp_objstore.checkpoint.read import Found, not_committed, read_index, read_marker
+from dcp_objstore.checkpoint.read import Stored, not_committed, read_index, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
@@ -78,7 +78,8 @@ def delete(
     """Delete the checkpoint at the store's root (rule 8). After a crash, call it again to go on.
 
     Args:
-        store: rooted at the checkpoint; needs conditional updates (`probe.require_rewrites`).
+        store: the store, rooted at the checkpoint. It needs conditional updates
+            (`probe.require_rewrites`).
         remove_objects: remove the objects at once, not after the grace period. A job that is
             reading the checkpoint gets a CheckpointGoneError. On a tombstone, remove what the
             commit left.
@@ -96,22 +97,22 @@ def delete(
         CheckpointCorruptError, UnsupportedError: the marker cannot be read.
     """
     tries = clock.tries()
-    found = read_marker(store)
-    if found is None:
-        raise not_committed(store, found)
-    marker = found[0]
+    stored = read_marker(store)
+    if stored is None:
+        raise not_committed(store, stored)
+    marker = stored.record
     if claim is not None:
         refuse_later(store, marker, claim)
     # Before the marker changes: afterwards a sweep may remove the index at any time.
     keys = _referenced(store, marker) if remove_objects else ()
     if marker.state == "deleted" and not keys:
-        raise not_committed(store, found)
+        raise not_committed(store, stored)
     _refuse_pinned(store, marker)
     resumed = marker.state != "committed"
     superseded = False
     if not dry_run:
         if not resumed:
-            _begin(store, found, claim, tries)
+            _begin(store, stored, claim, tries)
         superseded = finish_deleting(store, marker.commit_id, tries)
         for key in keys or ():
             store.delete(key)
@@ -151,20 +152,20 @@ def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
     return tuple(key for key in dict.fromkeys(named) if is_ours(key))
 
 
-def _begin(store: ObjectStore, found: Found, claim: int | None, tries: Tries) -> None:
+def _begin(store: ObjectStore, stored: Stored[Marker], claim: int | None, tries: Tries) -> None:
     """Change the marker to `deleting`, even if others rewrite it meanwhile."""
-    marker = found[0]
-    while not rewrite_marker(store, found, "the deletion", tries, state="deleting"):
+    marker = stored.record
+    while not rewrite_marker(store, stored, "the deletion", tries, state="deleting"):
         again = read_marker(store)
-        if again is None or again[0].commit_id != marker.commit_id:
+        if again is None or again.record.commit_id != marker.commit_id:
             raise LostRaceError(
                 "another save replaced this checkpoint before it was deleted; nothing was deleted",
                 url=store.url,
             )
-        if again[0].state != "committed":
+        if again.record.state != "committed":
             return  # another deleter was first
         if claim is not None:
-            refuse_later(store, again[0], claim)
-        _refuse_pinned(store, again[0])
-        found = again
+            refuse_later(store, again.record, claim)
+        _refuse_pinned(store, again.record)
+        stored = again
         pause_or_raise(store, tries)

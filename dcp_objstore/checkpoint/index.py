@@ -113,7 +113,7 @@ class Columns(NamedTuple):
 
     Attributes:
         object_number: position of the item's object in `Index.objects`.
-        offset: where the item begins in its object; stock torch readers read from here.
+        offset: the byte of its object at which the item begins; stock torch readers read from here.
         lead: number of bytes of the item before its payload.
         payload_length: number of bytes of the payload.
         trail: number of bytes of the item after its payload.
@@ -238,13 +238,13 @@ class Index:
         first = int(self._first_digest[row]) * DIGEST_SIZE_BYTES
         last = first + -(-length // BLOCK_SIZE_BYTES) * DIGEST_SIZE_BYTES
         return Item(
-            int(c.object_number[row]),
-            offset,
-            lead + length + int(c.trail[row]),
-            offset + lead,
-            length,
-            bool(c.pickled[row]),
-            c.digests[first:last].tobytes(),
+            object_number=int(c.object_number[row]),
+            offset=offset,
+            length=lead + length + int(c.trail[row]),
+            payload_offset=offset + lead,
+            payload_length=length,
+            pickled=bool(c.pickled[row]),
+            digests=c.digests[first:last].tobytes(),
         )
 
     def rows(self, key: str) -> range:
@@ -264,12 +264,12 @@ class Index:
     def boxes(self, key: str) -> tuple[Matrix, Matrix]:
         """Return the offsets and the sizes of a tensor's chunks: a row each, as in `rows`."""
         tensor = self.tensors[key]
-        shape = tensor.chunk_count, len(tensor.shape)
+        count, dims = tensor.chunk_count, len(tensor.shape)
         first = self._first_number[key]
-        after = first + shape[0] * shape[1]
+        after = first + count * dims
         c = self.columns
         offsets, sizes = c.chunk_offsets[first:after], c.chunk_sizes[first:after]
-        return offsets.reshape(shape), sizes.reshape(shape)
+        return offsets.reshape(count, dims), sizes.reshape(count, dims)
 
     def box(self, key: str, number: int) -> tuple[list[int], list[int]]:
         """Return the offsets and the sizes of one chunk of a tensor."""
@@ -295,14 +295,14 @@ class Index:
             mask, shape = dims_of_number == dim, (len(rows), dim)
             offsets = self.columns.chunk_offsets[mask].reshape(shape)
             sizes = self.columns.chunk_sizes[mask].reshape(shape)
-            yield Group(tensors, owner, number, rows, offsets, sizes)
+            yield Group(tensors, owner, number, rows=rows, offsets=offsets, sizes=sizes)
 
     def find(self, key: str, offset: Sequence[int] | None, hint: int | None = None) -> int | None:
         """Return the row of a chunk, or None if there is none.
 
         Args:
             offset: the chunk's offset in its tensor; None for a pickled value.
-            hint: which of the tensor's chunks it probably is.
+            hint: number of the chunk that it probably is, among the tensor's chunks.
         """
         if key not in self._first_row or (offset is None) == (key in self.tensors):
             return None
@@ -314,9 +314,9 @@ class Index:
             return None
         if hint is not None and 0 <= hint < tensor.chunk_count and self.box(key, hint)[0] == wanted:
             return first + hint
-        offsets = self.boxes(key)[0]
-        found = np.flatnonzero((offsets == np.array(wanted, dtype=np.uint64)).all(axis=1))
-        return first + int(found[0]) if len(found) else None
+        offsets, _ = self.boxes(key)
+        numbers = np.flatnonzero((offsets == np.array(wanted, dtype=np.uint64)).all(axis=1))
+        return first + int(numbers[0]) if len(numbers) else None
 
 
 def digest_counts(payload_length: Column) -> Numbers:
@@ -331,13 +331,13 @@ def encode(index: Index) -> bytes:
     """Encode an index as it is stored."""
     return msgspec.msgpack.encode(
         _Stored(
-            FORMAT,
-            index.objects,
-            tuple(index.tensors.values()),
-            index.blobs,
-            tuple(map(_narrow, index.columns)),  # type: ignore[arg-type]  # there are nine
-            index.flatten_mapping,
-            index.storage,
+            format=FORMAT,
+            objects=index.objects,
+            tensors=tuple(index.tensors.values()),
+            blobs=index.blobs,
+            columns=tuple(map(_narrow, index.columns)),  # type: ignore[arg-type]  # there are nine
+            flatten_mapping=index.flatten_mapping,
+            storage=index.storage,
         )
     )
 
@@ -382,7 +382,12 @@ def decode(body: bytes) -> Index:
     counts = (*(items,) * 6, numbers, numbers, len(stored.columns[-1]))
     columns = Columns(*map(_column, Columns.__annotations__, stored.columns, counts))
     index = Index(
-        stored.objects, tensors, stored.blobs, columns, stored.flatten_mapping, stored.storage
+        stored.objects,
+        tensors,
+        stored.blobs,
+        columns,
+        flatten_mapping=stored.flatten_mapping,
+        storage=stored.storage,
     )
     _check_places(index)
     _check_digests(index)
@@ -472,11 +477,11 @@ def _check_places(index: Index) -> None:
     )
     sizes = np.array([entry.size_bytes for entry in index.objects], dtype=np.uint64)
     size = sizes[c.object_number]
-    left = size.copy()
-    outside = np.zeros(len(left), dtype=bool)
+    remaining = size.copy()
+    outside = np.zeros(len(remaining), dtype=bool)
     for column in (c.offset, c.lead, c.payload_length, c.trail):
-        outside |= column > left
-        left -= np.minimum(column, left)
+        outside |= column > remaining
+        remaining -= np.minimum(column, remaining)
     _refuse(
         index,
         outside,
@@ -485,7 +490,7 @@ def _check_places(index: Index) -> None:
             f" {c.trail[at]} bytes, in an object of {size[at]} bytes"
         ),
     )
-    end = size - left
+    end = size - remaining
     order = np.lexsort((end, c.offset, c.object_number))
     before, after = order[:-1], order[1:]
     shared = (c.object_number[before] == c.object_number[after]) & (end[before] > c.offset[after])
@@ -498,15 +503,15 @@ def _check_places(index: Index) -> None:
 
 
 def _check_digests(index: Index) -> None:
-    given, rest = divmod(len(index.columns.digests), DIGEST_SIZE_BYTES)
+    count, rest = divmod(len(index.columns.digests), DIGEST_SIZE_BYTES)
     needed = digest_counts(index.columns.payload_length)
     # Each is compared first, so that the sum cannot overflow.
     _refuse(
         index,
-        needed > given,
-        lambda at: f"{given} digests for {index.columns.payload_length[at]} bytes of payload",
+        needed > count,
+        lambda at: f"{count} digests for {index.columns.payload_length[at]} bytes of payload",
     )
-    if rest or int(needed.sum()) != given:
+    if rest or int(needed.sum()) != count:
         raise CheckpointCorruptError(
             f"the index has {len(index.columns.digests)} bytes of digests for {needed.sum()} blocks"
         )

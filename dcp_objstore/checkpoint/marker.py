@@ -77,7 +77,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
         state: `committed`: the checkpoint exists. `deleting`: a deletion has begun, and any job may
             finish it. `deleted`: a tombstone, which counts as absent.
         commit_id: random; kept through every rewrite of the same commit.
-        write_id: new for every new content, so that no two markers have equal ETags.
+        write_id: an id that is new for every content, so that no two markers have equal ETags.
         generation: 1 for the first marker under this key, one more for each new commit.
         log: the commit_ids that this commit replaced, oldest first, at most 16.
         index: the index of the checkpoint. None only in a tombstone that fences a checkpoint that
@@ -158,7 +158,13 @@ def encode_marker(marker: Marker) -> bytes:
 
 def decode_marker(body: bytes) -> Marker:
     """Decode and check a stored marker, with the errors of `decode_record`."""
-    marker = decode_record(body, _decoder, MARKER_NAME, FORMAT, MAX_MARKER_SIZE_BYTES)
+    marker = decode_record(
+        body,
+        _decoder,
+        what=MARKER_NAME,
+        newest_format=FORMAT,
+        max_size_bytes=MAX_MARKER_SIZE_BYTES,
+    )
     if marker.index is not None:
         check_object_key(marker.index.key)
     elif marker.state != "deleted":
@@ -217,7 +223,12 @@ def with_checksum(body: bytes) -> bytes:
 
 
 def decode_record(
-    body: bytes, decoder: msgspec.json.Decoder[T], what: str, newest_format: int, max_bytes: int
+    body: bytes,
+    decoder: msgspec.json.Decoder[T],
+    *,
+    what: str,
+    newest_format: int,
+    max_size_bytes: int,
 ) -> T:
     """Decode a marker or `_CLAIM`, after its size, format and digest were checked.
 
@@ -225,14 +236,14 @@ def decode_record(
         CheckpointCorruptError: it is too large or not JSON, or its digest or a field is wrong.
         UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
-    if len(body) > max_bytes:
-        raise damaged(what, f"it has {len(body)} bytes, at most {max_bytes} are allowed")
-    found = _decoded(body, _format_decoder, what).format
+    if len(body) > max_size_bytes:
+        raise damaged(what, f"it has {len(body)} bytes, at most {max_size_bytes} are allowed")
+    own_format = _decoded(body, _format_decoder, what).format
     # Before the digest, because a newer format may have another rule for it.
-    if found > newest_format:
+    if own_format > newest_format:
         raise UnsupportedError(
-            f"{what} has format {found}, this version of dcp_objstore knows up to {newest_format};"
-            " upgrade dcp_objstore"
+            f"{what} has format {own_format}, this version of dcp_objstore knows up to"
+            f" {newest_format}; upgrade dcp_objstore"
         )
     tail = _DIGEST.search(body, max(0, len(body) - _DIGEST_SIZE_BYTES))
     if tail is None:

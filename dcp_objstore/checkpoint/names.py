@@ -87,14 +87,14 @@ def _with_nonce(key: str, form: re.Pattern[str], nonce: str) -> str:
 
 def parse_data_key(key: str) -> DataName | None:
     """Split a data object's key into its parts; return None for any other key."""
-    found = _DATA.match(key)
-    return DataName(int(found[1]), int(found[2]), found[3]) if found else None
+    match = _DATA.match(key)
+    return DataName(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 def parse_index_key(key: str) -> str | None:
     """Return the nonce in an index's key, or None for any other key."""
-    found = _INDEX.match(key)
-    return found[1] if found else None
+    match = _INDEX.match(key)
+    return match[1] if match else None
 
 
 def is_ours(key: str) -> bool:

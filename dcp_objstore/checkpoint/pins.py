@@ -30,8 +30,9 @@ def pin(
     """Protect the commit at the store's root. If it already has this pin, nothing changes.
 
     Args:
-        store: rooted at the checkpoint; needs conditional updates (`probe.require_rewrites`).
-        name: of the pin: 1 to 200 characters, none of them a control character.
+        store: the store, rooted at the checkpoint. It needs conditional updates
+            (`probe.require_rewrites`).
+        name: the pin's name: 1 to 200 characters, none of them a control character.
         clock: the time, and the deadline. Default: 60 s.
 
     Returns:
@@ -73,11 +74,11 @@ def _change(
     store: ObjectStore, changed: Callable[[tuple[str, ...]], tuple[str, ...]], tries: Tries
 ) -> tuple[str, ...]:
     while True:
-        found = read_marker(store)
-        if found is None or not found[0].is_committed:
-            raise not_committed(store, found)
-        pins = changed(found[0].pins)
-        if pins == found[0].pins or rewrite_marker(store, found, "the pin", tries, pins=pins):
+        stored = read_marker(store)
+        if stored is None or not stored.record.is_committed:
+            raise not_committed(store, stored)
+        pins = changed(stored.record.pins)
+        if pins == stored.record.pins or rewrite_marker(store, stored, "the pin", tries, pins=pins):
             return pins
         pause_or_raise(store, tries)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
 from dcp_objstore.checkpoint.names import new_nonce
@@ -97,8 +98,8 @@ def require_fencing(
         UnsupportedError: the store has no conditional create and `allow_unfenced` is False; or it
             has create but no update, and `replaces` is True.
     """
-    found = _capabilities(store, clock)
-    if not found.conditional_create:
+    capabilities = _capabilities(store, clock)
+    if not capabilities.conditional_create:
         if not allow_unfenced:
             raise UnsupportedError(
                 "this store does not keep two writers apart: it lets a PUT with `If-None-Match: *`"
@@ -110,22 +111,22 @@ def require_fencing(
             "saving to %s without protection against a second writer (allow_unfenced=True)",
             store.url,
         )
-        return found
-    if replaces and not found.conditional_update:
+        return capabilities
+    if replaces and not capabilities.conditional_update:
         raise UnsupportedError(
             "this store can create an object conditionally but not replace one, so a checkpoint"
             " there can be neither overwritten nor saved again after it was deleted; save under"
             " another URL",
             url=store.url,
         )
-    return found
+    return capabilities
 
 
 def require_rewrites(store: ObjectStore, what: str) -> None:
     """Refuse to rewrite markers (to delete, sweep or pin) on a store that cannot fence it.
 
     Args:
-        store: rooted where markers are.
+        store: a store that is rooted where markers are.
         what: the beginning of the error message, such as "nothing can be deleted".
 
     Raises:
@@ -144,20 +145,20 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
 
 def can_rewrite(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> bool:
     """Return whether the store can create and replace objects conditionally."""
-    found = _capabilities(store, clock)
-    return found.conditional_create and found.conditional_update
+    capabilities = _capabilities(store, clock)
+    return capabilities.conditional_create and capabilities.conditional_update
 
 
 def _capabilities(store: ObjectStore, clock: Clock) -> Capabilities:
-    """Return what `probe` found, now or earlier in this process."""
+    """Return the result of `probe`, which is sent once per process and bucket."""
     bucket = bucket_of(store)
     claims = store.capabilities
-    found = _known.get((bucket, claims))
-    if found is None:
+    capabilities = _known.get((bucket, claims))
+    if capabilities is None:
         # No lock is needed: two threads that probe together find the same.
-        found = probe(store, clock=clock)
-        _known[bucket, claims] = found
-    return found
+        capabilities = probe(store, clock=clock)
+        _known[bucket, claims] = capabilities
+    return capabilities
 
 
 def bucket_of(store: ObjectStore) -> tuple[str, str, str]:
@@ -173,47 +174,45 @@ def bucket_of(store: ObjectStore) -> tuple[str, str, str]:
 
 
 def forget() -> None:
-    """Forget what `require_fencing` has found, as in a new process."""
+    """Forget the results of all probes, as in a new process."""
     _known.clear()
 
 
 def _probe_once(store: ObjectStore, tries: Tries) -> Capabilities:
     claims = store.capabilities
     nonce = new_nonce()
-    keys = (f".probe-{nonce}", f".probe-{nonce}-race")
+    key, race_key = f".probe-{nonce}", f".probe-{nonce}-race"
     used: list[str] = []
     create = update = False
     try:
         if claims.conditional_create:
-            used.append(keys[0])
-            create = _creates_once(store, keys[0], tries)
+            used.append(key)
+            create = _creates_once(store, key, tries)
         if create and claims.conditional_update:
-            update = _updates_once(store, keys[0], tries)
+            update = _updates_once(store, key, tries)
         if create:
-            used.append(keys[1])
-            create = _race_has_one_winner(store, keys[1])
+            used.append(race_key)
+            create = _race_has_one_winner(store, race_key)
     finally:
-        for key in used:
-            _remove(store, key)
+        for used_key in used:
+            _remove(store, used_key)
     return replace(claims, conditional_create=create, conditional_update=create and update)
 
 
 def _creates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
-    return _holds(store, key, b"1", IfAbsent()) and not _holds_at_last(
-        store, key, b"2", IfAbsent(), tries
-    )
+    if not _holds(store, key, b"1", IfAbsent()):
+        return False
+    return not _holds_at_last(store, key, b"2", precondition=IfAbsent(), tries=tries)
 
 
 def _updates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
     _, meta = store.get(key, max_size_bytes=16)
-    token = IfVersion(meta.version)
-    return _holds_at_last(store, key, b"3", token, tries) and not _holds_at_last(
-        store, key, b"4", token, tries
-    )
+    holds = partial(_holds_at_last, store, key, precondition=IfVersion(meta.version), tries=tries)
+    return holds(b"3") and not holds(b"4")
 
 
 def _holds_at_last(
-    store: ObjectStore, key: str, data: bytes, precondition: Precondition, tries: Tries
+    store: ObjectStore, key: str, data: bytes, *, precondition: Precondition, tries: Tries
 ) -> bool:
     """Run `_holds` with retries, because GCS accepts one write per object and second (429)."""
     clear = True
@@ -226,7 +225,10 @@ def _holds_at_last(
                 raise
         else:
             # A PUT without an answer may have taken effect all the same.
-            return held or (not clear and store.get(key, max_size_bytes=16)[0] == data)
+            if held or clear:
+                return held
+            body, _ = store.get(key, max_size_bytes=16)
+            return body == data
 
 
 def _race_has_one_winner(store: ObjectStore, key: str) -> bool:

@@ -23,7 +23,7 @@ from typing import Literal, Protocol, TypeAlias
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, pause_or_raise
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
-from dcp_objstore.checkpoint.read import Found, read_index, read_marker
+from dcp_objstore.checkpoint.read import Stored, read_index, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
@@ -94,10 +94,14 @@ def publish_dot_metadata(
     while True:
         if seen is None:
             seen = look(store)
-            found = read_marker(store)
-            if found is None or not found[0].is_committed or found[0].commit_id != commit_id:
+            stored = read_marker(store)
+            if (
+                stored is None
+                or not stored.record.is_committed
+                or stored.record.commit_id != commit_id
+            ):
                 if may_be_there:
-                    _take_back(store, found)
+                    _take_back(store, stored)
                 return False
         try:
             store.put(DOT_METADATA_KEY, body, precondition=seen if fenced else None, retry=False)
@@ -121,12 +125,12 @@ def look(store: ObjectStore) -> Precondition:
         return IfAbsent()
 
 
-def _take_back(store: ObjectStore, found: Found | None) -> bool:
+def _take_back(store: ObjectStore, stored: Stored[Marker] | None) -> bool:
     """Remove our `.metadata` if the checkpoint was deleted; return whether it was.
 
     That deletion may have removed the old `.metadata` before ours was put.
     """
-    if found is None or found[0].is_committed:
+    if stored is None or stored.record.is_committed:
         return False
     store.delete(DOT_METADATA_KEY)
     return True
@@ -154,21 +158,21 @@ class Aligned:
     """The result of `align_dot_metadata`.
 
     Attributes:
-        found: the marker that `.metadata` agrees with. It may be later than the one passed in.
+        stored: the marker that `.metadata` agrees with. It may be later than the one passed in.
         change: the last change that was made, or None. After a change the caller rewrites the
             marker: stock readers may still use what the old `.metadata` named, so a sweep must see
             a young marker.
-        written_at: when `.metadata` was written, if it was in line already.
+        written_at: the time at which `.metadata` was written, if it was in line already.
     """
 
-    found: Found
+    stored: Stored[Marker]
     change: Change | None
     written_at: datetime | None = None
 
 
 def align_dot_metadata(
     store: ObjectStore,
-    found: Found,
+    stored: Stored[Marker],
     dot_metadata: DotMetadata,
     *,
     tries: Tries,
@@ -177,29 +181,32 @@ def align_dot_metadata(
     """Bring `.metadata` into line with the marker, which must be committed or a tombstone.
 
     Args:
-        dry_run: only return the change that is needed.
+        dry_run: return the change that is needed, without making it.
 
     Raises:
         CheckpointCorruptError, CheckpointGoneError, UnsupportedError: the index cannot be read.
         RetryableError: no success before the deadline, or the checkpoint is being deleted.
     """
     change: Change | None = None
-    while found[0].state != "deleting":
-        needed, body, written_at = _judge(store, found[0], dot_metadata)
+    while stored.record.state != "deleting":
+        needed, body, written_at = _judge(store, stored.record, dot_metadata)
         if needed is None or dry_run:
-            return Aligned(found, needed or change, written_at)
+            return Aligned(stored, needed or change, written_at)
         if needed == "removed":
             store.delete(DOT_METADATA_KEY)
             change = needed
-        elif publish_dot_metadata(store, found[0].commit_id, body, tries=tries):
+        elif publish_dot_metadata(store, stored.record.commit_id, body, tries=tries):
             change = needed
         again = read_marker(store)
         if again is None:
             raise CheckpointCorruptError(
                 "the marker was removed by something other than dcp_objstore", url=store.url
             )
-        if again[0].commit_id == found[0].commit_id and again[0].state == found[0].state:
+        if (
+            again.record.commit_id == stored.record.commit_id
+            and again.record.state == stored.record.state
+        ):
             return Aligned(again, change)
-        found = again
+        stored = again
         pause_or_raise(store, tries)
     raise RetryableError("this checkpoint is being deleted; try again", url=store.url)

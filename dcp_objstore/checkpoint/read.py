@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from dcp_objstore.checkpoint.marker import (
     MARKER_NAME,
@@ -40,12 +40,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOOK_AROUND_LIMIT = 1000  # keys listed to explain an absence: one page on S3
-# A marker and its version, from one response.
-Found: TypeAlias = tuple[Marker, Version]
 
 
-def read_marker(store: ObjectStore) -> Found | None:
-    """Read the marker and its version from one response; return None if there is none. One GET.
+class Stored(NamedTuple, Generic[T]):
+    """A marker or a `_CLAIM`, and the metadata of the object that has it, from one response."""
+
+    record: T
+    meta: ObjectMeta
+
+    @property
+    def version(self) -> Version:
+        """The object's version, on which a PUT that replaces it is conditioned."""
+        return self.meta.version
+
+
+def read_marker(store: ObjectStore) -> Stored[Marker] | None:
+    """Read the marker and its object's metadata; return None if there is none. One GET.
 
     A tombstone is returned like any marker; only a marker with `is_committed` is a checkpoint.
 
@@ -53,27 +63,28 @@ def read_marker(store: ObjectStore) -> Found | None:
         CheckpointCorruptError: the marker is damaged.
         UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
-    found = find_marker(store)
-    return None if found is None else (found[0], found[1].version)
+    return read_record(
+        store, MARKER_KEY, decode_marker, what=MARKER_NAME, max_size_bytes=MAX_MARKER_SIZE_BYTES
+    )
 
 
-def find_marker(store: ObjectStore) -> tuple[Marker, ObjectMeta] | None:
-    """Read the marker like `read_marker`, with all metadata of the object, such as its time."""
-    return find_record(store, MARKER_KEY, decode_marker, MARKER_NAME, MAX_MARKER_SIZE_BYTES)
-
-
-def find_record(
-    store: ObjectStore, key: str, decode: Callable[[bytes], T], what: str, max_bytes: int
-) -> tuple[T, ObjectMeta] | None:
+def read_record(
+    store: ObjectStore,
+    key: str,
+    decode: Callable[[bytes], T],
+    *,
+    what: str,
+    max_size_bytes: int,
+) -> Stored[T] | None:
     """Read a marker or a run's `_CLAIM`, or return None if there is none. One GET."""
     try:
-        body, meta = store.get(key, max_size_bytes=max_bytes)
+        body, meta = store.get(key, max_size_bytes=max_size_bytes)
     except ObjectNotFoundError:
         return None
     except CorruptDataError as error:
         raise damaged(what, error.message).at(object_key=key, url=store.url) from error
     try:
-        return decode(body), meta
+        return Stored(decode(body), meta)
     except DcpObjstoreError as error:
         error.at(object_key=key, url=store.url)
         raise
@@ -91,18 +102,18 @@ def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
     return open_found(store, read_marker(store))
 
 
-def open_found(store: ObjectStore, found: Found | None) -> tuple[Marker, bytes]:
+def open_found(store: ObjectStore, stored: Stored[Marker] | None) -> tuple[Marker, bytes]:
     """Do what `open_committed` does, with a marker that `read_marker` has just returned."""
-    if found is None or not found[0].is_committed:
-        raise not_committed(store, found)
-    return found[0], read_index(store, found[0])
+    if stored is None or not stored.record.is_committed:
+        raise not_committed(store, stored)
+    return stored.record, read_index(store, stored.record)
 
 
-def not_committed(store: ObjectStore, found: Found | None) -> CheckpointNotFoundError:
+def not_committed(store: ObjectStore, stored: Stored[Marker] | None) -> CheckpointNotFoundError:
     """Make the error for a URL at which nothing is committed. At most one listing."""
-    if found is None:
+    if stored is None:
         reason = explain_absence(store)
-    elif found[0].state == "deleted":
+    elif stored.record.state == "deleted":
         reason = "the checkpoint that was here was deleted"
     else:
         reason = "the checkpoint here is being deleted"
@@ -146,18 +157,18 @@ def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpO
         or the error that prevented the check.
     """
     try:
-        found = read_marker(store)
+        stored = read_marker(store)
     except DcpObjstoreError as error:
         return error
-    if found is not None and found[0].commit_id == commit_id and found[0].is_committed:
+    if stored is not None and stored.record.commit_id == commit_id and stored.record.is_committed:
         return CheckpointCorruptError(
             "the checkpoint is committed, but this object of it is missing: it was removed by"
             " something other than dcp_objstore; load another checkpoint",
             object_key=object_key,
             url=store.url,
         )
-    if found is not None and found[0].is_committed:
-        now = f"replaced by commit {found[0].commit_id}; load it again"
+    if stored is not None and stored.record.is_committed:
+        now = f"replaced by commit {stored.record.commit_id}; load it again"
     else:
         now = "deleted; load another checkpoint"
     return CheckpointGoneError(
@@ -193,11 +204,11 @@ def explain_object(spec: StoreSpec) -> str | None:
     if above is None:
         return None
     try:
-        found = wait_for(above.open().head, name)
+        meta = wait_for(above.open().head, name)
     except DcpObjstoreError:
         return None
     return (
-        f"there is no checkpoint here, but one object of {found.size_bytes} bytes with exactly this"
+        f"there is no checkpoint here, but one object of {meta.size_bytes} bytes with exactly this"
         " key; a checkpoint is a prefix with objects below it. If torch.save wrote this object,"
         " torch.load reads it"
     )

@@ -46,7 +46,7 @@ def repair(
     No data object is touched. Safe at any time, even while a save is under way.
 
     Args:
-        store: rooted at the checkpoint.
+        store: the store, rooted at the checkpoint.
         dot_metadata: makes and compares the content of `.metadata`.
         dry_run: change nothing.
         clock: the time, and the deadline. Default: 60 s.
@@ -60,29 +60,29 @@ def repair(
     """
     tries = clock.tries()
     finished = False
-    while (found := read_marker(store)) is not None and found[0].state == "deleting":
+    while (stored := read_marker(store)) is not None and stored.record.state == "deleting":
         finished = True
         if dry_run:
             return RepairReport(
                 url=store.url,
                 state="deleted",
-                commit_id=found[0].commit_id,
+                commit_id=stored.record.commit_id,
                 finished_delete=True,
                 dry_run=True,
             )
-        finish_deleting(store, found[0].commit_id, tries)
+        finish_deleting(store, stored.record.commit_id, tries)
         pause_or_raise(store, tries)
-    if found is None:
-        raise not_committed(store, found)
-    aligned = align_dot_metadata(store, found, dot_metadata, tries=tries, dry_run=dry_run)
+    if stored is None:
+        raise not_committed(store, stored)
+    aligned = align_dot_metadata(store, stored, dot_metadata, tries=tries, dry_run=dry_run)
     # So that a sweep waits for readers of the old `.metadata`. A store without conditional writes
     # has no sweeps, and there this PUT might undo a save.
     if aligned.change is not None and not dry_run and can_rewrite(store, clock=clock):
-        rewrite_marker(store, aligned.found, "the fence", tries)
+        rewrite_marker(store, aligned.stored, "the fence", tries)
     return RepairReport(
         url=store.url,
-        state=aligned.found[0].state,
-        commit_id=aligned.found[0].commit_id,
+        state=aligned.stored.record.state,
+        commit_id=aligned.stored.record.commit_id,
         finished_delete=finished,
         dot_metadata=aligned.change,
         dry_run=dry_run,

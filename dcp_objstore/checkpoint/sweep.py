@@ -57,7 +57,7 @@ from dcp_objstore.checkpoint.names import (
     parse_index_key,
 )
 from dcp_objstore.checkpoint.publish import Aligned, Change, DotMetadata, align_dot_metadata
-from dcp_objstore.checkpoint.read import find_marker, read_index
+from dcp_objstore.checkpoint.read import Stored, read_index, read_marker
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload, Uploads
 from dcp_objstore.stores.retries import Tries
@@ -69,8 +69,6 @@ SweepOutcome: TypeAlias = Literal[
     "clean", "swept", "waiting", "mended", "lost", "foreign", "damaged"
 ]
 
-# A marker, and the metadata of its object.
-_Seen: TypeAlias = tuple[Marker, ObjectMeta]
 _LOST = "another job changed the marker"
 
 
@@ -131,7 +129,8 @@ def sweep(
     """Sweep the checkpoint at the store's root (rule 9). After a crash, the next sweep goes on.
 
     Args:
-        store: rooted at the checkpoint; needs conditional updates (`probe.require_rewrites`).
+        store: the store, rooted at the checkpoint. It needs conditional updates
+            (`probe.require_rewrites`).
         dot_metadata: makes and compares the content of `.metadata`.
         uploads: the uploads below the same root, or None to leave them alone.
         grace_seconds: objects that are younger than this are kept. It must be longer than the
@@ -150,13 +149,13 @@ def sweep(
     """
     check_grace(grace_seconds)
     return _Sweep(
-        store,
-        dot_metadata,
-        uploads,
-        grace_seconds,
-        base,
-        dry_run,
-        clock.tries(),
+        store=store,
+        dot_metadata=dot_metadata,
+        uploads=uploads,
+        grace_seconds=grace_seconds,
+        base=base,
+        dry_run=dry_run,
+        tries=clock.tries(),
     ).run(clock.utc_now())
 
 
@@ -212,7 +211,8 @@ def plan_sweep(
 
     Args:
         listing: all objects below the checkpoint. Keys with a slash belong to other checkpoints.
-        marker_written_at: when the marker was written, by the store's time; None if there is none.
+        marker_written_at: the time at which the marker was written, by the store's clock; None if
+            there is none.
         named: the keys that the committed index names, and its own; empty for a tombstone.
         uploads: uploads in progress or orphaned, with keys relative to the checkpoint.
         now: the time to measure ages by.
@@ -228,7 +228,7 @@ def plan_sweep(
     young = tuple(meta for meta in (*loose, *passing) if meta.last_modified >= oldest_kept)
     # Uploads of data; on `file://` also the marker and `.metadata`, which a crash may leave half
     # written there, like any object.
-    ours = [one for one in uploads if is_upload_key(one.key)]
+    ours = [upload for upload in uploads if is_upload_key(upload.key)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
     kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
     outcome: SweepOutcome = "waiting"
@@ -269,7 +269,7 @@ def plan_sweep(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Sweep:
     """One sweep of one checkpoint, step by step."""
 
@@ -282,23 +282,28 @@ class _Sweep:
     tries: Tries
 
     def run(self, now: datetime) -> CheckpointSweep:
-        found = find_marker(self.store)
-        if found is not None and found[0].state == "deleting":
+        """Remove what no commit names, and return what was done (rule 9).
+
+        It first reads what a commit names, then lists. What a crash left unfinished is finished
+        first: a deletion, or `.metadata`. Objects are removed only behind a fence, by `_remove`.
+        """
+        stored = read_marker(self.store)
+        if stored is not None and stored.record.state == "deleting":
             if not self.dry_run:
-                finish_deleting(self.store, found[0].commit_id, self.tries)
+                finish_deleting(self.store, stored.record.commit_id, self.tries)
             return CheckpointSweep(
                 url=self.store.url, outcome="mended", finished_delete=True, dry_run=self.dry_run
             )
-        if found is not None and self._never_counts(found, now):
-            return self._delete_superseded(found)
-        marker = None if found is None else found[0]
+        if stored is not None and self._never_counts(stored, now):
+            return self._delete_superseded(stored)
+        marker = None if stored is None else stored.record
         named = self._named(marker)
         # Uploads first: one that completes in between is seen twice, rather than not at all.
         uploads = self.uploads.list() if self.uploads is not None else ()
         listing = list(self.store.list())
         plan = plan_sweep(
             listing,
-            marker_written_at=None if found is None else found[1].last_modified,
+            marker_written_at=None if stored is None else stored.meta.last_modified,
             named=named,
             uploads=uploads,
             now=now,
@@ -311,28 +316,27 @@ class _Sweep:
             self._delete(plan.passing)
         done = self._report(plan)
         if plan.outcome == "swept":
-            return self._remove(done, plan, found)
+            return self._remove(done, plan, stored)
         # A commit whose writer died before it wrote `.metadata`, or a `.metadata` that was left
         # next to a tombstone. No objects are removed, so this needs no fence.
         published = next((meta for meta in listing if meta.key == DOT_METADATA_KEY), None)
-        if found is not None and _is_suspect(found, published):
-            return self._mend(done, found)
+        if stored is not None and _is_suspect(stored, published):
+            return self._mend(done, stored)
         return done
 
-    def _never_counts(self, found: _Seen, now: datetime) -> bool:
+    def _never_counts(self, stored: Stored[Marker], now: datetime) -> bool:
         """Return whether this is a superseded job's step, unpinned and past the grace period."""
-        marker, meta = found
+        marker, meta = stored
         age = now - meta.last_modified
         superseded = marker.is_committed and marker.claim < self.base
         return superseded and not marker.pins and age > timedelta(seconds=self.grace_seconds)
 
-    def _delete_superseded(self, found: _Seen) -> CheckpointSweep:
+    def _delete_superseded(self, stored: Stored[Marker]) -> CheckpointSweep:
         """Delete the step. A later sweep removes its objects, after the grace period."""
         if not self.dry_run:
-            token = found[0], found[1].version
-            if not rewrite_marker(self.store, token, "the deletion", self.tries, state="deleting"):
+            if not rewrite_marker(self.store, stored, "the deletion", self.tries, state="deleting"):
                 return CheckpointSweep(url=self.store.url, outcome="lost", reason=_LOST)
-            finish_deleting(self.store, token[0].commit_id, self.tries)
+            finish_deleting(self.store, stored.record.commit_id, self.tries)
         return CheckpointSweep(
             url=self.store.url, outcome="mended", superseded=True, dry_run=self.dry_run
         )
@@ -364,45 +368,44 @@ class _Sweep:
             dry_run=self.dry_run,
         )
 
-    def _align(self, found: _Seen) -> Aligned:
+    def _align(self, stored: Stored[Marker]) -> Aligned:
         """Bring `.metadata` into line; fence again if that changed it."""
         store, tries = self.store, self.tries
-        token = found[0], found[1].version
         aligned = align_dot_metadata(
-            store, token, self.dot_metadata, tries=tries, dry_run=self.dry_run
+            store, stored, self.dot_metadata, tries=tries, dry_run=self.dry_run
         )
         if aligned.change is not None and not self.dry_run:
-            rewrite_marker(store, aligned.found, "the fence", tries)
+            rewrite_marker(store, aligned.stored, "the fence", tries)
         return aligned
 
-    def _mend(self, done: CheckpointSweep, found: _Seen) -> CheckpointSweep:
+    def _mend(self, done: CheckpointSweep, stored: Stored[Marker]) -> CheckpointSweep:
         if not self.dry_run:
-            again = find_marker(self.store)
-            if again is None or again[0].write_id != found[0].write_id:
+            again = read_marker(self.store)
+            if again is None or again.record.write_id != stored.record.write_id:
                 return replace(done, outcome="lost", reason=_LOST)
-            found = again
-        change = self._align(found).change
+            stored = again
+        change = self._align(stored).change
         if change is None:
             return done
         outcome: SweepOutcome = "mended" if done.outcome == "clean" else done.outcome
         return replace(done, outcome=outcome, dot_metadata=change)
 
     def _remove(
-        self, done: CheckpointSweep, plan: SweepPlan, found: _Seen | None
+        self, done: CheckpointSweep, plan: SweepPlan, stored: Stored[Marker] | None
     ) -> CheckpointSweep:
         if self.dry_run:
-            change = None if found is None else self._align(found).change
+            change = None if stored is None else self._align(stored).change
             if change is not None:
                 return replace(done, outcome="mended", dot_metadata=change)
             return _with_deleted(done, plan.candidates)
-        fence = self._fence(found)
+        fence = self._fence(stored)
         if fence is None:
             return replace(done, outcome="lost", reason=_LOST)
         done = replace(done, fenced=True)
         # From here on, only the store's own time counts.
-        oldest_kept = fence[1].last_modified - timedelta(seconds=self.grace_seconds)
+        oldest_kept = fence.meta.last_modified - timedelta(seconds=self.grace_seconds)
         candidates = [meta for meta in plan.candidates if meta.last_modified < oldest_kept]
-        marker_is_old = found is None or found[1].last_modified < oldest_kept
+        marker_is_old = stored is None or stored.meta.last_modified < oldest_kept
         if not candidates or not marker_is_old:
             reason = "by the store's clock, nothing is older than the grace period"
             return replace(done, outcome="waiting", reason=reason)
@@ -411,7 +414,7 @@ class _Sweep:
     def _remove_behind(
         self,
         done: CheckpointSweep,
-        fence: _Seen,
+        fence: Stored[Marker],
         candidates: Sequence[ObjectMeta],
         oldest_kept: datetime,
     ) -> CheckpointSweep:
@@ -422,7 +425,7 @@ class _Sweep:
         aligned = self._align(fence)
         if aligned.change is not None:
             return replace(done, outcome="mended", dot_metadata=aligned.change)
-        if aligned.found[0].write_id != fence[0].write_id:
+        if aligned.stored.record.write_id != fence.record.write_id:
             return replace(done, outcome="lost", reason=_LOST)
         if aligned.written_at is not None and aligned.written_at >= oldest_kept:
             reason = "'.metadata' is younger than the grace period: stock readers may use the old"
@@ -430,23 +433,22 @@ class _Sweep:
         self._delete(candidates)
         return _with_deleted(done, candidates)
 
-    def _fence(self, found: _Seen | None) -> _Seen | None:
+    def _fence(self, stored: Stored[Marker] | None) -> Stored[Marker] | None:
         """Rewrite the marker and read it back; return it, or None if it is not ours."""
-        if found is None:
+        if stored is None:
             written = put_tombstone(self.store, self.tries)
         else:
-            token = found[0], found[1].version
-            written = rewrite_marker(self.store, token, "the fence", self.tries)
+            written = rewrite_marker(self.store, stored, "the fence", self.tries)
         if written is None:
             return None
-        fence = find_marker(self.store)
-        ours = fence is not None and fence[0].write_id == written.write_id
+        fence = read_marker(self.store)
+        ours = fence is not None and fence.record.write_id == written.write_id
         return fence if ours else None
 
 
-def _is_suspect(found: _Seen, published: ObjectMeta | None) -> bool:
+def _is_suspect(stored: Stored[Marker], published: ObjectMeta | None) -> bool:
     """Return whether `.metadata` may be out of line with the marker, judged by the listing."""
-    marker, meta = found
+    marker, meta = stored
     if not marker.is_committed:
         return published is not None
     return published is None or published.last_modified < meta.last_modified

@@ -92,8 +92,8 @@ def export(
     for file in report.files:
         say(f"  {file}")
     if report.left_out:
-        left = counted(len(report.left_out), "value")
-        say(f"left out {left} that safetensors cannot hold, such as {report.left_out[0]}")
+        count = counted(len(report.left_out), "value")
+        say(f"left out {count} that safetensors cannot hold, such as {report.left_out[0]}")
 
 
 def import_(

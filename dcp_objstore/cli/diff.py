@@ -53,12 +53,12 @@ def print_diff(
     if as_json:
         values = [
             {
-                "key": one.key,
-                "is_known": one.is_known,
-                "value": _plain(one.value),
-                "other_value": _plain(one.other_value),
+                "key": difference.key,
+                "is_known": difference.is_known,
+                "value": _plain(difference.value),
+                "other_value": _plain(difference.other_value),
             }
-            for one in report.values
+            for difference in report.values
         ]
         fields = dataclasses.asdict(dataclasses.replace(report, values=()))
         print(json.dumps({"same": report.same, **fields, "values": values}))
@@ -94,12 +94,12 @@ def _lines(report: dos.reports.DiffReport) -> Iterator[tuple[str, str, str]]:
 
 
 def _tensor_text(tensor: dos.reports.TensorDifference) -> str:
-    shape, other_shape = (str(list(one)) for one in (tensor.shape, tensor.other_shape))
+    shape, other_shape = (str(list(sizes)) for sizes in (tensor.shape, tensor.other_shape))
     if tensor.what == "retyped":
         return f"{tensor.dtype} -> {tensor.other_dtype}"
     if tensor.what == "reshaped":
         dtypes = tensor.dtype, tensor.other_dtype
-        retyped = f", {' -> '.join(dtypes)}" if dtypes[0] != dtypes[1] else ""
+        retyped = f", {' -> '.join(dtypes)}" if tensor.dtype != tensor.other_dtype else ""
         return f"{shape} -> {other_shape}{retyped}"
     if tensor.max_difference is None:
         return f"{tensor.dtype} {shape}"
@@ -136,12 +136,12 @@ def _is_small(value: object) -> bool:
 
     A few nested lists can stand for more parts than there is memory for.
     """
-    left, parts = [value], 0
-    while left and parts < _MOST_PARTS:
-        one = left.pop()
-        if isinstance(one, Mapping):
-            left += [part for entry in islice(one.items(), _MOST_PARTS) for part in entry]
-        elif isinstance(one, list | tuple | set | frozenset | deque):
-            left += islice(one, _MOST_PARTS)
-        parts += 1
-    return not left
+    waiting, count = [value], 0
+    while waiting and count < _MOST_PARTS:
+        current = waiting.pop()
+        if isinstance(current, Mapping):
+            waiting += [part for entry in islice(current.items(), _MOST_PARTS) for part in entry]
+        elif isinstance(current, list | tuple | set | frozenset | deque):
+            waiting += islice(current, _MOST_PARTS)
+        count += 1
+    return not waiting

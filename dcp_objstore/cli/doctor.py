@@ -127,7 +127,7 @@ def _wrapped(advice: str, width: int) -> list[str]:
 
 def _with_whole_arguments(command: re.Match[str]) -> str:
     """Replace the spaces in a command's arguments by \0, which no argument contains."""
-    arguments = (shlex.quote(one).replace(" ", "\0") for one in shlex.split(command[1]))
+    arguments = (shlex.quote(argument).replace(" ", "\0") for argument in shlex.split(command[1]))
     return f"`{' '.join(arguments)}`"
 
 

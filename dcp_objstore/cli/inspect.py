@@ -99,19 +99,19 @@ def _print_plan(
     checkpoint: dos.Checkpoint, planned: Sequence[dos.reports.RankPlan], *, as_json: bool
 ) -> None:
     if as_json:
-        plans = [dataclasses.asdict(one) for one in planned]
+        plans = [dataclasses.asdict(plan) for plan in planned]
         print(json.dumps({"url": checkpoint.url, "ranks": plans}))
         return
     lines = [("rank", "fetches", "requests", "objects", "from other ranks")]
-    for _, group in groupby(planned, lambda one: dataclasses.replace(one, rank=0)):
+    for _, group in groupby(planned, lambda plan: dataclasses.replace(plan, rank=0)):
         alike = list(group)
-        one, last = alike[0], alike[-1]
-        name = str(one.rank) if one is last else f"{one.rank}-{last.rank}"
-        figures = str(one.requests), str(one.objects), size_text(one.received_bytes)
-        lines.append((name, size_text(one.total_bytes), *figures))
-    total_bytes = sum(one.total_bytes for one in planned)
-    received_bytes = sum(one.received_bytes for one in planned)
-    requests = str(sum(one.requests for one in planned))
+        first, last = alike[0], alike[-1]
+        name = str(first.rank) if first is last else f"{first.rank}-{last.rank}"
+        figures = str(first.requests), str(first.objects), size_text(first.received_bytes)
+        lines.append((name, size_text(first.total_bytes), *figures))
+    total_bytes = sum(plan.total_bytes for plan in planned)
+    received_bytes = sum(plan.received_bytes for plan in planned)
+    requests = str(sum(plan.requests for plan in planned))
     lines.append(("all", size_text(total_bytes), requests, "", size_text(received_bytes)))
     say(checkpoint.url)
     say(*aligned(lines, lines[0]))
@@ -139,8 +139,12 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
         "commit_id": checkpoint.commit_id,
         "world_size": checkpoint.world_size,
         "objects": len(checkpoint.objects),
-        "tensors": [_described(one) for one in entries if isinstance(one, dos.reports.TensorEntry)],
-        "values": [_described(one) for one in entries if isinstance(one, dos.reports.ValueEntry)],
+        "tensors": [
+            _described(entry) for entry in entries if isinstance(entry, dos.reports.TensorEntry)
+        ],
+        "values": [
+            _described(entry) for entry in entries if isinstance(entry, dos.reports.ValueEntry)
+        ],
         "total_bytes": root.total_bytes,
         "bytes_by_dtype": root.bytes_by_dtype(),
     }
@@ -177,10 +181,11 @@ def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, s
             yield size, "value", "", f"{indent}{part}"
     for _, group in groupby(module.modules.items(), _kind):
         alike = list(group)
-        total_bytes = sum(one.total_bytes for _, one in alike)
+        total_bytes = sum(child.total_bytes for _, child in alike)
         part, first = alike[0]
         if len(alike) > 1:
-            part = f"{part} ... {alike[-1][0]} ({len(alike)} alike)"
+            last_part, _ = alike[-1]
+            part = f"{part} ... {last_part} ({len(alike)} alike)"
         yield size_text(total_bytes), "", "", f"{indent}{part}"
         yield from _tree_lines(first, f"{indent}  ")
 
@@ -193,9 +198,9 @@ def _kind(named: tuple[str, _Module]) -> object:
 
 def _structure(module: _Module) -> tuple[object, ...]:
     entries = tuple(
-        (part, _dtype(one), one.shape, len(one.chunks))
-        if isinstance(one, dos.reports.TensorEntry)
+        (part, _dtype(entry), entry.shape, len(entry.chunks))
+        if isinstance(entry, dos.reports.TensorEntry)
         else (part, "value")
-        for part, one in module.entries.items()
+        for part, entry in module.entries.items()
     )
-    return entries, tuple((part, _structure(one)) for part, one in module.modules.items())
+    return entries, tuple((part, _structure(child)) for part, child in module.modules.items())

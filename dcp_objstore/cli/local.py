@@ -90,7 +90,7 @@ def _as_json(run: LocalRun) -> dict[str, Any]:
         "endpoint_url": run.endpoint_url,
         "folder": run.folder,
         "in_use": run.in_use,
-        "used": run.used_at.isoformat(timespec="seconds"),
+        "used": None if run.used_at is None else run.used_at.isoformat(timespec="seconds"),
         "bytes": run.total.total_bytes,
         "steps": {name: _figures(run.steps[name]) for name in sorted(run.steps, key=natural_order)},
         "being_written": _figures(run.being_written),

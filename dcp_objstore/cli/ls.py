@@ -46,8 +46,8 @@ def print_checkpoints(
         text = f"dcp-objstore: checkpoints below are not listed: {listing.unlisted}"
         say(text, to_errors=True)
     if as_json:
-        for one in listing.checkpoints:
-            print(json.dumps(_as_json(one)))
+        for entry in listing.checkpoints:
+            print(json.dumps(_as_json(entry)))
     else:
         say(listing.url)
         lines = _all_lines(listing) if everything else _lines(listing)
@@ -60,6 +60,7 @@ def print_checkpoints(
 
 
 def _as_json(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
+    """Return what `ls --json` prints of a checkpoint; an unreadable one has fewer fields."""
     described: dict[str, Any] = {
         "url": entry.url,
         "state": entry.state,
@@ -79,10 +80,9 @@ def _as_json(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
             "user_metadata": dict(entry.user_metadata),
         }
     if entry.leftovers is not None:
-        left = dataclasses.asdict(entry.leftovers)
         described["leftovers"] = {
             name: value.isoformat(timespec="seconds") if isinstance(value, datetime) else value
-            for name, value in left.items()
+            for name, value in dataclasses.asdict(entry.leftovers).items()
         }
     return described
 
@@ -106,13 +106,13 @@ def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
     """Yield a line for each checkpoint, and below it lines for what no commit names."""
     yield "state", "size", "objects", "ranks", "age", "name", "metrics"
     for entry in listing.checkpoints:
-        left = entry.leftovers or dos.reports.Leftovers()
+        leftovers = entry.leftovers or dos.reports.Leftovers()
         name = entry.name or "."
         has_marker = entry.created_at is not None
         # Of a deleted checkpoint, what is still there is left over.
         is_gone = entry.state == "deleted"
-        at = entry.created_at or left.written_at or left.began_at
-        objects = left.objects if entry.state == "not committed" else entry.objects
+        at = entry.created_at or leftovers.written_at or leftovers.began_at
+        objects = leftovers.objects if entry.state == "not committed" else entry.objects
         yield (
             entry.state,
             "-" if is_gone else size_text(entry.total_bytes),
@@ -122,15 +122,23 @@ def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
             name,
             _notes(entry),
         )
-        if left.objects and has_marker:
-            size, number = size_text(left.objects_bytes), str(left.objects)
-            yield "  left over", size, number, "", age(left.written_at), name, "sweep removes it"
-        if left.saves:
+        if leftovers.objects and has_marker:
+            size, number = size_text(leftovers.objects_bytes), str(leftovers.objects)
+            yield (
+                "  left over",
+                size,
+                number,
+                "",
+                age(leftovers.written_at),
+                name,
+                "sweep removes it",
+            )
+        if leftovers.saves:
             what = "a save runs, or died"
-            yield "  beacon", "", str(left.saves), "", age(left.began_at), name, what
-        if left.uploads:
-            size, number = size_text(left.uploads_bytes), str(left.uploads)
-            yield "  upload", size, number, "", age(left.initiated_at), name, "unfinished"
+            yield "  beacon", "", str(leftovers.saves), "", age(leftovers.began_at), name, what
+        if leftovers.uploads:
+            size, number = size_text(leftovers.uploads_bytes), str(leftovers.uploads)
+            yield "  upload", size, number, "", age(leftovers.initiated_at), name, "unfinished"
 
 
 def _state(entry: dos.reports.ListedCheckpoint) -> str:
@@ -170,5 +178,5 @@ def _print_table(lines: Sequence[_Line]) -> None:
         if width - max(map(len, without_last)) - 2 < _LEAST_LAST_COLUMNS:
             shown = without_last
         else:
-            shown = [one if len(one) <= width else f"{one[: width - 3]}..." for one in shown]
+            shown = [name if len(name) <= width else f"{name[: width - 3]}..." for name in shown]
     say(*shown)

@@ -55,8 +55,8 @@ def size_bytes(option: str, text: str) -> int:
     Raises:
         ConfigError: it is no size; names the option.
     """
-    found = _SIZE.fullmatch(text)
-    unit = None if found is None else _UNITS_BYTES.get(found[2].upper())
-    if found is None or unit is None or not float(found[1]):
+    match = _SIZE.fullmatch(text)
+    unit = None if match is None else _UNITS_BYTES.get(match[2].upper())
+    if match is None or unit is None or not float(match[1]):
         raise ConfigError(f"{option} {text}: write a size such as 500MB, 5GB or 2GiB")
-    return int(float(found[1]) * unit)
+    return int(float(match[1]) * unit)

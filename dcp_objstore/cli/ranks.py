@@ -42,7 +42,7 @@ _METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 # The output of the fork server and its resource tracker, in a file without a name, which vanishes
 # with this process.
 _server_output: IO[bytes] | None = None
-# In a rank: where `say` sends to. Threads of the rank may speak at the same time.
+# In a rank, the connection to which `say` sends. Threads of the rank may speak at the same time.
 _launcher: Connection | None = None
 _speaking = threading.Lock()
 
@@ -93,9 +93,9 @@ class Outcome:
     """How one rank's call ended.
 
     Attributes:
-        rank: which rank.
-        value: what it returned.
-        error: what it raised, else None.
+        rank: number of the rank.
+        value: the value that the call returned.
+        error: the error that it raised, or None.
         text: the traceback of the error, or the output of a process that died or hung.
         exit_signal: the signal that ended the process, or None.
         timed_out: whether it had not finished in time and was killed for that.
@@ -232,7 +232,15 @@ class Ranks:
             worker.idle = False
             worker.log.write_text("")
             worker.connection.send(
-                _Call(rank, world_size, meeting, self._store_port, limit, self._reuse, pickled)
+                _Call(
+                    rank=rank,
+                    world_size=world_size,
+                    meeting=meeting,
+                    port=self._store_port,
+                    group_timeout=limit,
+                    reuse=self._reuse,
+                    pickled=pickled,
+                )
             )
         return Job(workers, time.monotonic() + timeout_seconds)
 
@@ -251,7 +259,8 @@ class Ranks:
         for worker in self._workers.values():
             worker.process.kill()  # all at once, before any is waited for
         while self._workers:
-            self._workers.popitem()[1].end()
+            _, worker = self._workers.popitem()
+            worker.end()
         self._directory.cleanup()
 
     def __enter__(self) -> Ranks:

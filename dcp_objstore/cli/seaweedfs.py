@@ -32,8 +32,8 @@ _START_SECONDS: Final = 60.0
 _LOG_TAIL_BYTES: Final = 3000
 # A server whose port is taken ends within this time.
 _END_SECONDS: Final = 1.0
-# Written and read at every start, so that the server can store data when the constructor returns:
-# volumes register with the master some time after S3 answers.
+# A bucket to which an object is written and read again at every start, so that the server can store
+# data when the constructor returns: volumes register with the master some time after S3 answers.
 _READY_BUCKET: Final = "ready-check"
 # A request that is sent too early may hang long after S3 is up.
 _IMPATIENT: Final = TransferConfig(

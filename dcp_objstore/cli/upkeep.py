@@ -160,9 +160,14 @@ def _print_pins(url: str, pins: tuple[str, ...], *, as_json: bool) -> None:
 
 
 def _print_sweep(report: dos.reports.SweepReport, grace: str) -> None:
+    """Print a line for each checkpoint with something to say, then the sums and the advice."""
     say(report.url)
-    busy = [one for one in report.checkpoints if one.outcome != "clean" or one.uploads_aborted]
-    lines = [(_name(report, one), _summary(one)) for one in busy]
+    busy = [
+        checkpoint
+        for checkpoint in report.checkpoints
+        if checkpoint.outcome != "clean" or checkpoint.uploads_aborted
+    ]
+    lines = [(_name(report, checkpoint), _summary(checkpoint)) for checkpoint in busy]
     width = max((len(name) for name, _ in lines), default=0)
     for name, summary in lines:
         first, *rest = wrapped(summary, max(columns() - width - 4, _LEAST_TEXT_WIDTH - 4))
@@ -181,48 +186,56 @@ def _print_sweep(report: dos.reports.SweepReport, grace: str) -> None:
         pass  # a memory store has no unfinished uploads
     elif report.uploads_unseen is None:
         uploads = counted(report.uploads_aborted, "unfinished upload")
-        young = sum(one.uploads_young for one in report.checkpoints)
+        young = sum(checkpoint.uploads_young for checkpoint in report.checkpoints)
         in_progress = f"; {young} in progress, or younger than {grace}" if young else ""
         say(f"{uploads} ({size_text(report.uploads_bytes)}) {removed}{in_progress}")
     else:
         say(f"unfinished uploads were not looked at: {report.uploads_unseen}")
-    unknown = [f"{_name(report, one)}/{key}" for one in report.checkpoints for key in one.unknown]
+    unknown = [
+        f"{_name(report, checkpoint)}/{key}"
+        for checkpoint in report.checkpoints
+        for key in checkpoint.unknown
+    ]
     if unknown:
         count = counted(len(unknown), "object")
         say(f"{count} with unknown names left alone, for example {unknown[0].removeprefix('./')}")
     _print_lifecycle(report)
-    has_work = any(one.outcome in ("swept", "mended") or one.uploads_aborted for one in busy)
+    has_work = any(
+        checkpoint.outcome in ("swept", "mended") or checkpoint.uploads_aborted
+        for checkpoint in busy
+    )
     if report.dry_run and has_work:
         _print_how(["sweep", report.url, *(["--grace", grace] if grace != "24h" else [])])
 
 
-def _summary(one: dos.reports.CheckpointSweep) -> str:
-    would = "would be " if one.dry_run else ""
+def _summary(checkpoint: dos.reports.CheckpointSweep) -> str:
+    """Say in one line what a sweep did, or would do, at one checkpoint."""
+    would = "would be " if checkpoint.dry_run else ""
     parts = []
-    if one.deleted:
-        parts.append(
-            f"{counted(one.deleted, 'object')}, {size_text(one.deleted_bytes)}, {would}removed"
-        )
-    if one.uploads_aborted:
-        parts.append(
-            f"{counted(one.uploads_aborted, 'unfinished upload')}, {size_text(one.uploads_bytes)},"
-            f" {would}removed"
-        )
-    if one.finished_delete:
+    if checkpoint.deleted:
+        size = size_text(checkpoint.deleted_bytes)
+        parts.append(f"{counted(checkpoint.deleted, 'object')}, {size}, {would}removed")
+    if checkpoint.uploads_aborted:
+        uploads, size = checkpoint.uploads_aborted, size_text(checkpoint.uploads_bytes)
+        parts.append(f"{counted(uploads, 'unfinished upload')}, {size}, {would}removed")
+    if checkpoint.finished_delete:
         parts.append(f"a deletion begun before {would}finished; its objects later")
-    if one.superseded:
+    if checkpoint.superseded:
         parts.append(f"a step that a superseded job saved {would}deleted; its objects later")
-    if one.dot_metadata is not None:
-        parts.append(f".metadata {would}{one.dot_metadata}")
-        if one.fenced:
+    if checkpoint.dot_metadata is not None:
+        parts.append(f".metadata {would}{checkpoint.dot_metadata}")
+        if checkpoint.fenced:
             parts[-1] += "; objects later"
-    if one.outcome in ("waiting", "foreign", "lost", "damaged"):
-        label = {"waiting": "not yet", "damaged": "cannot be read"}.get(one.outcome, "left alone")
-        parts.append(f"{label}: {one.reason}")
+    if checkpoint.outcome in ("waiting", "foreign", "lost", "damaged"):
+        label = {"waiting": "not yet", "damaged": "cannot be read"}.get(
+            checkpoint.outcome, "left alone"
+        )
+        parts.append(f"{label}: {checkpoint.reason}")
     return "; ".join(parts)
 
 
 def _print_lifecycle(report: dos.reports.SweepReport) -> None:
+    """Print the bucket's rule for unfinished uploads, or the commands that would add one."""
     if report.lifecycle_days is not None:
         say(
             "the bucket's lifecycle rule removes unfinished uploads after"
@@ -252,8 +265,8 @@ def _print_lifecycle(report: dos.reports.SweepReport) -> None:
         say(f"  {command}")
 
 
-def _name(report: dos.reports.SweepReport, one: dos.reports.CheckpointSweep) -> str:
-    return one.url.removeprefix(report.url).lstrip("/") or "."
+def _name(report: dos.reports.SweepReport, checkpoint: dos.reports.CheckpointSweep) -> str:
+    return checkpoint.url.removeprefix(report.url).lstrip("/") or "."
 
 
 def _print_how(command: list[str]) -> None:
@@ -263,7 +276,7 @@ def _print_how(command: list[str]) -> None:
 
 
 def _seconds(text: str) -> float:
-    found = _DURATION.match(text.strip())
-    if found is None:
+    match = _DURATION.match(text.strip())
+    if match is None:
         raise ConfigError(f"{text!r} is not a duration; write 90m, 24h or 7d")
-    return float(found[1]) * _UNITS_SECONDS[found[2]]
+    return float(match[1]) * _UNITS_SECONDS[match[2]]

@@ -86,6 +86,7 @@ class Archive:
             raise ArchiveError(f"{name} cannot be unpacked") from error
 
     def _read(self) -> None:
+        """Note where the directory says that records lie; refuse what torch never writes."""
         at, end, count = _find_directory(self._body)
         directory = at
         while at < end:
@@ -158,9 +159,9 @@ def _from_zip_64(extra: bytes, *numbers: int) -> tuple[int, ...]:
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == 1:
-            left = iter(struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8]))
+            numbers_64 = struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])
             try:
-                return tuple(next(left)[0] if n == _IN_ZIP_64 else n for n in numbers)
+                return tuple(next(numbers_64)[0] if n == _IN_ZIP_64 else n for n in numbers)
             except (StopIteration, RuntimeError):
                 break
         at += 4 + length

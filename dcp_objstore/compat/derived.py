@@ -26,13 +26,13 @@ class StockDotMetadata:
         from dcp_objstore.compat.foreign import decode_metadata
 
         try:
-            found, wanted = decode_metadata(body), decode_metadata(derived)
+            present, wanted = decode_metadata(body), decode_metadata(derived)
         except (CorruptDataError, InputError):
             return False
         return (
-            found.storage_data == wanted.storage_data
-            and found.state_dict_metadata == wanted.state_dict_metadata
-            and found.planner_data == wanted.planner_data
+            present.storage_data == wanted.storage_data
+            and present.state_dict_metadata == wanted.state_dict_metadata
+            and present.planner_data == wanted.planner_data
         )
 
     def is_ours(self, body: bytes) -> bool:

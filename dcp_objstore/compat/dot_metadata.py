@@ -28,7 +28,7 @@ _LAYOUTS: Final = (
     *("strided", "jagged", "_mkldnn"),
     *("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"),
 )
-# In the order of the numbers that stand for them.
+# The memory formats, in the order of the numbers that stand for them.
 _MEMORY_FORMATS: Final = ("contiguous_format", "channels_last", "preserve_format")
 
 
@@ -77,9 +77,9 @@ def encode_metadata(index: ix.Index) -> bytes:
     chunks: dict[str, bytes] = {}
     places = [_value_places(index, np.array([number_of[key] for key in index.blobs], np.int64))]
     for group in index.groups():
-        made = _chunks(group)
+        pickled = _chunks(group)
         for tensor, (low, high) in zip(group.tensors, group.bounds(), strict=True):
-            chunks[tensor.key] = made[low:high].tobytes()
+            chunks[tensor.key] = pickled[low:high].tobytes()
         keys = np.array([number_of[tensor.key] for tensor in group.tensors], dtype=np.int64)
         places.append(_chunk_places(index, group, keys))
     value = _get(_BYTES) + pickle.EMPTY_TUPLE + pickle.NEWOBJ
@@ -190,9 +190,9 @@ def _storage_info(index: ix.Index, rows: ix.Numbers) -> tuple[bytes | _Rows, ...
 
 # Opcodes.
 
-# Sets the attributes of the object that `_opened` has made.
+# What sets the attributes of the object that `_opened` has made.
 _CLOSED: Final = pickle.SETITEMS + pickle.BUILD
-# Ends the list of a tensor's chunks, and its TensorStorageMetadata.
+# What ends the list of a tensor's chunks, and its TensorStorageMetadata.
 _TAIL: Final = pickle.APPENDS + _CLOSED
 
 

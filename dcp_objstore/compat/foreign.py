@@ -55,7 +55,7 @@ _METADATA: Final = "torch.distributed.checkpoint.metadata."
 _FILESYSTEM: Final = "torch.distributed.checkpoint.filesystem."
 _PLANNER: Final = "torch.distributed.checkpoint.planner."
 _MEGATRON: Final = "megatron.core.dist_checkpointing.strategies.torch."
-# Before TensorProperties moved (torch 2.3) it lived here; its state is the same.
+# The module of TensorProperties before torch 2.3; its state is the same.
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata."
 
 _SIZE: Final = "torch.Size"
@@ -71,7 +71,7 @@ _MEMORY_FORMATS: Final = {
     1: torch.channels_last,
     2: torch.preserve_format,
 }
-# By the names of the members, as CPython 3.11.0 to 3.11.3 write them.
+# The members by their names, as CPython 3.11.0 to 3.11.3 write them.
 _MEMORY_NAMES: Final = {
     f"{cls}.{name}": number
     for cls in _MEMORY_ENCODING
@@ -237,9 +237,9 @@ class _Getattr(Node):
     __slots__ = ()
 
     @classmethod
-    def made(cls, args: tuple[object, ...], *, is_new: bool) -> object:
+    def result(cls, args: tuple[object, ...], *, is_new: bool) -> object:
         if is_new:
-            return super().made(args, is_new=is_new)
+            return super().result(args, is_new=is_new)
         if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
             raise UntrustedPickleError("the .metadata calls getattr on what it made itself")
         return _find(args[0].name, args[1])
@@ -251,8 +251,8 @@ class _OrderedDict(Node):
     __slots__ = ()
 
     @classmethod
-    def made(cls, args: tuple[object, ...], *, is_new: bool) -> object:
-        return super().made(args, is_new=is_new) if args or is_new else {}
+    def result(cls, args: tuple[object, ...], *, is_new: bool) -> object:
+        return super().result(args, is_new=is_new) if args or is_new else {}
 
 
 @contextmanager
@@ -490,10 +490,10 @@ class _Converter:
     def storage_data(self, value: object) -> dict[MetadataIndex, StorageInfo]:
         entries = _dict(value, "storage_data")
         self.spend(len(entries))
-        made = {self.index(key): self.storage_info(info) for key, info in entries.items()}
-        if len(made) != len(entries):
+        data = {self.index(key): self.storage_info(info) for key, info in entries.items()}
+        if len(data) != len(entries):
             raise _damaged("storage_data names one chunk twice")
-        return made
+        return data
 
     def index(self, value: object) -> MetadataIndex:
         state = _state(value, _METADATA + "MetadataIndex")

@@ -65,7 +65,7 @@ class Global(type):
 
     def __call__(cls, *args: object) -> object:
         """Record a call (REDUCE)."""
-        return cls.made(args, is_new=False)  # type: ignore[attr-defined]
+        return cls.result(args, is_new=False)  # type: ignore[attr-defined]
 
 
 class Node(metaclass=Global):
@@ -83,10 +83,10 @@ class Node(metaclass=Global):
 
     def __new__(cls, *args: object) -> object:  # type: ignore[misc]
         """Record a new object (NEWOBJ)."""
-        return cls.made(args, is_new=True)
+        return cls.result(args, is_new=True)
 
     @classmethod
-    def made(cls, args: tuple[object, ...], *, is_new: bool) -> object:
+    def result(cls, args: tuple[object, ...], *, is_new: bool) -> object:
         """Return the result of NEWOBJ or REDUCE."""
         node = object.__new__(cls)
         node.args, node.is_new, node.state = args, is_new, None
@@ -123,12 +123,12 @@ def scan(body: bytes, dialect: Dialect) -> tuple[int, bool]:
         HostilePickleError: unpickling could end the process, or take time or memory out of
             proportion to the body.
     """
-    found = _Scan(body, dialect)
+    done = _Scan(body, dialect)
     try:
-        found.run()
+        done.run()
     except LookupError:  # in the body, on the stack, in the memo, or among the opcodes
-        return found.start, False
-    return found.start + 1, len(found.stack) == 1 and not found.marked
+        return done.start, False
+    return done.start + 1, len(done.stack) == 1 and not done.marked
 
 
 class _Scan:
@@ -188,10 +188,10 @@ class _Scan:
         if items.count(_LEAF) == len(items):
             return 1, 1 + len(items), False
         depth, parts, is_large = 0, 0, False
-        for item in items:
-            depth = max(depth, item[0])
-            parts += item[1]
-            is_large |= item[2]
+        for item_depth, item_parts, item_is_large in items:
+            depth = max(depth, item_depth)
+            parts += item_parts
+            is_large |= item_is_large
         return self.wrapped((depth, parts, is_large))
 
     def wrapped(self, shape: _Shape) -> _Shape:
@@ -233,9 +233,10 @@ class _Scan:
 
     def call(self, _: bytes) -> None:
         arguments = self.stack.pop()
-        self.work(4 * arguments[1])  # they are copied
-        made = self.wrapped(arguments)
-        self.stack[-1] = made[0], 1, made[2]
+        depth, parts, is_large = arguments
+        self.work(4 * parts)  # they are copied
+        depth, parts, is_large = self.wrapped(arguments)
+        self.stack[-1] = depth, 1, is_large
 
     def add(self, _: bytes) -> None:
         """Take an item of a list, or the state of an object."""

@@ -54,11 +54,11 @@ _DIALECT: Final = Dialect(
     max_marks=5_000,
     max_key_bits=64,
 )
-_MAX_GLOBALS: Final = 1_000  # different ones
+_MAX_GLOBALS: Final = 1_000  # the most different ones
 _Arguments = tuple[object, ...]
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _QUANTIZED: Final = "torch._utils._rebuild_qtensor"
-# They take a size as well as data; `torch.save` calls none of them.
+# Calls that take a size as well as data; `torch.save` makes none of them.
 _SIZED: Final = frozenset(
     f"{cls.__module__}.{cls.__name__}" for cls in (*torch_private.legacy_classes(), torch.Tensor)
 )
@@ -102,16 +102,16 @@ class _EndError(Exception):
     """Torch goes no further than this point."""
 
 
-class _Made(Node):
+class _Result(Node):
     """The result of a call, which reports to its `trial` how it is used."""
 
     __slots__ = ()
     trial: _Trial
 
     @classmethod
-    def made(cls, args: _Arguments, *, is_new: bool) -> object:
-        cls.trial.check_made(cls.name, args, is_new=is_new)
-        return super().made(args, is_new=is_new)
+    def result(cls, args: _Arguments, *, is_new: bool) -> object:
+        cls.trial.check_result(cls.name, args, is_new=is_new)
+        return super().result(args, is_new=is_new)
 
     def __setstate__(self, state: object) -> None:
         # The first state may hold what is to be called with the second.
@@ -199,10 +199,10 @@ class _Trial(pickle.Unpickler):
             if len(self.globals) >= _MAX_GLOBALS:
                 raise HostilePickleError(f"it names more than {_MAX_GLOBALS} classes")
             # Classes are cycles: one that held the trial would keep the archive for a while.
-            self.globals[whole] = stand_in(_Made, whole, trial=weakref.proxy(self))
+            self.globals[whole] = stand_in(_Result, whole, trial=weakref.proxy(self))
         return self.globals[whole]
 
-    def check_made(self, name: str, args: _Arguments, *, is_new: bool) -> None:
+    def check_result(self, name: str, args: _Arguments, *, is_new: bool) -> None:
         self.check_call(name, args)
         if name in _INERT:
             form = (_INERT_NEW if is_new else _INERT_CALLS).get(name)
@@ -268,7 +268,7 @@ def _is_text_in_latin_1(args: _Arguments) -> bool:
 _ARGUMENTS: Final[dict[str, Callable[[_Arguments], bool]]] = {
     "_codecs.encode": _is_text_in_latin_1,
     "builtins.bytearray": lambda args: (
-        _one(lambda arg: _is_made(arg, "_codecs.encode"))(args) or _is_text_in_latin_1(args)
+        _one(lambda arg: _is_result_of(arg, "_codecs.encode"))(args) or _is_text_in_latin_1(args)
     ),
     "builtins.set": _one(_is_collection),
     "collections.Counter": _one(_is_collection),
@@ -286,7 +286,7 @@ _DICTIONARIES: Final = ("collections.OrderedDict", "collections.Counter")
 _HASHING: Final = frozenset({"builtins.set", *_DICTIONARIES})
 _DTYPE: Final = "numpy.dtype"
 _ARRAY: Final = "numpy.ndarray"
-_NUMPY: Final = ("numpy._core.multiarray", "numpy.core.multiarray")  # of NumPy 2, and 1
+_NUMPY: Final = ("numpy._core.multiarray", "numpy.core.multiarray")  # NumPy 2, and 1
 # The elements of other dtypes are not numbers but text, records, or any Python objects.
 _NUMPY_DTYPES: Final = {
     "b1": 1,
@@ -312,15 +312,15 @@ def _is_exactly(value: object, wanted: tuple[object, ...]) -> bool:
     return type(value) is tuple and _are(*map(type, wanted))(value) and value == wanted
 
 
-def _is_made(value: object, *names: str) -> bool:
-    return isinstance(value, _Made) and value.name in names
+def _is_result_of(value: object, *names: str) -> bool:
+    return isinstance(value, _Result) and value.name in names
 
 
 def _size_of(value: object) -> int | None:
     """Return the length of a bytes value; None for anything else."""
-    if isinstance(value, _Made) and value.name == "_codecs.encode":
+    if isinstance(value, _Result) and value.name == "_codecs.encode":
         return len(value.args[0])  # type: ignore[arg-type]
-    return 0 if _is_made(value, "builtins.bytes") else None
+    return 0 if _is_result_of(value, "builtins.bytes") else None
 
 
 def _size_of_element(dtype: object) -> int:
@@ -333,7 +333,7 @@ def _time(size_bytes: int) -> _Form:
     return lambda args: (
         0 < len(args) <= 2
         and _size_of(args[0]) == size_bytes
-        and all(_is_made(zone, "datetime.timezone") for zone in args[1:])
+        and all(_is_result_of(zone, "datetime.timezone") for zone in args[1:])
     )
 
 
@@ -352,7 +352,7 @@ def _is_deque(args: _Arguments) -> bool:
 def _is_zone(args: _Arguments) -> bool:
     return (
         0 < len(args) <= 2
-        and _is_made(args[0], "datetime.timedelta")
+        and _is_result_of(args[0], "datetime.timedelta")
         and all(type(name) is str for name in args[1:])
     )
 
@@ -379,7 +379,7 @@ def _is_empty_array(args: _Arguments) -> bool:
 
 
 def _is_numpy_scalar(args: _Arguments) -> bool:
-    if len(args) != 2 or not _is_made(args[0], _DTYPE):
+    if len(args) != 2 or not _is_result_of(args[0], _DTYPE):
         return False
     return _size_of(args[1]) == _size_of_element(args[0])
 
@@ -436,14 +436,14 @@ _INERT_NEW: Final[dict[str, _Form]] = {"_io.BytesIO": _are()}
 _INERT: Final = frozenset({*_INERT_CALLS, *_INERT_NEW, *_MEMBERS, _ARRAY})
 
 
-def _is_buffer(made: _Made, state: object) -> bool:
+def _is_buffer(result: _Result, state: object) -> bool:
     """Return whether this is the state of a BytesIO: bytes, position, no attributes."""
     if type(state) is not tuple or len(state) != 3:
         return False
     body, position, attributes = state
     size_bytes = _size_of(body)
     if type(attributes) is dict:  # as soon as something has looked for an attribute, as DCP does
-        made.trial.attributes.append(attributes)
+        result.trial.attributes.append(attributes)
     return (
         size_bytes is not None
         and type(position) is int
@@ -452,7 +452,7 @@ def _is_buffer(made: _Made, state: object) -> bool:
     )
 
 
-def _is_dtype_state(_: _Made, state: object) -> bool:
+def _is_dtype_state(_: _Result, state: object) -> bool:
     """Return whether this is a dtype's state: version, byte order, and no fields."""
     return (
         type(state) is tuple
@@ -462,12 +462,12 @@ def _is_dtype_state(_: _Made, state: object) -> bool:
     )
 
 
-def _is_array_state(_: _Made, state: object) -> bool:
+def _is_array_state(_: _Result, state: object) -> bool:
     """Return whether this is an array's state: version, shape, dtype, order, and its bytes."""
     if type(state) is not tuple or len(state) != 5:
         return False
     version, shape, dtype, order, body = state
-    if type(shape) is not tuple or not _is_made(dtype, _DTYPE) or type(order) is not bool:
+    if type(shape) is not tuple or not _is_result_of(dtype, _DTYPE) or type(order) is not bool:
         return False
     sizes = [size for size in shape if type(size) is int and 0 <= size <= _MAX_EXTENT]
     return (
@@ -479,7 +479,7 @@ def _is_array_state(_: _Made, state: object) -> bool:
     )
 
 
-_INERT_STATES: Final[dict[str, Callable[[_Made, object], bool]]] = {
+_INERT_STATES: Final[dict[str, Callable[[_Result, object], bool]]] = {
     "collections.OrderedDict": lambda _, state: type(state) is dict,
     "_io.BytesIO": _is_buffer,
     _DTYPE: _is_dtype_state,

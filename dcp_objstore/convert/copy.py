@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
 
 _OBJECTS_AT_ONCE = 4
-_FINGERPRINT_DIGITS = 40  # with the 24 of a nonce, the 64 that a name has room for
+_FINGERPRINT_DIGITS = 40  # a name has room for 64, and the nonce takes 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +213,10 @@ def copy_checkpoint(
 
 def _on_one_store(source: StoreSpec, target: StoreSpec) -> bool:
     """Whether the store may be asked to copy: the same credentials hold on both sides."""
-    alike = [(one.parsed.scheme, one.storage_options, one.config) for one in (source, target)]
-    return alike[0] == alike[1] and target.open().capabilities.copies
+    access, other_access = (
+        (spec.parsed.scheme, spec.storage_options, spec.config) for spec in (source, target)
+    )
+    return access == other_access and target.open().capabilities.copies
 
 
 class _Copy:
@@ -247,30 +249,30 @@ class _Copy:
         """Upload what is not there yet; return the index of the copy, and its objects."""
         channel, objects, config = save.channel, self._index.objects, self._config
         copied = wait_for(self._arrived, save)
-        left = [number for number in range(len(objects)) if number not in copied]
-        self.sent_bytes = sum(objects[number].size_bytes for number in left)
+        unsent = [number for number in range(len(objects)) if number not in copied]
+        self.sent_bytes = sum(objects[number].size_bytes for number in unsent)
         channel.emit(
             Planned,
             channel.began_at,
             operation="save",
             items=len(self._stored.items),
             size_bytes=self.sent_bytes,
-            objects=len(left),
-            requests=sum(part_count(objects[n].size_bytes, config.part_size_bytes) for n in left),
+            objects=len(unsent),
+            requests=sum(part_count(objects[n].size_bytes, config.part_size_bytes) for n in unsent),
         )
         if self._on_store:
-            copied |= self._copy_on_store(save, left)
-            left = [number for number in left if number not in copied]
+            copied |= self._copy_on_store(save, unsent)
+            unsent = [number for number in unsent if number not in copied]
         progress = Progress(config.stall_timeout_seconds, channel)
-        if left:
+        if unsent:
             copied |= run_watched(
-                lambda: self._send_all(save, left, progress),
+                lambda: self._send_all(save, unsent, progress),
                 f"copy of {self._source.url}",
                 progress,
             )
         sent = [copied[number] for number in range(len(objects))]
         storage = ix.StorageInfo(save.spec.url, save.nonce, self._index.storage.modules)
-        entries = tuple(one.entry for one in sent)
+        entries = tuple(stored_object.entry for stored_object in sent)
         return replace(self._index, objects=entries, storage=storage), sent
 
     def _arrived(self, save: Save) -> dict[int, StoredObject]:
@@ -300,14 +302,14 @@ class _Copy:
         # only have been lost.
         nonce = new_nonce() + self._unread_fingerprint
         keys = {data_key(0, number, nonce): number for number in numbers if objects[number].e_tag}
-        made = copy_objects(
+        outcomes = copy_objects(
             save.open(),
             {key: [_source(self._source.url, objects[number])] for key, number in keys.items()},
             self._config,
             Progress(self._config.stall_timeout_seconds, save.channel),
         )
         copied: dict[int, StoredObject] = {}
-        for key, outcome in made.items():
+        for key, outcome in outcomes.items():
             if isinstance(outcome, DcpObjstoreError):
                 logger.info("%s is streamed, because the store did not copy it: %s", key, outcome)
                 continue
@@ -319,6 +321,7 @@ class _Copy:
     def _send_all(
         self, save: Save, numbers: Sequence[int], progress: Progress
     ) -> dict[int, StoredObject]:
+        """Read objects and upload them, several at a time; return what was sent, by number."""
         spans: dict[int, list[Span[Piece]]] = {number: [] for number in numbers}
         blocks = list(payload_blocks(self._index))
         for span in (*blocks, *framing_pieces(self._index, blocks, numbers)):
@@ -332,7 +335,14 @@ class _Copy:
 
         def send(number: int) -> StoredObject:
             try:
-                return self._send(save, number, spans.pop(number), config, lanes, progress)
+                return self._send(
+                    save,
+                    number,
+                    spans.pop(number),
+                    config=config,
+                    lanes=lanes,
+                    progress=progress,
+                )
             except BaseException as error:
                 progress.stop(error)  # the others, too
                 raise
@@ -347,6 +357,7 @@ class _Copy:
         save: Save,
         number: int,
         spans: list[Span[Piece]],
+        *,
         config: TransferConfig,
         lanes: int,
         progress: Progress,
@@ -364,8 +375,8 @@ class _Copy:
             key,
             self._buffers(entry, windows, reads, progress),
             plan,
-            config,
-            progress,
+            config=config,
+            progress=progress,
             most=max(1, half_bytes // plan.part_size_bytes),
         )
         there = msgspec.structs.replace(entry, key=key, e_tag=uploaded.version.e_tag)
@@ -419,8 +430,8 @@ class _Copy:
                 self._stored.object_keys,
                 [window],
                 compare,
-                self._config,
-                Progress(self._config.stall_timeout_seconds),
+                config=self._config,
+                progress=Progress(self._config.stall_timeout_seconds),
                 admit=lambda *_: memoryview(memory),
                 explain=self._explain,
             )

@@ -50,8 +50,10 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.transfer.upload import ByteArray
 
-_OWN_PREFIX = ".dcp-objstore."  # of files and folders that do not stay
-_ALIVE = f"{_OWN_PREFIX}alive"  # locked in a temporary folder while its export runs
+# The names of temporary files and folders begin with this.
+_OWN_PREFIX = ".dcp-objstore."
+# A file of this name in a temporary folder is locked while its export runs.
+_ALIVE = f"{_OWN_PREFIX}alive"
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -123,7 +125,7 @@ def export_checkpoint(
 
     Args:
         url: URL of the checkpoint, which this or another library wrote.
-        out: where to write, as a path or URL. A name that ends in .pt, .pth, .bin or .ckpt gets one
+        out: the path or URL to write to. A name that ends in .pt, .pth, .bin or .ckpt gets one
             `torch.save` file, and one in .safetensors a single file of that format. Otherwise it is
             a folder: it gets model.safetensors, or several shards and their index, as
             `from_pretrained` reads them.
@@ -179,18 +181,18 @@ def export_checkpoint(
         small += index
     elif is_torch:
         nest = partial(_flat, names) if rename else checkpoint.nested
-        files = [_torch_file(name, tensors, lambda made: nest({**made, **source.values}))]
+        files = [_torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
     else:
         files = [_safetensors_file(name, list(tensors), tensors, names)]
     channel = EventSettings(on_event, trace).channel("export", spec.url)
     channel.show(bar=progress, summary=False)
     with channel.watching(), _staged(spec) as staging:
-        export = _Export(spec, staging, source, tensors, channel)
+        export = _Export(spec, staging, source, tensors=tensors, channel=channel)
         written = export.run(files, small, overwrite=overwrite)
     root = spec.url if "://" in str(out) else spec.url.removeprefix("file://")
     return ExportReport(
         url=checkpoint.url,
-        files=tuple(f"{root.rstrip('/')}/{one}" for one in written),
+        files=tuple(f"{root.rstrip('/')}/{file}" for file in written),
         tensors=len(tensors),
         left_out=() if is_torch else tuple(key for key in source.keys if key not in tensors),
         total_bytes=sum(written.values()),
@@ -288,7 +290,7 @@ def _staged(spec: StoreSpec) -> Iterator[StoreSpec]:
         yield spec
         return
     folder = Path(spec.url.removeprefix("file://"))
-    new = [one for one in (folder, *folder.parents) if not one.exists()]
+    new = [directory for directory in (folder, *folder.parents) if not directory.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_left(folder)
@@ -301,8 +303,8 @@ def _staged(spec: StoreSpec) -> Iterator[StoreSpec]:
         raise InputError(f"{folder} cannot be written: {error.strerror}", url=spec.url) from error
     finally:
         with suppress(OSError):  # it has files in it
-            for one in new:
-                one.rmdir()
+            for directory in new:
+                directory.rmdir()
 
 
 @contextmanager
@@ -342,8 +344,8 @@ class _Export:
 
     Args:
         spec: the folder.
-        staging: where to write, to be moved to the folder.
-        source: what to read.
+        staging: the folder to write to; its files are moved to `spec` in the end.
+        source: the checkpoint to read.
         tensors: its tensors, as they are to be written.
         channel: channel for the events.
     """
@@ -415,6 +417,7 @@ class _Export:
         return present
 
     def _write(self, file: _File) -> int:
+        """Write one file from slabs that are read ahead; return its size in bytes."""
         slabs = (
             slab
             for key in file.keys
@@ -424,11 +427,11 @@ class _Export:
         tensors = read_ahead(slabs, self._source.read)
 
         def tensor(key: str) -> Iterator[ByteArray]:
-            left_bytes = _size(self._tensors[key])
-            while left_bytes:
+            remaining_bytes = _size(self._tensors[key])
+            while remaining_bytes:
                 memory = byte_memory(next(tensors).to(self._tensors[key].dtype))
                 assert memory is not None
-                left_bytes -= memory.nbytes
+                remaining_bytes -= memory.nbytes
                 for at in range(0, memory.nbytes, plan.slice_size_bytes):
                     yield memory[at : at + plan.slice_size_bytes]
 
@@ -439,8 +442,8 @@ class _Export:
                 file.name,
                 file.buffers(tensor),
                 plan,
-                self._config,
-                self._progress,
+                config=self._config,
+                progress=self._progress,
                 most=most,
             )
         finally:
@@ -448,11 +451,11 @@ class _Export:
         return uploaded.size_bytes
 
     def _remove(self, names: Iterable[str], error: BaseException) -> None:
-        left = []
+        unremoved = []
         for name in names:
             try:
                 self._store.delete(name)
             except DcpObjstoreError:
-                left.append(name)
-        if left:
-            error.add_note(f"{', '.join(left)} could not be removed from {self._store.url}")
+                unremoved.append(name)
+        if unremoved:
+            error.add_note(f"{', '.join(unremoved)} could not be removed from {self._store.url}")

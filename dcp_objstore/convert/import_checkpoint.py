@@ -154,9 +154,11 @@ def import_checkpoint(
         allow_unfenced=allow_unfenced,
     )
     source_options = options_of_other(source_storage_options, url, storage_options, source)
-    with _opened(source, keys, source_options, config, trust_pickle) as found:
-        names = renamed(matching(dict.fromkeys(found.keys), keys), rename)
-        planner = _ImportPlanner(str(writer.checkpoint_id), found, names)
+    with _open_source(
+        source, keys, source_options, config=config, trust_pickle=trust_pickle
+    ) as opened:
+        names = renamed(matching(dict.fromkeys(opened.keys), keys), rename)
+        planner = _ImportPlanner(str(writer.checkpoint_id), opened, names)
         with closing(planner), reporting_failures(writer):
             return run_save(writer, planner.flat, None, planner)
 
@@ -257,7 +259,7 @@ def _slab(item: WriteItem, key: str) -> Slab:
 
 
 @contextmanager
-def _opened(
+def _open_source(
     source: str | os.PathLike[str],
     keys: Patterns,
     storage_options: Mapping[str, object] | None,
@@ -281,7 +283,7 @@ def _opened(
         return
     files, weight_map = wait_for(_safetensors_files, store, name)
     if files:
-        headers = {one: wait_for(read_header, store, one) for one in files}
+        headers = {file: wait_for(read_header, store, file) for file in files}
         yield SafetensorsSource(spec, store, headers, weight_map)
         return
     try:
@@ -317,7 +319,7 @@ def _safetensors_files(
         return files, None
     body, _ = store.get(indices[0], max_size_bytes=_MOST_INDEX_BYTES)
     try:
-        weight_map = {key: str(one) for key, one in json.loads(body)["weight_map"].items()}
+        weight_map = {key: str(file) for key, file in json.loads(body)["weight_map"].items()}
         absent = {*weight_map.values()} - {*inside}
         if absent:
             raise ValueError(f"{min(absent)} is not in the folder")

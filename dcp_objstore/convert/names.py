@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from dcp_objstore.errors import ConfigError, StateMismatchError
 
-# Names of `torch.save` files end so.
+# The endings of the names of `torch.save` files.
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 # Pairs of a regular expression and its replacement.
@@ -37,7 +37,7 @@ def folder_and_name(
 
 
 def options_of_other(
-    given: Mapping[str, object] | None,
+    other_options: Mapping[str, object] | None,
     url: str | os.PathLike[str],
     options: Mapping[str, object] | None,
     other: str | os.PathLike[str],
@@ -45,13 +45,13 @@ def options_of_other(
     """Return the options of the other side: those given, or `options` if its scheme is the same.
 
     Args:
-        given: what the caller gave for the other side.
-        url: what `options` are for.
+        other_options: the options that the caller gave for the other side.
+        url: the URL that `options` are for.
         options: credentials and endpoint of `url`.
         other: path or URL of the other side.
     """
-    schemes = {os.fspath(one).partition("://")[0] for one in (url, other)}
-    return options if given is None and len(schemes) == 1 else given
+    schemes = {os.fspath(address).partition("://")[0] for address in (url, other)}
+    return options if other_options is None and len(schemes) == 1 else other_options
 
 
 def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:

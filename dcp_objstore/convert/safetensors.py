@@ -20,7 +20,7 @@ from dcp_objstore.stores.ranges import read_range
 if TYPE_CHECKING:
     from dcp_objstore.stores import ObjectStore
 
-# Both ways: the format's names of dtypes. A name that torch lacks is left out.
+# The format's names of dtypes, for both ways. A name that torch lacks is left out.
 _NAMES = {
     "F64": "float64",
     "F32": "float32",
@@ -49,7 +49,7 @@ _METADATA = "__metadata__"
 # The format's own limit.
 _MOST_HEADER_BYTES = 100_000_000
 _FIRST_READ_BYTES = MIB
-_MOST_DIMENSIONS = 64  # of torch
+_MOST_DIMENSIONS = 64  # torch's own limit
 
 
 class TensorPlace(NamedTuple):
@@ -136,6 +136,12 @@ def _header_text(store: ObjectStore, key: str, size_bytes: int) -> bytes:
 
 
 def _parsed(text: bytes, size_bytes: int) -> FileHeader:
+    """Parse a header and check that its tensors fill the file, one after the other.
+
+    Raises:
+        UnsupportedError: a tensor has a dtype that is not known here.
+        ValueError: the header contradicts itself or the file's size.
+    """
     tensors: dict[str, TensorPlace] = {}
     begin = _LENGTH_BYTES + len(text)
     for name, entry in json.loads(text).items():
@@ -155,7 +161,7 @@ def _parsed(text: bytes, size_bytes: int) -> FileHeader:
             raise ValueError(f"{name!r} has an impossible shape")
         tensors[name] = TensorPlace(dtype, shape, begin + start)
     at = begin
-    for name, place in sorted(tensors.items(), key=lambda one: one[1].offset):
+    for name, place in sorted(tensors.items(), key=lambda item: item[1].offset):
         if place.offset != at and 0 not in place.shape:
             raise ValueError(f"{name!r} begins at byte {place.offset}, and not at byte {at}")
         at += math.prod(place.shape) * place.dtype.itemsize

@@ -71,7 +71,7 @@ class CheckpointSource(Source):
     Args:
         checkpoint: the opened checkpoint.
         keys: the keys to convert, as in `Checkpoint.matching`.
-        values: read the values, too.
+        values: whether to read the values, too.
 
     Raises:
         UnsupportedError: a tensor cannot be converted.
@@ -108,7 +108,7 @@ class TorchSource(Source):
     """A state dict in memory, or mapped from a `torch.save` file.
 
     Args:
-        url: where it comes from, for errors.
+        url: the URL of the file, for errors.
         state: the state dict.
         check: raises if somebody has changed the mapped file. Default: nobody can.
 
@@ -160,6 +160,7 @@ class SafetensorsSource(Source):
         headers: Mapping[str, FileHeader],
         weight_map: Mapping[str, str] | None = None,
     ) -> None:
+        """Note where each tensor lies; refuse a `weight_map` that the headers contradict."""
         self._spec = spec
         self._store = store
         self._names = list(headers)
@@ -185,7 +186,7 @@ class SafetensorsSource(Source):
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs with one parallel read."""
-        tensors = new_tensors((slab.box.sizes, self._at[slab.key][1].dtype) for slab in slabs)
+        tensors = new_tensors((slab.box.sizes, self.tensors[slab.key].dtype) for slab in slabs)
         spans: list[Span[ByteArray]] = []
         for slab, tensor in zip(slabs, tensors, strict=True):
             number, place = self._at[slab.key]
@@ -201,7 +202,10 @@ class SafetensorsSource(Source):
         config = self._spec.config
         requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
         progress = Progress(config.stall_timeout_seconds)
-        for _ in fetch_ranges(self._store, self._names, requests, _copy, config, progress):
+        fetched = fetch_ranges(
+            self._store, self._names, requests, _copy, config=config, progress=progress
+        )
+        for _ in fetched:
             pass
         return tensors
 

@@ -42,7 +42,7 @@ class TorchFile(NamedTuple):
     @property
     def keys(self) -> list[str]:
         """Keys of the tensors, in the order of the file."""
-        return [one for one in self.storages if isinstance(one, str)]
+        return [storage for storage in self.storages if isinstance(storage, str)]
 
     def buffers(self, tensor: Callable[[str], Iterator[ByteArray]]) -> Iterator[ByteArray]:
         """Yield the file's bytes; `tensor` gives the memory of the tensor with a key."""
@@ -66,13 +66,13 @@ def plan_file(
     Raises:
         UnsupportedError: the object is nested too deep for pickle, or a tensor is too large.
     """
-    made = {key: _without_memory(key, info) for key, info in tensors.items()}
-    keys = {tensor.data_ptr(): key for key, tensor in made.items() if tensor.numel()}
-    value = nest(made)
+    empty = {key: _without_memory(key, info) for key, info in tensors.items()}
+    keys = {tensor.data_ptr(): key for key, tensor in empty.items() if tensor.numel()}
+    value = nest(empty)
     finder = _StorageFinder()
     try:
         finder.dump(value)
-        storages = [keys.get(at) or _memory(storage) for at, storage in finder.found.items()]
+        storages = [keys.get(at) or _memory(storage) for at, storage in finder.storages.items()]
         return TorchFile(framing(value), storages)
     except RecursionError:
         text = (
@@ -112,7 +112,7 @@ class _StorageFinder(pickle.Pickler):
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), protocol=2)
-        self.found: dict[int, torch.UntypedStorage] = {}
+        self.storages: dict[int, torch.UntypedStorage] = {}
 
     def persistent_id(self, obj: Any) -> str | None:
         """Override `pickle.Pickler.persistent_id`."""
@@ -120,5 +120,5 @@ class _StorageFinder(pickle.Pickler):
             return None
         storage = untyped_storage(obj)
         if storage.nbytes():
-            self.found.setdefault(storage.data_ptr(), storage)
+            self.storages.setdefault(storage.data_ptr(), storage)
         return "storage"

@@ -47,7 +47,7 @@ class _Call:
     """A call that a thread of this rank makes together with other ranks.
 
     Attributes:
-        due: when to look at it next, by the monotonic clock.
+        due: the time of the next look at it, by the monotonic clock.
         missing: the ranks that had not come at the last look; known to the first rank only.
     """
 
@@ -78,8 +78,8 @@ class _Call:
             if self.is_over:  # since this look began
                 self.clear()
             return
-        came = {int(rank) for rank in self._store.get(f"{self._notes}/ranks").split()}
-        self.missing = sorted(set(dist.get_process_group_ranks(self._group)) - came)
+        present = {int(rank) for rank in self._store.get(f"{self._notes}/ranks").split()}
+        self.missing = sorted(set(dist.get_process_group_ranks(self._group)) - present)
         if self.missing:
             seconds = now - self._began_at
             self.due = self._began_at + _RARER * seconds

@@ -7,7 +7,7 @@ import copy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -86,7 +86,10 @@ def typed_failures(
         yield
     except CheckpointException as error:
         # DCP numbers the ranks within the group.
-        failures = {_global(n, group): pair[0] for n, pair in sorted(error.failures.items())}
+        failures = {
+            _global(number, group): failure
+            for number, (failure, _) in sorted(error.failures.items())
+        }
         _free_locals(error, handled)
         _raise_lowest(failures, url)
     except DcpObjstoreError:
@@ -106,6 +109,14 @@ def typed_failures(
             rank=current_rank(),
             url=url,
         ) from error
+
+
+class _Report(NamedTuple):
+    """What a rank tells the others in `raise_on_all`."""
+
+    error: BaseException | None
+    advice: str
+    same: Mapping[str, object]
 
 
 def raise_on_all(
@@ -144,34 +155,34 @@ def raise_on_all(
     if own is None and has_gone(group):
         own = gone_error(url)
     with meeting(url, group, advice):
-        found: list[Any] = [None] * dist.get_world_size(group)
+        reports: list[Any] = [None] * dist.get_world_size(group)
         sent = own
         if own is not None and not isinstance(own, DcpObjstoreError):
             sent = typed(own, current_rank(), url)
-        dist.all_gather_object(found, (sent, advice, same or {}), group=group)
+        dist.all_gather_object(reports, _Report(sent, advice, same or {}), group=group)
         failures: dict[int, BaseException] = {
-            _global(number, group): error
-            for number, (error, _, _) in enumerate(found)
-            if error is not None
+            _global(number, group): report.error
+            for number, report in enumerate(reports)
+            if report.error is not None
         }
         if own is not None and sent is not own:
             failures[current_rank() or 0] = own  # Ctrl-C is raised here as it is
         if failures:
             _raise_lowest(failures, url)
-        _, call, first = found[0]
-        for number, (_, other, theirs) in enumerate(found):
-            if other != call or theirs.keys() != first.keys():
+        first = reports[0]
+        for number, report in enumerate(reports):
+            if report.advice != first.advice or report.same.keys() != first.same.keys():
                 raise RankFailedError(
                     f"rank {_global(number, group)} makes another call than rank"
-                    f" {_global(0, group)}. {call}",
+                    f" {_global(0, group)}. {first.advice}",
                     rank=_global(number, group),
                     url=url,
                 )
-            for name, value in theirs.items():
-                if value != first[name]:
+            for name, value in report.same.items():
+                if value != first.same[name]:
                     raise ConfigError(
                         f"every rank must pass the same {name}=, but rank {_global(0, group)} has"
-                        f" {first[name]!r} and rank {_global(number, group)} {value!r}",
+                        f" {first.same[name]!r} and rank {_global(number, group)} {value!r}",
                         url=url,
                     )
 
@@ -187,7 +198,8 @@ def from_first(
     if group is not None:
         with meeting(url, group, advice):
             dist.broadcast_object_list(held, group=group, group_src=0)
-    return held[0]
+    (value,) = held
+    return value
 
 
 def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | None) -> T:
@@ -198,29 +210,29 @@ def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | 
         InputError: the group was destroyed on some rank. If on the first, `make` is not called.
     """
     with watching(url, group, _SAME_CALLS):
-        made, failed = capture(make) if not has_gone(group) and is_first(group) else (None, None)
+        result, failed = capture(make) if not has_gone(group) and is_first(group) else (None, None)
         raise_on_all(failed, url, group)
-        return cast(T, from_first(made, url, group))
+        return cast(T, from_first(result, url, group))
 
 
 def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> bool:
     """Return whether `holds` is true on any rank of the group. A collective."""
     if group is None:
         return holds
-    found = [False] * dist.get_world_size(group)
+    answers = [False] * dist.get_world_size(group)
     with meeting(url, group):
-        dist.all_gather_object(found, holds, group=group)
-    return any(found)
+        dist.all_gather_object(answers, holds, group=group)
+    return any(answers)
 
 
 def same_on_all(number: int | None, url: str | None, group: dist.ProcessGroup | None) -> bool:
     """Return whether all ranks of the group give the same number, and not None. A collective."""
-    found = [number]
+    numbers = [number]
     if group is not None:
-        found *= dist.get_world_size(group)
+        numbers *= dist.get_world_size(group)
         with meeting(url, group):
-            dist.all_gather_object(found, number, group=group)
-    return number is not None and all(other == number for other in found)
+            dist.all_gather_object(numbers, number, group=group)
+    return number is not None and all(other == number for other in numbers)
 
 
 def _global(number: int, group: dist.ProcessGroup | None) -> int:
@@ -274,8 +286,8 @@ def without_frames(error: BaseException) -> None:
     if not isinstance(error, DcpObjstoreError) or isinstance(error, RankFailedError):
         with contextlib.suppress(Exception):  # a frozen dataclass refuses notes
             error.add_note("".join(traceback.format_exception(error)))
-    for found in _with_causes(error):
-        BaseException.with_traceback(found, None)  # not an assignment, which the error may refuse
+    for cause in _with_causes(error):
+        BaseException.with_traceback(cause, None)  # not an assignment, which the error may refuse
 
 
 def _free_locals(error: BaseException, handled: BaseException | None) -> None:
@@ -289,8 +301,8 @@ def _free_locals(error: BaseException, handled: BaseException | None) -> None:
         handled: the error that the program was handling when it made the call. A debugger may still
             want to show its frames.
     """
-    for found in _with_causes(error, handled):
-        traceback.clear_frames(found.__traceback__)
+    for cause in _with_causes(error, handled):
+        traceback.clear_frames(cause.__traceback__)
 
 
 def _with_causes(
@@ -299,11 +311,11 @@ def _with_causes(
     waiting: list[BaseException | None] = [error]
     seen = {id(handled)}
     while waiting:
-        found = waiting.pop()
-        if found is None or id(found) in seen:
+        cause = waiting.pop()
+        if cause is None or id(cause) in seen:
             continue
-        seen.add(id(found))
-        yield found
-        waiting += [found.__cause__, found.__context__]
-        if isinstance(found, CheckpointException):
-            waiting += [pair[0] for pair in found.failures.values()]
+        seen.add(id(cause))
+        yield cause
+        waiting += [cause.__cause__, cause.__context__]
+        if isinstance(cause, CheckpointException):
+            waiting += [failure for failure, _ in cause.failures.values()]

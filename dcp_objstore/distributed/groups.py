@@ -99,9 +99,9 @@ def exchange_group(
     """
     if process_group is not None and torch_private.has_cpu_backend(process_group):
         return process_group
-    given = None if process_group is dist.group.WORLD else process_group
+    ranks_of = None if process_group is dist.group.WORLD else process_group
     number = None if meeting is None else uuid.UUID(meeting).int >> 66
-    return own_group("read once", given, config, number=number)
+    return own_group("read once", ranks_of, config, number=number)
 
 
 def own_group(
@@ -121,10 +121,10 @@ def own_group(
     take part in the collective.
 
     Args:
-        purpose: which thread uses it.
-        process_group: its ranks; None: all.
-        number: for its name: one below 2**62 that all ranks know and that no attempt of the job has
-            used. Default: rank 0 draws one and sends it to the others.
+        purpose: the name of the thread that uses it.
+        process_group: a group of its ranks; None for all ranks.
+        number: a number for its name, below 2**62, which all ranks know and no attempt of the job
+            has used. Default: rank 0 draws one and sends it to the others.
 
     Raises:
         ConfigError: this rank is not in the given group.
@@ -137,7 +137,7 @@ def own_group(
     usable = config if isinstance(config, TransferConfig) else TransferConfig()
     timeout = datetime.timedelta(seconds=usable.peer_timeout_seconds)
     store: Any = torch_private.default_store()  # torch's stubs lack `timeout`
-    group = _made(purpose, process_group)
+    group = _existing(purpose, process_group)
     if group is None:
         torch_private.unbind_default_group()
         group = _new_group(process_group, min(timeout, store.timeout), number)
@@ -146,10 +146,10 @@ def own_group(
     return group
 
 
-def _made(purpose: str, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def _existing(purpose: str, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return the group that was made for this purpose, if it was not destroyed."""
-    made = _own.get(process_group or _world(), {}).get(purpose)
-    group = None if made is None else made()
+    group_ref = _own.get(process_group or _world(), {}).get(purpose)
+    group = None if group_ref is None else group_ref()
     return None if has_gone(group) else group
 
 
@@ -174,12 +174,12 @@ def _new_group(
         return _connect(timeout, ranks=ranks, use_local_synchronization=True)
     if number is None:
         # No other group: its thread may be using it.
-        carrier = _world() if torch_private.has_cpu_backend(_world()) else _made(CALLS, None)
+        carrier = _world() if torch_private.has_cpu_backend(_world()) else _existing(CALLS, None)
         if carrier is None:
             return _connect(timeout)
         drawn = [secrets.randbits(62)]
         dist.broadcast_object_list(drawn, group=carrier, group_src=0)
-        number = drawn[0]
+        (number,) = drawn
     with torch_private.groups_named_from(number):
         return _connect(timeout)
 
@@ -191,7 +191,7 @@ def _connect(timeout: datetime.timedelta, **options: Any) -> dist.ProcessGroup:
     until then cannot take part in a second attempt.
     """
     try:
-        made: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo", **options)
+        group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo", **options)
     except RuntimeError as error:
         text = (
             "the ranks could not connect to each other: one of them has died, or did not make the"
@@ -204,7 +204,7 @@ def _connect(timeout: datetime.timedelta, **options: Any) -> dist.ProcessGroup:
                 " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment"
             )
         raise RankFailedError(text, rank=current_rank()) from error
-    return made
+    return group
 
 
 def _refuse_outsider(process_group: object) -> None:

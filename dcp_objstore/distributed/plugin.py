@@ -16,7 +16,7 @@ from dcp_objstore.stores.options.schemes import are_known, public_options
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 
 _NO_GROUP_TEXT = "torch.distributed is disabled"
-# The entry that `warnings.filters` holds for it.
+# The entry of `warnings.filters` for that warning.
 _NO_GROUP_WARNING = ("ignore", re.compile(_NO_GROUP_TEXT, re.IGNORECASE), UserWarning, None, 0)
 
 
@@ -99,7 +99,7 @@ class Target:
 
     Args:
         url: the checkpoint, or None until `aim` gives it.
-        storage_options: in fsspec spelling; checked when there is a URL.
+        storage_options: the options in fsspec's spelling, which are checked when there is a URL.
 
     Raises:
         InvalidUrlError, ConfigError: see `StoreSpec`.

@@ -42,7 +42,7 @@ from dcp_objstore.threads import spawn
 from dcp_objstore.waiting import wait_in_steps
 
 LOOK_EVERY_SECONDS = 0.25
-_LONGEST_PAUSE_SECONDS = 10.0  # while the store does not answer
+_LONGEST_PAUSE_SECONDS = 10.0  # between polls, while the store does not answer
 _LEFT = "left"
 
 
@@ -92,6 +92,7 @@ class StepConsensus:
         peer_timeout_seconds: float,
         look_every_seconds: float = LOOK_EVERY_SECONDS,
     ) -> None:
+        """Keep the arguments; `start` begins to poll."""
         self._ask = ask
         self._store = store
         self._rank = rank
@@ -254,10 +255,11 @@ class StepConsensus:
                 return None
             pause_seconds = min(2 * pause_seconds, self._look_every_seconds)
         announced = [value.decode().split() for value in self._store.multi_get(keys)]
-        if any(words[0] == _LEFT for words in announced):
+        boundaries = [boundary for boundary, *_ in announced]
+        if _LEFT in boundaries:
             return None
-        reasons = frozenset(reason for words in announced for reason in words[1:])
-        return _Agreed(max(int(words[0]) for words in announced), reasons)
+        reasons = frozenset(reason for _, *reasons in announced for reason in reasons)
+        return _Agreed(max(map(int, boundaries)), reasons)
 
     def _end(self) -> None:
         with self._state:

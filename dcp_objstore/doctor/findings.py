@@ -116,8 +116,8 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
         "delete": f"{_BLOBS}/delete",
     },
 }
-# A week, according to Azure's documentation of "Put Block". Listing such blocks takes a request
-# that obstore neither makes nor signs.
+# The verdicts on Azure that take no request. The week is that of its documentation of "Put Block";
+# to list such blocks takes a request that obstore neither makes nor signs.
 _WITHOUT_RULES: Final[Mapping[tuple[str, str], Verdict]] = {
     ("az", "lifecycle"): Verdict(
         "ok",
@@ -204,8 +204,8 @@ def _allow(check: str, url: StoreUrl) -> str:
     if url.scheme == "s3":
         below = f"{url.bucket}/{url.prefix}".rstrip("/") + "/*"
         places: dict[str, list[str]] = {}
-        for one in right.split(" and "):
-            places.setdefault(url.bucket if one in _OF_BUCKET else below, []).append(one)
+        for action in right.split(" and "):
+            places.setdefault(url.bucket if action in _OF_BUCKET else below, []).append(action)
         allowed = [f"{' and '.join(some)} on arn:aws:s3:::{it}" for it, some in places.items()]
         return f"allow {' and '.join(allowed)}"
     return f"allow {right} on the bucket {url.bucket!r} to this account"

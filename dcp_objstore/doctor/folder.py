@@ -180,8 +180,9 @@ class FolderChecks:
         """Return what copies may take, with those that are there: they are written over."""
         at = os.open(self._writable, os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            present_bytes = used_bytes(at) if self._writable != self._folder else 0
-            return max(0, room_bytes(at, None, at)) + present_bytes
+            home = at if self._writable != self._folder else None
+            present_bytes = 0 if home is None else used_bytes(home)
+            return max(0, room_bytes(at, None, home)) + present_bytes
         finally:
             os.close(at)
 

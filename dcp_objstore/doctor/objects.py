@@ -57,9 +57,11 @@ class ObjectChecks:
     def abandon(self) -> None:
         """Remove what was written, and log what could not be."""
         if "scratch" in self.__dict__:
-            left = self.scratch.remove()
-            if left.keys:
-                logger.warning("%s could not be removed: %s", ", ".join(left.keys), left.why)
+            unremoved = self.scratch.remove()
+            if unremoved.keys:
+                logger.warning(
+                    "%s could not be removed: %s", ", ".join(unremoved.keys), unremoved.why
+                )
 
     def put(self) -> Verdict:
         """Write an object, with the body unsigned or else signed."""
@@ -242,15 +244,15 @@ class ObjectChecks:
 
     def clean_up(self) -> Verdict:
         """Remove everything that the checks wrote."""
-        left = self.scratch.remove()
-        if not left.keys:
+        unremoved = self.scratch.remove()
+        if not unremoved.keys:
             return Verdict("ok", "all objects of these checks were removed")
         url = self.scratch.spec.url
         return Verdict(
             "failed",
-            f"{len(left.keys)} objects of these checks could not be removed: {left.why}",
+            f"{len(unremoved.keys)} objects of these checks could not be removed: {unremoved.why}",
             f"remove everything below {url}",
-            {"url": url, "keys": list(left.keys)},
+            {"url": url, "keys": list(unremoved.keys)},
         )
 
 

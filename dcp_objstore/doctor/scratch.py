@@ -43,7 +43,7 @@ class StoppedError(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Unremoved:
     """The objects that could not be removed.
 
     Attributes:
@@ -107,28 +107,28 @@ class Scratch:
         except UnsupportedError:
             return None
 
-    def remove(self) -> Left:
-        """Remove everything below the prefix; return what is left."""
+    def remove(self) -> Unremoved:
+        """Remove everything below the prefix; return what could not be removed."""
         errors: list[DcpObjstoreError] = []
-        listed = _attempt(errors, lambda: {found.key for found in self.store.list()})
+        listed = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
         kept = set()
         for key in sorted(self.keys | (listed or set())):
             before = len(errors)
             _attempt(errors, partial(self.store.delete, key))
             if len(errors) > before:
                 kept.add(key)
-        again = _attempt(errors, lambda: {found.key for found in self.store.list()})
-        left = kept if again is None else again
+        again = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
+        keys = kept if again is None else again
         uploads = _attempt([], self.uploads)
         if uploads is not None:
-            for one in _attempt([], uploads.list) or ():
+            for upload in _attempt([], uploads.list) or ():
                 before = len(errors)
-                _attempt(errors, partial(uploads.abort, one))
+                _attempt(errors, partial(uploads.abort, upload))
                 if len(errors) > before:
-                    left.add(f"{one.key} (unfinished upload)")
+                    keys.add(f"{upload.key} (unfinished upload)")
         if self._folder is not None:
             self._remove_folders()
-        return Left(sorted(left), errors[0].message if errors else "", again is not None)
+        return Unremoved(sorted(keys), errors[0].message if errors else "", again is not None)
 
     def _remove_folders(self) -> None:
         assert self._folder is not None

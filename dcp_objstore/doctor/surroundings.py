@@ -110,7 +110,7 @@ class Surroundings:
             credentials = Verdict("failed", summary(error), advice, details)
             blocked = "there are no credentials"
             unasked = Verdict("not made", blocked)
-            return Access(credentials, unasked, unasked, unasked, blocked)
+            return Access(credentials, unasked, unasked, unasked, blocked=blocked)
         self._region = identity.region if identity is not None else None
         return self._first_answer(identity)
 
@@ -147,7 +147,7 @@ class Surroundings:
             server = Verdict("ok", where, details=endpoint)
         unasked = Verdict("not made", blocked)
         unknown = Verdict("not made", f"{who}; {blocked}", details=details)
-        return Access(unknown, server, bucket or unasked, unasked, blocked)
+        return Access(unknown, server, bucket or unasked, unasked, blocked=blocked)
 
     def _ask(self) -> tuple[errors.DcpObjstoreError | None, bool]:
         """Return what is wrong, if anything, and whether the answer is like that of a store."""
@@ -263,8 +263,8 @@ def versioning(uploads: S3Uploads, url: StoreUrl) -> Verdict:
 def unfinished(uploads: S3Uploads, url: StoreUrl) -> Verdict:
     """Look for unfinished uploads below the URL."""
     listed = uploads.list()
-    old = [one for one in listed if datetime.now(UTC) - one.initiated > _OLD]
-    all_bytes, old_bytes = (sum(one.size_bytes for one in some) for some in (listed, old))
+    old = [upload for upload in listed if datetime.now(UTC) - upload.initiated > _OLD]
+    all_bytes, old_bytes = (sum(upload.size_bytes for upload in some) for some in (listed, old))
     details = {
         "uploads": len(listed),
         "bytes": all_bytes,

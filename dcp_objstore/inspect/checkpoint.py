@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
 
-# What a `.metadata` of another library may claim before the sizes of the objects are asked for, and
-# how many bytes of a tensor a stored byte may stand for.
+# The bytes that a `.metadata` of another library may claim before the sizes of objects are read.
 _BELIEVED_BYTES = 64 << 30
+# The most bytes of a tensor that a stored byte may stand for.
 _MOST_PACKED = 1000
 
 _Chunk: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
@@ -166,8 +166,8 @@ class TensorEntry:
         return list(cut(self.key, self.shape, dtype, starts))
 
     def _read(self, box: Box, device: torch.device | str) -> torch.Tensor:
-        found = self.checkpoint._read({self.key: box}, (), device=device, progress=False)
-        tensor: torch.Tensor = found[self.key]
+        tensors = self.checkpoint._read({self.key: box}, (), device=device, progress=False)
+        tensor: torch.Tensor = tensors[self.key]
         return tensor
 
 
@@ -299,7 +299,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         offsets, sizes = (map(tuple, rows.tolist()) for rows in (saved.offsets, saved.sizes))
         chunks = tuple(zip(offsets, sizes, strict=True))
         name = saved.dtype if saved.dtype in ITEM_SIZE_BYTES else "unknown"
-        return TensorEntry(self, key, saved.shape, name, chunks)
+        return TensorEntry(self, key, saved.shape, dtype_name=name, chunks=chunks)
 
     def matching(self, patterns: Patterns = None) -> list[str]:
         """Return the keys that match any of the patterns, in the order of the checkpoint.
@@ -361,7 +361,9 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         keys = self.matching(patterns)
         self.check_whole(keys)
         config = self._spec.config
-        return plan_ranks(self.url, self._stored, keys, ranks, config, verify=self._verify)
+        return plan_ranks(
+            self.url, self._stored, keys, ranks=ranks, config=config, verify=self._verify
+        )
 
     def read(
         self,
@@ -393,8 +395,8 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         tensors = {key: self._stored.items.tensor(key) for key in keys}
         boxes = {key: whole(saved.shape) for key, saved in tensors.items() if saved is not None}
         values = [key for key in keys if key not in boxes]
-        found = self._read(boxes, values, device=device, progress=progress)
-        return {key: found[key] for key in keys}
+        contents = self._read(boxes, values, device=device, progress=progress)
+        return {key: contents[key] for key in keys}
 
     def read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs of different tensors into new CPU memory, in one parallel read."""
@@ -412,7 +414,9 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         if self.commit_id is not None:
             return
         saved = filter(None, map(self._stored.items.tensor, keys))
-        claimed = sum(math.prod(one.shape) * ITEM_SIZE_BYTES.get(one.dtype, 0) for one in saved)
+        claimed = sum(
+            math.prod(tensor.shape) * ITEM_SIZE_BYTES.get(tensor.dtype, 0) for tensor in saved
+        )
         if claimed <= _BELIEVED_BYTES:
             return
         store = self._spec.open()
@@ -442,10 +446,11 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         verification is interrupted or fails, notes of the error give the damage so far.
 
         Args:
-            quick: read nothing; only check that all objects exist, with their sizes. Default False.
-            deep: also compare the bytes around the payloads (framing and padding) and `.metadata`,
-                which only stock torch's readers use, and the marker's counts with those of the
-                index. Default False.
+            quick: whether to read nothing and check only that all objects exist, with their sizes.
+                Default False.
+            deep: whether to compare the bytes around the payloads (framing and padding), too, and
+                `.metadata`, which only stock torch's readers use, and the marker's counts with
+                those of the index. Default False.
             progress: show a progress bar if standard error is a terminal. Default True.
 
         Raises:
@@ -626,5 +631,5 @@ def load_state_dict(
     # `open` takes the others.
     del settings["keys"], settings["nested"], settings["device"], settings["progress"]
     checkpoint = open(**settings)
-    found = checkpoint.read(keys, device=device, progress=progress)
-    return checkpoint.nested(found) if nested else found
+    values = checkpoint.read(keys, device=device, progress=progress)
+    return checkpoint.nested(values) if nested else values

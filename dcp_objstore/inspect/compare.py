@@ -21,13 +21,13 @@ from dcp_objstore.torch_private import untyped_storage
 _AT_ONCE = 1 << 20
 
 _PROTOCOL = 4
-# Their pickles differ if and only if they do.
+# The types whose pickles differ if and only if the values do.
 _ATOMS = {type(None), type(...), bool, int, float, complex, str, bytes, bytearray}
 _NAMED = type, FunctionType, BuiltinFunctionType
 _TENSORS = torch.Tensor, torch.nn.Parameter
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Whether two unpickled values are the same, bit for bit, whatever their `==` says.
 
     Types, dtypes, shapes, signs of zeros and the types of keys count. The order of a dict or set
@@ -37,7 +37,7 @@ def same(one: Any, other: Any) -> bool:
         UnsupportedError: a value cannot be compared.
     """
     try:
-        return _Digester().digest(one) == _Digester().digest(other)
+        return _Digester().digest(value) == _Digester().digest(other)
     except Exception as error:  # reducing an object may run its class's code
         raise UnsupportedError(
             "this value is nested too deep to be compared, or its class does not say what is in it"
@@ -96,11 +96,11 @@ class _Digester:
         reduced = reducer(value) if reducer else value.__reduce_ex__(_PROTOCOL)
         if isinstance(reduced, str):  # a constant of a module
             return _hash(reduced, [self.digest(kind)])
-        made, state, items, entries = reduced[:2], *(*reduced[2:5], None, None, None)[:3]
+        call, state, items, entries = reduced[:2], *(*reduced[2:5], None, None, None)[:3]
         pairs = [self._joined("entry", entry) for entry in entries or ()]
         if not isinstance(value, OrderedDict):
             pairs.sort()
-        return _hash("object", [self._joined("made", (*made, state, *(items or ()))), *pairs])
+        return _hash("object", [self._joined("made", (*call, state, *(items or ()))), *pairs])
 
     def _joined(self, what: str, parts: Iterable[Any], memory: Any = b"") -> bytes:
         return _hash(what, list(map(self.digest, parts)), memory)
@@ -121,10 +121,10 @@ class Sum:
         self._with_stats = stats
         self._largest = self._total = 0.0
 
-    def add(self, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Compare a slab."""
-        self._elements += one.numel()
-        pieces = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (one, other))
+    def add(self, slab: torch.Tensor, other: torch.Tensor) -> None:
+        """Compare a slab with that of the other checkpoint."""
+        self._elements += slab.numel()
+        pieces = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (slab, other))
         for a, b in zip(*pieces, strict=True):
             bits = (piece.view(torch.uint8).reshape(len(piece), -1) for piece in (a, b))
             differs = torch.ne(*bits).any(1)

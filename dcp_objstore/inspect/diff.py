@@ -33,11 +33,11 @@ class TensorDifference:
         other_shape: its shape in the second.
         dtype: torch's name of its dtype in the first checkpoint, such as "bfloat16".
         other_dtype: name of its dtype in the second.
-        changed_elements: with `stats=True`, number of elements whose bits differ; None if the
-            elements were not read or are of a type without numbers.
-        max_difference: likewise, largest absolute difference of two elements; NaN if one of them
+        changed_elements: the number of elements whose bits differ; None if the elements were not
+            read or are of a type without numbers, as for the next two.
+        max_difference: the largest absolute difference of two elements, or None; NaN if one of them
             is NaN and the other is not.
-        mean_difference: likewise, mean absolute difference over all elements.
+        mean_difference: the mean absolute difference over all elements, or None.
     """
 
     key: str
@@ -130,7 +130,7 @@ def diff(
         other_url: URL of the checkpoint to compare it with.
         keys: one or several shell patterns such as `"model.*"`, or exact keys, of either of them.
             Default: all keys.
-        stats: also read the tensors that changed, and say by how much. Default False.
+        stats: whether to read the tensors that changed, too, and say by how much. Default False.
         storage_options: credentials and endpoint of the first, in fsspec's spelling. Default: taken
             from the environment.
         other_storage_options: the same for the second. Default: `storage_options` if both URLs have
@@ -151,7 +151,7 @@ def diff(
     if other_storage_options is None:
         same_scheme = str(url).partition("://")[0] == str(other_url).partition("://")[0]
         other_storage_options = storage_options if same_scheme else None
-    one, other = (
+    first, other = (
         open_checkpoint(
             where,
             storage_options=options,
@@ -161,27 +161,29 @@ def diff(
         )
         for where, options in ((url, storage_options), (other_url, other_storage_options))
     )
-    found = _Comparison(one, other, stats=stats)
+    comparison = _Comparison(first, other, stats=stats)
     added, removed = [], []
-    for key in matching(dict.fromkeys([*one, *other]), keys):
-        if key in one and key in other and _is_tensor(one, key) == _is_tensor(other, key):
-            found.look_at(key)
+    for key in matching(dict.fromkeys([*first, *other]), keys):
+        if key in first and key in other and _is_tensor(first, key) == _is_tensor(other, key):
+            comparison.look_at(key)
             continue
-        if key in one:
+        if key in first:
             removed.append(key)
         if key in other:
             added.append(key)
-    found.read_tensors(progress=progress)
-    found.read_values()
+    comparison.read_tensors(progress=progress)
+    comparison.read_values()
     return DiffReport(
-        url=one.url,
+        url=first.url,
         other_url=other.url,
         added=tuple(added),
         removed=tuple(removed),
-        tensors=tuple(found.tensors[key] for key in found.keys if key in found.tensors),
-        values=tuple(found.values),
-        equal=len(found.keys) - len(found.tensors) - len(found.values),
-        read_bytes=2 * found.read_bytes,
+        tensors=tuple(
+            comparison.tensors[key] for key in comparison.keys if key in comparison.tensors
+        ),
+        values=tuple(comparison.values),
+        equal=len(comparison.keys) - len(comparison.tensors) - len(comparison.values),
+        read_bytes=2 * comparison.read_bytes,
     )
 
 
@@ -205,12 +207,12 @@ class _Comparison:
         read_bytes: bytes of tensors that were read from each of the checkpoints.
     """
 
-    def __init__(self, one: Checkpoint, other: Checkpoint, *, stats: bool) -> None:
+    def __init__(self, first: Checkpoint, other: Checkpoint, *, stats: bool) -> None:
         self.keys: list[str] = []
         self.tensors: dict[str, TensorDifference] = {}
         self.values: list[ValueDifference] = []
         self.read_bytes = 0
-        self._pair = one, other
+        self._pair = first, other
         self._stats = stats
         self._tensors_to_read: list[str] = []
         # And whether their digests differ; None if they cannot tell.
@@ -219,9 +221,9 @@ class _Comparison:
     def look_at(self, key: str) -> None:
         """Compare what the indices have of a key; note whether it has to be read."""
         self.keys.append(key)
-        one, other = self._pair
-        differs = _differs(one._stored.index, other._stored.index, key)
-        if not _is_tensor(one, key):
+        first, other = self._pair
+        differs = _differs(first._stored.index, other._stored.index, key)
+        if not _is_tensor(first, key):
             if differs is not False:
                 self._values_to_read[key] = differs
             return
@@ -234,7 +236,7 @@ class _Comparison:
             self._tensors_to_read.append(key)
         elif differs:
             self._note(key, "changed")
-            if self._stats and not _is_pickled(one._stored.index, key):
+            if self._stats and not _is_pickled(first._stored.index, key):
                 self._tensors_to_read.append(key)
 
     def _note(
@@ -262,8 +264,8 @@ class _Comparison:
             checkpoint.check_whole(self._tensors_to_read)
         for key in self._tensors_to_read:
             # The chunks of a checkpoint by another library are read as a whole.
-            first = min(self._pair, key=lambda checkpoint: checkpoint.commit_id is not None)
-            entry = first[key]
+            foreign_first = min(self._pair, key=lambda pair: pair.commit_id is not None)
+            entry = foreign_first[key]
             assert isinstance(entry, TensorEntry)
             slabs += entry.slabs()
         self.read_bytes = sum(slab.size_bytes for slab in slabs)
@@ -271,17 +273,17 @@ class _Comparison:
         bar = Bar("diff")
         if progress and bar.is_seen():
             bar.begin(2 * self.read_bytes)
-        one, other = (read_ahead(slabs, checkpoint.read_slabs) for checkpoint in self._pair)
+        first, other = (read_ahead(slabs, checkpoint.read_slabs) for checkpoint in self._pair)
         try:
-            with closing(one), closing(other):
-                for slab, a, b in zip(slabs, one, other, strict=True):
+            with closing(first), closing(other):
+                for slab, a, b in zip(slabs, first, other, strict=True):
                     sums[slab.key].add(a, b)
                     bar.advance(2 * slab.size_bytes)
         finally:
             bar.settle()
-        for key, found in sums.items():
-            if found.changed:
-                self._note(key, "changed", **found.stats())
+        for key, key_sum in sums.items():
+            if key_sum.changed:
+                self._note(key, "changed", **key_sum.stats())
 
     def read_values(self) -> None:
         """Read the values that have to be read, and compare them."""
@@ -289,35 +291,37 @@ class _Comparison:
             return
         from dcp_objstore.inspect.compare import same
 
-        one, other = (_trusted(checkpoint, list(self._values_to_read)) for checkpoint in self._pair)
+        first, other = (
+            _trusted(checkpoint, list(self._values_to_read)) for checkpoint in self._pair
+        )
         for key, differs in self._values_to_read.items():
-            if key in one and key in other:
+            if key in first and key in other:
                 try:
-                    is_same = same(one[key], other[key])
+                    is_same = same(first[key], other[key])
                 except UnsupportedError as error:
                     raise error.at(key=key) from error.__cause__
                 if not is_same:
                     difference = ValueDifference(
-                        key=key, is_known=True, value=one[key], other_value=other[key]
+                        key=key, is_known=True, value=first[key], other_value=other[key]
                     )
                     self.values.append(difference)
             elif differs:
                 self.values.append(ValueDifference(key=key, is_known=False))
             else:
-                self._pair[key in one].read(key, progress=False)  # raises why it was not read
+                self._pair[key in first].read(key, progress=False)  # raises why it was not read
 
 
-def _differs(one: Index | None, other: Index | None, key: str) -> bool | None:
+def _differs(first: Index | None, other: Index | None, key: str) -> bool | None:
     """Whether the digests of a key differ; None if they cannot tell."""
-    if one is None or other is None:
+    if first is None or other is None:
         return None
-    if key in one.tensors:
-        cuts = zip(one.boxes(key), other.boxes(key), strict=True)
+    if key in first.tensors:
+        cuts = zip(first.boxes(key), other.boxes(key), strict=True)
         if not all(np.array_equal(a, b) for a, b in cuts):
             return None
-        if _is_pickled(one, key) != _is_pickled(other, key):
+        if _is_pickled(first, key) != _is_pickled(other, key):
             return None
-    return one.digests(key) != other.digests(key)
+    return first.digests(key) != other.digests(key)
 
 
 def _is_pickled(index: Index | None, key: str) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
 
 
-# Of what shares memory: a cache line, and more than the size of any element.
+# The alignment of what shares memory: a cache line, and more than the size of any element.
 _ALIGNMENT_BYTES = 64
 
 
@@ -202,9 +202,9 @@ def read_items(
         saved = stored.metadata.state_dict_metadata[key]
         assert isinstance(saved, TensorStorageMetadata)
         chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-        found = create_read_items_for_chunk_list(key, saved, [chunk])
-        check_covered(key, box, found)
-        items += found
+        chunk_items = create_read_items_for_chunk_list(key, saved, [chunk])
+        check_covered(key, box, chunk_items)
+        items += chunk_items
     for key in values:
         place = MetadataIndex(key)
         nothing = torch.Size([0])

@@ -58,7 +58,7 @@ class Module(Generic[E]):
         for entry in self.walk():
             name = dtype_name(entry)
             sums[name] = sums.get(name, 0) + entry.nbytes
-        return dict(sorted(sums.items(), key=lambda one: -one[1]))
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def dtype_name(entry: Entry) -> str:

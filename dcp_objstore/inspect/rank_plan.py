@@ -48,9 +48,9 @@ def plan_ranks(
     url: str,
     stored: StoredCheckpoint,
     keys: Sequence[str],
+    *,
     ranks: int,
     config: TransferConfig,
-    *,
     verify: bool,
 ) -> tuple[RankPlan, ...]:
     """Plan the load of a job whose tensors are all sharded over dimension 0, as FSDP2 does."""
@@ -66,12 +66,12 @@ def plan_ranks(
                 boxes[key] = box
         items = read_items(stored, boxes, values)
         planned.append(plan_load(stored, items, verify=verify, whole_blocks=ranks > 1))
-        offer = make_offer(url, stored, planned[-1], group, config, verify=verify)
+        offer = make_offer(url, stored, planned[-1], group, config=config, verify=verify)
         offers.append(dataclasses.replace(offer, rank=rank))
     shares = share_out(offers)
     return tuple(
-        _rank_plan(rank, one, share, config)
-        for rank, one, share in zip(group, planned, shares, strict=True)
+        _rank_plan(rank, requests, share, config)
+        for rank, requests, share in zip(group, planned, shares, strict=True)
     )
 
 
@@ -82,11 +82,12 @@ def _shard(shape: tuple[int, ...], rank: int, ranks: int) -> Box | None:
     """
     if not shape:
         return Box((), ())
-    rows = -(-shape[0] // ranks)
-    begin, end = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+    extent, *others = shape
+    rows = -(-extent // ranks)
+    begin, end = min(rank * rows, extent), min((rank + 1) * rows, extent)
     if begin == end:
         return None
-    return Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+    return Box((begin, *(0 for _ in others)), (end - begin, *others))
 
 
 def _rank_plan(
@@ -104,7 +105,7 @@ def _rank_plan(
         rank=rank,
         items=len(planned.reads),
         total_bytes=sum(end - start for _, start, end in places),
-        received_bytes=sum(one.length_bytes for r in received for one in r.messages[rank]),
+        received_bytes=sum(m.length_bytes for r in received for m in r.messages[rank]),
         requests=len(places),
         objects=len({number for number, _, _ in places}),
     )

@@ -41,7 +41,7 @@ def matching(keys: Collection[str], patterns: Patterns) -> list[str]:
     """
     if patterns is None:
         return list(keys)
-    found: set[str] = set()
+    selected: set[str] = set()
     for pattern in _listed(patterns):
         # A key may have brackets in its name, so an exact key counts as itself.
         hits = {pattern} if pattern in keys else set()
@@ -50,8 +50,8 @@ def matching(keys: Collection[str], patterns: Patterns) -> list[str]:
             hits.update(key for key in keys if match(key))
         if not hits:
             raise StateMismatchError(f"no key matches {pattern!r}{_hint(keys, pattern)}")
-        found |= hits
-    return [key for key in keys if key in found]
+        selected |= hits
+    return [key for key in keys if key in selected]
 
 
 def _listed(patterns: str | Iterable[str]) -> list[str]:
@@ -89,10 +89,10 @@ def box_of(index: Any, shape: tuple[int, ...]) -> tuple[Box, list[int]]:
     if len(places) > 1:
         raise IndexError("an index can have only one Ellipsis")
     place = places[0] if places else len(parts)
-    given = len(parts) - len(places)
-    if given > len(shape):
-        raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, got {given}")
-    parts[place : place + 1] = [slice(None)] * (len(shape) - given)
+    count = len(parts) - len(places)
+    if count > len(shape):
+        raise IndexError(f"too many indices: the tensor has {len(shape)} dimensions, got {count}")
+    parts[place : place + 1] = [slice(None)] * (len(shape) - count)
     offsets, sizes, kept = [], [], []
     for dim, (part, extent) in enumerate(zip(parts, shape, strict=True)):
         if isinstance(part, slice):

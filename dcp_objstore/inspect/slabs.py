@@ -59,18 +59,18 @@ def cut(
     if size_bytes <= WINDOW_BYTES:
         yield Slab(key, Box((0,) * len(shape), tuple(shape)), size_bytes)
         return
-    row_bytes = size_bytes // shape[0]
+    extent, *rest = shape
+    row_bytes = size_bytes // extent
     if row_bytes > WINDOW_BYTES:
-        for row in range(shape[0]):
-            for _, box, part_bytes in cut(key, shape[1:], dtype):
+        for row in range(extent):
+            for _, box, part_bytes in cut(key, rest, dtype):
                 yield Slab(key, Box((row, *box.offsets), (1, *box.sizes)), part_bytes)
         return
-    rest = tuple(shape[1:])
     aligned = BLOCK_SIZE_BYTES // math.gcd(BLOCK_SIZE_BYTES, row_bytes)
     begin, rows = 0, WINDOW_BYTES // row_bytes
-    while begin < shape[0]:
-        end = min(shape[0], begin + rows)
-        if end < shape[0]:
+    while begin < extent:
+        end = min(extent, begin + rows)
+        if end < extent:
             before = starts[at - 1] if (at := bisect_right(starts, end)) else 0
             best = before + (end - before) // aligned * aligned
             end = best if best > begin else end
@@ -85,9 +85,9 @@ def read_ahead(
     """Yield the tensor of each slab, in their order, while the next windows are read.
 
     Args:
-        slabs: what to read.
-        read: called in a thread with the slabs of a window, each of another tensor; returns new
-            memory for each.
+        slabs: the slabs to read.
+        read: a function that is called in a thread with the slabs of a window, each of another
+            tensor; it returns new memory for each.
     """
     with closing(ahead(_windows(slabs), read, _READ_AT_ONCE)) as windows:
         for tensors in windows:
@@ -111,10 +111,11 @@ def ahead(
     """Yield `do(task)` of each task, in their order, while the next ones are done in threads.
 
     Args:
-        tasks: what to do.
-        do: called in a thread.
+        tasks: the tasks, in their order.
+        do: a function that is called in a thread with each task.
         at_once: number of tasks that are under way or done and not yielded.
-        look: called from time to time while this waits; what it raises ends the wait.
+        look: a function that is called from time to time while this waits; what it raises ends
+            the wait.
     """
     tasks = iter(tasks)
     with DaemonPool(at_once, "ahead") as pool:

@@ -197,8 +197,8 @@ class _Verification:
 
         Args:
             index_body: its index as it is stored.
-            quick: only check the existence and the sizes of the objects.
-            deep: also compare framing, padding, the marker's counts, and `.metadata`.
+            quick: whether to check only the existence and the sizes of the objects.
+            deep: whether to compare framing, padding, the marker's counts, and `.metadata`.
 
         Raises:
             CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
@@ -227,7 +227,7 @@ class _Verification:
             damaged=tuple(sorted(self._damaged)),
         )
 
-    def _left(self, spans: Iterable[Span[Piece]]) -> list[Span[Piece]]:
+    def _unchecked(self, spans: Iterable[Span[Piece]]) -> list[Span[Piece]]:
         """Return the pieces that were not compared."""
         return [span for span in spans if _place(span) not in self._done]
 
@@ -235,8 +235,8 @@ class _Verification:
         """Compare the pieces of a body; a piece that differs is read again before it counts."""
         view = memoryview(body)
         different, framing = [], []
-        left = self._left(request.spans)
-        for span in left:
+        unchecked = self._unchecked(request.spans)
+        for span in unchecked:
             part = view[span.start - request.start : span.end - request.start]
             if span.tag.digest is None:
                 framing.append((span.tag.number, bytes(part)))
@@ -247,15 +247,15 @@ class _Verification:
             if new:
                 self._tried.update(map(_place, new))
                 raise CheckpointCorruptError("blocks differ", key=new[0].tag.key)
-            self._done.update(map(_place, left))
-            self._blocks += len(left) - len(framing)
-            self._total_bytes += _size(left)
+            self._done.update(map(_place, unchecked))
+            self._blocks += len(unchecked) - len(framing)
+            self._total_bytes += _size(unchecked)
             for span in different:
-                self._differs(span)
+                self._note_difference(span)
             for number, piece in framing:
                 self._framing[request.object_number].add(number, piece)
 
-    def _differs(self, span: Span[Piece]) -> None:
+    def _note_difference(self, span: Span[Piece]) -> None:
         """Note a damaged block of payload."""
         object_key = self._index.objects[span.object_number].key
         key, number = span.tag.key, span.tag.number
@@ -264,9 +264,11 @@ class _Verification:
             f"{part}: block {number}, bytes [{span.start}, {span.end}) of {object_key}, differs"
             " from what was saved"
         )
-        self._damaged.add(Damage(object_key, "block", key, number, (part,), text))
+        self._damaged.add(
+            Damage(object_key, "block", key=key, block=number, elements=(part,), text=text)
+        )
 
-    def _missing(self, object_number: int) -> None:
+    def _note_missing(self, object_number: int) -> None:
         """Note a missing object and the items whose bytes it held."""
         object_key = self._index.objects[object_number].key
         held = tuple(
@@ -290,7 +292,7 @@ class _Verification:
                     sizes[number] = answer.result().size_bytes
                 except ObjectNotFoundError as error:
                     self._check_gone(error)
-                    self._missing(number)
+                    self._note_missing(number)
                     continue
                 if sizes[number] != entry.size_bytes:
                     text = f"{entry.key}: has {sizes[number]} bytes, {entry.size_bytes} were saved"
@@ -304,7 +306,7 @@ class _Verification:
             if span.end <= sizes.get(span.object_number, 0):
                 spans.append(span)
             elif span.object_number in sizes:
-                self._differs(span)
+                self._note_difference(span)
         return spans
 
     def _read(self, payload: Sequence[Span[Piece]], whole: Collection[int]) -> None:
@@ -362,11 +364,20 @@ class _Verification:
         keys = [entry.key for entry in self._index.objects]
         broken: set[str] = set()
         while True:
-            left = [
-                r for r in requests if keys[r.object_number] not in broken and self._left(r.spans)
+            unchecked = [
+                r
+                for r in requests
+                if keys[r.object_number] not in broken and self._unchecked(r.spans)
             ]
             progress = Progress(self._config.stall_timeout_seconds, self._channel)
-            fetched = fetch_ranges(self._store, keys, left, self._consume, self._config, progress)
+            fetched = fetch_ranges(
+                self._store,
+                keys,
+                unchecked,
+                self._consume,
+                config=self._config,
+                progress=progress,
+            )
             try:
                 with closing(fetched) as arriving:
                     for _ in arriving:
@@ -376,7 +387,7 @@ class _Verification:
                 object_key = error.object_key
                 if object_key is None or object_key in broken:
                     raise
-                self._missing(keys.index(object_key))
+                self._note_missing(keys.index(object_key))
             except CorruptDataError as error:
                 object_key = error.object_key
                 if object_key is None or object_key in broken:
@@ -472,7 +483,7 @@ def verify_at(
                 deep=deep,
                 damaged=(Damage(object_key, "unreadable", text=text),),
             )
-        verification = _Verification(store, marker, index, spec.config, channel)
+        verification = _Verification(store, marker, index, config=spec.config, channel=channel)
         return verification.run(body, quick=quick, deep=deep)
 
 
@@ -499,9 +510,10 @@ def verify_run(
 
     Args:
         url: URL of the run; its steps are the checkpoints directly below.
-        quick: read no tensors; only check that all objects exist, with their sizes. Default False.
-        deep: also compare what `Checkpoint.verify(deep=True)` compares. Default False.
-        before: only steps that are older than the one of this name, such as "step-3000": to go on
+        quick: whether to read no tensors and check only that all objects exist, with their sizes.
+            Default False.
+        deep: whether to compare what `Checkpoint.verify(deep=True)` compares. Default False.
+        before: the name of a step, such as "step-3000". Only older steps are verified, to go on
             where an earlier verification ended. Default: all.
         storage_options: credentials and endpoint in fsspec's spelling. Default: taken from the
             environment.
@@ -548,10 +560,10 @@ def _open(store: ObjectStore, commit_id: str | None) -> tuple[Marker, bytes, ix.
     """Read marker and index, twice if need be: the answer may be damaged, not the object."""
     for last in (False, True):
         try:
-            found = read_marker(store)
-            if found is None and commit_id is None:
+            stored = read_marker(store)
+            if stored is None and commit_id is None:
                 _refuse_foreign(store)
-            marker, body = open_found(store, found)
+            marker, body = open_found(store, stored)
             return marker, body, ix.decode(body)
         except CheckpointCorruptError:
             if last:

@@ -72,7 +72,8 @@ def _write_files(folder: Path, of_ranks: Sequence[Mapping[str, bytes]]) -> None:
     rank, _ = rank_and_world_size()
     for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
         if not (
-            isinstance(files, Mapping) and all(isinstance(one, bytes) for one in files.values())
+            isinstance(files, Mapping)
+            and all(isinstance(content, bytes) for content in files.values())
         ):
             raise StateMismatchError(
                 "the checkpoint has no files of accelerate or a Trainer here; dcp_objstore.load"
@@ -107,7 +108,7 @@ def accelerator_state(accelerator: Any, *, trust_pickle: bool = False) -> dict[s
     without models, with a temporary folder. What they write there is saved, too.
 
     Args:
-        accelerator: with DDP, FSDP1, FSDP2 or a single process.
+        accelerator: the accelerator, with DDP, FSDP1, FSDP2 or a single process.
         trust_pickle: let accelerate unpickle the state of an object of `register_for_checkpointing`
             even if that may run code that the checkpoint's author chose. Default False.
 
@@ -121,8 +122,11 @@ def accelerator_state(accelerator: Any, *, trust_pickle: bool = False) -> dict[s
         )
     optimizers = [wrapped.optimizer for wrapped in accelerator._optimizers]
     return {
-        **{f"model_{n}" if n else "model": one for n, one in enumerate(accelerator._models)},
-        **{f"optimizer_{n}" if n else "optimizer": one for n, one in enumerate(optimizers)},
+        **{f"model_{n}" if n else "model": model for n, model in enumerate(accelerator._models)},
+        **{
+            f"optimizer_{n}" if n else "optimizer": optimizer
+            for n, optimizer in enumerate(optimizers)
+        },
         "files": _AcceleratorFiles(accelerator, trust_pickle=trust_pickle),
     }
 
@@ -262,7 +266,7 @@ class _SaveTotalLimit(RetentionPolicy):
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         latest = KeepLatest(self.limit).keeps(steps)
-        best = max(steps, key=lambda one: one.step).metric("best_step")
+        best = max(steps, key=lambda facts: facts.step).metric("best_step")
         if best is None or int(best) in latest:
             return latest
         return KeepLatest(max(1, self.limit - 1)).keeps(steps) | {int(best)}
@@ -272,7 +276,7 @@ class _TrainerRun:
     """The run of a Trainer. It is one attribute of the Trainer, so that no name of its own clashes.
 
     Attributes:
-        manager: of the current or last `train`.
+        manager: the manager of the current or last `train`.
         scratch: folder of this rank for what the Trainer takes for its checkpoints; None if `train`
             does not run.
         loads: URL of the step to load tensors from; None if training starts, or goes on from a
@@ -282,6 +286,7 @@ class _TrainerRun:
     def __init__(
         self, trainer: Any, url: str, background: bool, options: Mapping[str, Any]
     ) -> None:
+        """Refuse the options that are the Trainer's own, and make the first manager."""
         refused = [name for name in _TRAINERS_OWN if options.get(name) is not None]
         if refused:
             raise ConfigError(
@@ -327,11 +332,15 @@ class _TrainerRun:
         ):
             self.scratch = Path(scratch)
             try:
-                yield self._find(wanted)
+                yield self._prepare_resume(wanted)
             finally:
                 self.scratch = None
 
-    def _find(self, wanted: str | bool | None) -> str | None:
+    def _prepare_resume(self, wanted: str | bool | None) -> str | None:
+        """Write the Trainer's files of the step to resume from into a local folder; return that.
+
+        Return None, or the local folder that was asked for, if no step is resumed from.
+        """
         run, files = self.manager, PerRank(None, choice="list")
         if wanted is True:
             step = run.load({"files": files})
@@ -388,8 +397,8 @@ class _TrainerRun:
 
     def _load(self, state: dict[str, Any], url: str) -> None:
         names = ("storage_options", "config", "verify", "trust_pickle", "on_event", "local")
-        given = {name: self._options[name] for name in names if name in self._options}
-        load(state, url, progress=False, **given)
+        options = {name: self._options[name] for name in names if name in self._options}
+        load(state, url, progress=False, **options)
 
     def _tensors(self) -> dict[str, Any]:
         optimizer = self._trainer.optimizer
@@ -434,14 +443,16 @@ class _TrainerRun:
     def _metrics(self, step: int) -> dict[str, float]:
         """Return what was logged at this step, and which saved step is the best."""
         state = self._trainer.state
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for entry in state.log_history:
             if entry.get("step") == step:
-                found |= {key: one for key, one in entry.items() if isinstance(one, int | float)}
-        found.pop("step", None)
+                metrics |= {
+                    name: value for name, value in entry.items() if isinstance(value, int | float)
+                }
+        metrics.pop("step", None)
         run, _, name = (state.best_model_checkpoint or "").rpartition("/")
         best = step_number(name) if run == self.manager.url else None
-        return found if best is None else {**found, "best_step": best}
+        return metrics if best is None else {**metrics, "best_step": best}
 
 
 class _ObjectStoreTrainer:

@@ -20,7 +20,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
 
 SCHEMES = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
-# By name, because the fsspec forms import fsspec, and are public from torch 2.15 on.
+# The classes by name, because the fsspec forms import fsspec, and are public from torch 2.15 on.
 _CLASSES = ("FileSystemWriter", "FsspecWriter", "FileSystemReader", "FsspecReader")
 
 
@@ -87,23 +87,30 @@ class _Installed:
 _installed = _Installed()
 
 
-def _taken(path: object) -> tuple[_Settings, str] | None:
-    """Return the settings, and the URL that a path stands for; None if the path stays torch's."""
+class _Redirect(NamedTuple):
+    """The settings, and the URL that a path stands for."""
+
+    settings: _Settings
+    url: str
+
+
+def _redirect(path: object) -> _Redirect | None:
+    """Return where the objects of a path go instead; None if the path stays torch's."""
     settings = _installed.settings
     url = None if settings is None else url_in(path, settings.schemes)
-    return None if settings is None or url is None else (settings, url)
+    return None if settings is None or url is None else _Redirect(settings, url)
 
 
 def _url(path: object) -> str | None:
-    taken = _taken(path)
-    return None if taken is None else taken[1]
+    redirect = _redirect(path)
+    return None if redirect is None else redirect.url
 
 
 def installed_spec(path: object) -> StoreSpec | None:
     """Return the store that an installed URL leads to; None if the path stays the framework's."""
-    if (taken := _taken(path)) is None:
+    if (redirect := _redirect(path)) is None:
         return None
-    settings, url = taken
+    settings, url = redirect
     return StoreSpec(url, settings.storage_options, settings.config)
 
 
@@ -176,15 +183,15 @@ def install(
     A second call replaces the settings of the first.
 
     Args:
-        schemes: of the URLs that are taken. Default: those of S3, GCS and Azure. Any other scheme
-            that this library knows may be named, `file` and `memory` too.
+        schemes: the schemes of the URLs that are taken. Default: those of S3, GCS and Azure. Any
+            other scheme that this library knows may be named, `file` and `memory` too.
         overwrite: whether a committed checkpoint is replaced. Default None: as the class that is
             made says, and torch's replace.
         storage_options: credentials and endpoint. Default: taken from the environment. Options
             that a `FsspecWriter` or `FsspecReader` is made with are added.
         config: sizes, concurrency and time-outs.
-        trust_pickle: as in `ObjectStoreReader`.
-        allow_unfenced: as in `ObjectStoreWriter`.
+        trust_pickle: the argument of `ObjectStoreReader`.
+        allow_unfenced: the argument of `ObjectStoreWriter`.
         local: a folder on each node, as a path or `dos.Local`, for copies from which a job that
             starts again reads. Default None: no copies.
 
@@ -236,7 +243,8 @@ def _hook() -> None:
     expected = {"checkpoint_id", "storage_writer"}
     executors: tuple[Any, ...] = (ThreadExecutor, ProcessExecutor)
     if any(
-        not expected <= inspect.signature(one.execute_save).parameters.keys() for one in executors
+        not expected <= inspect.signature(executor.execute_save).parameters.keys()
+        for executor in executors
     ):
         raise UnsupportedError(
             f"install() cannot hook torch {torch.__version__}: its hooks are for 2.9 to 2.15. Pass"
@@ -284,11 +292,11 @@ def _new(owner: Any, make: _Make) -> Callable[..., object]:
     def __new__(cls: Any, *args: Any, **kwargs: Any) -> object:  # noqa: N807 - it becomes that
         if _is_torchs(cls):
             try:
-                given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
+                arguments = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments
             except TypeError:
-                given = {}  # `__init__` raises it
-            if taken := _taken(given.get("path")):
-                return make(*taken, given)
+                arguments = {}  # `__init__` raises it
+            if redirect := _redirect(arguments.get("path")):
+                return make(*redirect, arguments)
         return original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
 
     # What programs look at that pass only the options this version of torch has.
@@ -300,24 +308,26 @@ def _validate(owner: Any) -> Callable[[type, Any], bool]:
     original = owner.validate_checkpoint_id.__func__
 
     def validate_checkpoint_id(cls: type, checkpoint_id: Any) -> bool:
-        found: bool = original(cls, checkpoint_id)
-        return found or (_is_torchs(cls) and _url(checkpoint_id) is not None)
+        is_valid: bool = original(cls, checkpoint_id)
+        return is_valid or (_is_torchs(cls) and _url(checkpoint_id) is not None)
 
     return validate_checkpoint_id
 
 
-def _writer(settings: _Settings, url: str, given: Mapping[str, Any]) -> InstalledWriter:
-    kind = given.get("serialization_format")
-    if given.get("_extensions") or (kind is not None and kind.name != "TORCH_SAVE"):
+def _writer(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> InstalledWriter:
+    kind = arguments.get("serialization_format")
+    if arguments.get("_extensions") or (kind is not None and kind.name != "TORCH_SAVE"):
         raise UnsupportedError(
             "a FileSystemWriter with _extensions or serialization_format cannot write to a URL that"
             " install() took; leave them out",
             url=url,
         )
-    overwrite = given.get("overwrite", True) if settings.overwrite is None else settings.overwrite
+    overwrite = (
+        arguments.get("overwrite", True) if settings.overwrite is None else settings.overwrite
+    )
     writer = InstalledWriter(
         overwrite=overwrite,
-        storage_options={**settings.storage_options, **given.get("kwargs", {})},
+        storage_options={**settings.storage_options, **arguments.get("kwargs", {})},
         config=settings.config,
         allow_unfenced=settings.allow_unfenced,
         local=settings.local,
@@ -327,9 +337,9 @@ def _writer(settings: _Settings, url: str, given: Mapping[str, Any]) -> Installe
     return writer
 
 
-def _reader(settings: _Settings, url: str, given: Mapping[str, Any]) -> InstalledReader:
+def _reader(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> InstalledReader:
     reader = InstalledReader(
-        storage_options={**settings.storage_options, **given.get("kwargs", {})},
+        storage_options={**settings.storage_options, **arguments.get("kwargs", {})},
         config=settings.config,
         trust_pickle=settings.trust_pickle,
         local=settings.local,
@@ -346,12 +356,12 @@ def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
     def with_writer(
         *args: Any, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any
     ) -> Any:
-        if taken := _taken(checkpoint_id):
+        if redirect := _redirect(checkpoint_id):
             if storage_writer is None:
-                storage_writer = _writer(*taken, {})
+                storage_writer = _writer(*redirect, {})
             # In its child, our writer could not tell that a path stands for a URL.
             if isinstance(storage_writer, ObjectStoreWriter):
-                checkpoint_id = taken[1]
+                checkpoint_id = redirect.url
         return save(*args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs)
 
     return with_writer

@@ -260,8 +260,8 @@ class _ObjectStore:
 
         def look() -> bool:
             self._finish_deletions()
-            found = read_marker(StoreSpec(url, **self.access).open())
-            return found is not None and found[0].is_committed
+            stored = read_marker(StoreSpec(url, **self.access).open())
+            return stored is not None and stored.record.is_committed
 
         return on_first(look, url, sync_group(None, self.access["config"]))
 
@@ -358,13 +358,15 @@ class _TrainerStrategy(_Hooks):
     def load_checkpoint(self, checkpoint_path: Any, **options: Any) -> dict[str, Any]:
         checkpoint_path, url = self._shared_path(checkpoint_path)
         if url is None:
-            found: dict[str, Any] = self._original("load_checkpoint", checkpoint_path, **options)
-            return found
+            loaded: dict[str, Any] = self._original("load_checkpoint", checkpoint_path, **options)
+            return loaded
         strategy = self._target
         module = strategy.lightning_module
         parts = {_model_key(strategy): strategy.model}
         if module.trainer.state.fn == "fit":
-            parts |= {f"optimizer_{number}": one for number, one in enumerate(strategy.optimizers)}
+            parts |= {
+                f"optimizer_{n}": optimizer for n, optimizer in enumerate(strategy.optimizers)
+            }
         weights_only = options.get("weights_only")
         return self._store.load(url, parts, strict=module.strict_loading, weights_only=weights_only)
 
@@ -406,6 +408,7 @@ class _FabricStrategy(_Hooks):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, **options: Any
     ) -> dict[str, Any]:
+        """Load into the state as Fabric does; return the values that it did not ask for."""
         path, url = self._shared_path(path)
         if url is None:
             loaded: dict[str, Any] = self._original(
@@ -420,8 +423,8 @@ class _FabricStrategy(_Hooks):
             )
         parts, others = _divided(state)
         weights_only = options.get("weights_only")
-        found = self._store.load(url, parts, strict=strict, weights_only=weights_only)
-        absent = others.keys() - found.keys()
+        values = self._store.load(url, parts, strict=strict, weights_only=weights_only)
+        absent = others.keys() - values.keys()
         if absent and strict:
             raise errors.StateMismatchError(
                 f"the checkpoint does not have {', '.join(sorted(absent))}, which the state asks"
@@ -430,10 +433,10 @@ class _FabricStrategy(_Hooks):
             )
         for key in others.keys() - absent:
             if isinstance(others[key], Stateful):
-                others[key].load_state_dict(found.pop(key))
+                others[key].load_state_dict(values.pop(key))
             else:
-                state[key] = found.pop(key)
-        return found
+                state[key] = values.pop(key)
+        return values
 
 
 class _ModelCheckpoint(_Hooks):
@@ -459,8 +462,8 @@ class _ModelCheckpoint(_Hooks):
             dirpath = posixpath.join(trainer.default_root_dir, "checkpoints")
         url = _url(dirpath)
         if url is None:
-            found: set[str] = self._original("_find_last_checkpoints", trainer)
-            return found
+            paths: set[str] = self._original("_find_last_checkpoints", trainer)
+            return paths
         newest = self._store.newest(url)
         return {newest} if newest is not None else set()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.tools import filesystem
@@ -38,11 +38,18 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 
+class _AgreedSteps(NamedTuple):
+    """The steps of a run, which all ranks know alike."""
+
+    run_url: str
+    steps: tuple[int, ...]
+
+
 class _Installed:
     """What is installed in this process.
 
     Attributes:
-        remove_objects: as in `install`.
+        remove_objects: the argument of `install`.
         retainers: sweep the runs and know the steps that this job resumed from, by the runs' URLs.
         agreed: during a load, the URL of the run and its steps, the same on all ranks.
     """
@@ -50,7 +57,7 @@ class _Installed:
     has_hooks = False
     remove_objects: bool = False
     retainers: ClassVar[dict[str, Retainer]] = {}
-    agreed: tuple[str, tuple[int, ...]] | None = None
+    agreed: _AgreedSteps | None = None
 
 
 def install(*, remove_objects: bool = False, **options: Any) -> Installation:
@@ -125,7 +132,7 @@ def _with_agreed_steps(original: Callable[[Any, int], bool]) -> Callable[[Any, i
         if run is None:
             return original(self, step)
         steps = on_first(lambda: _loadable(run), run.url, sync_group(None, run.config))
-        _Installed.agreed = (run.url, steps)
+        _Installed.agreed = _AgreedSteps(run.url, steps)
         try:
             loaded = original(self, step)
         finally:
@@ -195,7 +202,10 @@ def _isfile(spec: StoreSpec) -> bool:
 
 def _listdir(spec: StoreSpec) -> list[str]:
     agreed = _Installed.agreed
-    steps = agreed[1] if agreed is not None and agreed[0] == spec.url else step_numbers(spec)
+    if agreed is not None and agreed.run_url == spec.url:
+        steps = agreed.steps
+    else:
+        steps = step_numbers(spec)
     return [f"step-{step}" for step in steps]
 
 

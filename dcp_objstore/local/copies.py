@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dcp_objstore.contexts import contextmanager
@@ -34,7 +36,7 @@ class _Folders:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.opened: dict[tuple[str, str], RunFolder] = {}
-        self.warned_of: set[tuple[str, str]] = set()
+        self.warned_of: set[tuple[str, int | None]] = set()
 
 
 _folders = PerProcess(_Folders)
@@ -52,6 +54,7 @@ class _Copies:
     def __init__(self, local: Local, spec: StoreSpec, channel: Channel) -> None:
         self._local = local
         self._channel = channel
+        self._reported = False
         run, name = spec.parent()
         self._prefix = f"{name}/" if run is not None else ""
         place = (run or spec).url, spec.open().endpoint_url or ""
@@ -75,11 +78,16 @@ class _Copies:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
+        if self._reported:
+            return
+        self._reported = True
         folder, reason = self._local.folder, str(error)
         self._channel.emit(LocalUnused, time.monotonic(), folder=folder, reason=reason)
+        # The text says how much room there is, which is never the same.
+        kind = folder, getattr(error, "errno", None)
         warned_of = _folders.here.warned_of
-        if (folder, reason) not in warned_of:
-            warned_of.add((folder, reason))
+        if kind not in warned_of:
+            warned_of.add(kind)
             logger.warning(
                 "no copies in %s: %s. The store has everything; 'dcp-objstore doctor --local %s'"
                 " looks at the folder",
@@ -116,7 +124,8 @@ class SaveCopies(_Copies):
         with self._excused():
             if folder is not None:
                 file, name = folder.create(self._spares, size_bytes)
-                copy = _Beside(buffers, folder, file, name, key, self._report)
+                reserve = partial(folder.reserve, file, spares=self._spares)
+                copy = _Beside(buffers, folder, file, name, key, reserve, self._report)
         if copy is None:
             yield buffers
             return
@@ -148,11 +157,12 @@ class _Beside:
         file: int,
         name: str,
         key: str,
+        reserve: Callable[[int], None],
         report: Callable[[Exception], None],
     ) -> None:
         self._buffers = buffers
         self._folder, self._file, self._name, self._key = folder, file, name, key
-        self._report = report
+        self._reserve, self._report = reserve, report
         self._lock = threading.Lock()
         self._is_open = True
         self._size_bytes = 0
@@ -176,11 +186,14 @@ class _Beside:
                 return
             try:
                 act()
-            except OSError as error:
+            except (LocalError, OSError) as error:
                 self._close()
                 self._report(error)
 
     def _write(self, rest: memoryview) -> None:
+        end = self._size_bytes + len(rest)
+        if end > os.fstat(self._file).st_size:  # frames, and values whose size nobody knew
+            self._reserve(end)
         while rest:
             written = os.pwrite(self._file, rest, self._size_bytes)
             self._size_bytes += written
@@ -247,19 +260,21 @@ class LoadCopies(_Copies):
 
 
 class LocalFirst(WrappedStore):
-    """Reads a range from the copy, and from the inner store if it is asked for once more.
+    """Reads a range from the copy, and what is asked for once more from the inner store.
 
-    A reader that finds damage asks once more, so damage to a copy costs a request and nothing else.
+    A reader that finds damage asks once more from the damaged piece on: this piece is fetched, and
+    the copy gives the rest. If that is not enough, the rest is fetched, too.
 
     Attributes:
-        local_bytes: how many bytes copies have given, without those that were asked for again.
+        local_bytes: how many bytes copies have given, without those that were fetched then.
     """
 
     def __init__(self, inner: ObjectStore, files: dict[str, CopyFile]) -> None:
         super().__init__(inner)
         self._files = files
         self._lock = threading.Lock()
-        self._given: set[tuple[str, int]] = set()
+        self._asked: Counter[tuple[str, int]] = Counter()
+        self._fetched_to: dict[tuple[str, int], int] = {}
         self.local_bytes = 0
 
     def open_range(self, key: str, start: int, end: int) -> RangeBody:
@@ -268,21 +283,53 @@ class LocalFirst(WrappedStore):
         if file is None or end > file.size_bytes:
             return self.inner.open_range(key, start, end)
         with self._lock:
-            is_first = (key, end) not in self._given
-            self._given.add((key, end))
-            self.local_bytes += end - start if is_first else start - end
-        return _CopyRange(file, start) if is_first else self.inner.open_range(key, start, end)
+            asked = self._asked[key, end]
+            self._asked[key, end] += 1
+            if not asked:
+                self.local_bytes += end - start
+        if asked < 2:
+            fetch = partial(self._open_inner, key, end) if asked else None
+            return _CopyRange(file, start, fetch)
+        return self._open_inner(key, end, start, end)
+
+    def _open_inner(self, key: str, range_end: int, start: int, end: int) -> RangeBody:
+        """Open bytes of the range that ends there, which the copy has not given then."""
+        with self._lock:
+            fetched_to = max(start, self._fetched_to.get((key, range_end), 0))
+            self.local_bytes -= max(0, end - fetched_to)
+            self._fetched_to[key, range_end] = max(end, fetched_to)
+        return self.inner.open_range(key, start, end)
 
 
 class _CopyRange:
-    """A `RangeBody` of a copy."""
+    """A `RangeBody` of a copy.
 
-    def __init__(self, file: CopyFile, start: int) -> None:
+    Args:
+        file: the copy.
+        start: where the range begins.
+        fetch: opens bytes of the store, from which the first piece comes. None: from the copy.
+    """
+
+    def __init__(
+        self, file: CopyFile, start: int, fetch: Callable[[int, int], RangeBody] | None
+    ) -> None:
         self._file = file
         self._at = start
+        self._fetch = fetch
+        self._fetched: RangeBody | None = None
 
     def readinto(self, into: memoryview) -> None:
         """Fill `into` with the next bytes."""
+        if self._fetch is None:
+            self._read(into)
+            return
+        with self._fetch(self._at, self._at + len(into)) as self._fetched:
+            self._fetch = None
+            self._fetched.readinto(into)
+        self._fetched = None
+        self._at += len(into)
+
+    def _read(self, into: memoryview) -> None:
         try:
             while into:
                 size_bytes = os.preadv(self._file.descriptor, [into], self._at)
@@ -297,9 +344,9 @@ class _CopyRange:
         """Do nothing: digests say whether the bytes are right."""
 
     def cancel(self, *, at_once: bool) -> bool:
-        """Return False: a file cannot be interrupted."""
-        del at_once
-        return False
+        """End a `readinto` that another thread is in, if it reads from the store."""
+        fetched = self._fetched
+        return fetched is not None and fetched.cancel(at_once=at_once)
 
     def close(self) -> None:
         """Do nothing: the load closes the file."""

@@ -101,18 +101,29 @@ class RunFolder:
     def __init__(self, local: Local, run_url: str) -> None:
         self._local = local
         self._lock = threading.Lock()
-        self._home = open_home(local.folder, make=True)
-        remove_abandoned(self._home)
         name = xxhash.xxh3_128_hexdigest(run_url.encode())
-        self._run, self._in_use = _join(self._home, name)
-        self._objects = _open_own(self._run, "objects", name)
-        with contextlib.suppress(FileExistsError):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
-            with opened("url", flags, self._run) as file:
-                os.write(file, run_url.encode())
+        with contextlib.ExitStack() as stack:
+            with opened(local.folder, os.O_DIRECTORY | os.O_CLOEXEC) as base:
+                self._home = _open_own(base, home_name(), local.folder)
+            stack.callback(os.close, self._home)
+            run, in_use = _join(self._home, name)
+            stack.callback(os.close, run)
+            stack.callback(os.close, in_use)
+            self._objects = _open_own(run, "objects", name)
+            stack.callback(os.close, self._objects)
+            with contextlib.suppress(FileExistsError):
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
+                with opened("url", flags, run) as file:
+                    os.write(file, run_url.encode())
+            remove_abandoned(self._home)
+            self._opened = stack.pop_all()
         self._written: set[str] = set()  # by this process
         self._needed: frozenset[str] = frozenset()
         self.has_saved = False
+
+    def __del__(self) -> None:
+        if hasattr(self, "_opened"):
+            self._opened.close()
 
     @property
     def identity(self) -> bytes:
@@ -154,16 +165,29 @@ class RunFolder:
             if file is None:
                 flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN
                 file = os.open(name, flags, 0o600, dir_fd=self._objects)
-            try:
+            with self._or_drop(file, name):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                present_bytes = os.fstat(file).st_size
-                if size_bytes > present_bytes:
-                    self._make_room(size_bytes - present_bytes, spares)
-                    _reserve(file, size_bytes)
-            except BaseException:
-                self.drop(file, name)
-                raise
+        with self._or_drop(file, name):
+            self.reserve(file, size_bytes, spares)
         return file, name
+
+    def reserve(self, file: int, size_bytes: int, spares: list[Spare]) -> None:
+        """Set room aside for so many bytes of a file.
+
+        Args:
+            spares: files that are removed if there is no room otherwise.
+
+        Raises:
+            LocalError, OSError: there is no room.
+        """
+        with self._alone():
+            present_bytes = os.fstat(file).st_size
+            if size_bytes <= present_bytes:
+                return
+            self._make_room(size_bytes - present_bytes, spares)
+            os.ftruncate(file, size_bytes)  # others count it from now on
+        # A tmpfs needs a second for each GiB of it: others can have theirs meanwhile.
+        _reserve(file, size_bytes)
 
     def _take_over(self, spares: list[Spare], size_bytes: int, name: str) -> int | None:
         """Take the spare file that fits best; None if there is none."""
@@ -192,15 +216,20 @@ class RunFolder:
 
     def finish(self, file: int, name: str, key: str, size_bytes: int) -> None:
         """Make a file that was written the copy of an object, and close it."""
-        try:
+        with self._or_drop(file, name):
             os.ftruncate(file, size_bytes)
             final = file_name(key)
             os.rename(name, final, src_dir_fd=self._objects, dst_dir_fd=self._objects)
             self._written.add(final)
+        os.close(file)
+
+    @contextmanager
+    def _or_drop(self, file: int, name: str) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.drop(file, name)
             raise
-        os.close(file)
 
     def drop(self, file: int, name: str) -> None:
         """Remove a file that was being written."""
@@ -272,22 +301,25 @@ def is_being_written(objects: int, name: str) -> bool:
     return False
 
 
-def open_home(folder: str, *, make: bool = False) -> int:
+def open_home(folder: str) -> int:
     """Open this user's folder in `folder`, with copies of all runs.
 
     Raises:
-        FileNotFoundError: there is none; with `make`, `folder` does not exist.
+        FileNotFoundError: there is none.
         LocalError, OSError: it cannot be used.
     """
     with opened(folder, os.O_DIRECTORY | os.O_CLOEXEC) as base:
-        return _open_own(base, home_name(), folder, make=make)
+        return _open_present(base, home_name(), folder)
 
 
-def _open_own(at: int, name: str, where: str, *, make: bool = True) -> int:
+def _open_own(at: int, name: str, where: str) -> int:
     """Open a folder that only this user can use; make it if it is not there."""
-    if make:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, 0o700, dir_fd=at)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=at)
+    return _open_present(at, name, where)
+
+
+def _open_present(at: int, name: str, where: str) -> int:
     try:
         folder = os.open(name, FOLDER, dir_fd=at)
     except NotADirectoryError:
@@ -335,19 +367,18 @@ def _join(home: int, name: str) -> tuple[int, int]:
     """Open the folder of a run and hold its lock; return both descriptors."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        run = _open_own(home, name, "its folder")
-        try:
-            lock = os.open("lock", os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=run)
-        except FileNotFoundError:  # the folder has just been removed
-            os.close(run)
-        else:
+        with contextlib.ExitStack() as opened:
+            run = _open_own(home, name, "its folder")
+            opened.callback(os.close, run)
+            # Missing: the folder has just been removed, or renamed to be removed.
             with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                lock = os.open("lock", os.O_RDWR | os.O_CREAT | _OPEN, 0o600, dir_fd=run)
+                opened.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                if os.path.samestat(os.stat("lock", dir_fd=run), os.fstat(lock)):
+                if os.path.samestat(os.stat(name, dir_fd=home), os.fstat(run)):
                     os.utime(lock)
+                    opened.pop_all()
                     return run, lock
-            os.close(lock)
-            os.close(run)
         if time.monotonic() > until:
             raise LocalError("another process is removing the run's folder")
         time.sleep(0.01)
@@ -360,7 +391,7 @@ def remove_abandoned(
 
     Args:
         home: a descriptor of the user's folder.
-        after_seconds: how long ago a process began to use them, or to write a copy.
+        after_seconds: how long ago a process began to use them, or wrote to them.
         most: the largest number to remove. Default: all.
     """
     with os.scandir(home) as entries:
@@ -369,37 +400,41 @@ def remove_abandoned(
     for when, name in sorted((used_at(home, name), name) for name in names):
         if removed == most or time.time() - when < after_seconds:
             break
-        with contextlib.suppress(OSError):
-            remove_run(home, name)
-            removed += 1
+        removed += remove_run(home, name)
     return removed
 
 
 def used_at(home: int, name: str) -> float:
-    """Return when a process last began to use the folder of a run, or to write a copy in it."""
-    times = [0.0]
-    for part in ("lock", "objects"):
-        with contextlib.suppress(OSError):
-            times.append(os.stat(f"{name}/{part}", dir_fd=home, follow_symlinks=False).st_mtime)
-    return max(times)
+    """Return when a process last began to use the folder of a run, or wrote to it.
 
-
-def remove_run(home: int, name: str) -> None:
-    """Remove the folder of a run.
-
-    Raises:
-        BlockingIOError: a process uses it.
-        OSError: it cannot be removed.
+    That is 0 if it was never whole, or is half removed.
     """
-    # The lock may be gone already: what was killed in the middle of this has left the rest.
-    with (
-        opened(name, FOLDER, home) as run,
-        opened("lock", os.O_RDWR | os.O_CREAT | _OPEN, run) as lock,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        gone = f"{REMOVED}{secrets.token_hex(8)}"  # a job that begins now makes its own
-        os.rename(name, gone, src_dir_fd=home, dst_dir_fd=home)
-        shutil.rmtree(gone, dir_fd=home)
+    with contextlib.suppress(OSError):
+        return max(
+            os.stat(f"{name}/{part}", dir_fd=home, follow_symlinks=False).st_mtime
+            for part in ("lock", "objects")
+        )
+    return 0.0
+
+
+def remove_run(home: int, name: str) -> bool:
+    """Remove the folder of a run, unless a process uses it; return whether it is gone."""
+    try:
+        if name.startswith(REMOVED):  # what began to remove it was killed
+            shutil.rmtree(name, dir_fd=home)
+            return True
+        with (
+            opened(name, FOLDER, home) as run,
+            # A process that was killed may have made the folder and not the lock.
+            opened("lock", os.O_RDWR | os.O_CREAT | _OPEN, run) as lock,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            gone = f"{REMOVED}{secrets.token_hex(8)}"  # a job that begins now makes its own
+            os.rename(name, gone, src_dir_fd=home, dst_dir_fd=home)
+            shutil.rmtree(gone, dir_fd=home)
+    except OSError:
+        return False
+    return True
 
 
 def _reserve(file: int, size_bytes: int) -> None:

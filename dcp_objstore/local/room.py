@@ -15,30 +15,42 @@ _LEFT_TO_THE_JOB = 0.1
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def room_bytes(folder: int, max_bytes: int | None, home: int) -> int:
+def room_bytes(folder: int, max_bytes: int | None, home: int | None) -> int:
     """Return the number of bytes that may still be written.
 
     Args:
         folder: a descriptor of the folder.
         max_bytes: the most that everything below `home` may take. None: all that is free, but a
             tenth of the file system.
-        home: a descriptor of the user's folder.
+        home: a descriptor of the user's folder. None: there is none yet.
     """
     system = os.fstatvfs(folder)
-    free_bytes = system.f_bavail * system.f_frsize
+    taken_bytes, used = (0, 0) if home is None else _sizes(home)
+    # Files that are being written have their size before their blocks.
+    coming_bytes = used - taken_bytes
+    free_bytes = system.f_bavail * system.f_frsize - coming_bytes
     if max_bytes is None:
         room = free_bytes - system.f_blocks * system.f_frsize // 10
     else:
-        room = min(free_bytes, max_bytes - used_bytes(home))
+        room = min(free_bytes, max_bytes - used)
     mount = mount_of(os.fstat(folder).st_dev)
     if mount is not None and mount.kind in IN_MEMORY:
-        room = min(room, *free_memory_bytes())
+        room = min([room, *(free - coming_bytes for free in free_memory_bytes())])
     return room
 
 
 def used_bytes(folder: int) -> int:
-    """Return the number of bytes that the files below a folder take on its file system."""
-    return sum(status.st_blocks * 512 for status in _below(folder))
+    """Return the number of bytes that the files below a folder take on its file system, or will."""
+    return _sizes(folder)[1]
+
+
+def _sizes(folder: int) -> tuple[int, int]:
+    """Return what the files below a folder take now, and what they do when they are full."""
+    taken = used = 0
+    for status in _below(folder):
+        taken += status.st_blocks * 512
+        used += max(status.st_blocks * 512, status.st_size)
+    return taken, used
 
 
 def _below(folder: int) -> Iterator[os.stat_result]:

@@ -29,6 +29,8 @@ from dcp_objstore.local.folder import (
 )
 from dcp_objstore.local.settings import Local
 
+_EPOCH = datetime.fromtimestamp(0, UTC)
+
 
 class Files(NamedTuple):
     """How many files, and what they take on the file system."""
@@ -50,7 +52,7 @@ class LocalRun:
         url: the run's URL; None if its folder does not say.
         endpoint_url: the store's endpoint, if the run has one.
         in_use: whether a process uses it now.
-        used_at: when a process last began to use it, or to write a copy.
+        used_at: when a process last began to use it, or wrote to it; None if it is half removed.
         steps: the copies of each checkpoint, by its name; "." if the URL is a checkpoint's.
         being_written: files that a save is writing.
         left_over: files of processes that were killed. The next save writes over them.
@@ -60,7 +62,7 @@ class LocalRun:
     url: str | None
     endpoint_url: str | None
     in_use: bool
-    used_at: datetime
+    used_at: datetime | None
     steps: dict[str, Files]
     being_written: Files
     left_over: Files
@@ -111,13 +113,12 @@ def remove_local_runs(local: Local, url: str | None = None) -> list[Removal]:
 
 
 def _refusal(home: int, run: LocalRun) -> str | None:
-    try:
-        remove_run(home, run.folder)
-    except BlockingIOError:
-        return "a process uses it"
-    except OSError as error:
-        return str(error)
-    return None
+    if remove_run(home, run.folder):
+        return None
+    with contextlib.suppress(OSError), opened(run.folder, FOLDER, home) as folder:
+        if not _is_in_use(folder):
+            return "it cannot be removed"
+    return "a process uses it"
 
 
 @contextmanager
@@ -147,19 +148,20 @@ def _runs(home: int) -> list[LocalRun]:
     for name in names:
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
             runs.append(_run(home, name))
-    return sorted(runs, key=lambda run: (run.in_use, run.used_at))
+    return sorted(runs, key=lambda run: (run.in_use, run.used_at or _EPOCH))
 
 
 def _run(home: int, name: str) -> LocalRun:
     with opened(name, FOLDER, home) as folder:
         url, _, endpoint_url = _text(folder).partition(" ")
         steps, being_written, left_over = _files(folder, is_removed=name.startswith(REMOVED))
+        used = used_at(home, name)
         return LocalRun(
             folder=name,
             url=url or None,
             endpoint_url=endpoint_url or None,
             in_use=_is_in_use(folder),
-            used_at=datetime.fromtimestamp(used_at(home, name), UTC),
+            used_at=datetime.fromtimestamp(used, UTC) if used else None,
             steps=steps,
             being_written=being_written,
             left_over=left_over,

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -189,7 +189,10 @@ def bench(
     spec = StoreSpec(url, storage_options, config or CONFIG)
     stop, line = Stop(), StatusLine(shown=progress)
     done: Future[BenchReport] = Future()
-    spawn(lambda: run_into(done, lambda: _cleaned(spec, size_bytes, seconds, stop, line)), "bench")
+    spawn(
+        lambda: run_into(done, lambda: _measure(spec, size_bytes, seconds, stop=stop, line=line)),
+        "bench",
+    )
     try:
         return result_of(done)
     except BaseException:
@@ -219,29 +222,29 @@ def _check(size_bytes: int | None, seconds: float) -> None:
         raise ConfigError(f"seconds must be a number of at least {_LEAST_SECONDS}, got {seconds!r}")
 
 
-def _cleaned(
-    spec: StoreSpec, size_bytes: int | None, seconds: float, stop: Stop, line: StatusLine
+def _measure(
+    spec: StoreSpec, size_bytes: int | None, seconds: float, *, stop: Stop, line: StatusLine
 ) -> BenchReport:
     """Measure, and remove what was written."""
     scratch = Scratch(spec, ".bench")
     try:
         report = _Bench(scratch, seconds, stop, line).run(spec.url, size_bytes)
     except BaseException:
-        if left := _removed(scratch):
-            logger.warning(left)
+        if warning := _remove_all(scratch):
+            logger.warning(warning)
         raise
-    left = _removed(scratch)
-    return replace(report, warnings=(*report.warnings, left)) if left else report
+    warning = _remove_all(scratch)
+    return replace(report, warnings=(*report.warnings, warning)) if warning else report
 
 
-def _removed(scratch: Scratch) -> str:
-    """Remove everything; say what could not be."""
-    left = scratch.remove()
-    if left.listed and not left.keys:
+def _remove_all(scratch: Scratch) -> str:
+    """Remove everything; return a warning if something could not be removed, or ""."""
+    unremoved = scratch.remove()
+    if unremoved.listed and not unremoved.keys:
         return ""
     return (
-        f"what was written could not be removed ({left.why or 'no reason was given'}): remove"
-        f" everything below {scratch.spec.url}"
+        f"what was written could not be removed ({unremoved.why or 'no reason was given'}):"
+        f" remove everything below {scratch.spec.url}"
     )
 
 
@@ -259,6 +262,13 @@ class _Round:
     @property
     def gib_per_second(self) -> float:
         return self.size_bytes / GIB / self.seconds
+
+
+class _Saved(NamedTuple):
+    """A checkpoint's name, and how its save went."""
+
+    name: str
+    measured: _Round
 
 
 class _Bench:
@@ -282,14 +292,15 @@ class _Bench:
         self._fill(min(size_bytes or _LEAST_AUTO_BYTES, _LEAST_AUTO_BYTES))
         copied, hashed = self._machine()
         put_alone, get_alone = self._alone()
-        self._remove(self._first()[0])  # which imports, connects and so on
+        kept, *_ = self._first()  # which imports, connects and so on
+        self._remove(kept)
         kept, saved, loaded = self._first()
         while next_bytes := self._next_size_bytes(size_bytes, saved, loaded):
             self._remove(kept)
             self._fill(next_bytes)
             kept, saved, loaded = self._first()
         saves, plain_puts, loads, plain_gets = self._take_turns(
-            lambda: self._save()[1],
+            lambda: self._save().measured,
             lambda: self._plain_puts(saved),
             lambda: self._load(kept),
             lambda: self._plain_gets(kept, loaded),
@@ -326,18 +337,21 @@ class _Bench:
         """Measure PUTs and GETs of one byte. Whoever may make these may make all that follow."""
         self._step("small requests")
         requests = _plan_puts(np.zeros(_SMALL_REQUESTS, dtype=np.uint8), 1)
-        with self._scratch.writing(requests[0].key):
-            _put(self._store, requests[0])
-        _get(self._store, requests[0])
+        first = requests[0]
+        with self._scratch.writing(first.key):
+            _put(self._store, first)
+        _get(self._store, first)
         next(iter(self._store.list()), None)
-        self._store.delete(requests[0].key)
+        self._store.delete(first.key)
         self._scratch.keys.clear()
-        spreads = []
-        for do in (_put, _get):
-            rounds = [self._timed(do, [one], 1) for one in requests]
-            spreads.append(Spread.of([1000 * one.seconds for one in rounds]))
-        self._delete(one.key for one in requests)
-        return spreads[0], spreads[1]
+
+        def spread_ms(do: Callable[[ObjectStore, _PlainRequest], None]) -> Spread:
+            rounds = [self._timed(do, [request], 1) for request in requests]
+            return Spread.of([1000 * measured.seconds for measured in rounds])
+
+        put_ms, get_ms = spread_ms(_put), spread_ms(_get)
+        self._delete(request.key for request in requests)
+        return put_ms, get_ms
 
     def _fill(self, size_bytes: int) -> None:
         """Make tensors of that size, of bytes that no store can compress or has had before."""
@@ -375,17 +389,21 @@ class _Bench:
 
         def hash_all() -> None:
             with DaemonPool(self._config.hash_threads, "hash") as pool:
-                for future in [pool.submit(block_digests, one) for one in slices]:
+                for future in [pool.submit(block_digests, part) for part in slices]:
                     future.result()
 
-        figures: list[list[float]] = [[], []]
-        ways: Sequence[Callable[[], object]] = (lambda: np.copyto(target, source), hash_all)
+        copies: list[float] = []
+        hashes: list[float] = []
+        ways: Sequence[tuple[Callable[[], object], list[float]]] = (
+            (lambda: np.copyto(target, source), copies),
+            (hash_all, hashes),
+        )
         for _ in range(_MOST_ROUNDS):
-            for way, speeds in zip(ways, figures, strict=True):
+            for way, speeds in ways:
                 began_at = time.perf_counter()
                 way()
                 speeds.append(_MACHINE_BYTES / GIB / (time.perf_counter() - began_at))
-        return Spread.of(figures[0]), Spread.of(figures[1])
+        return Spread.of(copies), Spread.of(hashes)
 
     def _alone(self) -> tuple[list[_Round], list[_Round]]:
         """Measure PUTs, then GETs, one after the other."""
@@ -394,12 +412,12 @@ class _Bench:
         for do, rounds in zip((_put, _get), measured, strict=True):
             self._step(f"one connection, {'PUT' if do is _put else 'GET'}")
             deadline = time.monotonic() + _ALONE_SHARE * self._seconds
-            for one in islice(cycle(requests), _MOST_ALONE):
-                rounds.append(self._timed(do, [one], 1))
+            for request in islice(cycle(requests), _MOST_ALONE):
+                rounds.append(self._timed(do, [request], 1))
                 if time.monotonic() > deadline:
                     break
             requests = requests[: len(rounds)]
-        self._delete(one.key for one in requests)
+        self._delete(request.key for request in requests)
         return measured
 
     def _take_turns(self, *ways: Callable[[], _Round]) -> Sequence[list[_Round]]:
@@ -416,8 +434,8 @@ class _Bench:
                 break  # one more round would take too long
         return measured
 
-    def _save(self, *, keep: bool = False) -> tuple[str, _Round]:
-        """Save once; return the checkpoint's name, and how it went."""
+    def _save(self, *, keep: bool = False) -> _Saved:
+        """Save once."""
         self._step("saving")
         self._saves += 1
         name = f"save-{self._saves}"
@@ -426,7 +444,7 @@ class _Bench:
         self._sent_bytes += measured.size_bytes
         if not keep:
             self._remove(name)
-        return name, measured
+        return _Saved(name, measured)
 
     def _load(self, name: str) -> _Round:
         """Load once. The tensors have the same bytes before and after."""
@@ -448,10 +466,15 @@ class _Bench:
             on_event=seen.append,
         )
         seconds, cpu = time.perf_counter() - began_at, time.process_time() - cpu
-        requests = [one for one in seen if isinstance(one, PartUploaded | RangeRead)]
-        largest_bytes = max((one.size_bytes for one in requests), default=0)
-        connections = len({one.worker for one in requests})
-        return _Round(seconds, cpu, self._memory.nbytes, len(requests), largest_bytes, connections)
+        requests = [event for event in seen if isinstance(event, PartUploaded | RangeRead)]
+        return _Round(
+            seconds=seconds,
+            cpu_seconds=cpu,
+            size_bytes=self._memory.nbytes,
+            requests=len(requests),
+            request_size_bytes=max((event.size_bytes for event in requests), default=0),
+            connections=len({event.worker for event in requests}),
+        )
 
     def _remove(self, name: str) -> None:
         """Remove a checkpoint that this run has saved."""
@@ -467,7 +490,7 @@ class _Bench:
         self._step("plain requests instead of a save")
         requests = _plan_puts(self._memory, saved.request_size_bytes)
         measured = self._timed(_put, requests, saved.connections)
-        self._delete(one.key for one in requests)
+        self._delete(request.key for request in requests)
         return measured
 
     def _plain_gets(self, kept: str, loaded: _Round) -> _Round:
@@ -488,24 +511,32 @@ class _Bench:
         connections: int,
     ) -> _Round:
         began_at, cpu = time.perf_counter(), time.process_time()
-        _send_all(do, self._store, requests, connections, self._stop)
+        _send_all(do, self._store, requests, connections=connections, stop=self._stop)
         seconds, cpu = time.perf_counter() - began_at, time.process_time() - cpu
-        sizes_bytes = [one.memory.nbytes for one in requests]
+        sizes_bytes = [request.memory.nbytes for request in requests]
         if do is _put:
             self._sent_bytes += sum(sizes_bytes)
         else:
             self._received_bytes += sum(sizes_bytes)
-        connections = min(connections, len(requests))
-        return _Round(seconds, cpu, sum(sizes_bytes), len(requests), max(sizes_bytes), connections)
+        return _Round(
+            seconds=seconds,
+            cpu_seconds=cpu,
+            size_bytes=sum(sizes_bytes),
+            requests=len(requests),
+            request_size_bytes=max(sizes_bytes),
+            connections=min(connections, len(requests)),
+        )
 
 
 def _throughput(rounds: Sequence[_Round]) -> Throughput:
     return Throughput(
-        gib_per_second=Spread.of([one.gib_per_second for one in rounds]),
-        cpu_seconds_per_gib=median(one.cpu_seconds / one.size_bytes * GIB for one in rounds),
-        requests=median_low(one.requests for one in rounds),
-        request_size_bytes=max(one.request_size_bytes for one in rounds),
-        connections=median_low(one.connections for one in rounds),
+        gib_per_second=Spread.of([measured.gib_per_second for measured in rounds]),
+        cpu_seconds_per_gib=median(
+            measured.cpu_seconds / measured.size_bytes * GIB for measured in rounds
+        ),
+        requests=median_low(measured.requests for measured in rounds),
+        request_size_bytes=max(measured.request_size_bytes for measured in rounds),
+        connections=median_low(measured.connections for measured in rounds),
     )
 
 
@@ -516,7 +547,7 @@ def _doubts(what: str, rounds: Sequence[_Round]) -> Iterator[str]:
             f"{what}: {counted(len(rounds), 'round')}, too few to show how much they differ; give"
             " it more time or a smaller size"
         )
-    durations = [one.seconds for one in rounds]
+    durations = [measured.seconds for measured in rounds]
     factor = max(durations) / min(durations)
     if factor > _NOISY:
         yield (
@@ -527,7 +558,7 @@ def _doubts(what: str, rounds: Sequence[_Round]) -> Iterator[str]:
 
 def _busy() -> Iterator[str]:
     """Say if other programs use the processors."""
-    load_average = os.getloadavg()[0]
+    load_average, *_ = os.getloadavg()
     if load_average > processors():
         yield (
             f"the machine was busy when this began: load {load_average:.1f} on"
@@ -548,8 +579,8 @@ class _PlainRequest:
 
     Attributes:
         key: key of the object.
-        start: where the range begins.
-        memory: the bytes to put, or where to read the range to.
+        start: the byte at which the range begins.
+        memory: the bytes to put, or the memory to read the range into.
     """
 
     key: str
@@ -606,6 +637,7 @@ def _send_all(
     do: Callable[[ObjectStore, _PlainRequest], None],
     store: ObjectStore,
     requests: Sequence[_PlainRequest],
+    *,
     connections: int,
     stop: Stop,
 ) -> None:
@@ -613,10 +645,10 @@ def _send_all(
 
     Args:
         do: `_put` or `_get`.
-        store: where to send them.
-        requests: what to send.
+        store: the store to send them to.
+        requests: the requests.
         connections: the largest number in flight.
-        stop: ends the loop between two requests.
+        stop: what ends the loop between two requests.
     """
     if connections == 1:
         for request in requests:
@@ -625,7 +657,7 @@ def _send_all(
         return
     failed = threading.Event()
 
-    def one(request: _PlainRequest) -> None:
+    def send(request: _PlainRequest) -> None:
         stop.check()
         if failed.is_set():
             return
@@ -636,7 +668,7 @@ def _send_all(
             raise
 
     with DaemonPool(min(connections, len(requests)), "plain") as pool:
-        sent = [pool.submit(one, request) for request in requests]
+        sent = [pool.submit(send, request) for request in requests]
     wait(sent)
     for future in sent:
         future.result()

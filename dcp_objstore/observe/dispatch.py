@@ -89,10 +89,11 @@ class Channel:
         """Add a listener, which receives the events from now on; what it raises is only logged.
 
         Args:
-            take: called with each event, one call at a time.
-            name: of the listener in the log.
+            take: a function that is called with each event, one call at a time.
+            name: the listener's name in the log.
             detailed: whether it wants the events of each part and range.
-            settle: called when no more events are queued, at least once after the last event.
+            settle: a function that is called when no more events are queued, at least once after
+                the last event.
         """
         self._listeners.append(_Listener(take, name, settle))
         self.detailed = self.detailed or detailed
@@ -280,7 +281,7 @@ def emit_retry(bucket_key: str, attempt: int, error: str, began_at: float) -> No
     """
     channel = current_channel()
     if channel is not None and (key := channel.key_of(bucket_key)):
-        channel.retried("request", key, attempt, error, began_at)
+        channel.retried("request", key, attempt=attempt, error=error, began_at=began_at)
 
 
 class EventSettings:

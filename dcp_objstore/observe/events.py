@@ -28,7 +28,7 @@ class Event:
     Attributes:
         rank: global rank of the process; 0 without a process group.
         url: URL of the checkpoint.
-        start_ns: when it began: Unix time in nanoseconds, as in OpenTelemetry and
+        start_ns: the time at which it began: Unix time in nanoseconds, as in OpenTelemetry and
             `torch.profiler`, by a clock that does not jump within one save or load.
         seconds: how long it took.
     """

@@ -29,8 +29,8 @@ from dcp_objstore.observe.events import AnyEvent
 logger = logging.getLogger("dcp_objstore")
 
 _BASE_STEP_NS = 7_889_238 * 10**9
-# Above the highest process id of Linux (2^22), so that the rows of each rank form a separate group
-# in a file with a torch.profiler trace, or with other ranks and hosts.
+# A number above the highest process id of Linux (2^22), so that the rows of each rank form a group
+# of their own in a file with a torch.profiler trace, or with other ranks and hosts.
 _FIRST_PID = 10_000_000
 # The row of everything that happens once, and the first row of each kind of worker.
 _MAIN_ROW = 0
@@ -133,13 +133,13 @@ def trace_events(taken: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
     Returns:
         The trace events, and the base that was subtracted from their times.
     """
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     rows: dict[tuple[int, int], str] = {}
     base = base_ns(min(event.start_ns for event in taken))
     for event in taken:
         row, label = _row(event)
         rows[event.rank, row] = label
-        found.append(
+        entries.append(
             {
                 "ph": "X",
                 "cat": "dcp_objstore",
@@ -151,7 +151,7 @@ def trace_events(taken: Sequence[AnyEvent]) -> tuple[list[dict[str, Any]], int]:
                 "args": _arguments(event),
             }
         )
-    return [*_metadata(rows), *found], base
+    return [*_metadata(rows), *entries], base
 
 
 def _row(event: AnyEvent) -> tuple[int, str]:
@@ -172,23 +172,23 @@ def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
     def entry(kind: str, rank: int, row: int, **arguments: object) -> dict[str, Any]:
         return {"ph": "M", "name": kind, "pid": _FIRST_PID + rank, "tid": row, "args": arguments}
 
-    found = []
+    entries = []
     for rank in sorted({rank for rank, _ in rows}):
         name = f"dcp_objstore rank {rank} ({where})"
-        found.append(entry("process_name", rank, 0, name=name))
-        found.append(entry("process_sort_index", rank, 0, sort_index=_FIRST_PID + rank))
+        entries.append(entry("process_name", rank, 0, name=name))
+        entries.append(entry("process_sort_index", rank, 0, sort_index=_FIRST_PID + rank))
     for (rank, row), label in sorted(rows.items()):
-        found.append(entry("thread_name", rank, row, name=label))
-        found.append(entry("thread_sort_index", rank, row, sort_index=row))
-    return found
+        entries.append(entry("thread_name", rank, row, name=label))
+        entries.append(entry("thread_sort_index", rank, row, sort_index=row))
+    return entries
 
 
-def _document(found: list[dict[str, Any]], base: int) -> dict[str, Any]:
+def _document(entries: list[dict[str, Any]], base: int) -> dict[str, Any]:
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": base,
-        "traceEvents": found,
+        "traceEvents": entries,
     }
 
 

@@ -65,12 +65,13 @@ class Leftovers:
     Attributes:
         objects: the number of data objects and indices.
         objects_bytes: their size.
-        written_at: when the last of them was written, by the store's clock; None if there are none.
+        written_at: the time at which the last of them was written, by the store's clock; None if
+            there are none.
         saves: the number of beacons: saves that are under way, or died.
-        began_at: when the last of these saves began; None if there are none.
+        began_at: the time at which the last of these saves began; None if there are none.
         uploads: the number of unfinished multipart uploads, of saves under way and of dead ones.
         uploads_bytes: the size of their parts, which no listing shows.
-        initiated_at: when the last of them began; None if there are none.
+        initiated_at: the time at which the last of them began; None if there are none.
     """
 
     objects: int = 0
@@ -138,7 +139,7 @@ class Listing:
         checkpoints: that at the URL itself, then those below, in the natural order of their names.
         unread: the error of each marker or `_CLAIM` that cannot be read.
         unlisted: why the checkpoints below are not listed, if these credentials may not list.
-        uploads_unseen: with `everything`, why unfinished uploads are not listed, or None.
+        uploads_unseen: the reason why `everything` lists no unfinished uploads, or None.
     """
 
     url: str
@@ -179,8 +180,8 @@ def list_checkpoints(
     """
     spec = StoreSpec(url, storage_options, config)
     store = InterruptibleStore(spec.open())
-    base_above, found = _base_above(spec), read_marker(store)
-    itself = None if found is None else Entry("", store, found=found)
+    base_above, stored = _base_above(spec), read_marker(store)
+    itself = None if stored is None else Entry("", store, found=stored)
     uploads: dict[str, list[UnfinishedUpload]] | None = None
     unseen = None
     if everything:
@@ -294,7 +295,8 @@ class _Look:
             prefixes |= {*(self.uploads or ()), *([""] if self.itself is not None else [])}
             describe = partial(self._describe, places, claims)
             described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
-            if self._claims(list(claims))[0] == claims:
+            claims_again, _ = self._claims(list(claims))
+            if claims_again == claims:
                 unread += [error for _, error in described if error is not None]
                 return tuple(listed for listed, _ in described), tuple(unread)
         raise errors.RetryableError("jobs kept claiming the runs here; try again", url=store.url)
@@ -420,8 +422,8 @@ def _unnamed(entry: Entry) -> list[ObjectMeta]:
     if (len(ours), _size(_data(entry))) == named_by_count:
         return []
     try:
-        found = read_marker(entry.store)
-        if found is None or found[0].commit_id != marker.commit_id:
+        stored = read_marker(entry.store)
+        if stored is None or stored.record.commit_id != marker.commit_id:
             return []  # it was replaced meanwhile, perhaps before the objects were listed
         from dcp_objstore.checkpoint import index as ix  # imports NumPy, and is rarely needed
 

@@ -194,6 +194,7 @@ class CheckpointManager:
         trace: str | os.PathLike[str] | None = None,
         local: LocalFolder = None,
     ) -> None:
+        """Check and keep the arguments. No request is sent before the first method is called."""
         self._run = StoreSpec(url, storage_options, config)
         self._url = self._run.url
         check_base(base, self._run)
@@ -588,8 +589,8 @@ class CheckpointManager:
         for each newer step that was deleted, until a sweep has removed its objects.)
         """
         self._begin()
-        found = on_first(lambda: step_numbers(self._run, 1), self._url, self._group)
-        return found[-1] if found else None
+        newest = on_first(lambda: step_numbers(self._run, 1), self._url, self._group)
+        return newest[-1] if newest else None
 
     def steps(self) -> tuple[int, ...]:
         """Return the committed steps, the newest last. A collective; rank 0 makes the requests.
@@ -629,8 +630,8 @@ class CheckpointManager:
     def _change_pins(self, change: Callable[..., tuple[str, ...]], step: int, name: str) -> None:
         self._begin()
         url = step_url(self._url, step)
-        left = on_first(lambda: change(url, name, **self._access), self._url, self._group)
-        self._retainer.set_pinned(step, pinned=bool(left))
+        pins = on_first(lambda: change(url, name, **self._access), self._url, self._group)
+        self._retainer.set_pinned(step, pinned=bool(pins))
 
 
 def _timer(saves: RunSaves) -> str:

@@ -70,7 +70,7 @@ def load_newest(
     skipped: list[SkippedStep] = []
     url = run.url
     for newest in (_LOOKED_AT_FIRST, None):
-        tried = {one.step for one in skipped}
+        tried = {skip.step for skip in skipped}
         listed = on_first(partial(step_numbers, run, newest), url, group)
         for step in reversed([step for step in listed if step not in tried]):
             try:
@@ -86,7 +86,7 @@ def load_newest(
                     )
         if len(listed) < _LOOKED_AT_FIRST:
             break
-    damaged = next((one for one in skipped if isinstance(one.error, CorruptDataError)), None)
+    damaged = next((skip for skip in skipped if isinstance(skip.error, CorruptDataError)), None)
     if damaged is not None:
         raise damaged.error
     return ResumeReport(None, None, tuple(skipped))

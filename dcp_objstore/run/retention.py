@@ -75,7 +75,7 @@ class KeepLatest(RetentionPolicy):
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         """Return the `n` highest step numbers."""
-        return frozenset(heapq.nlargest(self.n, {one.step for one in steps}))
+        return frozenset(heapq.nlargest(self.n, {step.step for step in steps}))
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class KeepEvery(RetentionPolicy):
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         """Return the step numbers that `n` divides."""
-        return frozenset(one.step for one in steps if one.step % self.n == 0)
+        return frozenset(step.step for step in steps if step.step % self.n == 0)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class KeepBest(RetentionPolicy):
         """Return the steps with the best values of the metric."""
         sign = 1.0 if self.mode == "max" else -1.0
         ranked = [
-            (sign * value, one.step)
-            for one in steps
-            if (value := one.metric(self.metric)) is not None
+            (sign * value, facts.step)
+            for facts in steps
+            if (value := facts.metric(self.metric)) is not None
         ]
         return frozenset(step for _, step in heapq.nlargest(self.n, ranked))
 
@@ -214,9 +214,9 @@ def plan_deletions(
     known = tuple(steps)
     if policy is None or not known:
         return ()
-    kept = policy.keeps(known) | {max(one.step for one in known)} | set(in_use)
-    kept |= {one.step for one in known if one.pinned}
-    return tuple(sorted({one.step for one in known} - kept))
+    kept = policy.keeps(known) | {max(step.step for step in known)} | set(in_use)
+    kept |= {step.step for step in known if step.pinned}
+    return tuple(sorted({step.step for step in known} - kept))
 
 
 def _check_count(name: str, n: object) -> None:

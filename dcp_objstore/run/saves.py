@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
 from dcp_objstore.distributed.groups import is_first
@@ -39,12 +39,19 @@ def check_busy(on_busy: object) -> None:
         raise ConfigError(f"on_busy must be 'wait', 'skip' or 'raise', got {on_busy!r}")
 
 
+class _Pending(NamedTuple):
+    """A background save that is not settled yet."""
+
+    step: int
+    handle: async_api.AsyncSaveHandle
+
+
 class RunSaves:
     """The saves of this job in a run. All ranks call its methods, except those marked "Local".
 
     Attributes:
         begun: how often a save has begun, or the job has resumed; the same on all ranks.
-        begun_at: when that was the last time, or the job began, by the monotonic clock.
+        begun_at: the time of the last of these, or of the job's begin, by the monotonic clock.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class RunSaves:
         self._user_metadata = user_metadata
         self._saving = saving
         self._background = async_api.BackgroundSaves()
-        self._pending: tuple[int, async_api.AsyncSaveHandle] | None = None
+        self._pending: _Pending | None = None
         self._retention: Spawned | None = None
         self._loaded = False  # after a load, this job may replace later steps
         self._may_be_behind = True  # steps later than the one that was loaded may still count
@@ -79,7 +86,7 @@ class RunSaves:
     def is_idle(self) -> bool:
         """Return whether no save is under way in the background of this rank. Local."""
         pending = self._pending
-        return pending is None or pending[1].done()
+        return pending is None or pending.handle.done()
 
     def resume(self, step: int | None, *, went_back: bool) -> None:
         """Record that the job resumed from a step, so that it may replace later steps. Local.
@@ -89,7 +96,7 @@ class RunSaves:
         """
         self._loaded = True
         self._may_be_behind = went_back and step is not None
-        self._saved = {one for one in self._saved if step is not None and one <= step}
+        self._saved = {saved for saved in self._saved if step is not None and saved <= step}
         self._retainer.resume(step)
         self._note_begin()
 
@@ -125,7 +132,7 @@ class RunSaves:
         finally:
             begun = self._background.latest
             if begun is not None and begun is not before:  # on all ranks, even if this one raises
-                self._pending = step, begun
+                self._pending = _Pending(step, begun)
         self._saved.add(step)
         self._retain(step, keywords, handle)
         return handle

@@ -61,27 +61,29 @@ class SweepReport:
     @property
     def deleted(self) -> int:
         """The number of objects that were removed."""
-        return sum(one.deleted for one in self.checkpoints)
+        return sum(checkpoint.deleted for checkpoint in self.checkpoints)
 
     @property
     def deleted_bytes(self) -> int:
         """The size of the objects that were removed."""
-        return sum(one.deleted_bytes for one in self.checkpoints)
+        return sum(checkpoint.deleted_bytes for checkpoint in self.checkpoints)
 
     @property
     def uploads_aborted(self) -> int:
         """The number of orphaned multipart uploads that were removed."""
-        return sum(one.uploads_aborted for one in self.checkpoints)
+        return sum(checkpoint.uploads_aborted for checkpoint in self.checkpoints)
 
     @property
     def uploads_bytes(self) -> int:
         """The size of the parts of these uploads."""
-        return sum(one.uploads_bytes for one in self.checkpoints)
+        return sum(checkpoint.uploads_bytes for checkpoint in self.checkpoints)
 
     @property
     def damaged(self) -> tuple[CheckpointSweep, ...]:
         """The checkpoints that cannot be read and were left as they are."""
-        return tuple(one for one in self.checkpoints if one.outcome == "damaged")
+        return tuple(
+            checkpoint for checkpoint in self.checkpoints if checkpoint.outcome == "damaged"
+        )
 
 
 def sweep(
@@ -188,6 +190,7 @@ def _sweep_one(
     *,
     dry_run: bool,
 ) -> CheckpointSweep:
+    """Sweep one checkpoint; what is damaged or lost to another job is an outcome, not an error."""
     store = InterruptibleStore(spec.open())
     try:
         return rule.sweep(

@@ -106,7 +106,7 @@ def delete_step(
     """Delete a checkpoint as `delete` does, with the number of a claim.
 
     Args:
-        spec: where the checkpoint is.
+        spec: the store's URL and options, with the checkpoint as its root.
         number: number of the claim of the job that deletes. 0 if the job has none; it may not
             delete steps of any claim. None if the caller is not a job; then claims do not matter.
         remove_objects: remove the objects at once.
@@ -114,10 +114,15 @@ def delete_step(
         dry_run: change nothing, but refuse what would be refused.
     """
     store = InterruptibleStore(spec.open())
-    found = read_marker(store)
-    if found is not None and found[0].is_committed and not found[0].pins and not allow_newest:
-        _refuse_newest(spec, found[0])
-    if found is not None and not dry_run:
+    stored = read_marker(store)
+    if (
+        stored is not None
+        and stored.record.is_committed
+        and not stored.record.pins
+        and not allow_newest
+    ):
+        _refuse_newest(spec, stored.record)
+    if stored is not None and not dry_run:
         require_rewrites(store, "no checkpoint can be deleted")
     report = delete_checkpoint(store, remove_objects=remove_objects, dry_run=dry_run, claim=number)
     if report.superseded:
@@ -148,7 +153,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
 
         def has_index_since(objects: Objects) -> bool:
             indices = [meta for key, meta in objects.items() if parse_index_key(key) is not None]
-            return any(index.last_modified >= at[0] for index in indices)
+            return any(index.last_modified >= at.by_store for index in indices)
 
         # What was written before cannot be newer, so mostly the first one that is read decides.
         candidates = {

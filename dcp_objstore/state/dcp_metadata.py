@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Applied with `map`, which makes no Python call per chunk: a large job has half a million.
+# Applied by `map`, these make no Python call per chunk: a large job has half a million.
 _OFFSETS, _SIZES = attrgetter("offsets"), attrgetter("sizes")
 
 
@@ -106,7 +106,7 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         objects: the objects that hold the items.
         numbers: a row of `_RESULT` for each item.
-        digests: those of all blocks, item after item.
+        digests: the digests of all blocks, item after item.
         dtypes: names of the stored dtypes; None: a pickled value.
         positions: the position of each item in the rank's plan, as int64; or
         places: its key and offset, if the coordinator does not have that plan.
@@ -120,11 +120,11 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
     places: list[tuple[str, tuple[int, ...] | None]] | None
 
     @classmethod
-    def of(cls, found: Results | Sequence[WriteResult]) -> Results:
+    def of(cls, results: Results | Sequence[WriteResult]) -> Results:
         """Return the results of a rank; without other ranks DCP has not sent them."""
-        if isinstance(found, Results):
-            return found
-        return (found if isinstance(found, WriteResults) else WriteResults(found)).columns()
+        if isinstance(results, Results):
+            return results
+        return (results if isinstance(results, WriteResults) else WriteResults(results)).columns()
 
     def column(self, name: str) -> ix.Numbers:
         """Return a column of `numbers`."""
@@ -147,8 +147,8 @@ class PlannedIndex:
     """What an index says of the items of a save, but not where they are stored.
 
     Attributes:
-        tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping: as in `Index`.
-        rows: for each rank, the row of each item of its plan; empty if only the planner knows.
+        tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping: the fields of `Index`.
+        rows: the row of each item of a plan, for each rank; empty if only the planner knows.
     """
 
     tensors: dict[str, ix.Tensor]
@@ -196,14 +196,14 @@ def build_index(
         UnsupportedError: a planner converted parts of one tensor to different dtypes.
         RankFailedError: no rank reported an item of the plan.
     """
-    objects = [stored for one in results for stored in one.objects]
-    firsts = np.cumsum([0, *(len(one.objects) for one in results)])[:-1]
-    at = {} if all(one.places is None for one in results) else _rows_by_place(planned)
+    objects = [stored for of_rank in results for stored in of_rank.objects]
+    firsts = np.cumsum([0, *(len(of_rank.objects) for of_rank in results)])[:-1]
+    at = {} if all(of_rank.places is None for of_rank in results) else _rows_by_place(planned)
     shares = [
-        planned.rows[rank][np.frombuffer(one.positions, np.int64)]
-        if one.positions is not None
-        else np.array([at.get(place, -1) for place in one.places or ()], np.int64)
-        for rank, one in enumerate(results)
+        planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)]
+        if of_rank.positions is not None
+        else np.array([at.get(place, -1) for place in of_rank.places or ()], np.int64)
+        for rank, of_rank in enumerate(results)
     ]
     row = np.concatenate(shares)
     # By row, the number of the result that is of it. (A foreign planner may report others.)
@@ -213,12 +213,13 @@ def build_index(
     reported = reported[:count]
 
     def column(name: str) -> ix.Numbers:
-        return np.concatenate([one.column(name) for one in results])
+        return np.concatenate([of_rank.column(name) for of_rank in results])
 
     if (reported < 0).any():
         raise _unreported(planned, int(np.argmax(reported < 0)))
     numbers = [
-        one.column("object_number") + first for one, first in zip(results, firsts, strict=True)
+        of_rank.column("object_number") + first
+        for of_rank, first in zip(results, firsts, strict=True)
     ]
     offset, length, payload_offset, payload_length, pickled = (
         column(name)[reported] for name in _RESULT[1:-1]
@@ -271,9 +272,9 @@ def _digests(
     first = np.cumsum(counts) - counts
     taken = counts[reported]
     blocks = np.repeat(first[reported] - (np.cumsum(taken) - taken), taken) + np.arange(taken.sum())
-    body = np.frombuffer(b"".join([one.digests for one in results]), np.uint8)
-    found: ix.Column = body.reshape(-1, DIGEST_SIZE_BYTES)[blocks].reshape(-1)
-    return found
+    body = np.frombuffer(b"".join([of_rank.digests for of_rank in results]), np.uint8)
+    digests: ix.Column = body.reshape(-1, DIGEST_SIZE_BYTES)[blocks].reshape(-1)
+    return digests
 
 
 def _with_stored_dtypes(
@@ -283,14 +284,16 @@ def _with_stored_dtypes(
     numbers = {name: number for number, name in enumerate(ix.ITEM_SIZE_BYTES)}
     stored = np.concatenate(
         [
-            np.array([numbers.get(name, -1) if name else -1 for name in one.dtypes], np.int64)[
-                one.column("dtype_number")
+            np.array([numbers.get(name, -1) if name else -1 for name in of_rank.dtypes], np.int64)[
+                of_rank.column("dtype_number")
             ]
-            for one in results
+            for of_rank in results
         ]
     )[reported]
     counts = [tensor.chunk_count for tensor in planned.tensors.values()]
-    wanted = np.repeat([numbers.get(one.dtype, -1) for one in planned.tensors.values()], counts)
+    wanted = np.repeat(
+        [numbers.get(tensor.dtype, -1) for tensor in planned.tensors.values()], counts
+    )
     if np.array_equal(stored[: len(wanted)], wanted):
         return planned.tensors
     names = tuple(numbers)
@@ -336,10 +339,10 @@ def _tensor_entry(
     described: TensorStorageMetadata,
     chunks: Sequence[ChunkStorageMetadata],
 ) -> ix.Tensor:
-    given, wanted = sum(map(math.prod, map(_SIZES, chunks))), math.prod(described.size)
-    if given != wanted:
+    held, wanted = sum(map(math.prod, map(_SIZES, chunks))), math.prod(described.size)
+    if held != wanted:
         raise StateMismatchError(
-            f"the ranks that save hold only {given} of this tensor's {wanted} elements; call save"
+            f"the ranks that save hold only {held} of this tensor's {wanted} elements; call save"
             " on all ranks that it is sharded over",
             key=fqn,
         )
@@ -379,7 +382,7 @@ def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] |
     )
 
 
-class _MadeChunks(dict[object, tuple[ChunkStorageMetadata, ...]]):
+class _SharedChunks(dict[object, tuple[ChunkStorageMetadata, ...]]):
     """The chunks that were made of an index, by what tells how their tensor is cut."""
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -394,29 +397,29 @@ class Chunks(Sequence[ChunkStorageMetadata]):
     index instead of them.
 
     Args:
-        made: the chunks that were made of this index.
+        shared: the chunks that were made of this index.
     """
 
-    def __init__(self, index: ix.Index, key: str, made: _MadeChunks) -> None:
+    def __init__(self, index: ix.Index, key: str, shared: _SharedChunks) -> None:
         self._index = index
         self._key = key
-        self._made = made
+        self._shared = shared
         self._own: tuple[ChunkStorageMetadata, ...] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._index, self._key, self._made)
+        return type(self), (self._index, self._key, self._shared)
 
     @property
     def _chunks(self) -> tuple[ChunkStorageMetadata, ...]:
         if self._own is None:
             offsets, sizes = self._index.boxes(self._key)
             cut = offsets.shape, offsets.tobytes(), sizes.tobytes()
-            if cut not in self._made:
-                self._made[cut] = tuple(
+            if cut not in self._shared:
+                self._shared[cut] = tuple(
                     ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
                     for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True)
                 )
-            self._own = self._made[cut]
+            self._own = self._shared[cut]
         return self._own
 
     def __len__(self) -> int:
@@ -446,12 +449,12 @@ def describe(index: ix.Index, load_id: str | None = None) -> Metadata:
     `StoredCheckpoint.item` refuses to read such a tensor.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    made = _MadeChunks()
+    shared = _SharedChunks()
     for key, tensor in index.tensors.items():
         described[key] = TensorStorageMetadata(
             properties=properties_of(tensor),
             size=torch.Size(tensor.shape),
-            chunks=Chunks(index, key, made),  # type: ignore[arg-type]  # see there
+            chunks=Chunks(index, key, shared),  # type: ignore[arg-type]  # see there
         )
     for key in index.blobs:
         described[key] = BytesStorageMetadata()

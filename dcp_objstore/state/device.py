@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -145,6 +145,13 @@ def settle_streams() -> None:
         torch.accelerator.current_stream().synchronize()
 
 
+class _CopiedSlice(NamedTuple):
+    """Pinned memory that a slice is copied to, and the ticket of that copy."""
+
+    memory: ByteArray
+    ticket: Ticket
+
+
 class Outbound:
     """Slices of one save's device tensors in host memory; used by one thread at a time.
 
@@ -195,7 +202,7 @@ class Outbound:
         lane.follow()  # the planner may have queued work that makes the tensor
         rest = payload.reshape(-1).view(torch.uint8)
         # Keep no reference to a yielded slice, or its slot would not come back.
-        ahead: deque[tuple[ByteArray, Ticket]] = deque()
+        ahead: deque[_CopiedSlice] = deque()
         try:
             while rest.numel() or ahead:
                 while rest.numel() and len(ahead) < _AHEAD:
@@ -204,12 +211,12 @@ class Outbound:
                         break
                     ahead.append(self._copy(rest[:size_bytes], lane))
                     rest = rest[size_bytes:]
-                ahead[0][1].synchronize()
-                yield ahead.popleft()[0]
+                ahead[0].ticket.synchronize()
+                yield ahead.popleft().memory
         finally:
             # If the caller stops early, wait: until here the device reads the tensor.
-            for _, ticket in ahead:
-                ticket.synchronize()
+            for copied in ahead:
+                copied.ticket.synchronize()
 
     def _room_for(self, rest_bytes: int, *, wait: bool) -> int:
         """Return the size of the next slice and make room for it; 0 if no slot is free."""
@@ -228,13 +235,13 @@ class Outbound:
         self._open, self._taken_bytes = (slot.memory, self._ring.lend(slot)), 0
         return wanted_bytes
 
-    def _copy(self, piece: torch.Tensor, lane: Lane) -> tuple[ByteArray, Ticket]:
+    def _copy(self, piece: torch.Tensor, lane: Lane) -> _CopiedSlice:
         assert self._open is not None
         memory, lent = self._open
         start, end = self._taken_bytes, self._taken_bytes + piece.numel()
         self._taken_bytes = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         copy = functools.partial(memory[start:end].copy_, piece, non_blocking=True)
-        return lent[start:end], lane.queue(copy)
+        return _CopiedSlice(lent[start:end], lane.queue(copy))
 
 
 class Inbound:

@@ -158,7 +158,7 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
         return [(first, first + count)]
     row = math.prod(shape[1:])
     inside = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
-    start, end = inside[0][0], inside[-1][1]
+    (start, _), (_, end) = inside[0], inside[-1]
     if start + row - end > gap:  # the gap between two rows
         return [
             (number * row + low, number * row + high)

@@ -167,9 +167,9 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
         to fill after the others, because they share elements with an earlier one.
     """
     regions = [
-        _region(key, number, [tensor for tensor in found if tensor.numel()])
-        for number, (key, found) in enumerate(tensors.items())
-        if any(tensor.numel() for tensor in found)
+        _region(key, number, [tensor for tensor in of_key if tensor.numel()])
+        for number, (key, of_key) in enumerate(tensors.items())
+        if any(tensor.numel() for tensor in of_key)
     ]
     pairs: list[tuple[_Region, _Region]] = []
     begun: list[_Region] = []
@@ -197,12 +197,12 @@ def _reach(tensor: torch.Tensor) -> int:
 
 def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
     return _Region(
-        key,
-        number,
-        str(tensors[0].device),
-        min(tensor.data_ptr() for tensor in tensors),
-        max(tensor.data_ptr() + _reach(tensor) for tensor in tensors),
-        sum(tensor.nbytes for tensor in tensors),
+        key=key,
+        number=number,
+        device=str(tensors[0].device),
+        start=min(tensor.data_ptr() for tensor in tensors),
+        end=max(tensor.data_ptr() + _reach(tensor) for tensor in tensors),
+        size_bytes=sum(tensor.nbytes for tensor in tensors),
     )
 
 

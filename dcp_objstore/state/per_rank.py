@@ -34,7 +34,7 @@ class PerRank:
         value: the value to save. An object with `state_dict` and `load_state_dict` (a data loader)
             is saved with the first method and, with "own", restored in place with the second;
             any other value is replaced. Tensors and plain values load without `trust_pickle`.
-        choice: which saved values a load gives this rank: "own" or "list". It is not stored.
+        choice: the saved values that a load gives this rank: "own" or "list". It is not stored.
 
     Attributes:
         value: the value as given, or as loaded.
@@ -68,17 +68,17 @@ class PerRank:
 
     def fill(self, loaded: Mapping[str, tuple[Any, ...]]) -> None:
         """Take the loaded values: a 1-tuple for each requested rank."""
-        found = {int(name): value[0] for name, value in loaded.items() if value}
+        values = {int(name): packed[0] for name, packed in loaded.items() if packed}
         own = int(own_name())
         if self.choice == "list":
-            self.values = [found[rank] for rank in sorted(found)] if found else None
-            self.restored = bool(found)
+            self.values = [values[rank] for rank in sorted(values)] if values else None
+            self.restored = bool(values)
         else:
-            self.restored = own in found
-            if own in found and isinstance(self.value, Stateful):
-                self.value.load_state_dict(found[own])
-            elif own in found:
-                self.value = found[own]
+            self.restored = own in values
+            if own in values and isinstance(self.value, Stateful):
+                self.value.load_state_dict(values[own])
+            elif own in values:
+                self.value = values[own]
 
 
 def own_name() -> str:

@@ -116,10 +116,10 @@ class Ring:
         except queue.Empty:
             return self._make()
         if not slot.is_settled():
-            made = self._make()
-            if made is not None:
+            another = self._make()
+            if another is not None:
                 self._idle.put(slot)
-                return made
+                return another
         slot.settle()
         return slot
 

@@ -48,14 +48,14 @@ class _Leaf:
     """A value of the state that is not a dict or a list to descend into.
 
     Attributes:
-        given: the original state dict of the value, which has the types of its containers and keys;
-            the value itself if it is a plain value or a tensor.
+        original: the original state dict of the value, which has the types of its containers and
+            keys; the value itself if it is a plain value or a tensor.
         module: the module of an optimizer; otherwise None.
     """
 
     path: Path
     value: Any
-    given: Any
+    original: Any
     module: torch.nn.Module | None = None
 
 
@@ -83,6 +83,7 @@ class ConvertedState:
     """
 
     def __init__(self, state: Mapping[str, Any], *, loading: bool) -> None:
+        """Convert the state; if that fails, the optimizers are as before."""
         if not isinstance(state, Mapping):
             raise StateMismatchError(
                 f"the state must be a dict of names to modules, optimizers, tensors or values, got"
@@ -115,8 +116,8 @@ class ConvertedState:
         try:
             for path, value in leaves:
                 self._leaves.append(self._convert(path, value, modules))
-            given = self._leaves if loading else []
-            on_meta = [name for leaf in given for name in _on_meta(leaf.given, leaf.path)]
+            filled = self._leaves if loading else []
+            on_meta = [name for leaf in filled for name in _on_meta(leaf.original, leaf.path)]
             if on_meta:
                 raise UnsupportedError(
                     f"the state has tensors on the meta device, with no memory to load into"
@@ -125,7 +126,7 @@ class ConvertedState:
                     key=on_meta[0],
                 )
             self._check_names_of_ranks()
-            self.state_dict = _plain(state, {leaf.path: leaf.given for leaf in self._leaves})
+            self.state_dict = _plain(state, {leaf.path: leaf.original for leaf in self._leaves})
         except BaseException:
             self.undo()
             raise
@@ -136,8 +137,8 @@ class ConvertedState:
         if isinstance(value, torch.optim.Optimizer):
             place = _module_of(value, modules, path)
             self.optimizers[_place(path)] = _place(place)
-            given = _optimizer_state(value, modules[place], path, loading=self._loading)
-            return _Leaf(path, value, given, modules[place])
+            original = _optimizer_state(value, modules[place], path, loading=self._loading)
+            return _Leaf(path, value, original, modules[place])
         if isinstance(value, PerRank):
             return _Leaf(path, value, self._convert_per_rank(path, value))
         if _is_stateful(value):
@@ -203,16 +204,17 @@ class ConvertedState:
             Exception: any error that a `load_state_dict` raises.
         """
         fresh = {id(optimizer) for optimizer, _ in self._set_aside}
-        loaded = [(leaf, _at(self.state_dict, leaf.path)) for leaf in self._leaves]
         # Modules first: an optimizer's state is matched to its module's parameters.
         kinds = torch.nn.Module, torch.optim.Optimizer
-        loaded.sort(key=lambda pair: [not isinstance(pair[0].value, kind) for kind in kinds])
-        for leaf, found in loaded:
+        leaves = sorted(
+            self._leaves, key=lambda leaf: [not isinstance(leaf.value, kind) for kind in kinds]
+        )
+        for leaf, loaded in [(leaf, _at(self.state_dict, leaf.path)) for leaf in leaves]:
             if isinstance(leaf.value, PerRank):
-                leaf.value.fill(found)
+                leaf.value.fill(loaded)
             else:
                 empty = [*without_state, *(unknown if id(leaf.value) in fresh else ())]
-                self._restore_one(leaf, _alike(leaf.given, found), empty)
+                self._restore_one(leaf, _alike(leaf.original, loaded), empty)
 
     def _restore_one(
         self, leaf: _Leaf, loaded: Any, without_state: Collection[tuple[Place, str]]
@@ -228,7 +230,7 @@ class ConvertedState:
             # Not strict: the planner has already checked the state of each parameter.
             options = StateDictOptions(strict=False)
             set_optimizer_state_dict(leaf.module, leaf.value, loaded, options=options)
-            for key in [key for key, found in leaf.value.state.items() if not found]:
+            for key in [key for key, state in leaf.value.state.items() if not state]:
                 del leaf.value.state[key]
         elif _is_stateful(leaf.value):
             leaf.value.load_state_dict(loaded)
@@ -290,8 +292,8 @@ def _module_state(module: torch.nn.Module) -> dict[str, Any]:
     # because under FSDP1 `state_dict` is a collective.)
     if next(module.parameters(), None) is None and not module.state_dict():
         return {}
-    given: dict[str, Any] = get_model_state_dict(module)
-    return given
+    state: dict[str, Any] = get_model_state_dict(module)
+    return state
 
 
 def _optimizer_state(
@@ -311,8 +313,8 @@ def _optimizer_state(
         if not optimizer.state:
             prepare = _trial_step if loading else _held_from_stepping
             prepared.enter_context(prepare(optimizer))
-        given: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
-    return given
+        state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
+    return state
 
 
 def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -442,7 +444,7 @@ class AgreeingPlanner:
         """Override DCP's `set_up_planner` with a typed error for clashing names.
 
         Args:
-            state_dict: to save or to load into.
+            state_dict: the state dict to save or to load into.
             storage_meta: the `StorageMeta` of a save (DCP looks for an argument of this name), the
                 `Metadata` of a load.
             is_coordinator: whether this rank is the coordinator.
@@ -507,34 +509,34 @@ def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     return keys
 
 
-def _plain(value: Any, given: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Rebuild the nesting in new dicts and lists, with the `given` leaves.
+def _plain(value: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Rebuild the nesting in new dicts and lists, with these leaves.
 
     Keys become str: DCP names a value by `str(key)` and puts it back under that name.
     """
-    value = given.get(path, value)
+    value = leaves.get(path, value)
     if isinstance(value, Mapping):
         return {
-            name: _plain(value[key], given, (*path, key))
+            name: _plain(value[key], leaves, (*path, key))
             for name, key in _by_name(value, path).items()
         }
     if isinstance(value, list) and not _is_whole(value):
-        return [_plain(item, given, (*path, number)) for number, item in enumerate(value)]
+        return [_plain(item, leaves, (*path, number)) for number, item in enumerate(value)]
     return value
 
 
-def _alike(given: Any, loaded: Any) -> Any:
-    """Return the loaded value in containers and under keys of the same types as `given`."""
-    if isinstance(given, Mapping) and isinstance(loaded, Mapping):
-        items = {key: _alike(item, loaded[str(key)]) for key, item in given.items()}
-        if type(given) is dict or not isinstance(given, MutableMapping):
+def _alike(original: Any, loaded: Any) -> Any:
+    """Return the loaded value in containers and under keys of the types of `original`."""
+    if isinstance(original, Mapping) and isinstance(loaded, Mapping):
+        items = {key: _alike(item, loaded[str(key)]) for key, item in original.items()}
+        if type(original) is dict or not isinstance(original, MutableMapping):
             return items
-        same = copy.copy(given)  # a Counter, an OrderedDict, a defaultdict
+        same = copy.copy(original)  # a Counter, an OrderedDict, a defaultdict
         same.clear()
         same.update(items)
         return same
-    if isinstance(given, list) and isinstance(loaded, list) and not _is_whole(given):
-        return [_alike(item, found) for item, found in zip(given, loaded, strict=True)]
+    if isinstance(original, list) and isinstance(loaded, list) and not _is_whole(original):
+        return [_alike(*items) for items in zip(original, loaded, strict=True)]
     return loaded
 
 

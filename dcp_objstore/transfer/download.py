@@ -7,6 +7,22 @@ turn: what comes meanwhile waits in the buffers of the kernel. So the number of 
 memory in use, whatever the size of the load. The calling thread receives the finished requests as
 an iterator and can be interrupted at any time. It watches for requests that take far longer than
 the others, and has them asked for again.
+
+What there is, and who may touch it:
+
+    fetch_ranges              the caller's thread
+      _Shared                 one for the call
+        tasks                 requests that nobody has begun: workers take the first
+        done                  finished requests, or the first error: workers put, the caller takes
+        gate                  who is inside `consume`: workers enter, the caller waits for the last
+        store_waits.slot      places in the bucket's window: the worker of a request takes and gives
+        store_waits.stragglers    how long waits take: workers report, the caller ends a slow one
+        local_waits           the same of copies on this machine
+        staffing              a lock: how many workers there are; any worker may start another
+      _Worker                 one a thread
+        ahead                 the requests that it has under way, which no other thread touches
+        memory for a piece    kept from one piece to the next
+      _Begun                  a request under way: its worker's, until it is left to another one
 """
 
 from __future__ import annotations

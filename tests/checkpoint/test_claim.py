@@ -209,9 +209,9 @@ def test_older_versions_do_not_rewrite_a_marker_with_a_claim(run: MemoryStore) -
 
 
 def decode_marker_of(run: MemoryStore, name: str) -> Any:
-    found = read_marker(Process(run).at(name))
-    assert found is not None
-    return found[0]
+    stored = read_marker(Process(run).at(name))
+    assert stored is not None
+    return stored.record
 
 
 # --- what a zombie left

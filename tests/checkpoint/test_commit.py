@@ -67,10 +67,10 @@ def save(store: MemoryStore, *, overwrite: bool = False) -> CommitResult:
 
 def rewrite(store: MemoryStore, **changes: object) -> Marker:
     """Put the marker with other fields, as a deleter or a sweep would."""
-    found = read_marker(store)
-    assert found is not None
-    marker = msgspec.structs.replace(found[0], write_id=new_id(), **changes)
-    store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(found[1]))
+    stored = read_marker(store)
+    assert stored is not None
+    marker = msgspec.structs.replace(stored.record, write_id=new_id(), **changes)
+    store.put(MARKER_KEY, encode_marker(marker), precondition=IfVersion(stored.version))
     return marker
 
 

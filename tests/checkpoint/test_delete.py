@@ -47,10 +47,10 @@ def test_deleted_checkpoint_is_gone_for_readers_and_its_objects_stay(real: Objec
     assert (report.commit_id, report.objects, report.removed_objects) == (done.commit_id, 2, 0)
     assert report.total_bytes == done.marker.counts.total_bytes > 0
     assert keys(real) == {MARKER_KEY, *data}
-    found = read_marker(real)
-    assert found is not None
-    assert (found[0].state, found[0].commit_id) == ("deleted", done.commit_id)
-    assert found[0].index == done.marker.index
+    stored = read_marker(real)
+    assert stored is not None
+    assert (stored.record.state, stored.record.commit_id) == ("deleted", done.commit_id)
+    assert stored.record.index == done.marker.index
     with pytest.raises(CheckpointNotFoundError, match="was deleted"):
         open_committed(real)
 

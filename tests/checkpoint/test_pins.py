@@ -23,9 +23,9 @@ from tests.support.upkeep import DESCRIBED, AgedStore, save, state, tear
 
 
 def pins_of(store: MemoryStore) -> tuple[str, ...]:
-    found = read_marker(store)
-    assert found is not None
-    return found[0].pins
+    stored = read_marker(store)
+    assert stored is not None
+    return stored.record.pins
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import dcp_objstore as dos
 from dcp_objstore.cli.app import app
 from tests.support.command_line import environment, examples
-from tests.support.node_copies import leave_copies
+from tests.support.left_copies import leave_copies
 from tests.support.servers import Bucket
 
 COMMANDS = examples()

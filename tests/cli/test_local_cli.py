@@ -14,7 +14,7 @@ import pytest
 
 from dcp_objstore.local.folder import home_name
 from tests.support.command_line import run, run_here
-from tests.support.node_copies import STATE_BYTES, leave_copies
+from tests.support.left_copies import STATE_BYTES, leave_copies
 
 
 @pytest.fixture(scope="module")

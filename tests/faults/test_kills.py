@@ -197,8 +197,8 @@ def phase(bucket: Bucket, url: str, saved_before: int, *, said_saved: bool) -> s
     if said_saved:
         return "complete"
     name = url.removeprefix(f"{bucket.url}/")
-    found = read_marker(StoreSpec(url, bucket.storage_options).open())
-    if found is not None and found[0].generation > saved_before:
+    stored = read_marker(StoreSpec(url, bucket.storage_options).open())
+    if stored is not None and stored.record.generation > saved_before:
         mended = dos.repair(url, storage_options=bucket.storage_options, dry_run=True)
         return "complete" if mended.dot_metadata is None else "marker without .metadata"
     keys = bucket.keys(name)

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from tests.support.checkpoints import Options
-from tests.support.node_copies import lose_objects
+from tests.support.left_copies import lose_objects
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 

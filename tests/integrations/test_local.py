@@ -15,7 +15,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.integrations.hf import _TrainerRun
 from dcp_objstore.integrations.lightning import _ObjectStore
-from tests.support.node_copies import lose_objects
+from tests.support.left_copies import lose_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 TRAINER = SimpleNamespace(args=SimpleNamespace(save_total_limit=None))

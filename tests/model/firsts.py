@@ -55,9 +55,9 @@ def stale(stage: Stage) -> None:
 def deleting(stage: Stage) -> None:
     committed(stage)
     store, clock = Actor(stage, "before").connect(), StageClock(stage.bucket)
-    found = read_marker(store)
-    assert found
-    assert commits.rewrite_marker(store, found, "the deletion", clock.tries(), state="deleting")
+    stored = read_marker(store)
+    assert stored
+    assert commits.rewrite_marker(store, stored, "the deletion", clock.tries(), state="deleting")
     stage.bucket.seconds += 72 * HOUR_SECONDS
 
 

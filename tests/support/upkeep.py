@@ -16,7 +16,7 @@ from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import data_key, is_ours, new_nonce
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
-from dcp_objstore.checkpoint.read import find_marker, open_committed
+from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.wrappers import WrappedStore
@@ -155,11 +155,11 @@ def named(store: ObjectStore) -> set[str]:
 
 def loose(store: ObjectStore) -> set[str]:
     """Keys of our own form that no commit names."""
-    found = find_marker(store)
-    committed = found is not None and found[0].is_committed
+    stored = read_marker(store)
+    committed = stored is not None and stored.record.is_committed
     return {key for key in keys(store) if is_ours(key)} - (named(store) if committed else set())
 
 
 def state(store: ObjectStore) -> str:
-    found = find_marker(store)
-    return "absent" if found is None else found[0].state
+    stored = read_marker(store)
+    return "absent" if stored is None else stored.record.state

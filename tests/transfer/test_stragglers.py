@@ -204,15 +204,19 @@ def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests: int, most:
 def test_a_wait_is_taken_away_only_while_no_worker_is_started() -> None:
     """Whether there is room for another worker must not change in between."""
     held: list[bool] = []
+    waits = SimpleNamespace(
+        stragglers=SimpleNamespace(take=lambda _: held.append(shared.staffing.locked()))
+    )
     shared: Any = SimpleNamespace(
         progress=Progress(60),
         _limiter=SimpleNamespace(spares_retries=True),
         staffing=threading.Lock(),
-        stragglers=SimpleNamespace(take=lambda _: held.append(shared.staffing.locked())),
+        store_waits=waits,
+        local_waits=waits,
         _give_up=None,
     )
     _Shared.look(shared)
-    assert held == [True]
+    assert held == [True, True]
 
 
 # --- over a transport that cannot be interrupted

@@ -12,7 +12,7 @@ from dcp_objstore.observe.report import counted, first_few, size_text
 
 # Ranks add the same float32 numbers in another order; a wrong weight would change far more.
 _LOSS_TOLERANCE = 1e-4
-# The same for the losses of several steps, over which such differences grow.
+# The tolerance for the losses of several steps, over which such differences grow.
 _PATH_TOLERANCE = 1e-2
 
 
@@ -140,19 +140,19 @@ def torn(keys: Collection[str], ranks: int, held_key: str) -> str:
     prove(held_key not in keys, "the killed rank's object is complete: the kill came too late")
     done = len(ranks_that_wrote(keys))
     prove(done >= ranks - 1, f"only {done} of {ranks - 1} surviving ranks' objects are there")
-    left = sum(parse_data_key(key) is not None for key in keys)
-    return f"the torn save left {counted(left, 'data object')} and no {MARKER_KEY} marker"
+    count = sum(parse_data_key(key) is not None for key in keys)
+    return f"the torn save left {counted(count, 'data object')} and no {MARKER_KEY} marker"
 
 
 def ended_cleanly(survivors: Sequence[Outcome]) -> str:
     """Prove that every surviving rank raised a `DcpObjstoreError` by itself."""
-    others = [one for one in survivors if not isinstance(one.error, DcpObjstoreError)]
+    others = [outcome for outcome in survivors if not isinstance(outcome.error, DcpObjstoreError)]
     prove(
         not others,
         f"{len(others)} of {counted(len(survivors), 'surviving rank')} ended without a typed"
-        f" error: {', '.join(one.reason for one in others)}",
+        f" error: {', '.join(outcome.reason for outcome in others)}",
     )
-    kinds = ", ".join(sorted({type(one.error).__name__ for one in survivors}))
+    kinds = ", ".join(sorted({type(outcome.error).__name__ for outcome in survivors}))
     return f"typed error ({kinds}) on {len(survivors)} of {len(survivors)} surviving ranks"
 
 

@@ -32,13 +32,14 @@ from dcp_objstore.stores import ObjectStore, StoreSpec
 _STEPS = (4, 8, 12)
 _SEQUENCES_PER_STEP = 16
 _COMMITTED, _DOOMED = _STEPS[1], _STEPS[2]
-# What ranks do. This process only names the functions there, because it does not import torch.
+# The module with what ranks do. This process only names its functions, because it does not import
+# torch.
 _TRAINING = "dcp_objstore.cli.demo.training"
-# Imported once, before ranks are forked. Otherwise every rank would import the last three at first
-# use; optimizers need torch._dynamo. The only thread that these imports start belongs to NumPy's
-# OpenBLAS, which handles forks.
+# Modules that are imported once, before ranks are forked. Otherwise every rank would import the
+# last three at first use; optimizers need torch._dynamo. The only thread that these imports start
+# belongs to NumPy's OpenBLAS, which handles forks.
 _PRELOAD = (_TRAINING, "torch._dynamo", "dcp_objstore.write.async_save", "obstore.store")
-# Generous, for slow machines: no job takes more than half a minute on two cores.
+# A limit for slow machines: no job takes more than half a minute on two cores.
 _JOB_SECONDS = 300.0
 # Collectives of a group with a dead rank end after this, if its closed connections do not end them.
 _GROUP_SECONDS = 60.0
@@ -273,7 +274,7 @@ class Story:
         self.note_proof(same_loss)
         total_bytes = sum(load.total_bytes for load in loads)
         seconds = max(load.seconds for load in loads)
-        self.add_row(phase, len(loads), step, total_bytes, seconds)
+        self.add_row(phase, len(loads), step, total_bytes=total_bytes, seconds=seconds)
 
     def _load_with_stock(self) -> None:
         """Download everything, as `aws s3 sync` would, and read that without this library."""
@@ -319,7 +320,8 @@ class Story:
             job = processes.start(
                 1, f"{_TRAINING}:{name}", *args, timeout_seconds=_JOB_SECONDS, grouped=False
             )
-            return job.end()[0]
+            (outcome,) = job.end()
+            return outcome
 
     def _shown(self, job: Job, ranks: int, losses: dict[int, float]) -> Iterator[tuple[Any, ...]]:
         """Yield what training ranks say; print progress and saves, and keep the losses."""
@@ -351,7 +353,9 @@ class Story:
             f"step-{state.step} committed: {report.total_bytes / MIB:.1f} MiB in"
             f" {counted(report.objects, 'object')}, {report.seconds:.1f} s{meanwhile}"
         )
-        self.add_row("save", ranks, state.step, report.total_bytes, report.seconds)
+        self.add_row(
+            "save", ranks, state.step, total_bytes=report.total_bytes, seconds=report.seconds
+        )
 
     def _committed(self) -> dict[int, tuple[int | None, Any]]:
         """Return the world size and the noted step of each committed step, by its number."""
@@ -375,7 +379,7 @@ class Story:
         tell(statement, f"  {_sign('✓', 'ok')} ", "green")
 
     def add_row(
-        self, phase: str, ranks: int, step: int, total_bytes: int = 0, seconds: float = 0.0
+        self, phase: str, ranks: int, step: int, *, total_bytes: int = 0, seconds: float = 0.0
     ) -> None:
         """Add a line to the table; `total_bytes` are those of all ranks together."""
         size = f"{total_bytes / MIB:.1f}" if total_bytes else "-"

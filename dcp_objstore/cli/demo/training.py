@@ -135,7 +135,7 @@ class Training:
     def __init__(self, seed: int, *, sharded: bool = False) -> None:
         torch.manual_seed(seed)
         self.model = ByteTransformer()
-        self.parameters = sum(one.numel() for one in self.model.parameters())
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         if sharded:
             for block in self.model.blocks:
                 fully_shard(block)
@@ -297,7 +297,7 @@ def hold_uploads() -> None:
     """Report each upload of this process from now on, and hold it until the process is killed."""
 
     def hold(_store: object, key: str, buffers: Iterable[Buffer], *_: object, **__: object) -> None:
-        say("uploading", key, sum(memoryview(one).nbytes for one in buffers))
+        say("uploading", key, sum(memoryview(buffer).nbytes for buffer in buffers))
         threading.Event().wait()
 
     upload_items.upload_object = hold  # type: ignore[assignment,attr-defined]

@@ -1,0 +1,331 @@
+"""Damage to copies: no wrong value, and the store gives what is damaged and no more."""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp_objstore as dos
+from benchmarks.sink import Sink
+from dcp_objstore.errors import CorruptDataError
+from tests.support.campaign import cases
+from tests.support.node_copies import Node, assert_of_step, restart, state_of
+from tests.support.ranks import run_ranks
+from tests.support.wrapped_stores import ChangingStore, Request, Through
+
+MIB = 1024 * 1024
+PIECE = 4 * MIB + 4096  # and small tensors beside it
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    restart()
+    yield
+    restart()
+    gc.collect()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    (tmp_path / "node").mkdir()
+    return Node(tmp_path / "node", f"memory://{secrets.token_hex(6)}/run")
+
+
+def flip(path: Path, *positions: int) -> None:
+    with path.open("rb+") as file:
+        for at in positions:
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 0xFF]))
+
+
+def payload_gets(requests: list[Request]) -> list[Request]:
+    return [one for one in requests if one.verb == "open_range" and one.key.endswith(".distcp")]
+
+
+# --- every byte of a small one
+
+SMALL_ROWS = 4  # 6 KiB with frames
+STRIDES = cases([1, 211], default=[211])
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.timeout(1800)
+def test_no_flipped_byte_loads_a_wrong_value(node: Node, stride: int) -> None:
+    node.rows = SMALL_ROWS
+    node.save(1)
+    copy = node.copy_of(1)
+    fetched = []
+    for at in range(0, copy.stat().st_size, stride):
+        flip(copy, at)
+        fetched.append(node.load(1).fetched_bytes)
+        flip(copy, at)
+    assert node.load(1).fetched_bytes == 0
+    assert 0 < sum(map(bool, fetched)) < len(fetched)  # what frames the payload is not read
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.timeout(1800)
+def test_no_truncation_loads_a_wrong_value(node: Node, stride: int) -> None:
+    node.rows = SMALL_ROWS
+    node.save(1)
+    copy = node.copy_of(1)
+    body = copy.read_bytes()
+    fetched = []
+    for size_bytes in range(0, len(body), stride):
+        copy.write_bytes(body[:size_bytes])
+        fetched.append(node.load(1).fetched_bytes)
+        copy.write_bytes(body)
+    assert all(fetched[: -len(fetched) // 3])
+    assert node.load(1).fetched_bytes == 0
+
+
+# --- what it costs
+
+
+@pytest.fixture
+def large(node: Node) -> Node:
+    """A checkpoint of 15 blocks, in one object and one request or a few."""
+    node.rows = 60 * 1024
+    node.save(1)
+    return node
+
+
+@pytest.mark.parametrize(
+    "places", [(0,), (9,), (58,), (9, 10), (9, 21), (1, 9, 17, 25, 33, 41, 49, 57)], ids=str
+)
+def test_damage_costs_its_piece_and_no_more(
+    large: Node, requests: list[Request], places: tuple[int, ...]
+) -> None:
+    """By what the report counts, and by the requests of the store."""
+    restart()
+    flip(large.copy_of(1), *(place * MIB + 77_777 for place in places))
+    requests.clear()
+    report = large.load(1)
+    pieces = {place // 4 for place in places}
+    fetched = sum(one.bytes for one in payload_gets(requests))
+    assert report.fetched_bytes == fetched
+    assert report.local_bytes == report.total_bytes - fetched
+    if len(places) <= 2:
+        # Two pieces of one request may take what is between and behind them, too.
+        assert len(payload_gets(requests)) == len(pieces)
+    if len(pieces) == 1:
+        assert 0 < fetched <= PIECE
+
+
+def test_a_whole_copy_costs_no_request(large: Node, requests: list[Request]) -> None:
+    restart()
+    requests.clear()
+    report = large.load(1)
+    assert payload_gets(requests) == []
+    assert report.fetched_bytes == 0
+    assert report.local_bytes == report.total_bytes > 60 * MIB
+
+
+def test_a_truncated_copy_gives_what_it_has(large: Node, requests: list[Request]) -> None:
+    os.truncate(large.copy_of(1), 40 * MIB)
+    restart()
+    requests.clear()
+    report = large.load(1)
+    fetched = sum(one.bytes for one in payload_gets(requests))
+    assert report.fetched_bytes == fetched < 60 * MIB
+
+
+def test_the_sink_counts_the_same_bytes(tmp_path: Path) -> None:
+    """From outside, through a server, with all of the library in between."""
+    (tmp_path / "node").mkdir()
+    with Sink(keep=True) as sink:
+        node = Node(tmp_path / "node", "s3://bucket/run", rows=60 * 1024)
+        options = {"storage_options": sink.storage_options}
+        node.save(1, **options)
+        before = sink.stats()
+        node.load(1, **options)
+        between = sink.stats()
+        flip(node.copy_of(1), 9 * MIB)
+        report = node.load(1, **options)
+        after = sink.stats()
+    small = _sent(between) - _sent(before)
+    assert small < MIB  # marker and index
+    assert 0 < report.fetched_bytes <= PIECE
+    assert _sent(after) - _sent(between) - small == report.fetched_bytes
+
+
+def _sent(stats: dict[str, Any]) -> int:
+    return int(stats["sent_bytes"])
+
+
+# --- damage of the store, too
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_damage_in_the_copy_and_in_an_answer_of_the_store(
+    large: Node, through: Through, answers: int
+) -> None:
+    """One damaged answer is asked for again, as without copies; a second one is an error."""
+    flip(large.copy_of(1), 9 * MIB)
+    left = [answers]
+
+    def change(key: str, at: int, body: memoryview) -> None:
+        if key.endswith(".distcp") and at <= 9 * MIB < at + len(body) and left[0]:
+            left[0] -= 1
+            body[9 * MIB - at] ^= 1
+
+    through(lambda store: ChangingStore(store, change))
+    if answers == 2:
+        with pytest.raises(CorruptDataError):
+            large.load(1)
+        return
+    report = large.load(1)
+    assert left == [0]
+    assert 0 < report.fetched_bytes <= report.total_bytes
+    assert report.local_bytes >= 8 * MIB
+
+
+def test_damage_in_the_store_does_not_matter_where_the_copy_is_right(
+    large: Node, through: Through
+) -> None:
+    def change(key: str, at: int, body: memoryview) -> None:
+        if key.endswith(".distcp"):
+            body[:] = bytes(len(body))
+
+    through(lambda store: ChangingStore(store, change))
+    assert large.load(1).fetched_bytes == 0
+
+
+def test_without_verification_copies_are_not_read(large: Node) -> None:
+    flip(large.copy_of(1), 9 * MIB)
+    assert large.load(1, verify=False).local_bytes == 0
+
+
+# --- files in the place of others
+
+
+def of_another_step(node: Node) -> bytes:
+    return node.copy_of(2).read_bytes()
+
+
+def of_another_run(node: Node) -> bytes:
+    (node.folder / "other").mkdir()
+    other = Node(node.folder / "other", node.run + "-other")
+    dos.save(state_of(5), f"{other.run}/step-1", local=other.local, progress=False)
+    return other.copy_of(1).read_bytes()
+
+
+def empty(node: Node) -> bytes:
+    return b""
+
+
+def zeros(node: Node) -> bytes:
+    return bytes(node.copy_of(1).stat().st_size)
+
+
+def longer(node: Node) -> bytes:
+    return node.copy_of(1).read_bytes() + b"more"
+
+
+@pytest.mark.parametrize("content", [of_another_step, of_another_run, empty, zeros, longer])
+def test_another_file_in_the_place_of_a_copy(node: Node, content: Callable[[Node], bytes]) -> None:
+    for step in (1, 2):
+        node.save(step)
+    node.copy_of(1).write_bytes(content(node))
+    report = node.load(1)
+    assert (report.local_bytes == 0) == (content is not longer)
+    assert node.load(2).fetched_bytes == 0
+
+
+def _save(rank: int, world: int, node: Node, step: int) -> None:
+    node.save(step, config=None)
+
+
+def _load_changed(rank: int, world: int, nodes: list[Node], step: int) -> int:
+    return nodes[rank].load(step).fetched_bytes
+
+
+def _save_on(rank: int, world: int, nodes: list[Node], step: int) -> None:
+    dos.save(_of_rank(rank, step), f"{nodes[rank].run}/step-{step}", local=nodes[rank].local)
+
+
+def _of_rank(rank: int, step: int, *, blank: bool = False) -> dict[str, Any]:
+    return {f"rank-{rank}": state_of(10 * step + rank, 5000, blank=blank)}
+
+
+def _load_swapped(rank: int, world: int, nodes: list[Node], step: int) -> tuple[int, int]:
+    state = _of_rank(rank, step, blank=True)
+    report = dos.load(state, f"{nodes[rank].run}/step-{step}", local=nodes[rank].local)
+    assert_of_step(state[f"rank-{rank}"], 10 * step + rank, 5000)
+    return report.local_bytes, report.fetched_bytes
+
+
+def test_the_copies_of_two_ranks_swapped(tmp_path: Path) -> None:
+    nodes = []
+    for rank in range(2):
+        (tmp_path / f"node{rank}").mkdir()
+        nodes.append(Node(tmp_path / f"node{rank}", (tmp_path / "bucket" / "run").as_uri()))
+    run_ranks(2, _save_on, nodes, 1)
+    assert all(fetched == 0 for _, fetched in run_ranks(2, _load_swapped, nodes, 1))
+    one, other = (node.copy_of(1) for node in nodes)
+    bodies = one.read_bytes(), other.read_bytes()
+    assert bodies[0] != bodies[1]
+    one.write_bytes(bodies[1])
+    other.write_bytes(bodies[0])
+    assert all(local == 0 < fetched for local, fetched in run_ranks(2, _load_swapped, nodes, 1))
+
+
+# --- changes while it is read
+
+
+def during_reads(patched: pytest.MonkeyPatch, at_read: int, act: Callable[[], None]) -> None:
+    read, count = os.preadv, [0]
+
+    def acting(file: int, buffers: Any, at: int) -> int:
+        count[0] += 1
+        if count[0] == at_read:
+            act()
+        return read(file, buffers, at)
+
+    patched.setattr(os, "preadv", acting)
+
+
+@pytest.mark.parametrize("at_read", [1, 3, 15])
+@pytest.mark.parametrize("size_bytes", [0, 5 * MIB, 59 * MIB])
+def test_a_copy_that_becomes_shorter_while_it_is_read(
+    large: Node, monkeypatch: pytest.MonkeyPatch, at_read: int, size_bytes: int
+) -> None:
+    copy = large.copy_of(1)
+    during_reads(monkeypatch, at_read, lambda: os.truncate(copy, size_bytes))
+    report = large.load(1)
+    # At the 15th of 16 reads, the other thread may have read the rest.
+    assert report.fetched_bytes or at_read == 15
+    assert report.fetched_bytes + report.local_bytes == report.total_bytes
+
+
+@pytest.mark.parametrize("at_read", [1, 3, 15])
+def test_a_copy_that_a_save_writes_over_while_it_is_read(
+    large: Node, monkeypatch: pytest.MonkeyPatch, at_read: int
+) -> None:
+    number = large.copy_of(1).stat().st_ino
+
+    def save_twice() -> None:
+        large.save(2)
+        large.save(3)
+
+    during_reads(monkeypatch, at_read, save_twice)
+    report = large.load(1)
+    assert large.copy_of(3).stat().st_ino == number
+    assert 0 < report.fetched_bytes <= report.total_bytes
+
+
+@pytest.mark.parametrize("at_read", [1, 3])
+def test_a_copy_that_is_removed_while_it_is_read(
+    large: Node, monkeypatch: pytest.MonkeyPatch, at_read: int
+) -> None:
+    copy = large.copy_of(1)
+    during_reads(monkeypatch, at_read, copy.unlink)
+    assert large.load(1).fetched_bytes == 0
