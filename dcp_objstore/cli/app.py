@@ -12,21 +12,35 @@ from dcp_objstore.cli.diff import print_diff
 from dcp_objstore.cli.doctor import diagnose
 from dcp_objstore.cli.exits import EXPLAINED, exits
 from dcp_objstore.cli.inspect import inspect
+from dcp_objstore.cli.local import print_runs, remove_runs
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.cli.options import choose
 from dcp_objstore.cli.upkeep import collect, mend, protect, remove, unprotect
 from dcp_objstore.cli.verify import verify
 
-# Plain help: importing rich would take longer than everything else together.
-app = typer.Typer(
-    name="dcp-objstore",
-    help="Checkpoints of torch.distributed.checkpoint on object stores.",
-    epilog=EXPLAINED,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+
+def _group(name: str, help_text: str, epilog: str) -> typer.Typer:
+    # Plain help: importing rich would take longer than everything else together.
+    return typer.Typer(
+        name=name,
+        help=help_text,
+        epilog=epilog,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+app = _group(
+    "dcp-objstore", "Checkpoints of torch.distributed.checkpoint on object stores.", EXPLAINED
 )
+local = _group(
+    "local",
+    "Show and remove the copies of checkpoints on this node.",
+    "Example: dcp-objstore local ls /tmp/node",
+)
+app.add_typer(local)
 
 
 def _show_version(wanted: bool) -> None:
@@ -78,8 +92,8 @@ def demo(
 
     A language model is trained with FSDP2 on 8 ranks and saved on the way. One rank is killed in
     the middle of a save. The torn checkpoint is invisible, training resumes on 4 ranks from the
-    last committed checkpoint, bit for bit, and stock torch reads what was written. Takes less than
-    a minute on 2 cores.
+    last committed checkpoint, bit for bit and from copies on this node, and stock torch reads what
+    was written. Takes less than a minute on 2 cores.
     """
     from dcp_objstore.cli.demo.story import run_demo
 
@@ -110,4 +124,9 @@ for name, command, example in (
     ("cp", copy, "file:///tmp/run/step-40 file:///tmp/kept/step-40"),
 ):
     app.command(name, epilog=f"Example: dcp-objstore {name} {example}")(exits()(command))
+for name, of_node, example in (
+    ("ls", print_runs, "/tmp/node"),
+    ("rm", remove_runs, "/tmp/node --run file:///tmp/run"),
+):
+    local.command(name, epilog=f"Example: dcp-objstore local {name} {example}")(exits()(of_node))
 app.command("gc", hidden=True)(exits()(collect))  # a short name of `sweep`, as in git

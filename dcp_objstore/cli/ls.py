@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -14,13 +14,12 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.cli.options import CheckpointOrRun, chosen
-from dcp_objstore.cli.terminal import aligned, columns, say
+from dcp_objstore.cli.terminal import age, aligned, columns, say
 from dcp_objstore.observe.report import size_text
 
 # If the terminal leaves fewer columns than this for the last column, it is left out.
 _LEAST_LAST_COLUMNS = 16
 _FIGURES = {"size", "objects", "ranks"}  # columns that are aligned to the right
-_UNITS_SECONDS = (("d", 86400), ("h", 3600), ("min", 60))
 
 _Line: TypeAlias = tuple[str, ...]
 
@@ -119,7 +118,7 @@ def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
             "-" if is_gone else size_text(entry.total_bytes),
             _number(None if is_gone else objects),
             _number(entry.world_size),
-            _age(at),
+            age(at),
             name,
             _notes(entry),
         )
@@ -130,16 +129,16 @@ def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
                 size,
                 number,
                 "",
-                _age(leftovers.written_at),
+                age(leftovers.written_at),
                 name,
                 "sweep removes it",
             )
         if leftovers.saves:
             what = "a save runs, or died"
-            yield "  beacon", "", str(leftovers.saves), "", _age(leftovers.began_at), name, what
+            yield "  beacon", "", str(leftovers.saves), "", age(leftovers.began_at), name, what
         if leftovers.uploads:
             size, number = size_text(leftovers.uploads_bytes), str(leftovers.uploads)
-            yield "  upload", size, number, "", _age(leftovers.initiated_at), name, "unfinished"
+            yield "  upload", size, number, "", age(leftovers.initiated_at), name, "unfinished"
 
 
 def _state(entry: dos.reports.ListedCheckpoint) -> str:
@@ -169,16 +168,6 @@ def _notes(entry: dos.reports.ListedCheckpoint) -> str:
 
 def _figure(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _age(at: datetime | None) -> str:
-    if at is None:
-        return "-"
-    seconds = max(0.0, (datetime.now(UTC) - at).total_seconds())
-    for unit, length in _UNITS_SECONDS:
-        if seconds >= 2 * length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def _print_table(lines: Sequence[_Line]) -> None:

@@ -9,11 +9,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import typer
 
 from dcp_objstore.errors import printable
+
+_UNITS_SECONDS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 def say(*lines: str, lead: str = "", to_errors: bool = False) -> None:
@@ -69,3 +72,14 @@ def aligned(lines: Sequence[Sequence[str]], to_the_right: Collection[str]) -> It
             for title, cell, width in zip(lines[0], line, widths, strict=True)
         )
         yield "  ".join(cells).rstrip()
+
+
+def age(at: datetime | None) -> str:
+    """Return how long ago something was, as `3 h`."""
+    if at is None:
+        return "-"
+    seconds = max(0.0, (datetime.now(UTC) - at).total_seconds())
+    for unit, length in _UNITS_SECONDS:
+        if seconds >= 2 * length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{seconds:.0f} s"

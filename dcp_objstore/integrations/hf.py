@@ -37,7 +37,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.manager import CheckpointManager
-from dcp_objstore.run.preemption import BY_SIGTERM
+from dcp_objstore.run.preemption import BY_SIGTERM, Preemption
 from dcp_objstore.run.retention import KeepLatest, RetentionPolicy, StepFacts
 from dcp_objstore.run.steps import step_number, step_url
 from dcp_objstore.state.per_rank import PerRank, own_name
@@ -208,10 +208,10 @@ def with_object_store(trainer: T, url: str, *, background: bool = False, **optio
             commit. The next save and the end of `train` wait for it and raise its error. Default
             False: a save returns when it is committed.
         options: arguments of `CheckpointManager`, such as `storage_options`, `config`,
-            `remove_objects`, `on_event` or `preemption` (whose `save` is ignored). `keep` counts
-            instead of `save_total_limit`. `on_busy` is for saves in the background; the last step
-            and the best one always wait for the save before. What says when to save (`save_every`,
-            ...) is refused: the Trainer does.
+            `remove_objects`, `on_event`, `local` or `preemption` (whose `save` is ignored). `keep`
+            counts instead of `save_total_limit`. `on_busy` is for saves in the background; the last
+            step and the best one always wait for the save before. What says when to save
+            (`save_every`, ...) is refused: the Trainer does.
 
     Returns:
         The same trainer. Its `run` is the `CheckpointManager` of the current or last `train`.
@@ -296,13 +296,16 @@ class _TrainerRun:
                 url=url,
             )
         limit = trainer.args.save_total_limit
+        preemption = options.get("preemption", BY_SIGTERM)
+        if isinstance(preemption, Preemption):  # otherwise the manager refuses it
+            # The Trainer saves. The manager only says when the job must end.
+            preemption = replace(preemption, save=False)
         self._trainer = trainer
         self._background = background
         self._options = {
             "keep": _SaveTotalLimit(limit) if limit and limit > 0 else None,
             **options,
-            # The Trainer saves. The manager only says when the job must end.
-            "preemption": replace(options.get("preemption", BY_SIGTERM), save=False),
+            "preemption": preemption,
             "save_last": False,
         }
         self.manager = CheckpointManager(url, **self._options)  # refuses wrong arguments now
@@ -393,7 +396,7 @@ class _TrainerRun:
         self._load({"model": self._trainer.model}, url)
 
     def _load(self, state: dict[str, Any], url: str) -> None:
-        names = ("storage_options", "config", "verify", "trust_pickle", "on_event")
+        names = ("storage_options", "config", "verify", "trust_pickle", "on_event", "local")
         options = {name: self._options[name] for name in names if name in self._options}
         load(state, url, progress=False, **options)
 

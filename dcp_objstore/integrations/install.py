@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from dcp_objstore.errors import ConfigError, UnsupportedError
+from dcp_objstore.local.settings import Local, LocalFolder, local_of
 from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 from dcp_objstore.stores.urls import parse_url
@@ -70,6 +71,7 @@ class _Settings:
     config: TransferConfig
     trust_pickle: bool
     allow_unfenced: bool
+    local: Local | None
 
 
 _Make = Callable[[_Settings, str, Mapping[str, Any]], object]
@@ -160,6 +162,7 @@ def install(
     config: TransferConfig | None = None,
     trust_pickle: bool = False,
     allow_unfenced: bool = False,
+    local: LocalFolder = None,
 ) -> Installation:
     """Make torch's storage classes save to and load from buckets with this library.
 
@@ -189,6 +192,8 @@ def install(
         config: sizes, concurrency and time-outs.
         trust_pickle: the argument of `ObjectStoreReader`.
         allow_unfenced: the argument of `ObjectStoreWriter`.
+        local: a folder on each node, as a path or `dos.Local`, for copies from which a job that
+            starts again reads. Default None: no copies.
 
     Returns:
         A context manager that, at its end, restores what was installed before.
@@ -197,7 +202,8 @@ def install(
     `single_file_per_rank`, `sync_files`, ...) have no meaning here and are ignored.
 
     Raises:
-        ConfigError: `schemes` is empty or a single string, or `config` is no TransferConfig.
+        ConfigError: `schemes` is empty or a single string, `config` is no TransferConfig,
+            or `local` is no folder of this machine.
         InvalidUrlError: a scheme is unknown.
         UnsupportedError: this version of torch has no place to hook. Also raised by a class that is
             made with `_extensions` or `serialization_format`, which this library does not write.
@@ -213,6 +219,7 @@ def install(
         config=checked_config(config),
         trust_pickle=trust_pickle,
         allow_unfenced=allow_unfenced,
+        local=local_of(local),
     )
     if not _installed.has_hooks:
         _hook()
@@ -323,6 +330,7 @@ def _writer(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> Inst
         storage_options={**settings.storage_options, **arguments.get("kwargs", {})},
         config=settings.config,
         allow_unfenced=settings.allow_unfenced,
+        local=settings.local,
     )
     # Not as an argument, because another `checkpoint_id` of the first save counts, as with torch's.
     writer.reset(url)
@@ -334,6 +342,7 @@ def _reader(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> Inst
         storage_options={**settings.storage_options, **arguments.get("kwargs", {})},
         config=settings.config,
         trust_pickle=settings.trust_pickle,
+        local=settings.local,
     )
     reader.reset(url)
     return reader

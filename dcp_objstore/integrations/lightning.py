@@ -30,6 +30,7 @@ from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.integrations.install import SCHEMES, url_in
+from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.housekeeping import Retainer, after_commit
@@ -42,6 +43,7 @@ from dcp_objstore.write.async_save import AsyncSaveHandle, async_save
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.local.settings import Local
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.threads import Spawned
 
@@ -62,6 +64,7 @@ def with_object_store(
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
     on_event: OnEvent | None = None,
+    local: LocalFolder = None,
 ) -> T:
     """Make a Trainer or a Fabric save to and load from object stores, wherever a path is a URL.
 
@@ -98,13 +101,15 @@ def with_object_store(
             the environment, from which Lightning's own look at a `dirpath` takes them in any case.
         config: sizes, concurrency and time-outs.
         on_event: callable that receives each event of each save and load.
+        local: a folder on each node, as a path or `dos.Local`, for copies from which a job that
+            starts again reads. Default None: no copies.
 
     Returns:
         The same Trainer or Fabric.
 
     Raises:
-        ConfigError: it is no Trainer or Fabric, its strategy saves full checkpoints, or `config` is
-            no TransferConfig.
+        ConfigError: it is no Trainer or Fabric, its strategy saves full checkpoints, `config` is
+            no TransferConfig, or `local` is no folder of this machine.
         UnsupportedError: its strategy saves no sharded checkpoints.
     """
     strategy = getattr(trainer, "strategy", None)
@@ -130,6 +135,7 @@ def with_object_store(
         trust_pickle=trust_pickle,
         access={"storage_options": storage_options, "config": checked_config(config)},
         on_event=on_event,
+        local=local_of(local),
     )
     if not hasattr(strategy, "remove_checkpoint"):
         _hook(strategy, _FabricStrategy(strategy, store))
@@ -200,9 +206,15 @@ class _ObjectStore:
     trust_pickle: bool
     access: dict[str, Any]
     on_event: OnEvent | None
+    local: Local | None = None
 
     def __post_init__(self) -> None:
-        self._transfer = {**self.access, "on_event": self.on_event, "progress": False}
+        self._transfer = {
+            **self.access,
+            "on_event": self.on_event,
+            "local": self.local,
+            "progress": False,
+        }
         self._sweepers: dict[str, Retainer] = {}
         self._pending: AsyncSaveHandle | None = None
         self._deletions: list[Spawned] = []

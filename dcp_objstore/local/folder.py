@@ -46,8 +46,9 @@ if TYPE_CHECKING:
     from dcp_objstore.local.settings import Local
 
 _BEING_WRITTEN = "tmp."
-_REMOVED = "removed."
+REMOVED = "removed."  # what is being removed, or was when its process was killed
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would be waited for
+READ, FOLDER = os.O_RDONLY | _OPEN, os.O_DIRECTORY | _OPEN
 _PATIENCE_SECONDS = 5.0
 # A folder that no process uses is removed after so long, or when its room is needed.
 ABANDONED_AFTER_SECONDS = 24 * 3600.0
@@ -101,21 +102,21 @@ class RunFolder:
         self._local = local
         self._lock = threading.Lock()
         name = xxhash.xxh3_128_hexdigest(run_url.encode())
-        with contextlib.ExitStack() as opened:
-            with _opened(local.folder, os.O_DIRECTORY | os.O_CLOEXEC) as base:
+        with contextlib.ExitStack() as stack:
+            with opened(local.folder, os.O_DIRECTORY | os.O_CLOEXEC) as base:
                 self._home = _open_own(base, home_name(), local.folder)
-            opened.callback(os.close, self._home)
+            stack.callback(os.close, self._home)
             run, in_use = _join(self._home, name)
-            opened.callback(os.close, run)
-            opened.callback(os.close, in_use)
+            stack.callback(os.close, run)
+            stack.callback(os.close, in_use)
             self._objects = _open_own(run, "objects", name)
-            opened.callback(os.close, self._objects)
+            stack.callback(os.close, self._objects)
             with contextlib.suppress(FileExistsError):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
-                with _opened("url", flags, run) as file:
+                with opened("url", flags, run) as file:
                     os.write(file, run_url.encode())
             remove_abandoned(self._home)
-            self._opened = opened.pop_all()
+            self._opened = stack.pop_all()
         self._written: set[str] = set()  # by this process
         self._needed: frozenset[str] = frozenset()
         self.has_saved = False
@@ -138,23 +139,15 @@ class RunFolder:
         """Return the files that a save may write over."""
         spares = []
         with self._alone():
-            for name, status in _files(self._objects):
+            for name, status in files_in(self._objects):
                 if name.startswith(_BEING_WRITTEN):
-                    is_spare = not self._is_being_written(name)
+                    is_spare = not is_being_written(self._objects, name)
                 else:
                     is_old = name in self._written or status.st_mtime < _began.here
                     is_spare = is_old and name not in self._needed
                 if is_spare:
                     spares.append(Spare(name, status.st_size))
         return spares
-
-    def _is_being_written(self, name: str) -> bool:
-        try:
-            with _opened(name, os.O_RDWR | _OPEN, self._objects) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        return False
 
     def create(self, spares: list[Spare], size_bytes: int) -> tuple[int, str]:
         """Return a file to write, with room for so many bytes: its descriptor and present name.
@@ -254,12 +247,12 @@ class RunFolder:
     def open_copies(self, keys: Collection[str]) -> dict[str, CopyFile]:
         """Open the copies of these objects that are here, by their keys."""
         copies: dict[str, CopyFile] = {}
-        here = {name for name, _ in _files(self._objects)}
+        here = {name for name, _ in files_in(self._objects)}
         for key in keys:
             if (name := file_name(key)) not in here:
                 continue
             with contextlib.suppress(OSError):
-                file = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self._objects)
+                file = os.open(name, READ, dir_fd=self._objects)
                 status = os.fstat(file)
                 if is_own_file(status):
                     copies[key] = CopyFile(file, status.st_size)
@@ -271,7 +264,7 @@ class RunFolder:
     def _alone(self) -> Iterator[None]:
         """Let no other process or thread take files or room meanwhile."""
         with self._lock:
-            _lock(self._objects, fcntl.LOCK_EX)
+            lock_file(self._objects, fcntl.LOCK_EX)
             try:
                 yield
             finally:
@@ -298,12 +291,37 @@ def is_own_file(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
 
 
+def is_being_written(objects: int, name: str) -> bool:
+    """Whether a process writes to this file. No other may begin to, meanwhile."""
+    try:
+        with opened(name, os.O_RDWR | _OPEN, objects) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
+
+
+def open_home(folder: str) -> int:
+    """Open this user's folder in `folder`, with copies of all runs.
+
+    Raises:
+        FileNotFoundError: there is none.
+        LocalError, OSError: it cannot be used.
+    """
+    with opened(folder, os.O_DIRECTORY | os.O_CLOEXEC) as base:
+        return _open_present(base, home_name(), folder)
+
+
 def _open_own(at: int, name: str, where: str) -> int:
     """Open a folder that only this user can use; make it if it is not there."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=at)
+    return _open_present(at, name, where)
+
+
+def _open_present(at: int, name: str, where: str) -> int:
     try:
-        folder = os.open(name, os.O_DIRECTORY | _OPEN, dir_fd=at)
+        folder = os.open(name, FOLDER, dir_fd=at)
     except NotADirectoryError:
         raise LocalError(f"{name} in {where} is no folder, or a symbolic link") from None
     status = os.fstat(folder)
@@ -314,7 +332,8 @@ def _open_own(at: int, name: str, where: str) -> int:
 
 
 @contextmanager
-def _opened(path: str, flags: int, at: int | None = None) -> Iterator[int]:
+def opened(path: str, flags: int, at: int | None = None) -> Iterator[int]:
+    """Open a file or folder, and close it again."""
     descriptor = os.open(path, flags, 0o600, dir_fd=at)
     try:
         yield descriptor
@@ -322,7 +341,8 @@ def _opened(path: str, flags: int, at: int | None = None) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
+def files_in(folder: int) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the names of the regular files in a folder, and what they are."""
     with os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
@@ -331,7 +351,7 @@ def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
                     yield entry.name, status
 
 
-def _lock(file: int, kind: int) -> None:
+def lock_file(file: int, kind: int) -> None:
     """Lock a file, and give up after a while: what holds it may be stopped."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -377,14 +397,18 @@ def remove_abandoned(
     with os.scandir(home) as entries:
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     removed = 0
-    for used_at, name in sorted((_used_at(home, name), name) for name in names):
-        if removed == most or time.time() - used_at < after_seconds:
+    for when, name in sorted((used_at(home, name), name) for name in names):
+        if removed == most or time.time() - when < after_seconds:
             break
         removed += remove_run(home, name)
     return removed
 
 
-def _used_at(home: int, name: str) -> float:
+def used_at(home: int, name: str) -> float:
+    """Return when a process last began to use the folder of a run, or wrote to it.
+
+    That is 0 if it was never whole, or is half removed.
+    """
     with contextlib.suppress(OSError):
         return max(
             os.stat(f"{name}/{part}", dir_fd=home, follow_symlinks=False).st_mtime
@@ -396,15 +420,16 @@ def _used_at(home: int, name: str) -> float:
 def remove_run(home: int, name: str) -> bool:
     """Remove the folder of a run, unless a process uses it; return whether it is gone."""
     try:
-        if name.startswith(_REMOVED):  # whoever did it was killed
+        if name.startswith(REMOVED):  # what began to remove it was killed
             shutil.rmtree(name, dir_fd=home)
             return True
         with (
-            _opened(name, os.O_DIRECTORY | _OPEN, home) as run,
-            _opened("lock", os.O_RDWR | _OPEN, run) as lock,
+            opened(name, FOLDER, home) as run,
+            # A process that was killed may have made the folder and not the lock.
+            opened("lock", os.O_RDWR | os.O_CREAT | _OPEN, run) as lock,
         ):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            gone = f"{_REMOVED}{secrets.token_hex(8)}"  # a job that begins now makes its own
+            gone = f"{REMOVED}{secrets.token_hex(8)}"  # a job that begins now makes its own
             os.rename(name, gone, src_dir_fd=home, dst_dir_fd=home)
             shutil.rmtree(gone, dir_fd=home)
     except OSError:

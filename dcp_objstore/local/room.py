@@ -7,24 +7,25 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 # Of the memory below the limit, so much is left to the job itself.
 _LEFT_TO_THE_JOB = 0.1
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def room_bytes(folder: int, max_bytes: int | None, home: int) -> int:
+def room_bytes(folder: int, max_bytes: int | None, home: int | None) -> int:
     """Return the number of bytes that may still be written.
 
     Args:
         folder: a descriptor of the folder.
         max_bytes: the most that everything below `home` may take. None: all that is free, but a
             tenth of the file system.
-        home: a descriptor of the user's folder.
+        home: a descriptor of the user's folder. None: there is none yet.
     """
     system = os.fstatvfs(folder)
-    taken_bytes, used = _sizes(home)
+    taken_bytes, used = (0, 0) if home is None else _sizes(home)
     # Files that are being written have their size before their blocks.
     coming_bytes = used - taken_bytes
     free_bytes = system.f_bavail * system.f_frsize - coming_bytes
@@ -32,7 +33,8 @@ def room_bytes(folder: int, max_bytes: int | None, home: int) -> int:
         room = free_bytes - system.f_blocks * system.f_frsize // 10
     else:
         room = min(free_bytes, max_bytes - used)
-    if file_system(os.fstat(folder).st_dev) in _MEMORY:
+    mount = mount_of(os.fstat(folder).st_dev)
+    if mount is not None and mount.kind in IN_MEMORY:
         room = min([room, *(free - coming_bytes for free in free_memory_bytes())])
     return room
 
@@ -60,13 +62,21 @@ def _below(folder: int) -> Iterator[os.stat_result]:
                     yield status
 
 
-def file_system(device: int) -> str | None:
-    """Return the type of the file system with this device number, such as "tmpfs" or "ext4"."""
+class Mount(NamedTuple):
+    """A file system: its type, such as "tmpfs" or "ext4", and its options."""
+
+    kind: str
+    options: str
+
+
+def mount_of(device: int) -> Mount | None:
+    """Return the file system with this device number; None where the system does not say."""
     place = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             if line.split()[2] == place:
-                return line.partition(" - ")[2].split()[0]
+                kind, _, options = line.partition(" - ")[2].split(maxsplit=2)
+                return Mount(kind, options)
     return None
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from dcp_objstore.cli.demo import proofs, story
-from dcp_objstore.cli.demo.proofs import ProofFailedError, State
+from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State
 from dcp_objstore.cli.demo.story import Story, failure_told, in_bucket, run_demo, tell
 from dcp_objstore.cli.demo.training import (
     CONTEXT,
@@ -46,6 +46,7 @@ PROMISED = [
     r"so it does not exist: dos.load raises CheckpointNotFoundError",
     r"step-8, saved by 4 ranks: state bit-identical: all \d+ SHA-256 digests agree",
     r"loss on the same batch: (\d\.\d+) when it was saved, \1 after the load",
+    r"the job that starts again reads its bytes from this node: \d.* MiB from its copies, 0 B from",
     r"step-12 committed: .* 2 objects",
     r"loss goes on falling: .* at step 8, .* at step 12",
     r"steps 9 to 12 have the losses that they had before the kill",
@@ -105,7 +106,7 @@ def test_the_demo_keeps_its_promises_and_leaves_nothing(scratch: Path) -> None:
     assert len(shown) == len(PROMISED), output
     for line, promised in zip(shown, PROMISED, strict=True):
         assert re.match(promised, line), (line, promised)
-    assert "All 14 proofs hold" in output.splitlines()[-1]
+    assert "All 15 proofs hold" in output.splitlines()[-1]
     assert_gone(process.pid)
     assert left_in(scratch) == []
 
@@ -240,6 +241,13 @@ def test_states_that_differ_are_not_called_identical(loaded: State) -> None:
         proofs.identical(empty, empty)
 
 
+def test_bytes_from_the_bucket_fail_the_proof_of_a_restart() -> None:
+    assert proofs.from_the_node([FinishedLoad(STATE, 10, 1.0, 10), FinishedLoad(STATE, 0, 1.0)])
+    for loads in ([FinishedLoad(STATE, 10, 1.0, 9)], [FinishedLoad(STATE, 0, 1.0)]):
+        with pytest.raises(ProofFailedError):
+            proofs.from_the_node(loads)
+
+
 def test_losses_that_do_not_go_on_fail_the_proof() -> None:
     off = dataclasses.replace(STATE, fixed_loss=3.001)
     assert proofs.same_loss(STATE, STATE)
@@ -328,10 +336,12 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("columns", [40, 60, 100])
-def test_no_line_is_wider_than_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_is_wider_than_the_terminal(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    story = Story(StoreSpec("memory://demo"), 8, 4)
+    story = Story(StoreSpec("memory://demo"), 8, 4, str(tmp_path))
     tell("A headline that says what happens in this phase of the whole demo", "")
     story.note_proof("something was shown that needs more than forty columns to be told")
     story.add_row("save, killed", 8, 24, total_bytes=2**25, seconds=0.5)
@@ -343,10 +353,12 @@ def test_no_line_is_wider_than_the_terminal(columns: int, monkeypatch: pytest.Mo
         assert cell in table
 
 
-def test_a_stream_without_unicode_gets_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_without_unicode_gets_plain_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     with pytest.raises(SystemExit), failure_told():
-        Story(StoreSpec("memory://demo"), 8, 4).note_proof("shown")
+        Story(StoreSpec("memory://demo"), 8, 4, str(tmp_path)).note_proof("shown")
         raise ProofFailedError("not shown …")
     assert raw.getvalue().decode() == "  ok shown\n  FAILED not shown ?\n"

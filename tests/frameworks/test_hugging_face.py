@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from tests.support.checkpoints import Options
+from tests.support.left_copies import lose_objects
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 
@@ -487,6 +488,17 @@ def test_an_interrupted_training_ends_as_one_that_was_not(
     steps = dos.steps(bucket.at("parts"), storage_options=bucket.storage_options)
     assert [step.name for step in steps] == ["step-2", "step-3", "step-4", "step-6"]
     assert bucket.uploads() == []
+
+
+def test_a_training_that_starts_again_on_its_node_needs_no_objects(tmp_path: Path) -> None:
+    (node := tmp_path / "node").mkdir()
+    for last, resume in ((3, False), (5, True)):
+        with a_machine(str(tmp_path)):
+            trainer = make_trainer(At(last, stop))
+            with_object_store(trainer, f"file://{tmp_path}/run", local=node)
+            trainer.train(resume_from_checkpoint=resume)
+            assert trainer.state.global_step == last
+        lose_objects(tmp_path / "run")
 
 
 def test_save_total_limit_deletes_on_the_bucket_and_spares_the_best_and_the_pinned(

@@ -72,7 +72,10 @@ def examples() -> dict[str, list[str]]:
 
     from dcp_objstore.cli.app import app
 
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    commands = dict(get_command(app).commands)  # type: ignore[attr-defined]
+    for group in [name for name, command in commands.items() if hasattr(command, "commands")]:
+        inner = commands.pop(group).commands
+        commands |= {f"{group} {name}": command for name, command in inner.items()}
     return {
         name: shlex.split(command.epilog.partition("Example: ")[2])
         for name, command in commands.items()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
 from dcp_objstore.cli.ranks import Outcome
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError
-from dcp_objstore.observe.report import counted, first_few
+from dcp_objstore.observe.report import counted, first_few, size_text
 
 # Ranks add the same float32 numbers in another order; a wrong weight would change far more.
 _LOSS_TOLERANCE = 1e-4
@@ -45,11 +45,19 @@ class State:
 
 @dataclass(frozen=True)
 class FinishedLoad:
-    """A finished load; bytes and seconds are those of one rank."""
+    """A finished load; bytes and seconds are those of one rank.
+
+    Attributes:
+        state: what was loaded.
+        total_bytes: bytes that were read of data objects.
+        seconds: how long it took.
+        local_bytes: how many of the bytes came from copies on this node.
+    """
 
     state: State
     total_bytes: int
     seconds: float
+    local_bytes: int = 0
 
 
 def identical(saved: State, loaded: State) -> str:
@@ -78,6 +86,15 @@ def same_loss(saved: State, loaded: State) -> str:
         f"loss on the same batch: {saved.recorded_loss:.4f} when it was saved, {now:.4f} after the"
         " load"
     )
+
+
+def from_the_node(loads: Sequence[FinishedLoad]) -> str:
+    """Prove that ranks that have started again on their node read nothing from the bucket."""
+    local_bytes = sum(load.local_bytes for load in loads)
+    fetched_bytes = sum(load.total_bytes for load in loads) - local_bytes
+    text = f"{size_text(local_bytes)} from its copies, {size_text(fetched_bytes)} from the bucket"
+    prove(local_bytes > 0 and not fetched_bytes, f"the job that started again read {text}")
+    return f"the job that starts again reads its bytes from this node: {text}"
 
 
 def falling(before: State, after: State) -> str:

@@ -45,6 +45,8 @@ _JOB_SECONDS = 300.0
 _GROUP_SECONDS = 60.0
 _SURVIVORS_SECONDS = _GROUP_SECONDS + 15
 _OTHERS_SECONDS = 120.0
+# Two states take some 70 MiB. With a bound, it does not matter how full the file system is.
+_LOCAL_BYTES = 1 << 30
 _LISTING_PAUSE_SECONDS = 0.1
 _LOG_TAIL_CHARACTERS = 2000
 _WIDEST = 100
@@ -83,7 +85,8 @@ def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> N
         else:
             run = stack.enter_context(in_bucket(url, keep=keep))
             tell(f"saving to {run.url}")
-        story = Story(run, ranks, resume_ranks)
+        node = stack.enter_context(tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-"))
+        story = Story(run, ranks, resume_ranks, node)
         with failure_told():
             story.run()
         story.print_table()
@@ -165,11 +168,18 @@ def in_bucket(url: str, *, keep: bool) -> Iterator[StoreSpec]:
 class Story:
     """One run of the demo.
 
+    Args:
+        spec: the run.
+        ranks: number of ranks that train first.
+        resume_ranks: number of ranks that resume.
+        node: the folder for copies on this node.
+
     Attributes:
         proofs: the number of proofs that hold so far.
     """
 
-    def __init__(self, spec: StoreSpec, ranks: int, resume_ranks: int) -> None:
+    def __init__(self, spec: StoreSpec, ranks: int, resume_ranks: int, node: str) -> None:
+        self._local = dos.Local(node, max_bytes=_LOCAL_BYTES)
         self.spec, self.ranks, self.resume_ranks = spec, ranks, resume_ranks
         self._rows: list[tuple[str, ...]] = []
         self.proofs = 0
@@ -247,6 +257,7 @@ class Story:
                     loads += contents
                     if len(loads) == ranks:
                         self._check_loads("resume", step, self.ranks, loads)
+                        self.note_proof(proofs.from_the_node(loads))
             _require_success(job)
         if len(loads) != ranks or _DOOMED not in self._saved:
             raise DemoFailedError("the resumed ranks ended before their job was done")
@@ -295,6 +306,7 @@ class Story:
                 ranks,
                 f"{_TRAINING}:train",
                 *self._access(),
+                self._local,
                 None if resume_step is None else self._step(resume_step).url,
                 _SEQUENCES_PER_STEP,
                 _STEPS if resume_step is None else (_DOOMED,),

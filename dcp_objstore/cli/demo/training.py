@@ -46,6 +46,7 @@ def train(
     world_size: int,
     run_url: str,
     storage_options: Options,
+    local: dos.Local,
     resume_url: str | None,
     sequences_per_step: int,
     save_steps: tuple[int, ...],
@@ -58,6 +59,7 @@ def train(
         world_size: number of ranks.
         run_url: URL of the run; steps are saved at `{run_url}/step-{n}`.
         storage_options: options of the store.
+        local: where copies of the newest step are kept on this node.
         resume_url: the checkpoint to load first; None to begin at step 0.
         sequences_per_step: number of sequences of all ranks together; at least one per rank.
         save_steps: the steps to save, ascending; training ends at the last one.
@@ -68,7 +70,7 @@ def train(
     if resume_url is None and rank == 0:
         say("ready", training.parameters, len(training.text))
     elif resume_url is not None:
-        say("loaded", training.load(resume_url, storage_options))
+        say("loaded", training.load(resume_url, storage_options, local))
     save: tuple[dos.AsyncSaveHandle, State] | None = None
     while training.step < save_steps[-1]:
         loss = training.train(sequences_per_step, rank, world_size)
@@ -85,6 +87,7 @@ def train(
             training.values,
             f"{run_url}/step-{training.step}",
             storage_options=storage_options,
+            local=local,
             progress=False,
             user_metadata={"step": training.step, "loss": round(state.recorded_loss, 4)},
         )
@@ -183,12 +186,14 @@ class Training:
         """Describe the state as it is now. All ranks of a group must call this together."""
         return _described(self.tensors(), self.fixed_loss())
 
-    def load(self, url: str, storage_options: Options) -> FinishedLoad:
+    def load(
+        self, url: str, storage_options: Options, local: dos.Local | None = None
+    ) -> FinishedLoad:
         """Load in place and describe the result."""
         values = self.values
-        report = dos.load(values, url, storage_options=storage_options, progress=False)
+        report = dos.load(values, url, storage_options=storage_options, local=local, progress=False)
         self.progress = values["progress"]
-        return FinishedLoad(self.snapshot(), report.total_bytes, report.seconds)
+        return FinishedLoad(self.snapshot(), report.total_bytes, report.seconds, report.local_bytes)
 
 
 def _described(state: dict[str, Any], fixed_loss: float | None) -> State:

@@ -1,0 +1,131 @@
+"""`dcp-objstore local ls` and `local rm`: the copies of checkpoints on this node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from dcp_objstore.checkpoint.names import natural_order
+from dcp_objstore.cli.options import chosen
+from dcp_objstore.cli.terminal import age, aligned, say
+from dcp_objstore.errors import InputError
+from dcp_objstore.observe.report import counted, size_text
+
+if TYPE_CHECKING:
+    from dcp_objstore.local.runs import Files, LocalRun
+
+Folder: TypeAlias = Annotated[
+    str,
+    typer.Argument(help="The folder that the job passes as local=.", metavar="FOLDER"),
+]
+_JsonLines: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="One JSON object per line, for each run.")
+]
+
+
+def print_runs(folder: Folder, as_json: _JsonLines = False) -> None:
+    """List the runs of which this node has copies.
+
+    Shows their checkpoints, what a save is writing, what killed processes have left over, and
+    whether a process uses them now. Nothing is changed.
+    """
+    from dcp_objstore.local.runs import local_runs
+    from dcp_objstore.local.settings import Local
+
+    local = Local(folder)
+    runs = local_runs(local)
+    if as_json:
+        for run in runs:
+            print(json.dumps(_as_json(run)))
+        return
+    say(local.folder)
+    if runs:
+        say(*aligned([*_lines(runs)], {"size", "files"}))
+    else:
+        say("no copies")
+
+
+def remove_runs(
+    folder: Folder,
+    run_url: Annotated[
+        str | None,
+        typer.Option("--run", help="Only the copies of this run.", metavar="URL"),
+    ] = None,
+    as_json: _JsonLines = False,
+) -> None:
+    """Remove the copies of all runs that no process uses, or of one run.
+
+    The store has everything, so no checkpoint is lost: the next job reads it from there. The copies
+    of a run that a process uses are refused.
+    """
+    from dcp_objstore.local.runs import remove_local_runs
+    from dcp_objstore.local.settings import Local
+    from dcp_objstore.stores import StoreSpec
+
+    url = None if run_url is None else StoreSpec(run_url, chosen()).url
+    local = Local(folder)
+    removals = remove_local_runs(local, url)
+    if as_json:
+        for run, refusal in removals:
+            print(json.dumps({**_as_json(run), "removed": refusal is None, "reason": refusal}))
+    else:
+        say(local.folder)
+        for run, refusal in removals:
+            size = f"{counted(run.total.number, 'file')}, {size_text(run.total.total_bytes)}"
+            what = "removed" if refusal is None else f"kept, because {refusal}:"
+            say(f"{what} {_name(run)} ({size})")
+        if not removals:
+            say("no copies")
+    refusals = [refusal for _, refusal in removals if refusal is not None]
+    if url is not None and refusals:
+        raise InputError(f"its copies in {local.folder} were kept, because {refusals[0]}", url=url)
+
+
+def _as_json(run: LocalRun) -> dict[str, Any]:
+    return {
+        "url": run.url,
+        "endpoint_url": run.endpoint_url,
+        "folder": run.folder,
+        "in_use": run.in_use,
+        "used": None if run.used_at is None else run.used_at.isoformat(timespec="seconds"),
+        "bytes": run.total.total_bytes,
+        "steps": {name: _figures(run.steps[name]) for name in sorted(run.steps, key=natural_order)},
+        "being_written": _figures(run.being_written),
+        "left_over": _figures(run.left_over),
+    }
+
+
+def _figures(files: Files) -> dict[str, int]:
+    return {"files": files.number, "bytes": files.total_bytes}
+
+
+def _lines(runs: list[LocalRun]) -> Iterator[tuple[str, ...]]:
+    yield "", "size", "files", "used", "run"
+    for run in runs:
+        used = "now" if run.in_use else age(run.used_at)
+        state = "in use" if run.in_use else "not in use"
+        yield state, *_shown(run.total), used, _name(run)
+        for name in sorted(run.steps, key=natural_order):
+            yield f"  {name}", *_shown(run.steps[name]), "", ""
+        for what, files in (
+            ("being written", run.being_written),
+            ("left over", run.left_over),
+        ):
+            if files.number:
+                yield f"  {what}", *_shown(files), "", ""
+    totals = [run.total for run in runs]
+    number = sum(files.number for files in totals)
+    total_bytes = sum(files.total_bytes for files in totals)
+    yield "total", size_text(total_bytes), str(number), "", counted(len(runs), "run")
+
+
+def _shown(files: Files) -> tuple[str, str]:
+    return size_text(files.total_bytes), str(files.number)
+
+
+def _name(run: LocalRun) -> str:
+    name = run.url or f"a run without a URL, {run.folder}"
+    return name if run.endpoint_url is None else f"{name} ({run.endpoint_url})"

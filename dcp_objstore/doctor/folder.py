@@ -1,0 +1,288 @@
+"""Checks of a folder for copies on this node. What they write has no name, so nothing can stay."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcp_objstore.config import MIB
+from dcp_objstore.doctor.findings import Finding, Verdict
+from dcp_objstore.local.folder import LocalError, home_name, open_home
+from dcp_objstore.local.room import IN_MEMORY, free_memory_bytes, mount_of, room_bytes, used_bytes
+from dcp_objstore.observe.report import size_text
+
+if TYPE_CHECKING:
+    from dcp_objstore.local.settings import Local
+
+_SHM_OF_CONTAINERS_BYTES = 64 * MIB
+_TESTED_BYTES = 64 * MIB
+_PIECE_BYTES = 4 * MIB
+_PASSES = 3
+_PASS_SECONDS = 2.0
+# Times as long as a copy of memory. What is slower than this hardly helps a restart.
+_SLOW = 10.0
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_ANOTHER = "pass another folder as local="
+_HUGE = "`mount -t tmpfs -o huge=always,size=64g tmpfs /mnt/copies`"
+# What begins the types of file systems that do not suit, and why.
+_UNSUITABLE: Sequence[tuple[tuple[str, ...], Verdict]] = (
+    (
+        ("hugetlbfs",),
+        Verdict(
+            "failed", "can only be mapped into memory, not written to", f"mount a tmpfs: {_HUGE}"
+        ),
+    ),
+    (
+        ("ramfs",),
+        Verdict("failed", "has no size, so its room is not known", f"mount a tmpfs: {_HUGE}"),
+    ),
+    (
+        ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "fuse", "9p"),
+        Verdict(
+            "warning",
+            "its files are not on this node, so they are hardly nearer than the bucket",
+            "pass a folder on a disk or in the memory of the node as local=",
+        ),
+    ),
+    (
+        ("overlay",),
+        Verdict(
+            "warning",
+            "the container's own files, which are gone when it is",
+            "mount a disk of the node there, or an emptyDir of Kubernetes",
+        ),
+    ),
+)
+
+
+class FolderChecks:
+    """The checks of a folder, in an order in which each can rely on those before it."""
+
+    def __init__(self, local: Local) -> None:
+        self._folder = local.folder
+
+    def table(self) -> Sequence[tuple[str, Callable[[], Verdict]]]:
+        """Return the checks by their names. If the first fails, the others cannot be made."""
+        return (
+            ("local folder", self.folder),
+            ("local file system", self.file_system),
+            ("local room", self.room),
+            ("local memory", self.memory),
+            ("local reservation", self.reservation),
+            ("local speed", self.speed),
+        )
+
+    def findings(self) -> Iterator[Finding]:
+        """Make all checks."""
+        blocked = False
+        for name, make in self.table():
+            if blocked:
+                yield Finding(name, "not made", "the folder cannot be used")
+                continue
+            try:
+                verdict = make()
+            except OSError as error:
+                advice = f"check the disk and the kernel's log, or {_ANOTHER}"
+                verdict = Verdict("failed", str(error), advice)
+            blocked = name == "local folder" and verdict.status == "failed"
+            yield Finding(name, *verdict)
+
+    @property
+    def _writable(self) -> str:
+        """The folder in which copies are made: this user's own, once there is one."""
+        home = Path(self._folder, home_name())
+        return str(home) if home.is_dir() else self._folder
+
+    def folder(self) -> Verdict:
+        """Look whether the folder is there, and whether this user's folder in it is used."""
+        try:
+            home = open_home(self._folder)
+        except FileNotFoundError:
+            return self._without_home()
+        except (LocalError, OSError) as error:
+            advice = f"find out who has made it, and remove it or `chmod 700` it; or {_ANOTHER}"
+            return Verdict("failed", str(error), advice)
+        try:
+            taken_bytes = used_bytes(home)
+        finally:
+            os.close(home)
+        text = f"{home_name()} is there, and only this user may use it"
+        details = {"copies_bytes": taken_bytes}
+        return Verdict("ok", f"{text}; copies take {size_text(taken_bytes)}", details=details)
+
+    def _without_home(self) -> Verdict:
+        if not Path(self._folder).is_dir():
+            advice = f"make it on each node, or mount a disk or a tmpfs there; or {_ANOTHER}"
+            return Verdict("failed", "there is no such folder", advice)
+        if not os.access(self._folder, os.W_OK | os.X_OK):
+            text = "this user may not write to it, or it is mounted to be read only"
+            advice = f"let an administrator `chown` a folder there to this user, or {_ANOTHER}"
+            return Verdict("failed", text, advice)
+        return Verdict(
+            "ok", "this user may write to it; no copies yet", details={"copies_bytes": 0}
+        )
+
+    def file_system(self) -> Verdict:
+        """Look what kind of file system it is, and how large its pages are."""
+        mount = mount_of(Path(self._folder).stat().st_dev)
+        if mount is None:
+            return Verdict("not made", "the system does not say which file system this is")
+        kind, page_bytes = mount.kind, os.sysconf("SC_PAGE_SIZE")
+        huge = next((one for one in mount.options.split(",") if one.startswith("huge=")), None)
+        details = {"type": kind, "page_bytes": page_bytes, "huge": huge}
+        for kinds, verdict in _UNSUITABLE:
+            if kind.startswith(kinds):
+                return verdict._replace(text=f"{kind}: {verdict.text}", details=details)
+        if kind != "tmpfs":
+            return Verdict("ok", f"{kind}, pages of {size_text(page_bytes)}", details=details)
+        text = "tmpfs: files are in memory, and gone after a reboot"
+        if huge in (None, "huge=never"):
+            text = f"{text}; pages of {size_text(page_bytes)}"
+            return Verdict("ok", text, f"huge pages take less processor time: {_HUGE}", details)
+        return Verdict("ok", f"{text}; huge pages ({huge})", details=details)
+
+    def room(self) -> Verdict:
+        """Compare what is free with what copies may take."""
+        system = os.statvfs(self._folder)
+        total_bytes = system.f_blocks * system.f_frsize
+        free_bytes = system.f_bavail * system.f_frsize
+        may_take_bytes = self._room_bytes()
+        details = {
+            "total_bytes": total_bytes,
+            "free_bytes": free_bytes,
+            "may_take_bytes": may_take_bytes,
+        }
+        text = (
+            f"{size_text(free_bytes)} of {size_text(total_bytes)} are free. Copies may take"
+            f" {size_text(may_take_bytes)}, so a state of this node's ranks may have"
+            f" {size_text(may_take_bytes // 2)}: two must fit"
+        )
+        if self._is_in_memory() and total_bytes <= _SHM_OF_CONTAINERS_BYTES:
+            return Verdict(
+                "warning",
+                f"{size_text(total_bytes)} in all, as a container has in /dev/shm unless it is"
+                f" given more; copies may take {size_text(may_take_bytes)}",
+                "`docker run --shm-size=64g`; on Kubernetes mount an emptyDir with medium: Memory"
+                " at /dev/shm",
+                details,
+            )
+        if may_take_bytes < 2 * _PIECE_BYTES:
+            advice = f"a tenth stays free; remove files, or {_ANOTHER}"
+            return Verdict("failed", text, advice, details)
+        return Verdict("ok", text, details=details)
+
+    def _room_bytes(self) -> int:
+        """Return what copies may take, with those that are there: they are written over."""
+        at = os.open(self._writable, os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            home = at if self._writable != self._folder else None
+            present_bytes = 0 if home is None else used_bytes(home)
+            return max(0, room_bytes(at, None, home)) + present_bytes
+        finally:
+            os.close(at)
+
+    def _is_in_memory(self) -> bool:
+        mount = mount_of(Path(self._folder).stat().st_dev)
+        return mount is not None and mount.kind in IN_MEMORY
+
+    def memory(self) -> Verdict:
+        """Look how much memory there is below the limits, if files count against them."""
+        if not self._is_in_memory():
+            return Verdict(
+                "not applicable", "files there are not in memory, but for the page cache"
+            )
+        free = free_memory_bytes()
+        if not free:
+            return Verdict("not made", "the system does not say how much memory is free")
+        system = os.statvfs(self._folder)
+        room_there, left_bytes = system.f_bavail * system.f_frsize, max(0, min(free))
+        details = {"left_bytes": left_bytes}
+        text = (
+            f"{size_text(left_bytes)} are left of this machine's memory and below its cgroup's"
+            " limit, less a tenth; files there count against both"
+        )
+        if left_bytes >= room_there:
+            return Verdict("ok", text, details=details)
+        advice = (
+            "the job and two states of its ranks must fit together: raise the limit (`docker run"
+            " --memory`, resources.limits.memory on Kubernetes), or use a disk"
+        )
+        if left_bytes < 2 * _PIECE_BYTES:
+            return Verdict("failed", text, advice, details)
+        text = f"{text}. {size_text(room_there)} are free there, which is more"
+        return Verdict("warning", text, advice, details)
+
+    def reservation(self) -> Verdict:
+        """Let the file system set bytes aside, so that a full one is noticed before a write."""
+        reserve = getattr(os, "posix_fallocate", None)
+        if reserve is None:
+            return Verdict("not applicable", "this system has no posix_fallocate")
+        with tempfile.TemporaryFile(dir=self._writable) as file:
+            try:
+                reserve(file.fileno(), 0, _PIECE_BYTES)
+            except OSError as error:
+                if error.errno not in _CANNOT_RESERVE:
+                    raise
+                return Verdict(
+                    "warning",
+                    "it sets no bytes aside, so a full file system is noticed in the middle of a"
+                    " save, which then has no copies",
+                    "ext4, xfs, btrfs and tmpfs do; where others write there too, set max_bytes",
+                )
+        return Verdict("ok", "it sets bytes aside before they are written (posix_fallocate)")
+
+    def speed(self) -> Verdict:
+        """Compare writing and reading with a plain copy of memory, each the best of some passes."""
+        size_bytes = min(_TESTED_BYTES, self._room_bytes() // 4) // _PIECE_BYTES * _PIECE_BYTES
+        if not size_bytes:
+            return Verdict("not made", "there is too little room")
+        source = memoryview(bytearray(os.urandom(_PIECE_BYTES) * (size_bytes // _PIECE_BYTES)))
+        into = memoryview(bytearray(source))
+        rates: dict[str, float] = {"copy": 0.0, "write": 0.0, "read": 0.0}
+        with tempfile.TemporaryFile(dir=self._writable) as opened:
+            file = opened.fileno()
+
+            def copy(at: int, end: int) -> None:
+                into[at:end] = source[at:end]
+
+            def write(at: int, end: int) -> None:
+                os.pwrite(file, source[at:end], at)
+
+            def read(at: int, end: int) -> None:
+                os.preadv(file, [into[at:end]], at)
+
+            for _ in range(_PASSES):
+                for name, move in (("copy", copy), ("write", write), ("read", read)):
+                    rates[name] = max(rates[name], _rate(move, size_bytes))
+        slower = {name: rates["copy"] / rates[name] for name in ("write", "read")}
+        cached = "" if self._is_in_memory() else ", both by the page cache"
+        text = (
+            f"writing takes {slower['write']:.1f} times as long as a copy of memory, reading"
+            f" {slower['read']:.1f} times{cached}"
+        )
+        details: dict[str, object] = {
+            f"{name}_bytes_per_second": round(rate) for name, rate in rates.items()
+        }
+        details |= {f"{name}_to_copy": round(ratio, 2) for name, ratio in slower.items()}
+        if max(slower.values()) > _SLOW:
+            advice = "try again while the machine is idle; if it stays, use an NVMe disk or a tmpfs"
+            return Verdict("warning", text, advice, details)
+        return Verdict("ok", text, details=details)
+
+
+def _rate(move: Callable[[int, int], None], size_bytes: int) -> float:
+    """Return how many bytes a second were moved, from the start to the end or until time is up."""
+    began = time.perf_counter()
+    seconds = 0.0
+    for at in range(0, size_bytes, _PIECE_BYTES):
+        move(at, at + _PIECE_BYTES)
+        seconds = time.perf_counter() - began
+        if seconds > _PASS_SECONDS:
+            size_bytes = at + _PIECE_BYTES
+            break
+    return size_bytes / max(seconds, 1e-9)
