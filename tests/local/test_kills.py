@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.cli.ranks import Job, say
+from tests.support import elastic
 from tests.support.ranks import listen_until, start_workers, wait_for
 from tests.support.servers import Bucket
 
@@ -193,3 +195,20 @@ def test_twenty_kills(bucket: Bucket, tmp_path: Path, seed: int) -> None:
     counts = kill_often(bucket, tmp_path, seed, 20)
     assert counts["resumed"] > 10
     assert counts["with all nodes"] > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+def test_restarts_by_torchrun_fetch_nothing(bucket: Bucket, tmp_path: Path) -> None:
+    """Each rank dies with its copies of a step that is never committed."""
+    url, node = bucket.at("run"), tmp_path / "node"
+    node.mkdir()
+    kills = {elastic.KILLS: f"{tmp_path} 1:20 0:30 1:50", elastic.LOCAL: str(node)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", "-m", "tests.support.elastic"]
+    command += [str(elastic.EXAMPLES / "torchrun_elastic.py"), url, "60"]
+    with elastic.Program(command, tmp_path, elastic.environment(bucket) | kills) as job:
+        job.end()
+        fetched = job.found(r"fetched (\d+) of [1-9]\d* bytes of step (\d+)")
+    assert sorted(fetched) == [("0", step) for step in ("10", "20", "40") for _ in range(2)]
+    assert len(list(node.glob("*/*/objects/*"))) == 4
