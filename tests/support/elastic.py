@@ -34,6 +34,7 @@ EXAMPLES = ROOT / "examples"
 KILLS = "DCP_OBJSTORE_TEST_KILLS"
 PAUSE_SECONDS = "DCP_OBJSTORE_TEST_PAUSE_SECONDS"
 GO = "DCP_OBJSTORE_TEST_GO"
+LOCAL = "DCP_OBJSTORE_TEST_LOCAL"
 
 
 def environment(bucket: Bucket) -> dict[str, str]:
@@ -201,8 +202,30 @@ def train_slowly() -> None:
     dos.CheckpointManager.preempted = over  # type: ignore[method-assign]
 
 
+def keep_copies() -> None:
+    """Keep copies on the node, if the environment names a folder; print what is fetched anyway."""
+    folder = os.environ.get(LOCAL)
+    if folder is None:
+        return
+    make, load = dos.CheckpointManager.__init__, dos.CheckpointManager.load
+
+    def make_with_copies(run: dos.CheckpointManager, *args: Any, **keywords: Any) -> None:
+        make(run, *args, local=folder, **keywords)
+
+    def load_and_tell(run: dos.CheckpointManager, *args: Any, **keywords: Any) -> int | None:
+        step = load(run, *args, **keywords)
+        if run.last_resume is not None and (report := run.last_resume.load) is not None:
+            line = f"fetched {report.fetched_bytes} of {report.total_bytes} bytes of step {step}"
+            print(line, flush=True)
+        return step
+
+    dos.CheckpointManager.__init__ = make_with_copies  # type: ignore[method-assign]
+    dos.CheckpointManager.load = load_and_tell  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     die_in_saves()
+    keep_copies()
     train_slowly()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
