@@ -252,7 +252,7 @@ def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]
     """Yield the pieces of payload `[start, end)` to read, each with the number of its block."""
     size = read.location.payload_length
     if read.selection is None:
-        runs = [(0, size)] if size else []
+        runs = [(0, size)]
     else:
         # A gap shorter than a block skips no whole block.
         gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES

@@ -178,6 +178,19 @@ def test_the_chunks_of_a_grid_stand_in_order(swapped):
         assert ix.decode(body).boxes("w")[0].tolist() == [list(one) for one in at]
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_tensor_has_at_most_64_dimensions_and_lies_at_most_1000_deep(more):
+    ones = (1,) * 64
+    wide = tensor(shape=ones, chunks=[indexes.Chunk((0,) * 64, ones, item(payload_length=4))])
+    deep = {"w": ("w",) * (1000 + more)}
+    body = indexes.encode(index(tensors={"w": wide}, blobs={}, flatten_mapping=deep))
+    if more:
+        with pytest.raises(CheckpointCorruptError, match="1001 deep"):
+            ix.decode(body)
+    else:
+        assert ix.decode(body).flatten_mapping == deep
+
+
 def test_an_index_of_format_2_is_what_it_was():
     """As checkpoints have it on the store, column by column."""
     body = [

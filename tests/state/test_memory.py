@@ -1,4 +1,4 @@
-"""Which keys that share memory are filled, and which after the others."""
+"""Keys that share memory, and elements that are copied as they are or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from dcp_objstore.state.memory import fill_order
+from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.state.memory import copy_elements, fill_order
 
 ALL = torch.zeros(24)
 MATRIX = ALL.view(4, 6)
@@ -43,3 +44,19 @@ def test_keys_that_share_memory_end_as_if_they_were_filled_in_turn(
     after: set[str],
 ) -> None:
     assert fill_order({"first": first, "second": second}) == (covered, after)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+def test_what_is_quantized_in_another_way_is_described_briefly() -> None:
+    floats, zeros = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
+    one, other = (
+        torch.quantize_per_channel(floats, torch.full((2,), scale), zeros, 0, torch.qint8)
+        for scale in (0.5, 0.25)
+    )
+    with pytest.raises(StateMismatchError, match=r"as qint8 with other scales .* state has qint8"):
+        copy_elements(one, other)
+    whole = torch.quantize_per_tensor(floats, 0.5, 3, torch.quint8)
+    with pytest.raises(
+        StateMismatchError, match=r"quint8 with scale 0.5 and zero point 3, .* float"
+    ):
+        copy_elements(whole, floats)

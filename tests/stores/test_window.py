@@ -196,6 +196,11 @@ def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line() -> 
     assert window.answered(40.0, 0.0, 1, 150).allowed() > 0.9 * AUTO_MOST
 
 
+def test_the_rate_follows_the_successes_lately_or_else_what_is_in_flight() -> None:
+    rates = [FAR.throttled(100.0, 99.0, 64, lately).cut_rate for lately in (50.0, 1.0, 0.5, 0.0)]
+    assert rates == [35.0, 1.0, 1.0, pytest.approx(0.7 * 64)]
+
+
 def test_a_rate_ends_a_minute_after_the_last_throttled_request() -> None:
     window = FAR.throttled(100.0, 99.0, 64, 50.0)
     assert window.rate(100.0) == 35.0

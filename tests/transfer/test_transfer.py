@@ -114,6 +114,8 @@ def test_large_payloads_go_in_larger_parts_while_there_are_still_many():
     assert plan_parts(1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
     assert plan_parts(100 * 1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
     assert plan_parts(100 * 1024 * MIB, 64 * MIB).part_size_bytes == 64 * MIB
+    slices = [plan_parts(MIB, least * MIB).slice_size_bytes for least in (5, 16, 32, 33, 64)]
+    assert slices == [4 * MIB, 16 * MIB, 32 * MIB, 32 * MIB, 32 * MIB]
     assert plan_parts(10 * 1024 * 1024 * MIB, 16 * MIB).part_size_bytes > 500 * MIB
     far = [plan_parts(gib * 1024 * MIB, 16 * MIB, is_near=False) for gib in (1, 2, 4, 100)]
     assert [plan.part_size_bytes // MIB for plan in far] == [16, 16, 16, 32]
