@@ -93,7 +93,8 @@ def show(mutants: Sequence[Mutant], arguments: argparse.Namespace) -> int:
 
 def campaign(mutants: Sequence[Mutant], arguments: argparse.Namespace) -> int:
     """A row for each mutant, and how many the tests notice."""
-    results = CACHE / f"results-{arguments.seed}-{arguments.sample}{arguments.only}.json"
+    name = f"results-{arguments.seed}-{arguments.sample}{arguments.only}.json"
+    results = CACHE / name.replace("/", "-")
     verdicts: dict[str, str] = {}
     if arguments.open and results.exists():
         verdicts = json.loads(results.read_text())

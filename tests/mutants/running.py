@@ -202,8 +202,9 @@ class _Chosen:
         items.sort(key=lambda item: places[item] or 0)
 
     def _place(self, test: str) -> int | None:
-        """Also of a test that was named without its parameters."""
-        return self._places.get(test, self._places.get(test.partition("[")[0]))
+        """Also of a test that was named without its parameters, or by its file."""
+        names = (test, test.partition("[")[0], test.partition("::")[0])
+        return next((self._places[name] for name in names if name in self._places), None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._run += report.when == "call"
