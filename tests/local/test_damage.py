@@ -18,7 +18,7 @@ from dcp_objstore.errors import CorruptDataError
 from tests.support.campaign import cases
 from tests.support.node_copies import Node, assert_of_step, restart, state_of
 from tests.support.ranks import run_ranks
-from tests.support.wrapped_stores import ChangingStore, Request, Through
+from tests.support.wrapped_stores import ChangingStore, RecordingStore, Request, Through
 
 MIB = 1024 * 1024
 PIECE = 4 * MIB + 4096  # and small tensors beside it
@@ -90,6 +90,8 @@ def test_no_truncation_loads_a_wrong_value(node: Node, stride: int) -> None:
 
 # --- what it costs
 
+LARGE_REQUESTS = dos.TransferConfig(request_size_bytes=32 * MIB)
+
 
 @pytest.fixture
 def large(node: Node) -> Node:
@@ -109,7 +111,8 @@ def test_damage_costs_its_piece_and_no_more(
     restart()
     flip(large.copy_of(1), *(place * MIB + 77_777 for place in places))
     requests.clear()
-    report = large.load(1)
+    report = large.load(1, config=LARGE_REQUESTS)
+    assert report.requests <= 3
     pieces = {place // 4 for place in places}
     fetched = sum(one.bytes for one in payload_gets(requests))
     assert report.fetched_bytes == fetched
@@ -178,15 +181,19 @@ def test_damage_in_the_copy_and_in_an_answer_of_the_store(
             left[0] -= 1
             body[9 * MIB - at] ^= 1
 
-    through(lambda store: ChangingStore(store, change))
+    requests: list[Request] = []
+    through(lambda store: RecordingStore(ChangingStore(store, change), requests))
     if answers == 2:
         with pytest.raises(CorruptDataError):
-            large.load(1)
+            large.load(1, config=LARGE_REQUESTS)
         return
-    report = large.load(1)
+    report = large.load(1, config=LARGE_REQUESTS)
     assert left == [0]
-    assert 0 < report.fetched_bytes <= report.total_bytes
-    assert report.local_bytes >= 8 * MIB
+    piece, rest = payload_gets(requests)
+    assert piece.start == rest.start
+    assert piece.bytes <= PIECE < rest.bytes, "the copy is not asked a third time"
+    assert report.fetched_bytes == rest.bytes, "the piece counts once"
+    assert report.local_bytes == report.total_bytes - rest.bytes >= 8 * MIB
 
 
 def test_damage_in_the_store_does_not_matter_where_the_copy_is_right(

@@ -95,6 +95,21 @@ def test_max_bytes_are_never_exceeded(
     assert len(node.unused) <= 5
 
 
+def test_a_save_of_many_objects_says_once_that_there_is_no_room(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.rows, node.max_bytes = 40 * KIB, 8 * KIB
+    config = dos.TransferConfig(max_object_size_bytes=8 * MIB)
+    for count in (1, 2):
+        node.save(count, config=config)
+        assert len(node.unused) == count
+    assert warnings(caplog) == 1
+    node.max_bytes = None
+    restart()
+    node.save(3, config=config)
+    assert len(node.copies) > 1
+
+
 def test_values_whose_size_was_not_known_are_not_beyond_max_bytes(node: Node) -> None:
     """And what frames each of many small tensors."""
     for number, state in enumerate(
