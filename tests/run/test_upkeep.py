@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import threading
 from dataclasses import replace
@@ -17,12 +18,19 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits, probe as probes
 from dcp_objstore.checkpoint.delete import DeleteReport
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, data_key, new_nonce
+from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
+    DOT_METADATA_KEY,
+    MARKER_KEY,
+    data_key,
+    new_nonce,
+)
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.run import upkeep
+from dcp_objstore.run.sweep import _base
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion
 from dcp_objstore.transfer.interruptible import InterruptibleStore
@@ -340,6 +348,21 @@ def test_a_step_that_a_superseded_job_committed_late_is_swept(
     assert [one.name for one in dos.steps(run, storage_options=options)] == ["step-4"]
 
 
+@pytest.mark.parametrize("sweeps", ["the run", "the step"])
+def test_where_the_claim_cannot_be_read_no_step_is_taken_for_superseded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sweeps: str
+) -> None:
+    step = tmp_path / "step-1"
+    dos.save({"a": WEIGHT}, step.as_uri(), progress=False)
+    for file in step.iterdir():
+        os.utime(file, (0, 0))
+    (tmp_path / CLAIM_KEY).write_bytes(b"damaged")
+    (swept,) = dos.sweep((tmp_path if sweeps == "the run" else step).as_uri()).checkpoints
+    assert (swept.outcome, swept.superseded) == ("clean", False)
+    assert "are not swept" in caplog.text
+    assert _base(None) == 0  # what lies at the top of a bucket is in no run
+
+
 def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Bucket) -> None:
     """moto says of every upload that it began years ago, SeaweedFS the truth: just now."""
     client = bucket.client()
@@ -367,9 +390,14 @@ def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> Non
     newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
     (tmp_path / "step-1" / MARKER_KEY).write_bytes(newer)
     (tmp_path / "step-2" / MARKER_KEY).write_bytes(b"damaged")
-    report = dos.sweep(tmp_path.as_uri())
-    assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
-    assert "upgrade" in (report.checkpoints[0].reason or "")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "log.txt").touch()  # no place of a checkpoint
+    for dry_run in (True, False):
+        report = dos.sweep(tmp_path.as_uri(), dry_run=dry_run)
+        assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
+        assert [one.dry_run for one in report.checkpoints] == [dry_run] * 3
+        assert "upgrade" in (report.checkpoints[0].reason or "")
+    assert report.damaged == report.checkpoints[:2]
 
 
 def test_what_the_bucket_should_do_itself_is_said(bucket: Bucket) -> None:
