@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dcp_objstore as dos
 from benchmarks.sink import Sink
+from tests.support.campaign import cases
 from tests.support.ranks import run_ranks
 from tests.support.states import same_bits, seeded
 
@@ -96,16 +97,19 @@ def saved(sink: Sink, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("nodes", "dim"),
-    [
-        pytest.param((0, 0, 1, 1), 0, id="the same"),
-        pytest.param((1, 1, 0, 0), 0, id="ranks shifted by a node"),
-        pytest.param((1, 0, 0, 1), 0, id="ranks shifted by one"),
-        pytest.param((2, 0, 0, 1, 1), 0, id="a new host before the others"),
-        pytest.param((0, 0, 1), 0, id="fewer ranks"),
-        pytest.param((0, 1, 0, 1, 0, 1, 0, 1), 0, id="more ranks"),
-        pytest.param((0, 0, 1, 1), 1, id="cut the other way"),
-        pytest.param((0, 0, 1, -1), 0, id="a rank without a folder"),
-    ],
+    cases(
+        [
+            ((0, 0, 1, 1), 0),
+            ((1, 1, 0, 0), 0),  # ranks shifted by a node
+            ((1, 0, 0, 1), 0),  # ranks shifted by one
+            ((2, 0, 0, 1, 1), 0),  # a new host before the others
+            ((0, 0, 1), 0),  # fewer ranks
+            ((0, 1, 0, 1, 0, 1, 0, 1), 0),  # more ranks
+            ((0, 0, 1, 1), 1),  # cut the other way
+            ((0, 0, 1, -1), 0),  # a rank without a folder
+        ],
+        default=[((0, 0, 1, 1), 0), ((2, 0, 0, 1, 1), 0), ((0, 0, 1), 0), ((0, 0, 1, -1), 0)],
+    ),
 )
 def test_nothing_is_fetched_that_a_node_has(
     sink: Sink, tmp_path: Path, saved: str, nodes: tuple[int, ...], dim: int
