@@ -137,7 +137,8 @@ class FolderChecks:
         details = {"type": kind, "page_bytes": page_bytes, "huge": huge}
         for kinds, verdict in _UNSUITABLE:
             if kind.startswith(kinds):
-                return verdict._replace(text=f"{kind}: {verdict.text}", details=details)
+                status, text, advice, _ = verdict
+                return Verdict(status, f"{kind}: {text}", advice, details)
         if kind != "tmpfs":
             return Verdict("ok", f"{kind}, pages of {size_text(page_bytes)}", details=details)
         text = "tmpfs: files are in memory, and gone after a reboot"
