@@ -118,6 +118,7 @@ def restart(settings: Settings, rounds: int, ranks: int) -> tuple[Table, Result]
     with (
         open_target("sink", keep=True) as near,
         open_target("sink", keep=True, conditions=_LIKE_S3) as far,
+        open_target("sink", keep=False, conditions=_LIKE_S3) as discarding,
         _folder("/dev/shm") as memory,
         _folder("/var/tmp") as disk,
     ):
@@ -132,9 +133,9 @@ def restart(settings: Settings, rounds: int, ranks: int) -> tuple[Table, Result]
             "load, like S3": (far.at("load-False/step-1"), None),
         }
         saves = {
-            "save, like S3": (far.at("save"), None),
-            "save, like S3, /dev/shm": (far.at("save-1"), memory),
-            "save, like S3, page cache": (far.at("save-2"), disk),
+            "save, like S3": (discarding.at("save"), None),
+            "save, like S3, /dev/shm": (discarding.at("save-1"), memory),
+            "save, like S3, page cache": (discarding.at("save-2"), disk),
         }
         jobs = {"job loads, like S3": None, "job loads, page cache": disk}
 
