@@ -99,10 +99,10 @@ def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
         CheckpointGoneError: the checkpoint was replaced or deleted between the two requests.
         UnsupportedError: a newer version wrote the marker in a format that this one does not know.
     """
-    return open_found(store, read_marker(store))
+    return open_marked(store, read_marker(store))
 
 
-def open_found(store: ObjectStore, stored: Stored[Marker] | None) -> tuple[Marker, bytes]:
+def open_marked(store: ObjectStore, stored: Stored[Marker] | None) -> tuple[Marker, bytes]:
     """Do what `open_committed` does, with a marker that `read_marker` has just returned."""
     if stored is None or not stored.record.is_committed:
         raise not_committed(store, stored)

@@ -181,7 +181,7 @@ def list_checkpoints(
     spec = StoreSpec(url, storage_options, config)
     store = InterruptibleStore(spec.open())
     base_above, stored = _base_above(spec), read_marker(store)
-    itself = None if stored is None else Entry("", store, found=stored)
+    itself = None if stored is None else Entry("", store, stored=stored)
     uploads: dict[str, list[UnfinishedUpload]] | None = None
     unseen = None
     if everything:
@@ -352,7 +352,7 @@ class _Look:
 def _describe(entry: Entry, base: int) -> ListedCheckpoint:
     """Describe a checkpoint, or the place of one, in a run with this base."""
     url, name = entry.store.url, entry.name
-    if entry.found is not None:
+    if entry.stored is not None:
         marker = entry.marker
         superseded = marker.is_committed and not counts(marker, base)
         return ListedCheckpoint(
@@ -390,7 +390,7 @@ def _describe(entry: Entry, base: int) -> ListedCheckpoint:
 
 def _is_foreign(entry: Entry) -> bool:
     """Return whether another library saved here, or the marker was removed."""
-    return entry.found is None and entry.error is None and DOT_METADATA_KEY in entry.objects
+    return entry.stored is None and entry.error is None and DOT_METADATA_KEY in entry.objects
 
 
 def _leftovers(entry: Entry, uploads: Sequence[UnfinishedUpload]) -> Leftovers:
@@ -414,7 +414,7 @@ def _unnamed(entry: Entry) -> list[ObjectMeta]:
     if entry.error is not None or _is_foreign(entry):
         return []  # it is not known what the commit names; another library's files are kept
     ours = {key: meta for key, meta in entry.objects.items() if is_ours(key)}
-    if entry.found is None or not entry.marker.is_committed:
+    if entry.stored is None or not entry.marker.is_committed:
         return list(ours.values())
     marker = entry.marker
     # One index, and the data objects that the marker counts.

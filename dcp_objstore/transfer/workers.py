@@ -23,9 +23,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Small requests in flight: as many as a connection pool has room for.
-AT_ONCE = 16
+MOST_IN_FLIGHT = 16
 # Ctrl-C takes effect between two waves. The requests of a wave that has begun go on, harmlessly.
-WAVE = 4 * AT_ONCE
+WAVE = 4 * MOST_IN_FLIGHT
 
 
 class DaemonPool:
@@ -60,21 +60,21 @@ class DaemonPool:
 
 
 def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iterator[R]:
-    """Yield `do(item)` for each item, in their order; `AT_ONCE` calls run at a time.
+    """Yield `do(item)` for each item, in their order; `MOST_IN_FLIGHT` calls run at a time.
 
     Args:
         wave: the number of calls that are submitted before the first result is yielded.
     """
     if not items:
         return
-    with DaemonPool(min(AT_ONCE, len(items), wave), "requests") as pool:
+    with DaemonPool(min(MOST_IN_FLIGHT, len(items), wave), "requests") as pool:
         for start in range(0, len(items), wave):
             futures = [pool.submit(do, item) for item in items[start : start + wave]]
             for future in futures:
                 yield result_of(future)
 
 
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
+def concurrently(*calls: Callable[[], Any]) -> list[Any]:
     """Make calls at the same time; return their results, in order, once all have ended.
 
     The first of them runs in this thread. If some fail, the error of the first of these is raised.
