@@ -161,7 +161,7 @@ class Layout:
         pending: items that this rank still has to write, in order. The object takes items from the
             left, and leaves what would exceed `plan.max_object_size_bytes` to the next object. A
             larger item gets its own object.
-        resolve: returns the data of an item, as DCP's planners do.
+        resolve: a function that returns the data of an item, as DCP's planners do.
         plan: the sizes of parts and slices.
         hash_slice: a function that begins to compute the digests of a slice's blocks.
         on_value: a function that receives each pickled value's key and bytes.
@@ -170,7 +170,7 @@ class Layout:
 
     Attributes:
         placed: the place of each item so far.
-        changed: slices that were found to change during their upload.
+        changed: the slices that were found to change during their upload.
         is_over: whether the upload has ended, after which the tensors' memory is not read.
     """
 

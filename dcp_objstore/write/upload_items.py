@@ -226,21 +226,21 @@ def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[Change
     Raises:
         InputError: the bytes on the store do not have the digest that the index would give.
     """
-    for piece in changed:
-        start, end = piece.offset, piece.offset + piece.size_bytes
+    for mixed in changed:
+        start, end = mixed.offset, mixed.offset + mixed.size_bytes
         body = wait_for(read_range, store, object_key, start, end)
-        if block_digests(body) != piece.digests.result():
+        if block_digests(body) != mixed.digests.result():
             raise InputError(
                 "the tensor changed while it was being saved, so this checkpoint could not be"
                 " loaded. A save reads the memory of the tensors until it returns: do not change"
                 " them before that, or use dcp_objstore.async_save, which copies the state first",
-                key=piece.key,
+                key=mixed.key,
             )
     if changed:
         logger.warning(
             "%s: %s changed while it was being saved; its values may mix old and new ones",
             store.url,
-            ", ".join(dict.fromkeys(piece.key for piece in changed)),
+            ", ".join(dict.fromkeys(mixed.key for mixed in changed)),
         )
 
 

@@ -83,7 +83,7 @@ class Staging:
     Args:
         state_dict: nested dicts, lists and tuples of anything. Tensors are copied, scalars are used
             as they are, and all other values are deep-copied together.
-        memory: where the copies of tensors go.
+        memory: the memory for the copies of tensors.
 
     Attributes:
         state: the copy, complete once `finish` has returned.
