@@ -627,9 +627,14 @@ def load_state_dict(
     Raises:
         DcpObjstoreError: any error that `open` or `Checkpoint.read` raises.
     """
-    settings = dict(locals())  # every parameter, by its name
-    # `open` takes the others.
-    del settings["keys"], settings["nested"], settings["device"], settings["progress"]
-    checkpoint = open(**settings)
+    checkpoint = open(
+        url,
+        storage_options=storage_options,
+        config=config,
+        verify=verify,
+        trust_pickle=trust_pickle,
+        on_event=on_event,
+        trace=trace,
+    )
     values = checkpoint.read(keys, device=device, progress=progress)
     return checkpoint.nested(values) if nested else values

@@ -664,7 +664,7 @@ def test_streams_are_settled_if_any_destination_is_on_a_device(
         ({device}, 1, 4 * MIB),
         ({host, device}, 2, 4 * MIB),
     ):
-        assert session._way_in([], devices, [], SMALL, 7) == (None, 7)
+        assert session._open_inbound([], devices, [], config=SMALL, budget_bytes=7) == (None, 7)
         assert len(settled) == often
         assert session._request_size(store, [], devices, fixed) == size_bytes
     store.range_reading = RangeReading()
