@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dcp_objstore import contexts
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
@@ -368,15 +369,7 @@ def redact(error: BaseException) -> None:
 
 def led_to(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and what it was raised for; urllib3 keeps some in `args` and `reason`."""
-    seen: set[int] = set()
-    waiting: list[object] = [error]
-    while waiting:
-        cause = waiting.pop()
-        if isinstance(cause, BaseException) and id(cause) not in seen:
-            seen.add(id(cause))
-            yield cause
-            waiting += [*cause.args, cause.__cause__, cause.__context__]
-            waiting.append(getattr(cause, "reason", None))
+    return contexts.led_to(error, more=lambda of: (*of.args, getattr(of, "reason", None)))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
