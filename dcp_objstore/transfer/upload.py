@@ -21,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,10 +33,9 @@ from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
-from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.workers import run_into
+from dcp_objstore.transfer.workers import run_in_thread
 from dcp_objstore.waiting import WATCH_SECONDS, result_of
 
 if TYPE_CHECKING:
@@ -306,8 +305,7 @@ def run_watched(task: Callable[[], T], what: str, progress: Progress) -> T:
 
     On a stall or an interrupt, call `progress.stop` and give the task a few seconds to end.
     """
-    future: Future[T] = Future()
-    spawn(lambda: run_into(future, task), what)
+    future = run_in_thread(task, what)
     try:
         return result_of(
             future, look=lambda: progress.check_stalled(what), step_seconds=WATCH_SECONDS

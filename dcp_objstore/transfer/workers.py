@@ -81,15 +81,20 @@ def concurrently(*calls: Callable[[], Any]) -> list[Any]:
     If that is that the store does not answer, the calls after it are not waited for: they go on,
     and what comes of them is not known.
     """
-    futures: list[Future[Any]] = [Future() for _ in calls]
-    tasks = [partial(run_into, future, call) for future, call in zip(futures, calls, strict=True)]
-    for task in tasks[1:]:
-        spawn(task, "request")
-    tasks[0]()
+    first: Future[Any] = Future()
+    futures = [first, *(run_in_thread(call, "request") for call in calls[1:])]
+    run_into(first, calls[0])
     for future in futures:
         if isinstance(future.exception(), StoreUnavailableError):
             break
     return [future.result() for future in futures]
+
+
+def run_in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run `function` in a daemon thread; the future gets its result or error."""
+    future: Future[T] = Future()
+    spawn(partial(run_into, future, function), name)
+    return future
 
 
 def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -109,12 +114,7 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
     """
     if not in_main_thread():
         return function(*args, **settings)
-    future: Future[T] = Future()
-    spawn(partial(run_into, future, partial(function, *args, **settings)), "request")
-    try:
-        return result_of(future)
-    finally:
-        del future  # as in `run_into`
+    return result_of(run_in_thread(partial(function, *args, **settings), "request"))
 
 
 def worker_number() -> int:
