@@ -149,6 +149,20 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
     return body
 
 
+def named_keys(store: ObjectStore, marker: Marker) -> list[str]:
+    """Return the keys that a commit names: those in its index, then the index's own. One GET.
+
+    Raises:
+        UnsupportedError: a newer version wrote the index.
+        CheckpointCorruptError, CheckpointGoneError: as `read_index`.
+    """
+    from dcp_objstore.checkpoint import index as ix  # imports NumPy, which listings rarely need
+
+    index = ix.decode(read_index(store, marker))
+    assert marker.index is not None  # `read_index` has read it
+    return [*(entry.key for entry in index.objects), marker.index.key]
+
+
 def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpObjstoreError:
     """Make the error for an object of the commit that a reader did not find (rule 7). One GET.
 

@@ -400,15 +400,9 @@ class _Verification:
 
     def _check_derived(self, index_body: bytes) -> None:
         """Compare what is derived from the index: the marker's counts, and `.metadata`."""
-        index = self._index
-        named = Counts(
-            tensors=len(index.tensors),
-            blobs=len(index.blobs),
-            objects=len(index.objects),
-            total_bytes=sum(entry.size_bytes for entry in index.objects),
-        )
-        if self._marker.counts != named:
-            text = f"{MARKER_KEY}: counts {self._marker.counts}, the index has {named}"
+        counts = Counts.of(self._index)
+        if self._marker.counts != counts:
+            text = f"{MARKER_KEY}: counts {self._marker.counts}, the index has {counts}"
             self._damaged.add(Damage(MARKER_KEY, "counts", text=text))
         if wait_for(_misleads, self._store, index_body):
             self._check_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))

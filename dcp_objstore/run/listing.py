@@ -32,7 +32,7 @@ from dcp_objstore.checkpoint.names import (
     natural_order,
     parse_data_key,
 )
-from dcp_objstore.checkpoint.read import explain_absence, explain_object, read_index, read_marker
+from dcp_objstore.checkpoint.read import explain_absence, explain_object, named_keys, read_marker
 from dcp_objstore.run.steps import catalogue
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
@@ -425,13 +425,9 @@ def _unnamed(entry: Entry) -> list[ObjectMeta]:
         stored = read_marker(entry.store)
         if stored is None or stored.record.commit_id != marker.commit_id:
             return []  # it was replaced meanwhile, perhaps before the objects were listed
-        from dcp_objstore.checkpoint import index as ix  # imports NumPy, and is rarely needed
-
-        index = ix.decode(read_index(entry.store, marker))
+        named = set(named_keys(entry.store, marker))
     except (errors.CorruptDataError, errors.LostRaceError, errors.UnsupportedError):
         return []
-    assert marker.index is not None  # `read_index` has read it
-    named = {marker.index.key, *(object_.key for object_ in index.objects)}
     return [meta for key, meta in ours.items() if key not in named]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
-from dcp_objstore.state.dcp_metadata import PlannedIndex, tensor_entry
+from dcp_objstore.state.dcp_metadata import PlannedIndex, incomplete, tensor_entry
 
 # Up to this size it does not matter for the balance which rank saves a tensor.
 _TINY_BYTES = 4096
@@ -356,12 +356,7 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
     np.add.at(held, rows.tensor, elements)
     for number, (key, kind) in enumerate(zip(state.keys, state.kinds, strict=True)):
         if kind is not None and held[number] < math.prod(kind.shape):
-            raise StateMismatchError(
-                f"the ranks that save hold only {held[number]} of this tensor's"
-                f" {math.prod(kind.shape)} elements; call save on all ranks that it is sharded"
-                " over",
-                key=key,
-            )
+            raise incomplete(key, int(held[number]), math.prod(kind.shape))
     for number in _may_overlap(
         rows.tensor, offsets, sizes, has_elements=elements > 0, count=len(state.keys)
     ):

@@ -185,12 +185,7 @@ def _commit(
         save.begin,
         index=index_body,
         objects=[(entry.key, entry.size_bytes) for entry in index.objects],
-        counts=Counts(
-            tensors=len(index.tensors),
-            blobs=len(index.blobs),
-            objects=len(index.objects),
-            total_bytes=sum(entry.size_bytes for entry in index.objects),
-        ),
+        counts=Counts.of(index),
         world_size=save.world_size,
         user_metadata=user_metadata,
         nonce=save.nonce,

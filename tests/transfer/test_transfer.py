@@ -470,7 +470,7 @@ def test_an_upload_that_ends_in_the_instant_it_is_polled_is_no_time_out(monkeypa
             super().exception(10)
             raise TimeoutError
 
-    monkeypatch.setattr("dcp_objstore.transfer.upload.Future", EndsAsItIsPolled)
+    monkeypatch.setattr("dcp_objstore.transfer.workers.Future", EndsAsItIsPolled)
     assert run_watched(lambda: "done", "upload", Progress(60)) == "done"
 
 
