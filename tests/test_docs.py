@@ -138,6 +138,7 @@ def test_the_quick_start_trains_and_resumes(tmp_path: Path) -> None:
         "went on after step 0, trained to step 10",
         "went on after step 10, trained to step 20",
     ]
+    assert "Warning" not in ran.stderr, ran.stderr
 
 
 @pytest.mark.campaign
