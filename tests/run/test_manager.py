@@ -197,6 +197,22 @@ def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
     assert names(url) == ["step-1", "step-2"]
 
 
+@pytest.mark.parametrize("on_busy", ["skip", "raise"])
+def test_a_save_that_is_due_by_time_waits_for_ranks_that_have_not_seen_the_last_one_end(
+    url: str, on_busy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timer has asked when rank 0 had ended that save."""
+    with dos.CheckpointManager(url, on_busy=on_busy, save_last=False) as run:  # type: ignore[arg-type]
+        run.save(1, state(1))
+        saves, consensus = run._saves, run._consensus
+        assert saves is not None
+        assert consensus is not None
+        monkeypatch.setattr(saves, "is_idle", lambda: False)
+        monkeypatch.setattr(consensus, "reached", lambda: frozenset({manager._timer(saves)}))
+        assert run.step(2, state(2))
+    assert names(url) == ["step-1", "step-2"]
+
+
 def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -517,6 +533,19 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
             dos.pin(f"{url}/step-1", "paper")
     pinned = ["step-1"] if change == "pinned" else []
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
+
+
+def test_a_step_that_somebody_else_had_pinned_is_deleted_once_it_is_unpinned(url: str) -> None:
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    for step in range(1, 5):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+        if step == 2:
+            dos.pin(f"{url}/step-1", "paper")  # after the run was listed
+        elif step == 4:
+            dos.unpin(f"{url}/step-1", "paper")
+            retainer.set_pinned(1, pinned=False)
+        retainer.committed(step, {})
+    assert names(url) == ["step-4"]
 
 
 def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
