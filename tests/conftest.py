@@ -1,6 +1,6 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
-`bucket` is a fresh prefix on SeaweedFS and, where stores are the matter, on moto. With
+`bucket` is a fresh prefix on SeaweedFS and, in the campaign, on moto. With
 `@pytest.mark.backends("gcs", "azure", …)` a test chooses others; unless stores are the matter, all
 but the first are for the campaign. `pytest --bucket-url s3://…` runs the same tests once, against
 a bucket of your own; credentials then come from your environment.
@@ -121,13 +121,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _default_kinds(module: ModuleType, kinds: Sequence[str]) -> Sequence[str]:
-    """The stores of the default suite: all where stores are the matter, elsewhere the first.
+    """The stores of the default suite: one a provider where stores are the matter, or the first.
 
     Each provider is saved to, loaded from and overwritten in every run (moto speaks S3, too).
     """
-    if module.__name__.startswith(("tests.stores.", "tests.doctor.")):
-        return kinds
-    if module.__name__ in ("tests.e2e.test_commit", "tests.e2e.test_reshard"):
+    where_stores_matter = ("tests.stores.", "tests.doctor.", "tests.e2e.test_commit", "tests.e2e.test_reshard")
+    if module.__name__.startswith(where_stores_matter):
         return [kind for kind in kinds if kind != "moto" or "seaweed" not in kinds]
     return kinds[:1]
 
