@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.stores import ObjectStore, StoreSpec, spec
@@ -57,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch logs every call of a collective and of the planner: pages of it for a failed test.
     for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
+    settings.register_profile("few", max_examples=50)  # others in the next run
+    settings.load_profile("few")
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
 
 

@@ -20,7 +20,8 @@ from tests.crash.scenes import OLD, OURS, ROOT, STOCK, Scene, Shape
 from tests.support.campaign import cases
 from tests.support.memory_store import Bucket
 
-SCENES = [one for one in (*scenes.scenes(), *scenes.large_scenes()) if one.writer == OURS]
+SMALL = [one for one in scenes.scenes() if one.writer == OURS]
+LARGE = [one for one in scenes.large_scenes() if one.writer == OURS]
 # Two ranks, parts of an upload, all that an overwrite, a sweep and a deletion go through.
 _DEFAULT = {
     ("save", 2),
@@ -29,9 +30,7 @@ _DEFAULT = {
     ("delete now", 1),
     ("repair .metadata", 1),
 }
-DEFAULT = [
-    one for one in scenes.scenes() if one.writer == OURS and (one.name, one.ranks) in _DEFAULT
-]
+DEFAULT = [one for one in SMALL if (one.name, one.ranks) in _DEFAULT]
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +48,7 @@ def harm(scene: Scene) -> dict[str, Verdict]:
 
 
 @pytest.mark.parametrize(
-    "scene", cases(SCENES, default=DEFAULT), ids=lambda one: f"{one.name}-{one.ranks}"
+    "scene", cases(SMALL + LARGE, default=DEFAULT), ids=lambda one: f"{one.name}-{one.ranks}"
 )
 def test_crash_at_any_request_leaves_the_old_or_the_new_and_no_rest(scene: Scene) -> None:
     assert harm(scene) == {}
@@ -75,7 +74,7 @@ def test_stock_writer_is_torn_in_the_same_harness() -> None:
 def test_killed_process_reaches_nothing_any_more() -> None:
     bucket = Bucket()
     shape = Shape(1, large_rank=0)
-    scene = replace(SCENES[0], shape=shape)
+    scene = replace(SMALL[0], shape=shape)
     process = Process(Cut(2, "after"))  # the second request puts the beacon
     scene.run(bucket, [process])
     assert process.killed
