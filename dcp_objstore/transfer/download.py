@@ -36,16 +36,16 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from itertools import count
-from mmap import MAP_PRIVATE, mmap
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dcp_objstore.config import AUTO_MOST, at_most, processors
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
-from dcp_objstore.stores.admission.limiter import AdmissionSlot, Limiter, admission_slot, limiter_of
+from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
 from dcp_objstore.threads import Spawned, spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from dcp_objstore.transfer.pages import new_memory
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
@@ -162,11 +162,11 @@ def fetch_ranges(
         config.download_concurrency,
         max((request.end - request.start for request in of_store), default=0),
     )
-    of_copies = AdmissionSlot(Limiter(), judged=False, concurrency=AUTO_MOST)
 
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
-    depth = _depth(slot.concurrency, reading) if admit is None else 1
+    # A copy on this machine is there at once.
+    depth = _depth(slot.concurrency, reading) if admit is None and of_store else 1
     most = worker_count(
         requests,
         at_most(config.download_concurrency),
@@ -182,8 +182,8 @@ def fetch_ranges(
         explain=explain,
         admit=admit,
         progress=progress,
-        store_waits=_Waits(slot, Stragglers(len(of_store))),
-        local_waits=_Waits(of_copies, Stragglers(len(requests) - len(of_store))),
+        store_waits=_Waits(len(of_store), slot),
+        local_waits=_Waits(len(requests) - len(of_store), _Unlimited()),
         local=local,
         depth=depth,
         most=most,
@@ -255,11 +255,29 @@ class _Begun(Generic[T]):
     is_left: bool = False
 
 
-class _Waits(NamedTuple, Generic[T]):
+class _Unlimited:
+    """Stands for an `AdmissionSlot` where any number of requests may be in flight."""
+
+    concurrency = AUTO_MOST
+
+    def begin(self, *_: object, **__: object) -> bool:
+        """Let a request begin."""
+        return True
+
+    def moved(self, _size_bytes: int) -> None:
+        """Learn nothing."""
+
+    def end(self, *_: object, **__: object) -> None:
+        """Learn nothing."""
+
+
+class _Waits(Generic[T]):
     """What is known of the requests to one place: how many may be in flight, how long they take."""
 
-    slot: AdmissionSlot
-    stragglers: Stragglers[_Begun[T]]
+    def __init__(self, requests: int, slot: AdmissionSlot | _Unlimited) -> None:
+        self.requests = requests
+        self.slot = slot
+        self.stragglers: Stragglers[_Begun[T]] = Stragglers(requests)
 
 
 @dataclass(kw_only=True)
@@ -302,8 +320,9 @@ class _Shared(Generic[T]):
         if self._workers == self.most:
             return
         with self.staffing:
-            wanted = -(-self.store_waits.slot.concurrency // self.depth)
-            wanted = min(self.most, max(wanted, processors() if self.local else 0))
+            store, copies = self.store_waits, self.local_waits
+            of_store = -(-store.slot.concurrency // self.depth) if store.requests else 0
+            wanted = min(self.most, max(of_store, processors() if copies.requests else 0))
             while self._workers < wanted and self.tasks:
                 self.start(self._workers)
 
@@ -496,5 +515,5 @@ class _Worker(Generic[T]):
         each arena, of which there may be one for each thread, would keep a piece.
         """
         if len(self._scratch) < size_bytes:
-            self._scratch = memoryview(mmap(-1, size_bytes, MAP_PRIVATE))
+            self._scratch = memoryview(new_memory(size_bytes))
         return self._scratch[:size_bytes]
