@@ -225,8 +225,7 @@ def plan_sweep(
     # A young beacon shows a save that may have no objects yet. A young probe shows a job that is
     # about to save or to sweep.
     young = tuple(meta for meta in (*loose, *passing) if meta.last_modified >= oldest_kept)
-    # Uploads of data; on `file://` also the marker and `.metadata`, which a crash may leave half
-    # written there, like any object.
+    # Uploads of data; on `file://` of every object, which a crash may leave half written there.
     ours = [upload for upload in uploads if is_upload_key(upload.key)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
     kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}

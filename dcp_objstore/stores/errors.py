@@ -147,6 +147,12 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
 NO_SUCH_KEY = "NoSuchKey"
 NO_SUCH_UPLOAD = "NoSuchUpload"
 
+NO_S3_CREDENTIALS = (
+    "no credentials for S3. Looked for, in this order: storage_options (key and secret, or"
+    " profile); AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; AWS_PROFILE; the web identity or role"
+    " of a container; the default profile of ~/.aws; the role of this instance. Set one of these,"
+    " or storage_options={'anon': True} for a public bucket"
+)
 NO_STORE = (
     "this does not look like a store: it answers as a web server does, or something on the way to"
     " it does; check endpoint_url and any proxy"

@@ -216,10 +216,9 @@ class AsyncSaveHandle:
 
     def _wait_for_turn(self) -> None:
         """Wait until all saves that were begun before have ended."""
-        before, self._before = self._before, None
-        while before is not None:
-            wait_until(before._ended)
-            before = before._before  # not None if it has failed before its turn
+        while self._before is not None:
+            wait_until(self._before._ended)
+            self._before = self._before._before  # not None if it has failed before its turn
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
         """Record the outcome, and wake all who wait for it."""

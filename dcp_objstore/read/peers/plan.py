@@ -246,7 +246,10 @@ def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_
 def _merge(
     blocks: Sequence[_SharedBlock], request_size_bytes: int, gap_bytes: int
 ) -> Iterator[list[_SharedBlock]]:
-    """Group neighbouring blocks that the same ranks need, up to the size of a request."""
+    """Group neighbouring blocks that the same ranks need, up to the size of a request.
+
+    Of one object these have the same readers, too: who needs a block tells which node serves it.
+    """
     run: list[_SharedBlock] = []
     end = 0
     for block in blocks:
@@ -254,7 +257,6 @@ def _merge(
             run
             and block.object_number == run[0].object_number
             and block.wants.keys() == run[0].wants.keys()
-            and block.readers == run[0].readers
             and block.start <= end + gap_bytes
             and max(block.end, end) - run[0].start <= request_size_bytes
         ):
