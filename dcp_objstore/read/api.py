@@ -63,7 +63,6 @@ def load(
     """Load a checkpoint into a state, in place, with any number of ranks or in one process.
 
         dos.load({"model": model, "optimizer": optimizer}, "s3://bucket/run/step-1000")
-        dos.load({"model": model}, "s3://models/llama", rename=[("^", "model.")])  # safetensors
 
     Modules, optimizers and Stateful objects are restored in place, tensors are filled, and plain
     values are replaced in `state`. The state may ask for less than the checkpoint has. If the
