@@ -27,7 +27,7 @@ from dcp_objstore.checkpoint.read import (
     explain_object,
     is_unfinished,
     look_around,
-    open_found,
+    open_marked,
     read_marker,
 )
 from dcp_objstore.compat import safetensors
@@ -251,7 +251,7 @@ def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredChe
     stored = read_marker(store)
     if stored is None:
         return _open_foreign(store, load_id, verify=verify)
-    marker, body = open_found(store, stored)
+    marker, body = open_marked(store, stored)
     index = ix.decode(body)
     return StoredCheckpoint(
         object_keys=tuple(entry.key for entry in index.objects),
