@@ -97,7 +97,8 @@ class ObjectStoreReader(StorageReader):
 
     It reads checkpoints that `ObjectStoreWriter` committed, and those of stock torch's
     `FileSystemWriter` and `FsspecWriter`, s3torchconnector, Megatron-Core and
-    multi-storage-client. Those carry no digests, so their bytes cannot be verified.
+    multi-storage-client. It also reads safetensors: a folder as on the Hugging Face hub, or the URL
+    of one file. Those carry no digests, so their bytes cannot be verified.
 
     Args:
         url: URL of the checkpoint, such as `s3://bucket/run/step-1000`. May be left out if

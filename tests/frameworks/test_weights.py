@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import dcp_objstore as dos
 from dcp_objstore.stores import open_store
+from tests.support.programs import run_in_forks
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
 from tests.support.states import same_bits
@@ -31,8 +32,6 @@ from transformers import (
     LlamaConfig,
     T5Config,
 )
-
-from tests.examples.test_examples import run_in_forks
 
 ROOT = Path(__file__).parents[2]
 MODEL = [("^", "model.")]
