@@ -222,6 +222,8 @@ def test_two_states_stay_after_any_number_of_saves_and_restarts(node: Node) -> N
     assert node.steps == [10, 11]
     (folder,) = copies._folders.here.opened.values()
     assert folder._written == {path.name for path in node.files}  # no more in a job of weeks
+    folder.remove(folder.spares())
+    assert folder._written == {path.name for path in node.files}
 
 
 def test_a_crash_in_any_save_leaves_the_copies_of_the_newest_step(node: Node) -> None:
