@@ -41,7 +41,11 @@ from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
 from dcp_objstore.read.plan import PlannedLoad, plan_load
 from dcp_objstore.read.session import report_loaded, run_load
-from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
+from dcp_objstore.read.stored_checkpoint import (
+    StoredCheckpoint,
+    name_next,
+    open_stored_checkpoint,
+)
 from dcp_objstore.read.tensor_read import is_value
 from dcp_objstore.stores.urls import is_supported_url
 
@@ -403,16 +407,21 @@ class ObjectStoreReader(StorageReader):
                 else planner.resolve_tensor(item).detach()
                 for item in plan.items
             ]
-            report = run_load(
-                load.spec.open(),
-                planned,
-                destinations,
-                config,
-                trust_pickle=self._trust_pickle,
-                channel=load.channel,
-                exchange=exchange,
-                copies=load.copies,
-            )
+            try:
+                report = run_load(
+                    load.spec.open(),
+                    planned,
+                    destinations,
+                    config,
+                    trust_pickle=self._trust_pickle,
+                    channel=load.channel,
+                    exchange=exchange,
+                    copies=load.copies,
+                )
+            except CheckpointGoneError as error:
+                if not load.rank:  # the error of the lowest rank is raised on all
+                    name_next(error, load.spec)
+                raise
         for item, destination in zip(plan.items, destinations, strict=True):
             if isinstance(destination, torch.Tensor):
                 planner.commit_tensor(item, destination)

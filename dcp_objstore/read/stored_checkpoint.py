@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, KeysView, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -19,6 +20,7 @@ import numpy as np
 import xxhash
 
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.catalogue import next_step
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.read import (
     explain_missing,
@@ -354,11 +356,29 @@ def open_stored_checkpoint(
     """
     try:
         return wait_for(open_rooted, spec.open(), load_id, verify=verify)
-    except CheckpointNotFoundError:
+    except CheckpointGoneError as error:
+        name_next(error, spec)
+        raise
+    except CheckpointNotFoundError as error:
         reason = explain_object(spec)
         if reason is None:
+            name_next(error, spec)
             raise
         raise CheckpointNotFoundError(reason, url=spec.url) from None
+
+
+def name_next(error: DcpObjstoreError, spec: StoreSpec) -> None:
+    """Add to the error of a checkpoint that is not there which step of its run is next.
+
+    In a run without a claim, or without the right to list it, the error stays as it is.
+    """
+    run, name = spec.parent()
+    if run is None:
+        return
+    with suppress(DcpObjstoreError):
+        following = wait_for(next_step, run.open(), run.open_child, name)
+        if following is not None:
+            error.message += f"; the next step of the run is {following}"
 
 
 def open_rooted(
