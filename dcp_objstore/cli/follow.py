@@ -61,7 +61,7 @@ def follow(
     poll: Annotated[str, typer.Option(help="Time between two listings of the run.")] = "30s",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """Print each step of a run when it is committed, or run a command for it.
+    """Print each new step of a run, or run a command.
 
     It waits for further steps until the run is finished, until a step, for a time, or until Ctrl-C.
     A step that was printed and no longer counts is named on standard error; with --json it is
