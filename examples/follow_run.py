@@ -13,6 +13,7 @@ Start both, in any order and on any machines: only the bucket connects them.
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,16 +49,17 @@ def train(url: str) -> None:
 def evaluate(url: str) -> None:
     """Evaluate the newest step, again and again. It needs no process group."""
     model = nn.Linear(64, 64)
-    # `poll_seconds` is 30 by default. If the trainer dies and does not come back, this ends, too.
-    following = {"skip_to_newest": True, "poll_seconds": 1, "timeout_seconds": 3600}
-    for step in dos.follow(url, pin="evaluator", **following):
+    # It looks every 30 s by default. It also ends if nothing has come for an hour.
+    for step in dos.follow(
+        url, skip_to_newest=True, pin="evaluator", poll_seconds=1, timeout_seconds=3600
+    ):
         dos.load({"model": model}, step.url, progress=False)
         time.sleep(0.5)  # a real evaluation takes longer than a step
         loss, told = float(loss_of(model, held_out())), step.user_metadata["metrics"]["loss"]
         print(f"{step.name}: loss {loss:.6f}, {told:.6f} when it was saved")
 
 
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def loss_of(model: nn.Module, batch: torch.Tensor) -> Any:
     """Return how far the outputs are from 0."""
     return model(batch).square().mean()
 
