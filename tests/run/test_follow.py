@@ -401,6 +401,8 @@ def test_an_outage_that_outlasts_the_time_out_is_raised(
     with pytest.raises(StoreUnavailableError):
         list(dos.follow(url, timeout_seconds=100))
     assert time.waits == [30, 30, 30, 10]
+    Outage(through, StoreUnavailableError("down"), [2])  # over before the time is
+    assert names(dos.follow(url, timeout_seconds=100)) == ["step-1"]
 
 
 def test_credentials_that_expire_are_no_outage(url: str, time: Time, through: Through) -> None:
@@ -479,13 +481,20 @@ def test_a_step_is_pinned_as_long_as_the_body_uses_it(url: str, time: Time) -> N
 
 
 def test_a_pin_that_a_killed_follower_left_is_removed_at_the_next_start(
-    url: str, time: Time
+    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(url, [1, 2, 3])
     for step, name in ((1, "evaluator"), (1, "other"), (2, "evaluator")):
         dos.pin(f"{url}/step-{step}", name)
+    unpinned, unpin = [], following.upkeep.unpin
+    monkeypatch.setattr(
+        following.upkeep,
+        "unpin",
+        lambda at, *args, **settings: unpinned.append(at) or unpin(at, *args, **settings),
+    )
     steps = dos.follow(url, pin="evaluator", after=1)
     assert next(steps).name == "step-2"
+    assert unpinned == [f"{url}/step-1"]  # a deletion must not find the other without a pin
     assert pins(url) == {"step-1": ("other",), "step-2": ("evaluator",)}
     steps.close()
     assert pins(url) == {"step-1": ("other",)}
