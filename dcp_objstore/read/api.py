@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from dcp_objstore.distributed.failures import (
 from dcp_objstore.distributed.groups import count_ranks, sync_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
 from dcp_objstore.distributed.ranks import current_rank
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError, StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
@@ -133,6 +133,23 @@ def load(
         raise
 
 
+def _advice(left_out: Collection[str], converted: ConvertedState) -> str:
+    """Return what to add to a mismatch with a checkpoint that has only a part of these modules."""
+    for name in left_out:
+        place = tuple(name.split("."))
+        if place in converted.left_out:
+            return (
+                f"\nof {name!r} the checkpoint has only what trained when it was saved; load it"
+                " into a model in which the same parameters train"
+            )
+        if any(key == place[0] for key in converted.state_dict):
+            return (
+                f"\nof {name!r} the checkpoint has only what trained: load it by"
+                f" {{{name!r}: dos.trainable(...)}} into a model that has the frozen weights"
+            )
+    return ""
+
+
 def _run_load(
     reader: ObjectStoreReader,
     converted: ConvertedState,
@@ -142,7 +159,9 @@ def _run_load(
 ) -> LoadReport:
     """Run `dcp.load`, then restore the user's state; raise the same typed error on all ranks."""
     url = str(reader.checkpoint_id)
-    planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
+    planner = AgreeingLoadPlanner(
+        url, converted.optimizers, converted.per_rank, converted.left_out, strict=strict
+    )
     try:
         single_process_is_fine()
         with typed_failures(url, group):
@@ -156,9 +175,12 @@ def _run_load(
         _, failed = capture(lambda: converted.restore(planner.without_state, planner.unknown))
         raise_on_all(failed, url, group)
     except DcpObjstoreError as error:
-        if not planner.reading:
+        note = _PARTLY if planner.reading else ""
+        if isinstance(error, StateMismatchError):
+            note += _advice(reader._left_out(), converted)
+        if not note:
             raise
-        raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
+        raise extended(error, note).with_traceback(error.__traceback__) from error.__cause__
     if strict:
         # One that had not stepped at all when it was saved has lost nothing.
         lacking = [name for at, name in sorted(planner.without_state) if at in planner.stepped]
