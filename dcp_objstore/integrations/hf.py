@@ -34,6 +34,7 @@ from dcp_objstore.errors import (
     StateMismatchError,
     UnsupportedError,
 )
+from dcp_objstore.integrations.peft import is_peft, peft_state
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.manager import CheckpointManager
@@ -386,25 +387,28 @@ class _TrainerRun:
     def load_tensors(self) -> None:
         """Load the model and the optimizer, once they are wrapped."""
         assert self.loads is not None
-        self._load(self._tensors(), self.loads)
+        self._load({**self._model(), "optimizer": self._optimizer()}, self.loads)
         self._trainer.state.best_model_checkpoint = self._best
 
     def load_model(self, url: str) -> None:
         """Load the model alone from a step, which may be the one that is being saved."""
         if self._pending is not None:
             self._pending.result()
-        self._load({"model": self._trainer.model}, url)
+        self._load(self._model(), url)
 
     def _load(self, state: dict[str, Any], url: str) -> None:
         names = ("storage_options", "config", "verify", "trust_pickle", "on_event", "local")
         options = {name: self._options[name] for name in names if name in self._options}
         load(state, url, progress=False, **options)
 
-    def _tensors(self) -> dict[str, Any]:
+    def _model(self) -> dict[str, Any]:
+        """Return the state of the model: of its adapters alone, as the Trainer saves it."""
+        model = self._trainer.model
+        return peft_state(model) if is_peft(model) else {"model": model}
+
+    def _optimizer(self) -> Any:
         optimizer = self._trainer.optimizer
-        # accelerate wraps it.
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        return {"model": self._trainer.model, "optimizer": optimizer}
+        return getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
 
     def save(self, write: Callable[[], None]) -> None:
         """Save the current step, unless it is saved or was resumed from.
@@ -423,10 +427,10 @@ class _TrainerRun:
             trainer.state.best_model_checkpoint = step_url(self.manager.url, step)
             if trainer.args.should_save:
                 trainer.state.save_to_json(str(folder / _TRAINER_STATE))
-        state = {"files": PerRank(_read_files(folder)), **self._tensors()}
+        state = {"files": PerRank(_read_files(folder)), **self._model()}
         shutil.rmtree(folder, ignore_errors=True)
-        if trainer.args.save_only_model:
-            del state["optimizer"]
+        if not trainer.args.save_only_model:
+            state["optimizer"] = self._optimizer()
         metrics = self._metrics(step)
         if self._background:
             is_best = trainer.state.best_global_step == step
@@ -494,7 +498,8 @@ class _ObjectStoreTrainer:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         elif trainer.args.should_save:
             Path(output_dir or "").mkdir(parents=True, exist_ok=True)
-            parts = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
+            names = () if is_peft(trainer.model) else ("config", "generation_config")
+            parts = [getattr(trainer.model, name, None) for name in names]
             for part in (*parts, trainer.processing_class):
                 if hasattr(part, "save_pretrained"):
                     part.save_pretrained(output_dir)

@@ -41,6 +41,7 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -411,7 +412,14 @@ def make_trainer(*callbacks: Any, model: Any = None, **arguments: Any) -> Any:
 
 
 def trainer_job(
-    rank: int, world: int, kind: str, folder: str, url: str, last: int, options: Options
+    rank: int,
+    world: int,
+    kind: str,
+    folder: str,
+    url: str,
+    last: int,
+    options: Options,
+    make_model: Any = None,
 ) -> dict[str, Any]:
     """Resume, train to a step, save it; what was found, and what was saved."""
     with a_machine(folder, kind, rank, world):
@@ -434,6 +442,7 @@ def trainer_job(
             At(0, lambda _: look("found")),
             At(last, stop),
             At(last, lambda _: look("saved")),
+            model=make_model and make_model(),
             **sharded,
         )
         with_object_store(trainer, url, storage_options=options)
@@ -742,6 +751,55 @@ def test_a_url_where_they_want_a_folder_is_an_error_when_installed(tmp_path: Pat
         trainer.args.output_dir = "s3://bucket/run"
         with pytest.raises(dos.errors.ConfigError, match="local folder"):
             with_object_store(trainer, "s3://bucket/run")
+
+
+# --- PEFT
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+def adapted(**settings: Any) -> Any:
+    """A model with a frozen base, and adapters that do something from the beginning."""
+    import peft
+
+    settings = {"target_modules": ["c_attn"], "modules_to_save": ["ln_f"], **settings}
+    return peft.get_peft_model(gpt2(), peft.LoraConfig(init_lora_weights=False, **settings))
+
+
+def saved_by_peft(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    tensors: dict[str, torch.Tensor] = load_file(folder / "adapter_model.safetensors")
+    return tensors
+
+
+def test_a_trainer_saves_the_adapters_alone_under_every_wrapper(
+    bucket: Bucket, tmp_path: Path, peft: Any
+) -> None:
+    jobs = [("single", 1), ("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("single", 1)]
+    before: dict[str, Any] = {}
+    for number, (kind, world) in enumerate(jobs, 1):
+        rest: Any = kind, str(tmp_path), bucket.url, number, bucket.storage_options, adapted
+        alone = kind == "single"
+        ranks = [trainer_job(0, 1, *rest)] if alone else run_ranks(world, trainer_job, *rest)
+        for one in ranks if before else []:
+            assert_same(one["found"], before["saved"])
+            assert one["found_at"] == before["saved_at"]
+        before = ranks[0]
+    assert_only_commits(bucket, *(f"step-{number}" for number in range(1, len(jobs) + 1)))
+    trained = {name for name in adapted().state_dict() if re.search(r"lora_|modules_to_save", name)}
+    for kind, number in (("single", 1), ("fsdp1", 3)):
+        ckpt = dos.open(bucket.at(f"step-{number}"), storage_options=bucket.storage_options)
+        keys = {key for key in ckpt if key.startswith("model.")}
+        assert keys == {f"model.{name}" for name in trained}, kind
+        states = {key.rpartition(".")[0] for key in ckpt if key.startswith("optimizer.state.")}
+        assert states == {f"optimizer.state.{name}" for name in trained}
+        assert ckpt.user_metadata["left_out"]["model"]["tensors"] > 20
+        assert "config.json" not in ckpt["files.0"].read()[0]  # that of the base
+        described = json.loads(ckpt["peft"].read())["default"]
+        assert described["names"].keys() == trained
 
 
 # --- the page and the example
