@@ -1,7 +1,6 @@
 """The adapters of PEFT in a checkpoint: what PEFT itself would write beside their tensors.
 
-`integrations.peft` saves this, and an export reads it. It is the link between rooms, in a format
-that stays.
+`integrations.peft` saves this, and an export reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 from dcp_objstore.errors import InputError, UnsupportedError, UntrustedPickleError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Iterable, Mapping
 
     from dcp_objstore.inspect.checkpoint import Checkpoint
 
@@ -26,15 +25,16 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """An adapter, as PEFT would write it.
+    """What a checkpoint says of an adapter.
 
     Attributes:
         config: the text of its `adapter_config.json`.
-        names: its tensors: their names in the module, mapped to PEFT's.
+        names: PEFT's name of each tensor that it would write, mapped to the tensor's name in the
+            module; to None if PEFT computes the tensor.
     """
 
     config: str
-    names: dict[str, str]
+    names: dict[str, str | None]
 
 
 def encode(adapters: Mapping[str, Adapter]) -> str:
@@ -42,59 +42,58 @@ def encode(adapters: Mapping[str, Adapter]) -> str:
     return msgspec.json.encode(adapters).decode()
 
 
-class ChosenAdapter(NamedTuple):
-    """The adapter that an export writes.
+class AdapterFolder(NamedTuple):
+    """What PEFT's folder of an adapter has.
 
     Attributes:
-        config: the text of its `adapter_config.json`.
-        names: PEFT's names of its tensors, by their keys in the checkpoint.
+        config: the text of `adapter_config.json`.
+        names: the name of each tensor in `adapter_model.safetensors`, by its key in the checkpoint.
     """
 
     config: str
     names: dict[str, str]
 
 
-def adapter_in(checkpoint: Checkpoint, keys: Collection[str] | None) -> ChosenAdapter | None:
-    """Return the adapter to export; None if the checkpoint describes none.
+def adapter_folder(checkpoint: Checkpoint, keys: Iterable[str] | None) -> AdapterFolder | None:
+    """Return what to write of an adapter; None if the keys are of no adapter.
 
     Args:
         checkpoint: the opened checkpoint.
-        keys: the keys to export; None to take the adapter that is called "default", or the first.
+        keys: some keys of the adapter; None for the adapter "default", or the first one.
 
     Raises:
         InputError: the keys are of several adapters.
+        UnsupportedError: PEFT computes a tensor that it would write.
     """
-    adapters = {
-        name: ChosenAdapter(
-            adapter.config,
-            {
-                key: short
-                for long, short in adapter.names.items()
-                if (key := f"{MODULE_KEY}.{long}") in checkpoint
-            },
-        )
-        for name, adapter in _described(checkpoint).items()
-    }
+    adapters = _adapters(checkpoint)
     if keys is None:
-        first = adapters.get("default", next(iter(adapters.values()), None))
-        if first is not None and not first.names:
-            raise UnsupportedError(
-                "what PEFT writes of this adapter it computes from other tensors; load them into"
-                " the model, and call its save_pretrained",
-                url=checkpoint.url,
-            )
-        return first
-    chosen = {name: one for name, one in adapters.items() if not one.names.keys().isdisjoint(keys)}
-    if len(chosen) > 1:
+        wanted = [name for name in ("default", *adapters) if name in adapters][:1]
+    else:
+        wanted = [name for name in adapters if not _keys(adapters[name]).keys().isdisjoint(keys)]
+    if len(wanted) > 1:
         raise InputError(
-            f"these keys are of several adapters ({', '.join(chosen)}), and a folder has one; pass"
-            f" keys= for one of them, such as '*.{next(iter(chosen))}*'",
+            f"these keys are of the adapters {' and '.join(wanted)}, and a folder has one; pass"
+            f" keys= for one of them, such as '*.{wanted[0]}*'",
             url=checkpoint.url,
         )
-    return next(iter(chosen.values()), None)
+    if not wanted:
+        return None
+    adapter = adapters[wanted[0]]
+    if None in adapter.names.values():
+        raise UnsupportedError(
+            "PEFT computes what it writes of this adapter; load the checkpoint into the model, and"
+            " call its save_pretrained",
+            url=checkpoint.url,
+        )
+    return AdapterFolder(adapter.config, _keys(adapter))
 
 
-def _described(checkpoint: Checkpoint) -> dict[str, Adapter]:
+def _keys(adapter: Adapter) -> dict[str, str]:
+    # A bias of modules_to_save has two names with bias="all"; PEFT looks for the last one.
+    return {f"{MODULE_KEY}.{name}": short for short, name in adapter.names.items()}
+
+
+def _adapters(checkpoint: Checkpoint) -> dict[str, Adapter]:
     if DESCRIPTION_KEY not in checkpoint:
         return {}
     try:

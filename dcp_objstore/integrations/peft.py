@@ -57,7 +57,9 @@ def peft_state(model: Any) -> dict[str, Any]:
     adapters = {
         name: Adapter(_config(inner, name), _names(inner, name)) for name in inner.peft_config
     }
-    named = frozenset(itertools.chain.from_iterable(one.names for one in adapters.values()))
+    named = frozenset(
+        name for adapter in adapters.values() for name in adapter.names.values() if name is not None
+    )
     return {
         MODULE_KEY: Trainable(model, buffers=False, frozen=named),
         DESCRIPTION_KEY: encode(adapters),
@@ -76,12 +78,8 @@ def _unwrapped(model: Any) -> Any:
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
-def _names(model: Any, adapter: str) -> dict[str, str]:
-    """Return PEFT's name of each tensor that it would save of an adapter, by its name in the model.
-
-    Tensors that PEFT computes for that, such as the prompts of a prompt encoder, have none. Under
-    FSDP1 a collective.
-    """
+def _names(model: Any, adapter: str) -> dict[str, str | None]:
+    """Return `Adapter.names` of an adapter. Under FSDP1 a collective."""
     from peft import get_peft_model_state_dict
 
     tensors = itertools.chain(
@@ -94,11 +92,7 @@ def _names(model: Any, adapter: str) -> dict[str, str]:
         # PEFT looks for some by the names of modules, and for some by those of the state dict.
         entries[name] = entries[saved_name] = entry
     saved = get_peft_model_state_dict(model, state_dict=dict(entries), adapter_name=adapter)
-    return {
-        names[id(entry)]: _without_wrappers(name)
-        for name, entry in saved.items()
-        if id(entry) in names
-    }
+    return {_without_wrappers(name): names.get(id(entry)) for name, entry in saved.items()}
 
 
 def _without_wrappers(name: str) -> str:
