@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -97,7 +97,7 @@ def _adapters(checkpoint: Checkpoint) -> dict[str, Adapter]:
     if DESCRIPTION_KEY not in checkpoint:
         return {}
     try:
-        value = checkpoint[DESCRIPTION_KEY].read()
+        value: Any = checkpoint[DESCRIPTION_KEY].read()
         return msgspec.json.decode(value, type=dict[str, Adapter])
     except (UntrustedPickleError, TypeError, msgspec.DecodeError):  # it is somebody else's
         return {}

@@ -38,7 +38,7 @@ class _LocalItems(NamedTuple):
     url: str
     missing: int
     items: int
-    unasked: frozenset[int] | None
+    unasked: frozenset[int] | None = None
 
 
 class _OwnPlan(LoadPlan):

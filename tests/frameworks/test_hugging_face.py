@@ -60,6 +60,7 @@ from dcp_objstore.run.saves import RunSaves
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "hf_trainer.py"
 PAGE = ROOT / "docs" / "frameworks" / "hugging-face.md"
+ADAPTERS = ROOT / "docs" / "adapters.md"
 pytestmark = [pytest.mark.backends("seaweed"), pytest.mark.filterwarnings("ignore")]
 
 
@@ -770,6 +771,12 @@ def adapted(**settings: Any) -> Any:
     return peft.get_peft_model(gpt2(), peft.LoraConfig(init_lora_weights=False, **settings))
 
 
+def get_peft_state(model: Any) -> dict[str, Any]:
+    import peft
+
+    return dict(peft.get_peft_model_state_dict(model))
+
+
 def saved_by_peft(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     model.save_pretrained(folder)
     tensors: dict[str, torch.Tensor] = load_file(folder / "adapter_model.safetensors")
@@ -903,6 +910,24 @@ def test_the_best_adapters_are_loaded_at_the_end(bucket: Bucket, tmp_path: Path,
         found = {f"model.{name}": value for name, value in trainer.model.state_dict().items()}
         assert_same({name: found[name] for name in best}, best)
         assert not all(torch.equal(value, last[name]) for name, value in best.items())
+
+
+@pytest.mark.usefixtures("credentials")
+def test_what_the_page_says_of_peft_runs_with_accelerate_too(
+    bucket: Bucket, tmp_path: Path, peft: Any
+) -> None:
+    (block,) = re.findall(r"^```py\n(.*?)^```", ADAPTERS.read_text(), re.M | re.S)
+    model = adapted()
+    names = {"optimizer": torch.optim.AdamW(model.parameters()), "base": gpt2()}
+    names |= {"dos": dos, "PeftModel": peft.PeftModel, "model": model}
+    with a_machine(str(tmp_path)):
+        exec(block.replace("s3://bucket/run", bucket.url), names)
+        assert_same(get_peft_state(names["model"]), get_peft_state(model))
+        job = accelerated("single")
+        state = {**accelerator_state(job["accelerator"]), **peft_state(model)}
+        dos.save(state, bucket.at("step-11"))
+        dos.load(state, bucket.at("step-11"))
+    assert {"peft", "files.0"} <= {*dos.open(bucket.at("step-11"))}
 
 
 def test_no_other_model_has_the_state_of_one_of_peft(peft: Any) -> None:
