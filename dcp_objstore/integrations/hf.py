@@ -184,8 +184,9 @@ def with_object_store(trainer: T, url: str, *, background: bool = False, **optio
         trainer = with_object_store(Trainer(model, args, ...), "s3://bucket/run")
         trainer.train(resume_from_checkpoint=True)
 
-    When the Trainer would save, it saves the step `url/step-N`, in one commit: `model`,
-    `optimizer`, and under `files` everything else. A `CheckpointManager` looks after the run while
+    When the Trainer would save, it saves the step `url/step-N`, in one commit: `model` (of a PEFT
+    model, its adapters alone, as `peft_state` describes), `optimizer`, and under `files` everything
+    else. A `CheckpointManager` looks after the run while
     `train` runs:
 
     - `resume_from_checkpoint=True` goes on with the newest committed step, on any machine, with any
@@ -315,6 +316,8 @@ class _TrainerRun:
         self._last_step: int | None = None
         self._best: str | None = None
         self._pending: AsyncSaveHandle | None = None
+        self._adapted: tuple[Any, ...] = ()
+        self._adapters: dict[str, Any] = {}
 
     @contextmanager
     def training(self, wanted: str | bool | None) -> Iterator[str | None]:
@@ -387,14 +390,15 @@ class _TrainerRun:
     def load_tensors(self) -> None:
         """Load the model and the optimizer, once they are wrapped."""
         assert self.loads is not None
-        self._load({**self._model(), "optimizer": self._optimizer()}, self.loads)
+        state = {"model": self._model()["model"], "optimizer": self._optimizer()}
+        self._load(state, self.loads)
         self._trainer.state.best_model_checkpoint = self._best
 
     def load_model(self, url: str) -> None:
         """Load the model alone from a step, which may be the one that is being saved."""
         if self._pending is not None:
             self._pending.result()
-        self._load(self._model(), url)
+        self._load({"model": self._model()["model"]}, url)
 
     def _load(self, state: dict[str, Any], url: str) -> None:
         names = ("storage_options", "config", "verify", "trust_pickle", "on_event", "local")
@@ -402,9 +406,14 @@ class _TrainerRun:
         load(state, url, progress=False, **options)
 
     def _model(self) -> dict[str, Any]:
-        """Return the state of the model: of its adapters alone, as the Trainer saves it."""
+        """Return the state of the model; of a PEFT model, of the adapters alone."""
         model = self._trainer.model
-        return peft_state(model) if is_peft(model) else {"model": model}
+        if not is_peft(model):
+            return {"model": model}
+        known = model, tuple(model.peft_config)
+        if self._adapted != known:  # for each description, PEFT may ask the Hub
+            self._adapted, self._adapters = known, peft_state(model)
+        return self._adapters
 
     def _optimizer(self) -> Any:
         optimizer = self._trainer.optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from dcp_objstore.errors import DcpObjstoreError, RankFailedError, StateMismatch
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
-from dcp_objstore.state.state_dict import ConvertedState
+from dcp_objstore.state.state_dict import ConvertedState, Place
 
 if TYPE_CHECKING:
     import os
@@ -133,20 +133,21 @@ def load(
         raise
 
 
-def _advice(left_out: Collection[str], converted: ConvertedState) -> str:
-    """Return what to add to a mismatch with a checkpoint that has only a part of these modules."""
+def _advice(left_out: Iterable[str], parts: Iterable[Place], asked: Iterable[str]) -> str:
+    """Return what to add to a mismatch with a checkpoint that has only a part of some modules.
+
+    Args:
+        left_out: names of these modules.
+        parts: place of each `trainable` in the state.
+        asked: keys of the state.
+    """
     for name in left_out:
-        place = tuple(name.split("."))
-        if place in converted.left_out:
-            return (
-                f"\nof {name!r} the checkpoint has only what trained when it was saved; load it"
-                " into a model in which the same parameters train"
-            )
-        if any(key == place[0] for key in converted.state_dict):
-            return (
-                f"\nof {name!r} the checkpoint has only what trained: load it by"
-                f" {{{name!r}: dos.trainable(...)}} into a model that has the frozen weights"
-            )
+        if not any(key.startswith(f"{name}.") for key in asked):
+            continue
+        text = f"\nof {name!r} the checkpoint has only what trained when it was saved; load it "
+        if tuple(name.split(".")) in parts:
+            return f"{text}into a model in which the same parameters train"
+        return f"{text}as dos.trainable(...), into a model that has the frozen weights"
     return ""
 
 
@@ -177,7 +178,9 @@ def _run_load(
     except DcpObjstoreError as error:
         note = _PARTLY if planner.reading else ""
         if isinstance(error, StateMismatchError):
-            note += _advice(reader._left_out(), converted)
+            # Before they are set up, the planner has no keys.
+            asked = getattr(planner, "state_dict", {})
+            note += _advice(reader._left_out(), converted.left_out, asked)
         if not note:
             raise
         raise extended(error, note).with_traceback(error.__traceback__) from error.__cause__

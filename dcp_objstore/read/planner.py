@@ -171,9 +171,10 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                     f"the checkpoint has none of the {missing} keys that the state asks for; check"
                     " that it is the right checkpoint and that the state is nested as it was saved"
                 )
-            unasked = [one.unasked for one in of_ranks if one.unasked is not None]
             # A pipeline's stage does not ask for what another one has.
-            if unasked and (by_none := frozenset.intersection(*unasked)):
+            unasked = [one.unasked for one in of_ranks if one.unasked is not None]
+            by_none = frozenset.intersection(*unasked) if len(unasked) == len(of_ranks) else ()
+            if by_none:
                 assert self.metadata is not None
                 keys = list(self.metadata.state_dict_metadata)
                 raise _listed(

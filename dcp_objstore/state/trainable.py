@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeGuard, TypeVar
@@ -93,9 +92,9 @@ def trainable(module: torch.nn.Module, *, buffers: bool = True) -> Trainable:
 def count_left_out(whole: Mapping[str, Any], part: Mapping[str, Any]) -> LeftOut:
     """Count the tensors of a state dict that a part of it lacks."""
     sizes = [
-        math.prod(entry.size())
+        torch_private.size_in_checkpoint(entry).numel()
         for name, entry in whole.items()
-        if name not in part and hasattr(entry, "size")  # a ShardedTensor is no Tensor
+        if name not in part and isinstance(entry, torch.Tensor)
     ]
     return LeftOut(tensors=len(sizes), elements=sum(sizes))
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -223,8 +225,9 @@ def spread(kind: str) -> nn.Module:
     elif kind == "ddp":
         model = DistributedDataParallel(model)
     elif kind == "fsdp1":
-        cpu = torch.device("cpu")
-        model = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        settings = {"device_id": torch.device("cpu"), "device_mesh": mesh}
+        model = FullyShardedDataParallel(model, use_orig_params=True, **settings)
     elif kind == "compiled":
         model = torch.compile(model, backend="eager")  # type: ignore[assignment]
     return model
@@ -275,6 +278,10 @@ def test_ranks_save_and_load_what_trains_in_any_layout(
     kind, world = saves
     trained = run_ranks(world, train_in_a_run, kind, bucket.url, options)[0]
     assert model_keys(bucket.at("step-4"), storage_options=options) == TRAINED
+    (step,) = [
+        step for step in dos.steps(bucket.url, storage_options=options) if step.name == "step-4"
+    ]
+    assert step.user_metadata["left_out"] == {"model": {"tensors": 4, "elements": 2 * (36 + 6)}}
     kind, world = loads
     for loaded in run_ranks(world, resume, kind, bucket.url, options):
         assert all(torch.equal(loaded[name], value) for name, value in trained.items())
