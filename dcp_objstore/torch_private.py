@@ -75,8 +75,9 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Change how long collectives of an existing group wait. torch 2.9 to 2.15."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    """Change how long collectives of an existing group wait. Public from torch 2.15 on."""
+    name = "set_timeout" if hasattr(dist.distributed_c10d, "set_timeout") else "_set_pg_timeout"
+    getattr(dist.distributed_c10d, name)(timeout, group)
 
 
 def unbind_default_group() -> None:

@@ -99,10 +99,10 @@ def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
         CheckpointGoneError: the checkpoint was replaced or deleted between the two requests.
         UnsupportedError: a newer version wrote the marker in a format that this one does not know.
     """
-    return open_found(store, read_marker(store))
+    return open_marked(store, read_marker(store))
 
 
-def open_found(store: ObjectStore, stored: Stored[Marker] | None) -> tuple[Marker, bytes]:
+def open_marked(store: ObjectStore, stored: Stored[Marker] | None) -> tuple[Marker, bytes]:
     """Do what `open_committed` does, with a marker that `read_marker` has just returned."""
     if stored is None or not stored.record.is_committed:
         raise not_committed(store, stored)
@@ -147,6 +147,20 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
             url=store.url,
         )
     return body
+
+
+def named_keys(store: ObjectStore, marker: Marker) -> list[str]:
+    """Return the keys that a commit names: those in its index, then the index's own. One GET.
+
+    Raises:
+        UnsupportedError: a newer version wrote the index.
+        CheckpointCorruptError, CheckpointGoneError: as `read_index`.
+    """
+    from dcp_objstore.checkpoint import index as ix  # imports NumPy, which listings rarely need
+
+    index = ix.decode(read_index(store, marker))
+    assert marker.index is not None  # `read_index` has read it
+    return [*(entry.key for entry in index.objects), marker.index.key]
 
 
 def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpObjstoreError:

@@ -27,6 +27,7 @@ from dcp_objstore.errors import (
     printable,
 )
 from dcp_objstore.inspect.modules import Module, module_tree
+from dcp_objstore.inspect.plain_values import read_plain_values
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
 from dcp_objstore.inspect.slabs import Slab, cut
 from dcp_objstore.inspect.verify import VerifyReport, verify_at, without_digests
@@ -398,6 +399,16 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         contents = self._read(boxes, values, device=device, progress=progress)
         return {key: contents[key] for key in keys}
 
+    def plain_values(self, keys: Sequence[str]) -> dict[str, object]:
+        """Read values that need no class, such as a learning rate, without torch.
+
+        What is not plain, is larger than 16 KiB, or does not verify, is left out.
+
+        Raises:
+            DcpObjstoreError: the store failed.
+        """
+        return read_plain_values(self._spec, self._stored, keys)
+
     def read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs of different tensors into new CPU memory, in one parallel read."""
         boxes = {key: box for key, box, _ in slabs}
@@ -627,9 +638,14 @@ def load_state_dict(
     Raises:
         DcpObjstoreError: any error that `open` or `Checkpoint.read` raises.
     """
-    settings = dict(locals())  # every parameter, by its name
-    # `open` takes the others.
-    del settings["keys"], settings["nested"], settings["device"], settings["progress"]
-    checkpoint = open(**settings)
+    checkpoint = open(
+        url,
+        storage_options=storage_options,
+        config=config,
+        verify=verify,
+        trust_pickle=trust_pickle,
+        on_event=on_event,
+        trace=trace,
+    )
     values = checkpoint.read(keys, device=device, progress=progress)
     return checkpoint.nested(values) if nested else values

@@ -109,11 +109,23 @@ def load(
     leaves tensors of the state partly filled. Load again, or from another checkpoint, before you
     use them.
     """
-    settings = dict(locals())  # every parameter, by its name
-    # The reader takes the others.
-    del settings["state"], settings["strict"], settings["process_group"]
+
+    def make_reader() -> ObjectStoreReader:
+        return ObjectStoreReader(
+            url,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            on_event=on_event,
+            trace=trace,
+            verify=verify,
+            trust_pickle=trust_pickle,
+            read_once=read_once,
+            local=local,
+        )
+
     advice = every_rank("dcp_objstore.load")
-    reader, refused = capture(lambda: ObjectStoreReader(**settings))
+    reader, refused = capture(make_reader)
     converted = None
     try:
         with reporting_failures(reader):
@@ -122,7 +134,7 @@ def load(
                 converted, failed = capture(lambda: ConvertedState(state, loading=True))
                 # With read_once the load begins with a collective, so all ranks must agree first.
                 same = {"read_once": bool(read_once)}
-                raise_on_all(refused or failed, url_of(reader), group, advice, same)
+                raise_on_all(refused or failed, url_of(reader), group, advice, same=same)
             assert reader is not None
             assert converted is not None
             reader._process_group = group

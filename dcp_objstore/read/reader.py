@@ -61,18 +61,22 @@ _OF_LOADS = frozenset({"_process_group", "_of_thread", "last_load", "load_id"})
 
 @dataclass(slots=True)
 class _Load:
-    """The state of one load on one rank, from reading the metadata to the end."""
+    """The state of one load on one rank, from reading the metadata to the end.
+
+    Attributes:
+        together: whether other ranks take part, as far as this rank knows.
+        has_met: whether the ranks have already met to read.
+    """
 
     spec: StoreSpec
     channel: Channel
     checkpoint: StoredCheckpoint | None = None
-    together: bool = False  # whether other ranks take part, as far as this rank knows
+    together: bool = False
     planned: PlannedLoad | None = None
     copies: LoadCopies | None = None
     error: DcpObjstoreError | None = None
     rank: int | None = None
-    is_coordinator: bool = False
-    met: bool = False  # whether the ranks have already met to read
+    has_met: bool = False
 
     def raise_error(self) -> None:
         """Raise the error that was kept, if any, and keep it no longer: it has the whole state."""
@@ -179,6 +183,7 @@ class ObjectStoreReader(StorageReader):
         process_group: dist.ProcessGroup | None = None,
         local: LocalFolder = None,
     ) -> None:
+        """Make a reader, with the arguments of the class."""
         super().__init__()
         if not isinstance(verify, bool):
             raise ConfigError(f"verify must be True or False, got {verify!r}")
@@ -282,7 +287,6 @@ class ObjectStoreReader(StorageReader):
         del metadata
         load = self._opened()
         load.rank = kwargs.get("rank")
-        load.is_coordinator = is_coordinator
         with load.channel.watching():
             load.channel.show(bar=self._progress and is_coordinator, summary=is_coordinator)
             load.raise_error()
@@ -318,13 +322,12 @@ class ObjectStoreReader(StorageReader):
                 load.planned = plan_load(
                     load.checkpoint, plan.items, verify=self._verify, whole_blocks=load.together
                 )
-            ranks = self._group_ranks() if load.together else None
             offer = make_offer(
                 self.checkpoint_id,
                 load.checkpoint,
                 load.planned,
-                ranks,
-                self._target.config,
+                group_ranks=self._group_ranks() if load.together else None,
+                config=self._target.config,
                 verify=self._verify,
                 copies=load.copies,
             )
@@ -420,11 +423,12 @@ class ObjectStoreReader(StorageReader):
         return report
 
     def _all_arrived(self, load: _Load, share: Share) -> bool:
-        if load.met:
+        """Whether all ranks have arrived to load together; asked once for a plan."""
+        if load.has_met:
             raise UnsupportedError(
                 "the ranks have already read this plan, and a plan is read once, even if reading"
                 " fails: load again, on all ranks"
             )
-        load.met = True
+        load.has_met = True
         ranks = len(self._group_ranks())
         return all_arrived(share.meeting, ranks, self._target.config, load.spec.url)

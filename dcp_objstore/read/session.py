@@ -93,7 +93,7 @@ def run_load(
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
     copied = _bind(planned, destinations, completed)
-    devices = {to.device for to in destinations if isinstance(to, torch.Tensor)}
+    devices = {tensor.device for tensor in destinations if isinstance(tensor, torch.Tensor)}
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
@@ -106,7 +106,9 @@ def run_load(
     ]
     total_bytes = sum(request.end - request.start for request in requests)
     budget_bytes = config.memory_budget_bytes - shared_bytes
-    inbound, budget_bytes = _way_in(planned.reads, devices, requests, config, budget_bytes)
+    inbound, budget_bytes = _open_inbound(
+        planned.reads, devices, requests, config=config, budget_bytes=budget_bytes
+    )
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
         completed.wait_for_room(progress)
@@ -117,10 +119,10 @@ def run_load(
         return completed.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
-        into = None if exchange is None else exchange.admit(request, progress)
-        if into is None and inbound is not None and _is_sent(request):
-            into = inbound.admit(request, progress)
-        return into
+        memory = None if exchange is None else exchange.admit(request, progress)
+        if memory is None and inbound is not None and _is_sent(request):
+            memory = inbound.admit(request, progress)
+        return memory
 
     def go_on() -> None:
         if exchange is not None:
@@ -148,8 +150,8 @@ def run_load(
             planned.checkpoint.object_keys,
             requests,
             take_in,
-            config,
-            progress,
+            config=config,
+            progress=progress,
             local=() if copies is None else copies.numbers,
             budget_bytes=budget_bytes,
             admit=None if exchange is None and inbound is None else admit,
@@ -249,10 +251,11 @@ def _bind(
     return copied
 
 
-def _way_in(
+def _open_inbound(
     reads: Sequence[TensorRead | ItemRead],
     devices: set[torch.device],
     requests: Sequence[RangeRequest[Block]],
+    *,
     config: TransferConfig,
     budget_bytes: int,
 ) -> tuple[Inbound | None, int]:
@@ -293,11 +296,18 @@ def _explained(
     elif isinstance(error, PreconditionFailedError):
         error = CheckpointGoneError(
             "while it was being read, another writer replaced the checkpoint; load it again",
-            *(error.rank, error.key, error.object_key, error.url),
+            rank=error.rank,
+            key=error.key,
+            object_key=error.object_key,
+            url=error.url,
         )
     elif isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
         error = CheckpointCorruptError(
-            error.message, error.rank, error.key, error.object_key, error.url
+            error.message,
+            rank=error.rank,
+            key=error.key,
+            object_key=error.object_key,
+            url=error.url,
         )
     blocks = [
         f"block {span.tag.position // BLOCK_SIZE_BYTES} of {span.tag.key}"

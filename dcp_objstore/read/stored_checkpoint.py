@@ -23,7 +23,7 @@ from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_da
 from dcp_objstore.checkpoint.read import (
     explain_missing,
     explain_object,
-    open_found,
+    open_marked,
     read_marker,
 )
 from dcp_objstore.compat.transforms import (
@@ -385,7 +385,7 @@ def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredChe
                 raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
             versions, fingerprint = _present_state(store, body, meta, stored.object_keys)
             return dataclasses.replace(stored, versions=versions, fingerprint=fingerprint)
-    marker, body = open_found(store, found)
+    marker, body = open_marked(store, found)
     index = ix.decode(body)
     return StoredCheckpoint(
         object_keys=tuple(entry.key for entry in index.objects),

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dcp_objstore.state.geometry import Copy
     from dcp_objstore.transfer.upload import ByteArray
 
-    # What takes one stored item's payload. It can be planned before it has a destination.
+    # A read takes one stored item's payload. It can be planned before it has a destination.
     Read: TypeAlias = "TensorRead | ItemRead"
 
 
@@ -57,7 +57,7 @@ class TensorRead:
     """A read of raw elements of a stored chunk into a destination tensor.
 
     Args:
-        location: where the chunk lies; it must hold raw elements.
+        location: the place of the chunk, which must hold raw elements.
 
     Raises:
         StateMismatchError: the chunk does not contain the elements to read.
@@ -127,6 +127,7 @@ class TensorRead:
         return self._inbound is not None
 
     def _place(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
+        """Copy boxes out of a block's elements into the destination."""
         for copy in copies:
             source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
             source = narrow(source.view(copy.source_shape), copy.source)
@@ -161,13 +162,14 @@ class TensorRead:
         self._unpack(copies, self._elements(np.frombuffer(packed, dtype=np.uint8)))
 
     def _unpack(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
-        taken = 0
+        """Copy boxes that lie one after the other in `elements` into the destination."""
+        position = 0
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
             for copy in copies:
                 count = math.prod(copy.source.sizes)
-                source = elements[taken : taken + count].view(copy.source.sizes)
+                source = elements[position : position + count].view(copy.source.sizes)
                 narrow(self._view, copy.destination).copy_(source)
-                taken += count
+                position += count
 
     def _send(self, position: int, arrived: torch.Tensor) -> None:
         """Queue the copies of a block in host memory to the device.
@@ -200,7 +202,7 @@ class TensorRead:
 
     @property
     def needed_bytes(self) -> int:
-        """Number of payload bytes that the destination receives."""
+        """The number of payload bytes that the destination receives."""
         return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
@@ -223,9 +225,10 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     """Return the blocks that the reads need; a block that several reads need appears once.
 
     Args:
-        verify: attach digests to the blocks. Implies `whole_blocks`.
-        whole_blocks: return whole digest blocks, which other ranks may need as well. If False,
-            return only the runs of needed bytes, with gaps too small to be worth a request.
+        verify: whether to attach digests to the blocks. Implies `whole_blocks`.
+        whole_blocks: whether to return whole digest blocks, which other ranks may need as well.
+            Otherwise only the runs of needed bytes are returned, with gaps too small to be worth a
+            request.
     """
     spans: dict[tuple[int, int, int], Span[Block]] = {}
     for read in reads:

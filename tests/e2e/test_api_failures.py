@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcp_objstore as dos
+from dcp_objstore import torch_private
 from dcp_objstore.distributed.failures import raise_on_all, typed_failures, without_frames
 from dcp_objstore.read import planner as read_planner
 from dcp_objstore.stores.local import LocalStore
@@ -647,7 +648,7 @@ def call_alone(rank: int, world: int, url: str, kind: str) -> str:
     patience = datetime.timedelta(seconds=1)  # that of init_process_group
     before = store.timeout
     store.set_timeout(patience)
-    dist.distributed_c10d._set_pg_timeout(patience, dist.group.WORLD)
+    torch_private.set_group_timeout(dist.group.WORLD, patience)
     try:
         call(kind, {"w": torch.ones(2)}, url)
     except dos.errors.RankFailedError as error:

@@ -16,6 +16,10 @@ import pytest
 import dcp_objstore as dos
 from benchmarks.sink import Sink
 from dcp_objstore.errors import CorruptDataError
+from dcp_objstore.local.copies import LoadCopies
+from dcp_objstore.local.settings import Local
+from dcp_objstore.observe.dispatch import Channel
+from dcp_objstore.stores import StoreSpec
 from tests.support.campaign import cases
 from tests.support.node_copies import Node, assert_of_step, restart, state_of
 from tests.support.ranks import run_ranks
@@ -199,6 +203,23 @@ def test_damage_in_the_copy_and_in_an_answer_of_the_store(
     assert piece.bytes <= PIECE < rest.bytes, "the copy is not asked a third time"
     assert report.fetched_bytes == rest.bytes, "the piece counts once"
     assert report.local_bytes == report.total_bytes - rest.bytes >= 8 * MIB
+
+
+def test_a_fetch_that_comes_late_counts_no_byte_twice(node: Node) -> None:
+    """A worker that was left to wait fetches its piece after another one has fetched all."""
+    node.save(1)
+    (key,) = (key.removeprefix("step-1/") for key in node.copies)
+    spec = StoreSpec(f"{node.run}/step-1")
+    store = LoadCopies(Local(str(node.folder)), spec, Channel("load", spec.url), [key]).before(
+        spec.open()
+    )
+    end = node.copy_of(1).stat().st_size
+    store.open_range(key, 0, end).close()
+    late = store.open_range(key, 0, end)
+    store.open_range(key, 0, end).close()
+    late.readinto(memoryview(bytearray(10)))
+    store.open_range(key, end // 2, end).close()
+    assert store.local_bytes == 0
 
 
 def test_damage_in_the_store_does_not_matter_where_the_copy_is_right(

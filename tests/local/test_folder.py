@@ -19,8 +19,9 @@ import pytest
 
 import dcp_objstore as dos
 from dcp_objstore.cli.ranks import Job, say
+from dcp_objstore.config import MIB
 from dcp_objstore.errors import ConfigError, PermissionDeniedError
-from dcp_objstore.local import folder as run_folder
+from dcp_objstore.local import copies, folder as run_folder
 from dcp_objstore.local.folder import LocalError, RunFolder, remove_abandoned, remove_run
 from dcp_objstore.local.settings import Local
 from tests.support.campaign import cases
@@ -219,6 +220,8 @@ def test_two_states_stay_after_any_number_of_saves_and_restarts(node: Node) -> N
         assert len(node.files) <= 2
         assert node.load(step).fetched_bytes == 0
     assert node.steps == [10, 11]
+    (folder,) = copies._folders.here.opened.values()
+    assert folder._written == {path.name for path in node.files}  # no more in a job of weeks
 
 
 def test_a_crash_in_any_save_leaves_the_copies_of_the_newest_step(node: Node) -> None:
@@ -267,6 +270,22 @@ def test_two_states_stay_after_failed_saves(node: Node, through: Through, where:
     node.save(9)
     node.save(10)
     assert node.steps == [9, 10]
+
+
+def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
+    node: Node, through: Through
+) -> None:
+    fail = failing(through)
+    node.rows = 6 * 1024  # more than a part
+    config = dos.TransferConfig(part_size_bytes=5 * MIB)
+    node.save(1, config=config)
+    files, opened = node.files, open_files()
+    fail(".distcp")
+    with pytest.raises(PermissionDeniedError):
+        node.save(2, config=config)
+    gc.collect()
+    assert node.files == files
+    assert open_files() == opened
 
 
 def test_one_url_that_is_overwritten_has_two_states(node: Node) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.local import room
-from dcp_objstore.local.folder import home_name
+from dcp_objstore.local.folder import FOLDER, home_name, opened
 from tests.support.campaign import cases
 from tests.support.node_copies import Node, restart
 
@@ -94,6 +95,16 @@ def test_max_bytes_are_never_exceeded(
     assert len(node.files) == min(2, room_kib // 105)
     assert warnings(caplog) == (len(node.files) < 2)
     assert len(node.unused) <= 5
+
+
+def test_max_bytes_give_no_room_that_the_file_system_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = SimpleNamespace(f_bavail=3, f_frsize=4 * KIB, f_blocks=10**6)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: system)
+    with opened(str(tmp_path), FOLDER) as folder:
+        rooms = [room.room_bytes(folder, most, None) for most in (10 * KIB, 100 * KIB)]
+    assert rooms == [10 * KIB, 12 * KIB]
 
 
 def test_a_save_of_many_objects_says_once_that_there_is_no_room(

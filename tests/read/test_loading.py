@@ -266,6 +266,20 @@ def test_sparse_destinations_are_refused_by_name(layout: str) -> None:
     assert error.key == "s"
 
 
+def test_destinations_whose_elements_share_memory_are_refused_by_name() -> None:
+    url = memory_url()
+    saved = {"one": torch.ones(1), "two": torch.ones(2)}
+    dcp.save(saved, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    scalar = torch.zeros(())
+    load({"one": scalar.expand(1)}, url)  # with a stride of 0, too: it has nothing to share
+    assert scalar == 1
+    with pytest.raises(CheckpointException) as caught:
+        load({"two": scalar.expand(2)}, url)
+    error = cause(caught.value)
+    assert isinstance(error, UnsupportedError)
+    assert error.key == "two"
+
+
 def per_tensor(scale: float = 0.1, dtype: torch.dtype = torch.qint8) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.linspace(-1, 1, 6).view(3, 2), scale, 3, dtype)
 
@@ -373,6 +387,23 @@ def test_a_value_is_whole_whose_first_blocks_arrive_at_once(
     monkeypatch.setattr(gather, "io", SimpleNamespace(BytesIO=make_memory))
     arrived: list[ItemRead] = []
     read = gathered(8, arrived.append)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read.accept, (0, 4), (b"aaaa", b"bbbb")))
+    assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
+
+
+def test_a_value_is_complete_whose_last_blocks_arrive_at_once() -> None:
+    meeting = threading.Barrier(2)
+
+    class Met(int):
+        def __sub__(self, size_bytes: int) -> int:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meeting.wait(0.2)  # for another thread that counts from the same number
+            return int(self) - size_bytes
+
+    arrived: list[ItemRead] = []
+    read = gathered(8, arrived.append)
+    read._missing_bytes = Met(8)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(read.accept, (0, 4), (b"aaaa", b"bbbb")))
     assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
@@ -664,7 +695,7 @@ def test_streams_are_settled_if_any_destination_is_on_a_device(
         ({device}, 1, 4 * MIB),
         ({host, device}, 2, 4 * MIB),
     ):
-        assert session._way_in([], devices, [], SMALL, 7) == (None, 7)
+        assert session._open_inbound([], devices, [], config=SMALL, budget_bytes=7) == (None, 7)
         assert len(settled) == often
         assert session._request_size(store, [], devices, fixed) == size_bytes
     store.range_reading = RangeReading()

@@ -264,7 +264,7 @@ def test_a_torch_file_that_is_rewritten_while_it_is_mapped_is_not_imported(
     monkeypatch.setattr(import_checkpoint, "_loaded", load)
     monkeypatch.setattr(TorchSource, "read", read_and_rewrite)
     monkeypatch.setattr("dcp_objstore.inspect.slabs.WINDOW_BYTES", 2 * 1024 * 1024)
-    monkeypatch.setattr("dcp_objstore.inspect.slabs._READ_AT_ONCE", 1)
+    monkeypatch.setattr("dcp_objstore.inspect.slabs._WINDOWS_AHEAD", 1)
     with pytest.raises(PreconditionFailedError, match="replaced"):
         dos.import_checkpoint(source, (tmp_path / "to").as_uri(), progress=False)
     assert not (tmp_path / "to" / "_COMMIT").exists()

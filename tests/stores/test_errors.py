@@ -321,7 +321,8 @@ def test_an_answer_of_the_instance_metadata_is_about_credentials_not_about_the_b
     url = "http://169.254.169.254/latest/api/token"
     error = judge_obstore(GenericError(f"PUT {url} - status code: 403 Forbidden: no")).error
     assert type(error) is CredentialsError
-    assert "there are no credentials" in error.message
+    assert error.message.startswith("no credentials for S3")
+    assert "AWS_PROFILE" in error.message and "169.254" not in error.message
 
 
 # --- a 200 that is none: `tests.model.faults` does to the core what comes out here

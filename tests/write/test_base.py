@@ -206,7 +206,7 @@ def test_what_changes_is_kept_apart_only_where_whole_objects_are_copied(
     whole: bool, objects: list[str]
 ) -> None:
     items: Any = [SizedItem(SimpleNamespace(index=name), 3 * MIB) for name in "abcd"]
-    unchanged: Any = SimpleNamespace(items={"a", "c"}, whole=whole)
+    unchanged: Any = SimpleNamespace(items={"a", "c"}, whole_only=whole)
     groups = _groups(items, unchanged, ())
     assert ["".join(sized.item.index for sized in group) for group in groups] == objects
 
