@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,20 +25,6 @@ from tests.support.wrapped_stores import ChangingStore, RecordingStore, Request,
 
 MIB = 1024 * 1024
 PIECE = 4 * MIB + 4096  # and small tensors beside it
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    restart()
-    yield
-    restart()
-    gc.collect()
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    (tmp_path / "node").mkdir()
-    return Node(tmp_path / "node", f"memory://{secrets.token_hex(6)}/run")
 
 
 def flip(path: Path, *positions: int) -> None:

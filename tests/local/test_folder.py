@@ -32,20 +32,6 @@ from tests.support.wrapped_stores import Fault, FaultStore, Through
 DAY = 24 * 3600
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    restart()
-    yield
-    restart()
-    gc.collect()
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    (tmp_path / "node").mkdir()
-    return Node(tmp_path / "node", f"memory://{secrets.token_hex(6)}/run")
-
-
 def run_of(node: Node) -> Path:
     (path,) = (one for one in node.home.iterdir() if one.is_dir())
     return path
@@ -328,6 +314,7 @@ def test_two_runs_in_one_folder_have_a_state_each(node: Node) -> None:
 
 
 # --- other processes
+
 
 def do_and_wait(rank: int, world: int, node: Node, statements: str) -> None:
     """Another job on the node, which runs a few statements, says "ready" and waits for its end."""
