@@ -116,6 +116,15 @@ def test_chunked_bodies_with_trailing_checksums_are_stored_without_their_framing
     assert _store(keeping, "chunked").get("o", max_size_bytes=100)[0] == b"hello world"
 
 
+def test_a_request_may_name_the_whole_url(keeping: Sink) -> None:
+    """As the AWS SDK for C++ does."""
+    _store(keeping, "named").put("o", b"body")
+    connection = http.client.HTTPConnection(keeping.endpoint_url.removeprefix("http://"))
+    connection.request("GET", f"{keeping.endpoint_url}/bench/named/o")
+    assert connection.getresponse().read() == b"body"
+    connection.close()
+
+
 def test_the_sink_ends_with_its_process() -> None:
     code = "from benchmarks.sink import Sink; import os; sink = Sink(); os._exit(3)"
     # The sink holds the pipe of standard error too: this returns only once both have ended.
@@ -125,7 +134,7 @@ def test_the_sink_ends_with_its_process() -> None:
     assert done.returncode == 3
 
 
-@pytest.mark.campaign  # `.ci/run` runs it
+@pytest.mark.campaign  # .ci/run starts it
 def test_the_save_benchmark_prints_its_table() -> None:
     sizes = ["--gib", "0.05", "--rounds", "1", "--peers", "dcp_objstore"]
     table = printed_by_benchmark("save", *sizes)
@@ -139,6 +148,15 @@ def test_the_load_benchmark_checks_what_it_loads() -> None:
     table = printed_by_benchmark("load", *sizes)
     assert "requests/GiB" in table
     assert "raw obstore loop" in table
+
+
+@pytest.mark.campaign
+def test_the_weights_benchmark_loads_the_same_with_each_reader() -> None:
+    peers = ["--peers", "dcp_objstore", "own checkpoint", "HuggingFaceStorageReader", "load_file"]
+    table = printed_by_benchmark(
+        "weights", "--gib", "0.03", "--ranks", "2", "--rounds", "1", *peers
+    )
+    assert all(peer in table for peer in peers[1:])
 
 
 @pytest.mark.campaign  # 8 or 9 processes import torch

@@ -140,6 +140,7 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
         "url": checkpoint.url,
         "commit_id": checkpoint.commit_id,
         "world_size": checkpoint.world_size,
+        "unverified": checkpoint.commit_id is None,
         "objects": len(checkpoint.objects),
         "tensors": [
             _described(entry) for entry in entries if isinstance(entry, dos.reports.TensorEntry)
@@ -175,7 +176,7 @@ def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
     say(checkpoint.url)
     objects = counted(len(checkpoint.objects), "object")
     if checkpoint.created_at is None:
-        say(f"by another library, {objects}")
+        say(f"by another library, {objects}, unverified: without digests")
     else:
         at = checkpoint.created_at.strftime("%Y-%m-%d %H:%M UTC")
         say(f"saved {at}, {counted(checkpoint.world_size or 0, 'rank')}, {objects}")

@@ -48,7 +48,7 @@ def print_checkpoints(
     """
     while watch:
         if sys.stdout.isatty():
-            typer.clear()
+            print("\033[H\033[2J", end="")
         print_checkpoints(url, everything, as_json)
         sys.stdout.flush()
         time.sleep(_WATCH_SECONDS)

@@ -217,7 +217,7 @@ def call_blocked(rank: int, world: int, saving: Options, loading: Options) -> No
     url = "s3://bucket/step-1"
     try:
         dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=saving))
-    except BaseException as error:  # DCP puts it into a CheckpointException
+    except BaseException as error:  # noqa: BLE001 - DCP puts it into a CheckpointException
         say("ended", "KeyboardInterrupt" in "".join(traceback.format_exception(error)))
     dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=loading))
 
