@@ -142,7 +142,7 @@ def _default_kinds(module: ModuleType, kinds: Sequence[str]) -> Sequence[str]:
 
     Each provider is saved to, loaded from and overwritten in every run (moto speaks S3, too).
     """
-    where_stores_matter = ("tests.stores.", "tests.doctor.", "tests.e2e.test_commit")
+    where_stores_matter = ("tests.stores.", "tests.doctor.test_doctor", "tests.e2e.test_commit")
     if module.__name__.startswith(where_stores_matter):
         return [kind for kind in kinds if kind != "moto" or "seaweed" not in kinds]
     return kinds[:1]
