@@ -134,6 +134,7 @@ def test_the_sink_ends_with_its_process() -> None:
     assert done.returncode == 3
 
 
+@pytest.mark.campaign  # .ci/run starts it
 def test_the_save_benchmark_prints_its_table() -> None:
     sizes = ["--gib", "0.05", "--rounds", "1", "--peers", "dcp_objstore"]
     table = printed_by_benchmark("save", *sizes)
