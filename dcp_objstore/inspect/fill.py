@@ -155,7 +155,7 @@ def read_new(
 
     items = read_items(stored, boxes, values)
     report = run_load(
-        spec.open(),
+        stored.open_store(spec),
         plan_load(stored, items, verify=verify),
         list(map(destination_of, items)),
         spec.config,

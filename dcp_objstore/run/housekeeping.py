@@ -104,12 +104,26 @@ class Retainer:
         self._known: dict[int, StepFacts] | None = None
         # Whether this job pinned or unpinned steps, kept until the steps are listed.
         self._pinned: dict[int, bool] = {}
+        self._held: list[int] = []
         self.resumed: int | None = None
         self.claim: RunClaim | None = None
 
     def set_pinned(self, step: int, *, pinned: bool) -> None:
         """Record that this job has pinned a step, or removed its last pin."""
         self._pinned[step] = pinned
+
+    def hold(self, step: int) -> None:
+        """Plan no deletion of a step, which is to be exported, until it is released."""
+        self._held.append(step)
+
+    def release(self, step: int) -> None:
+        """End one `hold` of a step."""
+        self._held.remove(step)
+
+    def settle(self) -> None:
+        """Wait for the deletions that are planned already."""
+        with self._lock:
+            pass
 
     def resume(self, step: int | None) -> None:
         """Record that this job resumed from a step: never delete it, and list the steps again."""
@@ -150,7 +164,7 @@ class Retainer:
         for step, pinned in list(self._pinned.items()):
             if step in self._known:
                 self._known[step] = replace(self._known[step], pinned=pinned)
-        in_use = {newest.step, self.resumed}
+        in_use = {newest.step, self.resumed, *self._held}
         for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
             self._delete(step)
 

@@ -46,8 +46,8 @@ class StagingMemory:
     """Slabs of host memory that return by themselves when their arrays die. Thread-safe.
 
     Attributes:
-        allocations: number of slabs allocated so far.
-        allocated_bytes: size of all slabs that are kept or leased.
+        allocations: the number of slabs allocated so far.
+        allocated_bytes: the size of all slabs that are kept or leased.
     """
 
     def __init__(self) -> None:
@@ -64,21 +64,21 @@ class StagingMemory:
         """Return one array of each size; each is leased until no view of it is left.
 
         Args:
-            sizes_bytes: sizes of the arrays. The same state should ask for the same sizes each
+            sizes_bytes: the sizes of the arrays. The same state should ask for the same sizes each
                 time.
-            pinned: use pinned memory, which a GPU copies to by itself; ordinary memory is used if
-                none can be pinned.
+            pinned: whether to use pinned memory, which a GPU copies to by itself. If none can be
+                pinned, it is ordinary memory.
         """
         if self._would_grow(sizes_bytes, pinned=pinned):
             gc.collect()  # planners of torch 2.9 leave the state of a save in a reference cycle
         with self._lock:
             self._takes += 1
             self._collect()
-            found = [self._idle_slab(size_bytes, pinned=pinned) for size_bytes in sizes_bytes]
+            idle = [self._idle_slab(size_bytes, pinned=pinned) for size_bytes in sizes_bytes]
             self._free(lambda slab: slab.used_at + _KEPT_TAKES <= self._takes)
             slabs = [
                 slab or self._allocate(size_bytes, pinned=pinned)
-                for slab, size_bytes in zip(found, sizes_bytes, strict=True)
+                for slab, size_bytes in zip(idle, sizes_bytes, strict=True)
             ]
             arrays = []
             for slab in slabs:
