@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
 )
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.nn import functional as dist_functions
 from torch.distributed.tensor import DTensor
 
@@ -75,8 +76,9 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Change how long collectives of an existing group wait. torch 2.9 to 2.15."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    """Change how long collectives of an existing group wait. Public from torch 2.15 on."""
+    name = "set_timeout" if hasattr(dist.distributed_c10d, "set_timeout") else "_set_pg_timeout"
+    getattr(dist.distributed_c10d, name)(timeout, group)
 
 
 def unbind_default_group() -> None:
@@ -106,6 +108,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def untyped_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> torch.UntypedStorage:
     """Return the storage without a dtype; the public `untyped()` warns. torch 2.9 to 2.15."""
     return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+
+
+def storage_number(tensor: torch.Tensor) -> int:
+    """Return what tells storages apart, also empty ones, while they live. torch 2.9 to 2.15."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def local_tensor(value: DTensor) -> torch.Tensor:
@@ -166,6 +173,16 @@ def non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
     return module._non_persistent_buffers_set
 
 
+def all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield each name that `get_model_state_dict` gives a parameter, with it. torch 2.9 to 2.15.
+
+    A parameter that is shared has several names, and a flat one of FSDP1 stands for several.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        for saved_name in _get_fqns(module, name):
+            yield saved_name, parameter
+
+
 class StagesAtOnce:
     """Base of an `AsyncStager` whose `stage` copies everything. torch 2.9 to 2.15.
 
@@ -207,6 +224,7 @@ __all__ = [
     "StagesAtOnce",
     "StorageInfo",
     "ThreadExecutor",
+    "all_parameters",
     "count_groups",
     "default_store",
     "dtensor",

@@ -42,7 +42,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final, Literal, TypeAlias
 
-from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
 from dcp_objstore.checkpoint.commit import finish_deleting, put_tombstone, rewrite_marker
 from dcp_objstore.checkpoint.marker import Marker
@@ -57,7 +56,7 @@ from dcp_objstore.checkpoint.names import (
     parse_index_key,
 )
 from dcp_objstore.checkpoint.publish import Aligned, Change, DotMetadata, align_dot_metadata
-from dcp_objstore.checkpoint.read import Stored, read_index, read_marker
+from dcp_objstore.checkpoint.read import Stored, named_keys, read_marker
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload, Uploads
 from dcp_objstore.stores.retries import Tries
@@ -341,10 +340,9 @@ class _Sweep:
         )
 
     def _named(self, marker: Marker | None) -> frozenset[str]:
-        if marker is None or not marker.is_committed or marker.index is None:
+        if marker is None or not marker.is_committed:
             return frozenset()
-        index = ix.decode(read_index(self.store, marker))
-        return frozenset({marker.index.key, *(entry.key for entry in index.objects)})
+        return frozenset(named_keys(self.store, marker))
 
     def _delete(self, metas: Iterable[ObjectMeta]) -> None:
         for meta in metas:

@@ -11,10 +11,12 @@ from dcp_objstore.cli.convert import copy, export, import_
 from dcp_objstore.cli.diff import print_diff
 from dcp_objstore.cli.doctor import diagnose
 from dcp_objstore.cli.exits import EXPLAINED, exits
+from dcp_objstore.cli.follow import follow
 from dcp_objstore.cli.inspect import inspect
 from dcp_objstore.cli.local import print_runs, remove_runs
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.cli.options import choose
+from dcp_objstore.cli.serve import serve
 from dcp_objstore.cli.upkeep import collect, mend, protect, remove, unprotect
 from dcp_objstore.cli.verify import verify
 
@@ -104,7 +106,9 @@ def demo(
 # modules import what does the work when it is called.
 for name, command, example in (
     ("demo", demo, "--ranks 4 --resume-ranks 2"),
+    ("serve", serve, "--data /tmp/s3"),
     ("ls", print_checkpoints, "--all file:///tmp/run"),
+    ("follow", follow, "file:///tmp/run --until 40"),
     ("rm", remove, "--remove-objects file:///tmp/run/step-20"),
     ("sweep", collect, "--grace 7d file:///tmp/run"),
     ("repair", mend, "--dry-run file:///tmp/run/step-40"),

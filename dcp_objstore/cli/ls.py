@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Annotated, Any, TypeAlias
@@ -15,10 +16,11 @@ import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.cli.options import CheckpointOrRun, chosen
 from dcp_objstore.cli.terminal import age, aligned, columns, say
-from dcp_objstore.observe.report import size_text
+from dcp_objstore.observe.report import counted, size_text
 
 # If the terminal leaves fewer columns than this for the last column, it is left out.
 _LEAST_LAST_COLUMNS = 16
+_WATCH_SECONDS = 5
 _FIGURES = {"size", "objects", "ranks"}  # columns that are aligned to the right
 
 _Line: TypeAlias = tuple[str, ...]
@@ -35,23 +37,36 @@ def print_checkpoints(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="List again every 5 s, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """List the checkpoint at a URL, and those below it.
 
     A save that was never committed is listed, too, with the state "not committed". Nothing is ever
     changed.
     """
+    while watch:
+        if sys.stdout.isatty():
+            print("\033[H\033[2J", end="")
+        print_checkpoints(url, everything, as_json)
+        sys.stdout.flush()
+        time.sleep(_WATCH_SECONDS)
     listing = dos.list_checkpoints(url, everything=everything, storage_options=chosen())
     if listing.unlisted is not None:
         text = f"dcp-objstore: checkpoints below are not listed: {listing.unlisted}"
         say(text, to_errors=True)
     if as_json:
         for entry in listing.checkpoints:
-            print(json.dumps(_as_json(entry)))
+            print(json.dumps(described(entry)))
     else:
         say(listing.url)
         lines = _all_lines(listing) if everything else _lines(listing)
         _print_table(list(lines))
+        deleted = sum(entry.state == "deleted" for entry in listing.checkpoints)
+        if deleted and not everything:
+            left = counted(deleted, "deleted checkpoint")
+            say(f"{left}; dcp-objstore sweep '{listing.url}' removes what is left of them")
     if listing.uploads_unseen is not None:
         say(f"unfinished uploads are not listed: {listing.uploads_unseen}", to_errors=True)
     if listing.unread:
@@ -59,17 +74,17 @@ def print_checkpoints(
         fail(f"{type(error).__name__}: {error}", status_of(error))
 
 
-def _as_json(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
-    """Return what `ls --json` prints of a checkpoint; an unreadable one has fewer fields."""
-    described: dict[str, Any] = {
+def described(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
+    """Return what `--json` prints of a checkpoint; an unreadable one has fewer fields."""
+    fields: dict[str, Any] = {
         "url": entry.url,
         "state": entry.state,
         "bytes": entry.total_bytes,
     }
     if entry.error is not None:
-        described["error"] = entry.error
+        fields["error"] = entry.error
     if entry.created_at is not None:
-        described |= {
+        fields |= {
             "tensors": entry.tensors,
             "objects": entry.objects,
             "world_size": entry.world_size,
@@ -80,26 +95,25 @@ def _as_json(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
             "user_metadata": dict(entry.user_metadata),
         }
     if entry.leftovers is not None:
-        described["leftovers"] = {
+        fields["leftovers"] = {
             name: value.isoformat(timespec="seconds") if isinstance(value, datetime) else value
             for name, value in dataclasses.asdict(entry.leftovers).items()
         }
-    return described
+    return fields
 
 
 def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:
-    yield "state", "size", "ranks", "created (UTC)", "name", "user metadata"
+    yield "state", "size", "ranks", "age", "name", "metrics and notes"
     for entry in listing.checkpoints:
-        at = entry.created_at
-        notes = json.dumps(entry.user_metadata) if entry.user_metadata else ""
-        yield (
-            _state(entry),
-            size_text(entry.total_bytes),
-            _number(entry.world_size),
-            at.strftime("%Y-%m-%d %H:%M") if at else "-",
-            entry.name or ".",
-            " ".join(filter(None, (_pinned(entry), notes))),
-        )
+        if entry.state != "deleted":
+            yield (
+                entry.state,
+                size_text(entry.total_bytes),
+                _number(entry.world_size),
+                age(entry.created_at),
+                entry.name or ".",
+                _notes(entry),
+            )
 
 
 def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
@@ -141,10 +155,6 @@ def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
             yield "  upload", size, number, "", age(leftovers.initiated_at), name, "unfinished"
 
 
-def _state(entry: dos.reports.ListedCheckpoint) -> str:
-    return f"{entry.state}, pinned" if entry.pins else entry.state
-
-
 def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
 
@@ -154,20 +164,21 @@ def _pinned(entry: dos.reports.ListedCheckpoint) -> str:
 
 
 def _notes(entry: dos.reports.ListedCheckpoint) -> str:
-    """Return the text of the last column: what it is, pins and metrics."""
+    """Return the text of the last column: what it is, pins, metrics and the other metadata."""
     if entry.is_fence:
         return "never committed: a fence"
-    metrics = entry.user_metadata.get("metrics")
-    shown = (
-        ", ".join(f"{name} {_figure(value)}" for name, value in metrics.items())
-        if isinstance(metrics, dict)
-        else ""
-    )
+    notes = dict(entry.user_metadata)
+    metrics = notes.pop("metrics", {})
+    named = metrics if isinstance(metrics, dict) else {"metrics": metrics}
+    notes.pop("step", None)  # the name says it
+    shown = ", ".join(f"{name} {_figure(value)}" for name, value in {**named, **notes}.items())
     return "; ".join(filter(None, (_pinned(entry), shown)))
 
 
 def _figure(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _print_table(lines: Sequence[_Line]) -> None:

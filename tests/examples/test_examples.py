@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import os
 import re
-import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from tests.support.ranks import start_workers
+from tests.support.programs import run_in_forks, run_in_processes
 from tests.support.servers import Bucket
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -59,44 +55,6 @@ def run(bucket: Bucket, tmp_path: Path) -> Run:
         return printed
 
     return call
-
-
-def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
-    done = subprocess.run(
-        words,
-        cwd=cwd,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode == 0) == succeeds, done.stderr
-    return done.stdout
-
-
-def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
-    """What `torchrun` does, but the processes have imported torch already, which takes longest."""
-    program, option, ranks, *script = words
-    assert (program, option) == ("torchrun", "--nproc-per-node")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    with start_workers() as crew:
-        ended = crew.start(int(ranks), run_script, script, cwd, env, grouped=False).end()
-    assert any(one.failed for one in ended) != succeeds, ended
-    return "".join(one.value for one in ended if not one.failed)
-
-
-def run_script(rank: int, world_size: int, words: list[str], cwd: Path, env: dict[str, str]) -> str:
-    """In a process of its own: run it as its main program; what it printed."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    os.environ |= env | {name: str(value) for name, value in ranks.items()}
-    os.chdir(cwd)
-    sys.argv = words
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(words[0], run_name="__main__")
-    return printed.getvalue()
 
 
 def assert_whole(bucket: Bucket, *names: str) -> None:
@@ -172,6 +130,27 @@ def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run: Run, buck
     held = re.findall(r"stage (\d) held the loop for \d+\.\d+ s", run(command, warm=True))
     assert held == ["0", "1", "2", "3"]
     assert_whole(bucket, *(f"run/step-{stage}" for stage in held))
+
+
+@pytest.mark.backends("seaweed")
+def test_an_evaluator_follows_a_trainer_that_deletes_its_old_steps(
+    run: Run, bucket: Bucket
+) -> None:
+    train, evaluate = commands("follow_run.py")
+    with ThreadPoolExecutor() as pool:
+        evaluated = pool.submit(run, evaluate)
+        run(train, warm=True)
+        printed = evaluated.result()
+    found = re.findall(r"step-(\d+): loss (\S+), (\S+) when", printed)
+    steps = [int(step) for step, _, _ in found]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 12
+    assert all(loss == saved for _, loss, saved in found), found
+    left = dos.steps(bucket.at("run"), storage_options=bucket.storage_options)
+    assert [step.name for step in left][-2:] == ["step-11", "step-12"]
+    assert len(left) <= 3  # the last deletion may have met a pin
+    assert not any(step.pins for step in left)
+    assert bucket.uploads() == []
 
 
 def test_every_example_is_short_and_listed_with_a_command_that_starts_it() -> None:

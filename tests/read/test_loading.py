@@ -39,13 +39,9 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import item_read as gather, reader as reading, session
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
+from dcp_objstore.read.items import ItemLocation, StockItems
 from dcp_objstore.read.plan import PlannedLoad
-from dcp_objstore.read.stored_checkpoint import (
-    ForeignItems,
-    ItemLocation,
-    StoredCheckpoint,
-    open_rooted,
-)
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_rooted
 from dcp_objstore.read.tensor_read import plan_spans
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import RangeReading
@@ -347,7 +343,7 @@ def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape() -> None
         return TensorStorageMetadata(properties, torch.Size([size]), [chunk])
 
     metadata = Metadata({"whole": of_size(4), "half": of_size(8)})
-    checkpoint = StoredCheckpoint((), ForeignItems(metadata, {}))
+    checkpoint = StoredCheckpoint((), StockItems(metadata, {}))
     checkpoint.check_whole(["whole"])
     with pytest.raises(CheckpointCorruptError, match="do not make up") as caught:
         checkpoint.check_whole(["whole", "half"])
@@ -703,7 +699,7 @@ def test_streams_are_settled_if_any_destination_is_on_a_device(
         ({device}, 1, 4 * MIB),
         ({host, device}, 2, 4 * MIB),
     ):
-        assert session._way_in([], devices, [], SMALL, 7) == (None, 7)
+        assert session._open_inbound([], devices, [], config=SMALL, budget_bytes=7) == (None, 7)
         assert len(settled) == often
         assert session._request_size(store, [], devices, fixed) == size_bytes
     store.range_reading = RangeReading()

@@ -893,7 +893,7 @@ def test_ctrl_c_while_the_end_waits_gives_back_the_handlers_and_closes_the_manag
             raise ZeroDivisionError
     assert signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(dos.errors.ConfigError, match="closed"):
-        run.latest()
+        run.pin(1)
 
 
 def test_a_save_that_could_not_begin_leaves_nothing_to_wait_for(
@@ -1354,6 +1354,14 @@ def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch)
             look()
             counts.append(sum(len(store.requests) for store in stores))
     assert counts == [2 + 1 + 1, 2 + 1 + 5]
+
+
+def test_after_the_block_the_manager_still_says_what_was_saved(url: str) -> None:
+    with dos.CheckpointManager(url, save_every=1) as run:
+        run.step(1, state(1))
+        run.step(2, state(2))
+    assert run.latest() == 2
+    assert run.steps() == (1, 2)
 
 
 def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(

@@ -356,7 +356,7 @@ def test_a_worker_that_is_left_waiting_keeps_no_other_destination_alive(holding:
 def test_a_request_is_asked_for_again_twice_at_most(
     holding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_objstore.transfer.stragglers._SHARE", 1)
+    monkeypatch.setattr("dcp_objstore.transfer.stragglers._REPEATED_SHARE", 1)
     monkeypatch.setattr("dcp_objstore.stores.admission.limiter._REFUND", 0.0)
 
     def late(right: bytes) -> bytes:
@@ -472,7 +472,7 @@ def test_a_straggler_is_asked_for_again_over_each_transport(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # On a busy machine others may be slow, too.
-    monkeypatch.setattr("dcp_objstore.transfer.stragglers._SHARE", 1)
+    monkeypatch.setattr("dcp_objstore.transfer.stragglers._REPEATED_SHARE", 1)
     if transport == "stream":
         monkeypatch.setattr(DirectLane, "is_used", False)
     given = {"transport": transport} if transport in ("boto3", "fsspec") else {}
