@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,7 +186,9 @@ def test_a_copy_that_is_no_file_of_ours_is_neither_read_nor_written(
     spoil(node.copy_of(1))
     elsewhere = run_of(node) / "elsewhere"
     before = elsewhere.read_bytes() if elsewhere.exists() else b""
+    opened = open_files()
     assert node.load(1).local_bytes == 0
+    assert open_files() == opened
     for step in (2, 3, 4, 5):
         node.save(step)
         report = node.load(step)
@@ -277,6 +281,22 @@ def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
     gc.collect()
     assert node.files == files
     assert open_files() == opened
+
+
+def test_a_copy_of_which_one_write_fails_is_given_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.rows = 12 * 1024  # more than one write
+    write, errors = os.pwrite, [OSError(errno.EIO, "once")]
+
+    def fail_once(*args: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", fail_once)
+    node.save(1)
+    assert (node.files, len(node.unused)) == ([], 1)
 
 
 def test_one_url_that_is_overwritten_has_two_states(node: Node) -> None:

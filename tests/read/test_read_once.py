@@ -689,6 +689,27 @@ def test_ranks_load_together_only_if_that_saves_more_than_three_percent(
     assert [share is not None for share in share_out(offers)] == [together, together]
 
 
+@pytest.mark.parametrize("other", [0, 1])
+@pytest.mark.parametrize("group", [None, group_digest([0])])
+def test_ranks_load_together_only_if_each_of_them_expects_the_others(
+    other: int, group: bytes | None
+) -> None:
+    needs = np.array([(0, 0, 100, 0, 100, 0, -1)], dtype=NEED)
+    offers = [
+        Offer(
+            "url",
+            "commit",
+            rank,
+            group if rank == other else group_digest([0, 1]),
+            needs,
+            memory_budget_bytes=128 * MIB,
+            request_size_bytes=8 * MIB,
+        )
+        for rank in (0, 1)
+    ]
+    assert share_out(offers) == [None, None]
+
+
 @pytest.mark.parametrize("how", ["slow", "own plan"])
 def test_ranks_do_not_fail_for_one_that_is_late_or_goes_its_own_way(
     sink: Sink, saved: str, how: str
