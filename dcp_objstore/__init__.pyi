@@ -22,6 +22,7 @@ from .local.settings import Local as Local
 from .read.api import load as load
 from .read.reader import ObjectStoreReader as ObjectStoreReader
 from .run.claim_run import claim_run as claim_run
+from .run.follow import follow as follow
 from .run.listing import list_checkpoints as list_checkpoints, steps as steps
 from .run.manager import CheckpointManager as CheckpointManager
 from .run.preemption import Preemption as Preemption
@@ -38,6 +39,7 @@ from .run.sweep import sweep as sweep
 from .run.upkeep import delete as delete, pin as pin, repair as repair, unpin as unpin
 from .state.per_rank import PerRank as PerRank
 from .state.random_state import RandomState as RandomState
+from .state.trainable import trainable as trainable
 from .write.api import save as save
 from .write.async_save import AsyncSaveHandle as AsyncSaveHandle, async_save as async_save
 from .write.writer import ObjectStoreWriter as ObjectStoreWriter

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from dcp_objstore.convert import safetensors
+from dcp_objstore.compat import safetensors
 from dcp_objstore.convert.torch_file import plan_file
 
 if TYPE_CHECKING:

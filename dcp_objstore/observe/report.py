@@ -102,6 +102,8 @@ class LoadReport:
         slow_ranges: number of ranges that took far longer than the others and were asked for again.
             They are not in `requests` and `retries`.
         commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
+        unverified: whether bytes were not compared with digests: another library wrote the
+            checkpoint, without any, or `verify` was off.
     """
 
     url: str
@@ -117,6 +119,7 @@ class LoadReport:
     slow_ranges: int = 0
     commit_id: str | None = None
     local_bytes: int = 0
+    unverified: bool = False
 
     @property
     def fetched_bytes(self) -> int:
@@ -172,6 +175,7 @@ def log_summary(event: AnyEvent) -> None:
         case Loaded():
             again = counted(event.slow_ranges, "slow range")
             text = f", {again} asked for again" if event.slow_ranges else ""
+            text += ", unverified" if event.unverified else ""
             verb, requests = "loaded", f"{event.requests} requests{text}"
         case _:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,11 +20,11 @@ from dcp_objstore.distributed.failures import (
 from dcp_objstore.distributed.groups import count_ranks, sync_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
 from dcp_objstore.distributed.ranks import current_rank
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError, StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
-from dcp_objstore.state.state_dict import ConvertedState
+from dcp_objstore.state.state_dict import ConvertedState, Place
 
 if TYPE_CHECKING:
     import os
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dcp_objstore.local.settings import LocalFolder
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.read.mismatch import OnDtype
+    from dcp_objstore.read.renaming import Rename
 
 _PARTLY = (
     "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"
@@ -53,6 +55,8 @@ def load(
     trust_pickle: bool = False,
     read_once: bool = True,
     strict: bool = True,
+    rename: Rename = (),
+    on_dtype: OnDtype = "warn",
     process_group: dist.ProcessGroup | None = None,
     local: LocalFolder = None,
 ) -> LoadReport:
@@ -63,16 +67,24 @@ def load(
     Modules, optimizers and Stateful objects are restored in place, tensors are filled, and plain
     values are replaced in `state`. The state may ask for less than the checkpoint has. If the
     checkpoint has a parameter but no optimizer state for it (it was frozen or never used), the
-    optimizer gets no state for that parameter, and a warning is logged.
+    optimizer gets no state for that parameter, and a warning is logged. A tensor whose key is
+    missing is filled by the one that it is tied to, if the checkpoint has that one.
 
     Args:
         state: the state to fill: a nested dict like the one passed to `save`. Its keys and shapes
             determine what is read.
-        url: URL of the checkpoint, the same on every rank.
+        url: URL of the checkpoint, the same on every rank: one of this library, stock torch or what
+            derives from it, a folder of safetensors as on the Hugging Face hub, or one such file.
         strict: raise if the state asks for a key that the checkpoint does not have. If False, such
             parameters, tensors and values stay as they are, their optimizer state is left out, and
             the report names them. Default True. Keys that only the checkpoint has (an optimizer,
             when only the weights are asked for) are never an error.
+        rename: pairs of a regular expression and its replacement, applied to each key of the
+            checkpoint in turn, as `re.sub` does; the state has the new keys. `[("^", "model.")]`
+            puts a prefix before each key. Default: the keys as they are.
+        on_dtype: what to do if a tensor of the state has another dtype than the stored one: "warn"
+            (default) converts it, and warns if the state's dtype cannot hold every value; "error"
+            refuses on all ranks before anything is read.
         process_group: the ranks that load together. Default: all ranks.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: taken from the environment.
@@ -97,8 +109,9 @@ def load(
         the checkpoint it did not ask for.
 
     Raises:
-        StateMismatchError: the state has keys or shapes that the checkpoint does not have. The
-            message lists the nearest names.
+        StateMismatchError: the state has keys or shapes that the checkpoint does not have (the
+            message lists the nearest names), or other dtypes and `on_dtype` is "error"; or `rename`
+            gives two keys the same name.
         UnsupportedError: a module or tensor of the state is on the meta device. Give it memory
             first (`to_empty`).
         DcpObjstoreError: the error of the lowest rank that failed. `ObjectStoreReader` lists the
@@ -121,6 +134,8 @@ def load(
             verify=verify,
             trust_pickle=trust_pickle,
             read_once=read_once,
+            rename=rename,
+            on_dtype=on_dtype,
             local=local,
         )
 
@@ -138,11 +153,29 @@ def load(
             assert reader is not None
             assert converted is not None
             reader._process_group = group
-            return _run_load(reader, converted, group, strict=strict)
+            return _run_load(reader, converted, group, strict=strict, on_dtype=on_dtype)
     except BaseException:
         if converted is not None:
             converted.undo()
         raise
+
+
+def _advice(left_out: Iterable[str], parts: Iterable[Place], asked: Iterable[str]) -> str:
+    """Return what to add to a mismatch with a checkpoint that has only a part of some modules.
+
+    Args:
+        left_out: names of these modules.
+        parts: place of each `trainable` in the state.
+        asked: keys of the state.
+    """
+    for name in left_out:
+        if not any(key.startswith(f"{name}.") for key in asked):
+            continue
+        text = f"\nof {name!r} the checkpoint has only what trained when it was saved; load it "
+        if tuple(name.split(".")) in parts:
+            return f"{text}into a model in which the same parameters train"
+        return f"{text}as dos.trainable(...), into a model that has the frozen weights"
+    return ""
 
 
 def _run_load(
@@ -151,10 +184,18 @@ def _run_load(
     group: dist.ProcessGroup | None,
     *,
     strict: bool,
+    on_dtype: OnDtype,
 ) -> LoadReport:
     """Run `dcp.load`, then restore the user's state; raise the same typed error on all ranks."""
     url = str(reader.checkpoint_id)
-    planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
+    planner = AgreeingLoadPlanner(
+        url,
+        converted.optimizers,
+        converted.per_rank,
+        converted.left_out,
+        strict=strict,
+        on_dtype=on_dtype,
+    )
     try:
         single_process_is_fine()
         with typed_failures(url, group):
@@ -168,9 +209,14 @@ def _run_load(
         _, failed = capture(lambda: converted.restore(planner.without_state, planner.unknown))
         raise_on_all(failed, url, group)
     except DcpObjstoreError as error:
-        if not planner.reading:
+        note = _PARTLY if planner.reading else ""
+        if isinstance(error, StateMismatchError):
+            # Before they are set up, the planner has no keys.
+            asked = getattr(planner, "state_dict", {})
+            note += _advice(reader._left_out(), converted.left_out, asked)
+        if not note:
             raise
-        raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
+        raise extended(error, note).with_traceback(error.__traceback__) from error.__cause__
     if strict:
         # One that had not stepped at all when it was saved has lost nothing.
         lacking = [name for at, name in sorted(planner.without_state) if at in planner.stepped]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
     from typing_extensions import Buffer
 
-    from dcp_objstore.read.stored_checkpoint import ItemLocation
+    from dcp_objstore.read.items import ItemLocation
     from dcp_objstore.transfer.progress import Progress
 
 

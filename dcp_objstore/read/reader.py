@@ -37,12 +37,19 @@ from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.item_read import Destination
+from dcp_objstore.read.mismatch import OnDtype
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
 from dcp_objstore.read.plan import PlannedLoad, plan_load
+from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.session import report_loaded, run_load
-from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
+from dcp_objstore.read.stored_checkpoint import (
+    StoredCheckpoint,
+    name_next,
+    open_stored_checkpoint,
+)
 from dcp_objstore.read.tensor_read import is_value
+from dcp_objstore.state.trainable import LeftOut, left_out_of
 from dcp_objstore.stores.urls import is_supported_url
 
 if TYPE_CHECKING:
@@ -95,7 +102,8 @@ class ObjectStoreReader(StorageReader):
 
     It reads checkpoints that `ObjectStoreWriter` committed, and those of stock torch's
     `FileSystemWriter` and `FsspecWriter`, s3torchconnector, Megatron-Core and
-    multi-storage-client. Those carry no digests, so their bytes cannot be verified.
+    multi-storage-client. It also reads safetensors: a folder as on the Hugging Face hub, or the URL
+    of one file. Those carry no digests, so their bytes cannot be verified.
 
     Args:
         url: URL of the checkpoint, such as `s3://bucket/run/step-1000`. May be left out if
@@ -132,6 +140,13 @@ class ObjectStoreReader(StorageReader):
             ranks of the default group, if these are the ones that load; each then opens the
             checkpoint itself. Bytes then pass in a separate gloo group, and also if the given group
             has no CPU backend.
+        rename: pairs of a regular expression and its replacement, applied to each key of the
+            checkpoint in turn, as `re.sub` does. The state asks for the new keys:
+            `[("^", "model.")]` loads the weights of a model into `{"model": model}`. Default: the
+            keys as they are.
+        on_dtype: what to do if a tensor of the state has another dtype than the stored one: "warn"
+            (default) converts, and warns if the state's dtype cannot hold every value; "error"
+            refuses before anything is read.
         local: a folder of this node, as a path or `dos.Local`, in which saves with the same setting
             have left copies. They are read first, and what is damaged or missing comes from the
             store. With `read_once` a rank also reads what only ranks of other nodes need. Not used
@@ -152,7 +167,8 @@ class ObjectStoreReader(StorageReader):
         CheckpointGoneError: the checkpoint was deleted or replaced during the load.
         UntrustedPickleError: a value needs `torch.serialization.add_safe_globals`, or
             `trust_pickle=True`.
-        StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
+        StateMismatchError: the state asks for keys or shapes that the checkpoint does not have, or
+            for other dtypes and `on_dtype` is "error"; or `rename` gives two keys the same name.
         UnsupportedError: a newer version wrote the checkpoint, or it holds something that cannot
             be loaded.
         StoreUnavailableError: the store did not answer, after all retries.
@@ -180,6 +196,8 @@ class ObjectStoreReader(StorageReader):
         verify: bool = True,
         trust_pickle: bool = False,
         read_once: bool = True,
+        rename: Rename = (),
+        on_dtype: OnDtype = "warn",
         process_group: dist.ProcessGroup | None = None,
         local: LocalFolder = None,
     ) -> None:
@@ -187,12 +205,17 @@ class ObjectStoreReader(StorageReader):
         super().__init__()
         if not isinstance(verify, bool):
             raise ConfigError(f"verify must be True or False, got {verify!r}")
+        if on_dtype not in ("warn", "error"):
+            raise ConfigError(f"on_dtype must be 'warn' or 'error', got {on_dtype!r}")
+        renamed((), rename)  # refuses wrong rules
         self._target = Target(url, storage_options, config)
         self._progress = progress
         self._event_settings = EventSettings(on_event, trace)
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._read_once = read_once
+        self._rename = rename
+        self._on_dtype: OnDtype = on_dtype
         self._process_group = process_group
         self._local = local_of(local)
         self._of_thread = threading.local()
@@ -218,6 +241,12 @@ class ObjectStoreReader(StorageReader):
     def checkpoint_id(self) -> str | None:
         """The URL of the checkpoint that the next load reads."""
         return self._target.url
+
+    def _left_out(self) -> Mapping[str, LeftOut]:
+        """Return what the save of this thread's checkpoint has left out of its modules."""
+        load: _Load | None = getattr(self._of_thread, "load", None)
+        marker = None if load is None or load.checkpoint is None else load.checkpoint.marker
+        return {} if marker is None else left_out_of(marker.user_metadata)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -257,7 +286,9 @@ class ObjectStoreReader(StorageReader):
 
     def _open(self, load: _Load) -> StoredCheckpoint:
         def open_here() -> StoredCheckpoint:
-            return open_stored_checkpoint(load.spec, load_id=str(uuid.uuid4()), verify=self._verify)
+            return open_stored_checkpoint(
+                load.spec, str(uuid.uuid4()), verify=self._verify, rename=self._rename
+            )
 
         load.together = self._read_once and current_rank() is not None
         if not load.together or self._process_group is None:
@@ -406,16 +437,22 @@ class ObjectStoreReader(StorageReader):
                 else planner.resolve_tensor(item).detach()
                 for item in plan.items
             ]
-            report = run_load(
-                load.spec.open(),
-                planned,
-                destinations,
-                config,
-                trust_pickle=self._trust_pickle,
-                channel=load.channel,
-                exchange=exchange,
-                copies=load.copies,
-            )
+            try:
+                report = run_load(
+                    load.checkpoint.open_store(load.spec),
+                    planned,
+                    destinations,
+                    config,
+                    trust_pickle=self._trust_pickle,
+                    channel=load.channel,
+                    exchange=exchange,
+                    copies=load.copies,
+                    on_dtype=self._on_dtype,
+                )
+            except CheckpointGoneError as error:
+                if not load.rank:  # the error of the lowest rank is raised on all
+                    name_next(error, load.spec)
+                raise
         for item, destination in zip(plan.items, destinations, strict=True):
             if isinstance(destination, torch.Tensor):
                 planner.commit_tensor(item, destination)

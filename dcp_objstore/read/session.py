@@ -22,6 +22,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
 from dcp_objstore.read.item_read import CompletionQueue, Destination, ItemRead
+from dcp_objstore.read.mismatch import OnDtype, refuse_other_dtypes
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import (
     Block,
@@ -67,6 +68,7 @@ def run_load(
     channel: Channel,
     exchange: Exchange | None = None,
     copies: LoadCopies | None = None,
+    on_dtype: OnDtype = "warn",
 ) -> LoadReport:
     """Read every item of a plan into its destination.
 
@@ -78,12 +80,14 @@ def run_load(
         trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
         exchange: the part of the load that the ranks do together; None if this rank loads alone.
         copies: the copies on this node, which are read first. Blocks must have digests.
+        on_dtype: what to do if a destination has another dtype than the stored tensor.
 
     Raises:
         CheckpointCorruptError: objects are missing or differ from what was saved.
         CheckpointGoneError: the checkpoint was deleted or replaced during the load.
         UntrustedPickleError: a value needs `trust_pickle` or a declared safe global.
-        StateMismatchError: a destination does not fit what is stored.
+        StateMismatchError: a destination does not fit what is stored; it has another dtype and
+            `on_dtype` is "error".
         UnsupportedError: a destination cannot be written in place.
         DcpObjstoreError: any error of the store.
     """
@@ -92,6 +96,8 @@ def run_load(
     local = None if copies is None else copies.before(store)
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
+    if on_dtype == "error":
+        _refuse_other_dtypes(planned, destinations)
     copied = _bind(planned, destinations, completed)
     devices = {tensor.device for tensor in destinations if isinstance(tensor, torch.Tensor)}
     alone = planned.spans if exchange is None else exchange.alone()
@@ -170,7 +176,7 @@ def run_load(
     if copies is not None:
         copies.keep()
     return LoadReport(
-        url=store.url,
+        url=channel.url,
         total_bytes=total_bytes,
         needed_bytes=sum(read.needed_bytes for read in planned.reads),
         received_bytes=0 if exchange is None else exchange.received_bytes,
@@ -181,6 +187,7 @@ def run_load(
         slow_ranges=channel.slow_ranges,
         commit_id=planned.checkpoint.commit_id,
         local_bytes=0 if local is None else local.local_bytes,
+        unverified=any(span.tag.digest is None for span in planned.spans),
     )
 
 
@@ -198,6 +205,7 @@ def report_loaded(channel: Channel, report: LoadReport) -> None:
         slow_ranges=report.slow_ranges,
         commit_id=report.commit_id,
         local_bytes=report.local_bytes,
+        unverified=report.unverified,
     )
 
 
@@ -213,6 +221,19 @@ def _request_size(
     total_bytes = sum(span.end - span.start for span in spans)
     is_near = config.download_concurrency != "auto" or limiter_of(store).window.is_near
     return grown_request_size(total_bytes, config.request_size_bytes, is_near=is_near)
+
+
+def _refuse_other_dtypes(planned: PlannedLoad, destinations: Sequence[Destination]) -> None:
+    """Raise a StateMismatchError if destinations have other dtypes than what is stored."""
+    dtypes = {
+        read.item.dest_index.fqn: destination.dtype
+        for read, destination in zip(planned.reads, destinations, strict=True)
+        if isinstance(destination, torch.Tensor)
+    }
+    saved = {key: planned.checkpoint.items.tensor(key) for key in dtypes}
+    refuse_other_dtypes(
+        (key, tensor.dtype, dtypes[key]) for key, tensor in saved.items() if tensor is not None
+    )
 
 
 def _bind(

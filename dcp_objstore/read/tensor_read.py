@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.read.item_read import ItemRead
-    from dcp_objstore.read.stored_checkpoint import ItemLocation, StoredCheckpoint
+    from dcp_objstore.read.items import ItemLocation
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.state.device import Inbound
     from dcp_objstore.state.geometry import Copy
     from dcp_objstore.transfer.upload import ByteArray
@@ -225,15 +226,18 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     """Return the blocks that the reads need; a block that several reads need appears once.
 
     Args:
-        verify: whether to attach digests to the blocks. Implies `whole_blocks`.
-        whole_blocks: whether to return whole digest blocks, which other ranks may need as well.
-            Otherwise only the runs of needed bytes are returned, with gaps too small to be worth a
-            request.
+        verify: return whole blocks, with their digests, of items that have digests.
+        whole_blocks: return whole blocks also where a read needs separate runs of bytes, so that
+            what other ranks need of them is in the same blocks. (A single run is what the others
+            need, too, or nothing of it is.) Otherwise return only the runs of needed bytes, with
+            gaps too small to be worth a request.
     """
     spans: dict[tuple[int, int, int], Span[Block]] = {}
     for read in reads:
         location = read.location
-        for start, end, number in _pieces(read, whole_blocks=verify or whole_blocks):
+        is_verified = verify and location.digests is not None
+        is_cut = whole_blocks and read.selection is not None and len(read.selection.shape) > 1
+        for start, end, number in _pieces(read, whole_blocks=is_verified or is_cut):
             place = (
                 location.object_number,
                 location.payload_offset + start,
@@ -242,7 +246,8 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
             span = spans.get(place)
             if span is None:
                 digest = None
-                if verify and location.digests is not None:
+                if is_verified:
+                    assert location.digests is not None
                     at = number * DIGEST_SIZE_BYTES
                     digest = location.digests[at : at + DIGEST_SIZE_BYTES]
                 block = Block(read.item.dest_index.fqn, start, digest)

@@ -105,6 +105,8 @@ class Retainer:
         # Whether this job pinned or unpinned steps, kept until the steps are listed.
         self._pinned: dict[int, bool] = {}
         self._held: list[int] = []
+        # The steps that others had pinned when they were to be deleted.
+        self._refused: set[int] = set()
         self.resumed: int | None = None
         self.claim: RunClaim | None = None
 
@@ -165,7 +167,10 @@ class Retainer:
             if step in self._known:
                 self._known[step] = replace(self._known[step], pinned=pinned)
         in_use = {newest.step, self.resumed, *self._held}
-        for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
+        plan = plan_deletions(self._known.values(), self._policy, in_use=in_use)
+        # A pin may be gone by now, as those of `follow` are; what is still pinned must not keep
+        # others from their turn.
+        for step in sorted(plan, key=self._refused.__contains__)[:_AT_A_TIME]:
             self._delete(step)
 
     def sweep(self) -> None:
@@ -210,7 +215,7 @@ class Retainer:
         except CheckpointNotFoundError:
             pass  # it was deleted already
         except CheckpointPinnedError:
-            self._pinned[step] = True
+            self._refused.add(step)
             return
         del self._known[step]
         logger.info("deleted %s, which no retention policy keeps", url)

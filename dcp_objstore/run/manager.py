@@ -106,13 +106,14 @@ class CheckpointManager:
                 run.step(step, state)
                 if run.preempted():
                     break
+            else:
+                run.finish()  # tells those who follow the run that no more steps come
 
     Every rank makes one with the same arguments, and calls its methods in the same order with the
     same steps. Collectives, which all ranks must call: `load`, `save`, `async_save`, `export`,
-    `async_export`, `latest`, `steps`, `pin`, `unpin`, `close`, entering the block and leaving it
-    without an error. All ranks
-    must also call `step`, at each step boundary; between saves it does not communicate. `preempted`
-    is local.
+    `async_export`, `latest`, `steps`, `pin`, `unpin`, `close`, `finish`, entering the block and
+    leaving it without an error. All ranks must also call `step`, at each step boundary; between
+    saves it does not communicate. `preempted` is local.
 
     Leaving the block saves the last step, if `step` did not, waits for the save and the export that
     are under way, and raises their errors. So do not change the state after that step, or pass
@@ -304,6 +305,26 @@ class CheckpointManager:
         finally:
             self._end()
         self._preemption.raise_held()
+
+    def finish(self) -> None:
+        """Close the manager, and note in the run that it is finished: `follow` ends. A collective.
+
+        Call it when the last step of the training is done, not when this job must end and another
+        one goes on. A job that claims the run later takes the note back.
+
+        Raises:
+            ConfigError: the manager does not claim the run, or was closed.
+            SupersededError: another job has claimed the run.
+            DcpObjstoreError: `close` would raise it, or the store refused or failed. Then the run
+                is not finished.
+        """
+        if not self._claims_run:
+            raise ConfigError("with claim_run=False, no run can be finished", url=self._url)
+        self._own_run()
+        self.close()
+        claim = self.claim
+        assert claim is not None  # of `_own_run`, or of going back in the last save
+        on_first(lambda: run_claim.finish(self._run, claim), self._url, self._group)
 
     def _save_last(self) -> None:
         """Save the last step, unless it was saved or the settings forbid it."""

@@ -25,6 +25,7 @@ STATUSES = {"diff": 1}  # the steps differ
 WITHOUT_TENSORS = (
     "ls {run}",
     "ls --all {run}",
+    "follow --until 2 {run}",
     "inspect {run}/step-1",
     "inspect {run}/step-1 model.* --json",
     "diff {run}/step-1 {run}/step-2 --keys model.*",

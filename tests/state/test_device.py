@@ -35,7 +35,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
 )
 from dcp_objstore.read import session
-from dcp_objstore.read.stored_checkpoint import ItemLocation
+from dcp_objstore.read.items import ItemLocation
 from dcp_objstore.read.tensor_read import TensorRead
 from dcp_objstore.state import device, tensor_frame
 from dcp_objstore.state.device import (
