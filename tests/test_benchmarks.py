@@ -175,6 +175,14 @@ def test_steps_that_follow_one_another_are_compared(command: list[str], steps: s
     assert all(one["gib_per_second"] > 0 for one in result["steps"].values())
 
 
+@pytest.mark.campaign  # ten ranks import torch
+def test_the_export_benchmark_compares_one_rank_with_several() -> None:
+    small = ["--gib", "0.03", "--rounds", "1", "--ranks", "2", "--json"]
+    rows = json.loads(printed_by_benchmark("export", *small))["rows"]
+    assert [row.partition(",")[0] for row in rows] == ["1 ranks", "2 ranks"] * 2
+    assert all(row["speed"] > 0 for row in rows.values())
+
+
 @pytest.mark.campaign  # four processes import torch
 def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
     scale = ["--ranks", "64", "--tensors", "80", "--rounds", "1"]
