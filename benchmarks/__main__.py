@@ -13,6 +13,7 @@
     python -m benchmarks link save --gib 0.25       eight processes share a link of 0.25 GiB/s
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
     python -m benchmarks restart                    a job that reads copies on its node
+    python -m benchmarks weights --gib 2            a job fills a model with Hugging Face weights
     python -m benchmarks stage                      how long async_save holds training up
     python -m benchmarks gpu --gib 20               CUDA tensors, and pinned copies
     python -m benchmarks convert --target seaweedfs    exports, imports and copies
@@ -101,6 +102,18 @@ def _add_compared(command: argparse.ArgumentParser, peers: list[str], **conditio
     )
     _add_settings(command)
     Conditions.add_options(command, **conditions)
+
+
+def _add_weights(command: argparse.ArgumentParser) -> None:
+    _add_target(command, "seaweedfs")
+    command.add_argument("--rounds", type=_positive, default=3)
+    command.add_argument("--ranks", type=_positive, default=8)
+    # The names in `weights.PEERS`, which needs torch.
+    peers = ["dcp_objstore", "own checkpoint", "HuggingFaceStorageReader", "load_file"]
+    peers += ["runai-model-streamer"]
+    command.add_argument("--peers", nargs="+", choices=peers, default=peers, metavar="PEER")
+    _add_settings(command)
+    Conditions.add_options(command, latency_ms=30.0, rate_mib_per_connection=60.0)
 
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
@@ -196,6 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--rounds", type=_positive, default=5)
     command.add_argument("--ranks", type=_positive, default=8, help="of the job")
     _add_settings(command)
+    _add_weights(commands.add_parser("weights", help="Hugging Face weights into a job's model"))
     command = commands.add_parser("stage", help="copies of a state by several stagers")
     command.add_argument("--rounds", type=_positive, default=3)
     _add_settings(command)

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,6 +30,9 @@ from benchmarks.resume_state import (
 )
 from benchmarks.settings import MIB, Settings
 from benchmarks.targets import Place
+
+if TYPE_CHECKING:
+    from dcp_objstore.reports import LoadReport
 
 _WARM_UP_BYTES = MIB
 
@@ -60,8 +63,8 @@ def run(rank: int, world_size: int, job: RankJob) -> dict[str, Any]:  # noqa: AR
     warnings.simplefilter("ignore")
     warm_up = dataclasses.replace(job.settings, gib=_WARM_UP_BYTES / 2**30, tensors=2)
     states = {
-        "warm-up": _Filled(make_state(warm_up, job.layout), job),
-        "measured": _Filled(make_state(job.settings, job.layout), job),
+        "warm-up": Filled(make_state(warm_up, job.layout), job.action),
+        "measured": Filled(make_state(job.settings, job.layout), job.action),
     }
     peers: dict[str, DcpPeer] = {name: RESUME_PEERS[name].load_dcp() for name in job.peers}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
@@ -86,13 +89,13 @@ def run(rank: int, world_size: int, job: RankJob) -> dict[str, Any]:  # noqa: AR
     return {"measured": measured, "problems": problems, **size}
 
 
-class _Filled:
+class Filled:
     """A state, full of what is to be saved, or with the digests of what is to be loaded."""
 
-    def __init__(self, state: State, job: RankJob) -> None:
+    def __init__(self, state: State, action: str) -> None:
         self.state = state
         self.digests: list[bytes] = []
-        if job.action == "save":
+        if action == "save":
             fill(state)
         else:
             self.digests = expected_digests(state)
@@ -108,28 +111,39 @@ class PeerFailedError(Exception):
     """A rank failed; raised on all of them, with its error as text."""
 
 
-def _save(peer: DcpPeer, filled: _Filled, place: Place, settings: Settings) -> None:
-    error = _error(lambda: save(dict(filled.state), storage_writer=peer.writer(place, settings)))
-    _gather({"error": error})
+def _save(peer: DcpPeer, filled: Filled, place: Place, settings: Settings) -> None:
+    error = error_of(lambda: save(dict(filled.state), storage_writer=peer.writer(place, settings)))
+    gather({"error": error})
 
 
-def _load(peer: DcpPeer, filled: _Filled, place: Place, settings: Settings) -> dict[str, Any]:
-    """Load once; what it cost all ranks together."""
+def _load(peer: DcpPeer, filled: Filled, place: Place, settings: Settings) -> dict[str, Any]:
+    def act() -> LoadReport | None:
+        reader = peer.reader(place, settings)
+        load(dict(filled.state), storage_reader=reader)
+        return getattr(reader, "last_load", None)
+
+    return measure_load(act, filled, place)
+
+
+def measure_load(
+    act: Callable[[], LoadReport | None], filled: Filled, place: Place
+) -> dict[str, Any]:
+    """Load once on all ranks; what it cost them together.
+
+    Args:
+        act: the load; it returns a report of ours, if there is one.
+        filled: the state that it fills.
+        place: what it loads from.
+    """
     state = filled.state
     blank(state)
     if place.counted and dist.get_rank() == 0:
         place.stats(reset=True)
-    reports = []
-
-    def act() -> None:
-        reader = peer.reader(place, settings)
-        load(dict(state), storage_reader=reader)
-        reports.append(getattr(reader, "last_load", None))
-
+    reports: list[LoadReport | None] = []
     before_mib = reset_peak_mib()
     dist.barrier()
     cpu, start = cpu_seconds(), time.perf_counter()
-    error = _error(act)
+    error = error_of(lambda: reports.append(act()))
     cpu = cpu_seconds() - cpu
     dist.barrier()
     seconds = time.perf_counter() - start
@@ -141,9 +155,9 @@ def _load(peer: DcpPeer, filled: _Filled, place: Place, settings: Settings) -> d
         "extra_mib": None if peak_mib is None or before_mib is None else peak_mib - before_mib,
         "fetched_bytes": None if report is None else report.total_bytes,
         "requests": None if report is None else report.requests,
-        "error": error or _error(filled.check),
+        "error": error or error_of(filled.check),
     }
-    ranks = _gather(own)
+    ranks = gather(own)
     total = {name: _sum(ranks, name) for name in own if name not in ("extra_mib", "error")}
     if place.counted:
         stats = place.stats()
@@ -153,7 +167,7 @@ def _load(peer: DcpPeer, filled: _Filled, place: Place, settings: Settings) -> d
     return {**total, "seconds": seconds, "extra_mib": max(extra, default=None)}
 
 
-def _error(act: Callable[[], object]) -> str | None:
+def error_of(act: Callable[[], object]) -> str | None:
     """What `act` raised, as text: the other ranks must hear of it where they all meet."""
     try:
         act()
@@ -162,7 +176,7 @@ def _error(act: Callable[[], object]) -> str | None:
     return None
 
 
-def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
     """What every rank has, if none has an `error`.
 
     Raises:

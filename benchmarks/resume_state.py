@@ -68,8 +68,17 @@ class _Block(nn.Module):
 
 
 def _fsdp2_state(gib: float) -> State:
-    # A block has 12 weights for each square of its width; each has two moments of AdamW as well.
-    width = math.sqrt(gib * GIB / 4 / 3 / 12 / _BLOCKS)
+    # Each weight has two moments of AdamW as well.
+    model = make_model(gib / 3)
+    # It makes the optimizer's state, by a step that changes nothing.
+    weights, optimizer = get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    return {"model": weights, "optimizer": optimizer}
+
+
+def make_model(gib: float) -> nn.Module:
+    """Return a transformer under `fully_shard`, as near to this size as whole widths come."""
+    # A block has 12 weights for each square of its width.
+    width = math.sqrt(gib * GIB / 4 / 12 / _BLOCKS)
     width = max(1, round(width / _WIDTH_STEP)) * _WIDTH_STEP
     with torch.device("meta"):
         model = nn.Sequential(*(_Block(width) for _ in range(_BLOCKS)), nn.LayerNorm(width))
@@ -77,10 +86,7 @@ def _fsdp2_state(gib: float) -> State:
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.to_empty(device="cpu")
-    # It makes the optimizer's state, by a step that changes nothing.
-    weights, optimizer = get_state_dict(model, torch.optim.AdamW(model.parameters()))
-    return {"model": weights, "optimizer": optimizer}
+    return model.to_empty(device="cpu")
 
 
 def tensors_of(state: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -153,7 +153,8 @@ class Connection:
         method, target, _ = first.split(" ", 2)
         pairs = (line.partition(":") for line in lines)
         headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        path, _, query = target.partition("?")
+        # Any server has to take a whole URL, too; the AWS SDK for C++ sends one.
+        path, _, query = re.sub("^https?://[^/]*", "", target).partition("?")
         bucket, _, key = unquote(path).lstrip("/").partition("/")
         fields = parse_qs(query, keep_blank_values=True)
         return _Request(method, bucket, key, {k: v[0] for k, v in fields.items()}, headers)

@@ -1,4 +1,4 @@
-"""`contextmanager`: that of contextlib, without a reference cycle for each error.
+"""Errors that hold no memory: `contextmanager` without a reference cycle, and `led_to`.
 
 An error that is thrown into a generator keeps the generator's frame in its traceback. From Python
 3.12 on that frame leads to the one that threw it, which holds the error. If the generator turns the
@@ -10,12 +10,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def led_to(
+    error: BaseException,
+    *,
+    handled: int | None = None,
+    more: Callable[[BaseException], Iterable[object]] = lambda _: (),
+) -> Iterator[BaseException]:
+    """Yield an error and what it was raised for, each once. Causes and contexts may form a circle.
+
+    Args:
+        error: the error to begin with.
+        handled: the id of an error that is left out, with what led to it: one that the caller was
+            handling. (Its id: a block that lasts would keep the error itself.)
+        more: a function that returns what else may have led to an error; only errors count.
+    """
+    seen = {handled}
+    waiting: list[object] = [error]
+    while waiting:
+        cause = waiting.pop()
+        if isinstance(cause, BaseException) and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            waiting += [cause.__cause__, cause.__context__, *more(cause)]
 
 
 class _Manager(Generic[T]):

@@ -59,6 +59,8 @@ class DcpObjstoreError(Exception):
         url: the URL of the store or checkpoint, without credentials, or None.
     """
 
+    _doctor_helps = False
+
     def __init__(
         self,
         message: str,
@@ -80,17 +82,21 @@ class DcpObjstoreError(Exception):
         Nothing in it acts on a terminal: see `printable`.
         """
         message = printable(self.message, keep="\n\t")
+        url = None if self.url is None else f"'{self.url}'"  # spaces at its end count, too
         where = [
             f"{label} {printable(str(value))}"
             for label, value in (
                 ("rank", self.rank),
                 ("key", self.key),
                 ("object", self.object_key),
-                ("url", self.url),
+                ("url", url),
             )
             if value is not None
         ]
-        return f"{message} [{', '.join(where)}]" if where else message
+        text = f"{message} [{', '.join(where)}]" if where else message
+        if self._doctor_helps and url is not None:
+            text += f" (dcp-objstore doctor {printable(url)} finds out more)"
+        return text
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from positional plain values; `__cause__` does not survive pickling anyway."""
@@ -117,6 +123,8 @@ class RetryableError(DcpObjstoreError):
 
 class StoreUnavailableError(RetryableError):
     """The store answered 5xx or 429, refused the connection or timed out, after all retries."""
+
+    _doctor_helps = True
 
 
 class TransferStalledError(RetryableError):
@@ -157,13 +165,19 @@ class ForkedProcessError(InputError):
 class CredentialsError(InputError):
     """There are no credentials, or they are wrong or expired."""
 
+    _doctor_helps = True
+
 
 class PermissionDeniedError(InputError):
     """The credentials are known but do not allow this."""
 
+    _doctor_helps = True
+
 
 class BucketNotFoundError(InputError):
     """The bucket does not exist."""
+
+    _doctor_helps = True
 
 
 class ObjectNotFoundError(InputError):

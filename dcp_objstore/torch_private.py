@@ -75,8 +75,9 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Change how long collectives of an existing group wait. torch 2.9 to 2.15."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    """Change how long collectives of an existing group wait. Public from torch 2.15 on."""
+    name = "set_timeout" if hasattr(dist.distributed_c10d, "set_timeout") else "_set_pg_timeout"
+    getattr(dist.distributed_c10d, name)(timeout, group)
 
 
 def unbind_default_group() -> None:
@@ -106,6 +107,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def untyped_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> torch.UntypedStorage:
     """Return the storage without a dtype; the public `untyped()` warns. torch 2.9 to 2.15."""
     return storage if isinstance(storage, torch.UntypedStorage) else storage._untyped_storage
+
+
+def storage_number(tensor: torch.Tensor) -> int:
+    """Return what tells storages apart, also empty ones, while they live. torch 2.9 to 2.15."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def local_tensor(value: DTensor) -> torch.Tensor:

@@ -116,6 +116,15 @@ def test_chunked_bodies_with_trailing_checksums_are_stored_without_their_framing
     assert _store(keeping, "chunked").get("o", max_size_bytes=100)[0] == b"hello world"
 
 
+def test_a_request_may_name_the_whole_url(keeping: Sink) -> None:
+    """As the AWS SDK for C++ does."""
+    _store(keeping, "named").put("o", b"body")
+    connection = http.client.HTTPConnection(keeping.endpoint_url.removeprefix("http://"))
+    connection.request("GET", f"{keeping.endpoint_url}/bench/named/o")
+    assert connection.getresponse().read() == b"body"
+    connection.close()
+
+
 def test_the_sink_ends_with_its_process() -> None:
     code = "from benchmarks.sink import Sink; import os; sink = Sink(); os._exit(3)"
     # The sink holds the pipe of standard error too: this returns only once both have ended.
@@ -138,6 +147,15 @@ def test_the_load_benchmark_checks_what_it_loads() -> None:
     table = printed_by_benchmark("load", *sizes)
     assert "requests/GiB" in table
     assert "raw obstore loop" in table
+
+
+@pytest.mark.campaign
+def test_the_weights_benchmark_loads_the_same_with_each_reader() -> None:
+    peers = ["--peers", "dcp_objstore", "own checkpoint", "HuggingFaceStorageReader", "load_file"]
+    table = printed_by_benchmark(
+        "weights", "--gib", "0.03", "--ranks", "2", "--rounds", "1", *peers
+    )
+    assert all(peer in table for peer in peers[1:])
 
 
 @pytest.mark.campaign  # 8 or 9 processes import torch
@@ -165,11 +183,13 @@ def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
     assert sizes[-1]["decode_seconds"] < sizes[-1]["unpickle_seconds"]
 
 
+@pytest.mark.campaign
 def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu() -> None:
     table = printed_by_benchmark("gpu", "--gib", "0.25", "--rounds", "1", "--tensors", "4")
     assert ("to floor" if torch.cuda.is_available() else "no GPU here") in table
 
 
+@pytest.mark.campaign
 def test_an_environment_of_a_peer_sees_this_one_and_what_it_has_itself_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

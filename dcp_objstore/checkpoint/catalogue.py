@@ -125,21 +125,21 @@ class Entry:
         name: its name below the URL that was listed.
         store: the store, rooted at the checkpoint.
         objects: the objects that the listing showed there.
-        found: its marker, in any state, and the object's metadata; None without a readable marker.
+        stored: its marker, in any state, and the object's metadata; None without a readable marker.
         error: why the marker cannot be read, or None.
     """
 
     name: str
     store: ObjectStore
     objects: Objects = field(default_factory=dict)
-    found: Stored[Marker] | None = None
+    stored: Stored[Marker] | None = None
     error: CheckpointCorruptError | UnsupportedError | None = None
 
     @property
     def marker(self) -> Marker:
         """The marker without its version."""
-        assert self.found is not None
-        return self.found.record
+        assert self.stored is not None
+        return self.stored.record
 
     @property
     def committed_at(self) -> CommitTime:
@@ -229,7 +229,7 @@ def read_steps(
             raise entry.error
         if entry.error is not None and not with_damaged:
             logger.warning("a step is left out because its marker cannot be read: %s", entry.error)
-        elif entry.error is not None or entry.found is not None:
+        elif entry.error is not None or entry.stored is not None:
             yield entry
 
 

@@ -259,9 +259,10 @@ def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
     """Rewrite the markers of these steps; return False if another job changed one meanwhile."""
 
     def adopt(step: Entry) -> bool:
-        assert step.found is not None
+        assert step.stored is not None
         what = f"adopting the step as of claim {number}"
-        return rewrite_marker(step.store, step.found, what, clock.tries(), claim=number) is not None
+        rewritten = rewrite_marker(step.store, step.stored, what, clock.tries(), claim=number)
+        return rewritten is not None
 
     return all(list(in_waves(adopt, [step for step in steps if step.marker.claim < number])))
 

@@ -167,7 +167,7 @@ def begin(
     """
     beacon = beacon_key(nonce or new_nonce())
     try:
-        *_, seen = workers.at_once(check, partial(_light, store, beacon), partial(look, store))
+        *_, seen = workers.concurrently(check, partial(_light, store, beacon), partial(look, store))
         tries = clock.tries()
         token = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):
@@ -324,7 +324,7 @@ def commit(
     ours = marker.commit_id
     encode_marker(marker)  # raises before any request if the marker cannot be encoded
     try:
-        workers.at_once(
+        workers.concurrently(
             partial(check_objects, store, objects), partial(store.put, index_key(nonce), index)
         )
     except CheckpointCorruptError:

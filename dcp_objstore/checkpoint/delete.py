@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
 from dcp_objstore.checkpoint.commit import (
     finish_deleting,
@@ -26,7 +25,7 @@ from dcp_objstore.checkpoint.commit import (
 )
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import is_ours
-from dcp_objstore.checkpoint.read import Stored, not_committed, read_index, read_marker
+from dcp_objstore.checkpoint.read import Stored, named_keys, not_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
@@ -144,11 +143,9 @@ def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
     A key that does not have our form is left out, because this package never wrote it.
     """
     try:
-        index = ix.decode(read_index(store, marker))
+        named = named_keys(store, marker)
     except (CheckpointCorruptError, CheckpointGoneError, UnsupportedError):
         return None
-    assert marker.index is not None
-    named = [*(entry.key for entry in index.objects), marker.index.key]
     return tuple(key for key in dict.fromkeys(named) if is_ours(key))
 
 

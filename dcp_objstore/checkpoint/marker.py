@@ -20,13 +20,16 @@ import re
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from dcp_objstore.checkpoint.names import check_object_key
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.index import Index
 
 T = TypeVar("T")
 
@@ -67,6 +70,16 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     blobs: _Count = 0
     objects: _Count = 0
     total_bytes: _Count = 0
+
+    @classmethod
+    def of(cls, index: Index) -> Counts:
+        """Sum up an index."""
+        return cls(
+            tensors=len(index.tensors),
+            blobs=len(index.blobs),
+            objects=len(index.objects),
+            total_bytes=sum(entry.size_bytes for entry in index.objects),
+        )
 
 
 class Marker(msgspec.Struct, frozen=True, kw_only=True):

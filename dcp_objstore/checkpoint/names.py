@@ -103,8 +103,9 @@ def is_ours(key: str) -> bool:
 
 
 def is_upload_key(key: str) -> bool:
-    """Return whether an unfinished upload to a key is that of a save; a sweep aborts it."""
-    return is_ours(key) or key in (MARKER_KEY, DOT_METADATA_KEY)
+    """Return whether this package makes uploads to a key; a sweep aborts unfinished ones."""
+    single = key in (MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY)
+    return single or is_ours(key) or is_beacon_key(key) or is_probe_key(key)
 
 
 def is_beacon_key(key: str) -> bool:

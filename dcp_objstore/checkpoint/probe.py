@@ -29,7 +29,7 @@ from dcp_objstore.stores.protocol import (
     Precondition,
 )
 from dcp_objstore.stores.retries import Tries
-from dcp_objstore.transfer.workers import DaemonPool
+from dcp_objstore.transfer.workers import concurrently
 
 logger = logging.getLogger("dcp_objstore")
 _RACERS = 4
@@ -241,11 +241,8 @@ def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
         except StoreUnavailableError:
             return False  # a writer would not count this as a win
 
-    # Not an executor of concurrent.futures: those refuse work while the interpreter shuts down,
-    # which is when it waits for the last background save.
-    with DaemonPool(_RACERS, "probe") as pool:
-        racers = [pool.submit(race, number) for number in range(_RACERS)]
-        return sum(racer.result() for racer in racers) <= 1
+    winners: list[bool] = concurrently(*(partial(race, number) for number in range(_RACERS)))
+    return sum(winners) <= 1
 
 
 def _holds(store: ObjectStore, key: str, data: bytes, precondition: Precondition) -> bool:

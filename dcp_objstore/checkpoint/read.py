@@ -11,7 +11,7 @@ The rule of `commit` that this module implements:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LOOK_AROUND_LIMIT = 1000  # keys listed to explain an absence: one page on S3
+_LOOK_AROUND_LIMIT = 1000  # one page on S3
 
 
 class Stored(NamedTuple, Generic[T]):
@@ -99,10 +99,10 @@ def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
         CheckpointGoneError: the checkpoint was replaced or deleted between the two requests.
         UnsupportedError: a newer version wrote the marker in a format that this one does not know.
     """
-    return open_found(store, read_marker(store))
+    return open_marked(store, read_marker(store))
 
 
-def open_found(store: ObjectStore, stored: Stored[Marker] | None) -> tuple[Marker, bytes]:
+def open_marked(store: ObjectStore, stored: Stored[Marker] | None) -> tuple[Marker, bytes]:
     """Do what `open_committed` does, with a marker that `read_marker` has just returned."""
     if stored is None or not stored.record.is_committed:
         raise not_committed(store, stored)
@@ -149,6 +149,20 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
     return body
 
 
+def named_keys(store: ObjectStore, marker: Marker) -> list[str]:
+    """Return the keys that a commit names: those in its index, then the index's own. One GET.
+
+    Raises:
+        UnsupportedError: a newer version wrote the index.
+        CheckpointCorruptError, CheckpointGoneError: as `read_index`.
+    """
+    from dcp_objstore.checkpoint import index as ix  # imports NumPy, which listings rarely need
+
+    index = ix.decode(read_index(store, marker))
+    assert marker.index is not None  # `read_index` has read it
+    return [*(entry.key for entry in index.objects), marker.index.key]
+
+
 def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpObjstoreError:
     """Make the error for an object of the commit that a reader did not find (rule 7). One GET.
 
@@ -176,22 +190,52 @@ def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpO
     )
 
 
+def look_around(store: ObjectStore) -> dict[str, ObjectMeta]:
+    """List the first objects of a place that has no marker, by their keys. One listing.
+
+    Only where nothing among the first 1000 is of this library it goes on, up to 10,000.
+
+    Raises:
+        CheckpointNotFoundError: they could not be listed.
+    """
+    try:
+        listing = store.list("")
+        metas = {meta.key: meta for meta in islice(listing, _LOOK_AROUND_LIMIT)}
+        if not any(is_ours(key.rpartition("/")[2]) for key in metas):
+            metas |= {meta.key: meta for meta in islice(listing, 9 * _LOOK_AROUND_LIMIT)}
+    except DcpObjstoreError as error:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint here (what else is here could not be listed: {error})",
+            url=store.url,
+        ) from error
+    return metas
+
+
+def is_unfinished(keys: Iterable[str]) -> bool:
+    """Return whether some of the keys of a place without a marker are those of a save."""
+    return any(is_ours(key) or is_beacon_key(key) for key in keys)
+
+
 def explain_absence(store: ObjectStore) -> str:
     """Say why there is no checkpoint here if there is no marker. One bounded listing."""
     try:
-        keys = [meta.key for meta in islice(store.list(""), _LOOK_AROUND_LIMIT)]
-    except DcpObjstoreError as error:
-        return f"there is no checkpoint here (what else is here could not be listed: {error})"
+        return explain_keys(store.url, look_around(store))
+    except CheckpointNotFoundError as error:
+        return error.message
+
+
+def explain_keys(url: str, keys: Collection[str]) -> str:
+    """Say why there is no checkpoint where these keys are and no marker is."""
     below = sorted({key.removesuffix(f"/{MARKER_KEY}") for key in keys if f"/{MARKER_KEY}" in key})
     if not keys:
         return "there is nothing here: no object at all under this URL"
-    if any(is_ours(key) or is_beacon_key(key) for key in keys):
+    if is_unfinished(keys):
         why = "it failed before its end or is still running"
         if DOT_METADATA_KEY in keys:
             why += f"; or it was committed, and its marker ({MARKER_KEY}) was removed"
         return f"a save began here but was never committed: {why}; load another checkpoint"
     if below:
-        nearest = f"{store.url.rstrip('/')}/{below[-1]}"
+        nearest = f"{url.rstrip('/')}/{below[-1]}"
         return f"there is no checkpoint here, but there is one below, for example {nearest}"
     if DOT_METADATA_KEY in keys:
         return "there is a '.metadata' here but no marker: not a checkpoint of dcp_objstore"

@@ -42,7 +42,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Final, Literal, TypeAlias
 
-from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
 from dcp_objstore.checkpoint.commit import finish_deleting, put_tombstone, rewrite_marker
 from dcp_objstore.checkpoint.marker import Marker
@@ -57,7 +56,7 @@ from dcp_objstore.checkpoint.names import (
     parse_index_key,
 )
 from dcp_objstore.checkpoint.publish import Aligned, Change, DotMetadata, align_dot_metadata
-from dcp_objstore.checkpoint.read import Stored, read_index, read_marker
+from dcp_objstore.checkpoint.read import Stored, named_keys, read_marker
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload, Uploads
 from dcp_objstore.stores.retries import Tries
@@ -226,8 +225,7 @@ def plan_sweep(
     # A young beacon shows a save that may have no objects yet. A young probe shows a job that is
     # about to save or to sweep.
     young = tuple(meta for meta in (*loose, *passing) if meta.last_modified >= oldest_kept)
-    # Uploads of data; on `file://` also the marker and `.metadata`, which a crash may leave half
-    # written there, like any object.
+    # Uploads of data; on `file://` of every object, which a crash may leave half written there.
     ours = [upload for upload in uploads if is_upload_key(upload.key)]
     uploads_young = tuple(upload for upload in ours if upload.initiated >= oldest_kept)
     kept = {MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, *named}
@@ -342,10 +340,9 @@ class _Sweep:
         )
 
     def _named(self, marker: Marker | None) -> frozenset[str]:
-        if marker is None or not marker.is_committed or marker.index is None:
+        if marker is None or not marker.is_committed:
             return frozenset()
-        index = ix.decode(read_index(self.store, marker))
-        return frozenset({marker.index.key, *(entry.key for entry in index.objects)})
+        return frozenset(named_keys(self.store, marker))
 
     def _delete(self, metas: Iterable[ObjectMeta]) -> None:
         for meta in metas:

@@ -16,6 +16,7 @@ from dcp_objstore.cli.inspect import inspect
 from dcp_objstore.cli.local import print_runs, remove_runs
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.cli.options import choose
+from dcp_objstore.cli.serve import serve
 from dcp_objstore.cli.upkeep import collect, mend, protect, remove, unprotect
 from dcp_objstore.cli.verify import verify
 
@@ -105,6 +106,7 @@ def demo(
 # modules import what does the work when it is called.
 for name, command, example in (
     ("demo", demo, "--ranks 4 --resume-ranks 2"),
+    ("serve", serve, "--data /tmp/s3"),
     ("ls", print_checkpoints, "--all file:///tmp/run"),
     ("follow", follow, "file:///tmp/run --until 40"),
     ("rm", remove, "--remove-objects file:///tmp/run/step-20"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, TypeAlias
 
@@ -14,13 +14,14 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Checkpoint, Json, chosen
 from dcp_objstore.cli.terminal import aligned, columns, say
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import counted, size_text
 
 _Entry: TypeAlias = "dos.reports.TensorEntry | dos.reports.ValueEntry"
 _Module: TypeAlias = "dos.reports.Module[_Entry]"
 
 _SIZE_WIDTH = len("1023.99 MiB")
+_VALUE_WIDTH = 60
 
 
 def inspect(
@@ -51,8 +52,8 @@ def inspect(
 ) -> None:
     """Show what is in a checkpoint: modules, tensors, shapes, sizes.
 
-    Reads only the index, also of checkpoints by other libraries. Numbered modules that are alike
-    are shown once.
+    Reads only the index, also of checkpoints by other libraries, and plain values such as a
+    learning rate. Numbered modules that are alike are shown once.
     """
     if tensor is not None and (plan is not None or patterns):
         raise ConfigError("--tensor NAME stands alone: leave PATTERN and --plan out")
@@ -133,17 +134,21 @@ def _described(entry: _Entry) -> dict[str, object]:
 
 
 def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
-    entries = list(root.walk())
+    entries, values = list(root.walk()), _plain_values(checkpoint, root)
     report = {
+        "user_metadata": checkpoint.user_metadata,
         "url": checkpoint.url,
         "commit_id": checkpoint.commit_id,
         "world_size": checkpoint.world_size,
+        "unverified": checkpoint.commit_id is None,
         "objects": len(checkpoint.objects),
         "tensors": [
             _described(entry) for entry in entries if isinstance(entry, dos.reports.TensorEntry)
         ],
         "values": [
-            _described(entry) for entry in entries if isinstance(entry, dos.reports.ValueEntry)
+            {**_described(entry), **({"value": values[entry.key]} if entry.key in values else {})}
+            for entry in entries
+            if isinstance(entry, dos.reports.ValueEntry)
         ],
         "total_bytes": root.total_bytes,
         "bytes_by_dtype": root.bytes_by_dtype(),
@@ -151,18 +156,37 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
     print(json.dumps(report))
 
 
+def _plain_values(checkpoint: dos.Checkpoint, root: _Module) -> dict[str, object]:
+    """Return the values that can be shown; say why there are none if they cannot be read."""
+    keys = [entry.key for entry in root.walk() if isinstance(entry, dos.reports.ValueEntry)]
+    try:
+        return checkpoint.plain_values(keys)
+    except DcpObjstoreError as error:
+        say(f"dcp-objstore: values are not shown: {error}", to_errors=True)
+        return {}
+
+
+def _shown(value: object) -> str:
+    """Return a value as text of at most 60 characters, floats with six digits."""
+    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= _VALUE_WIDTH else f"{text[: _VALUE_WIDTH - 3]}..."
+
+
 def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
     say(checkpoint.url)
     objects = counted(len(checkpoint.objects), "object")
     if checkpoint.created_at is None:
-        say(f"by another library, {objects}")
+        say(f"by another library, {objects}, unverified: without digests")
     else:
         at = checkpoint.created_at.strftime("%Y-%m-%d %H:%M UTC")
         say(f"saved {at}, {counted(checkpoint.world_size or 0, 'rank')}, {objects}")
         say(f"commit {checkpoint.commit_id}")
+        if checkpoint.user_metadata:
+            say(f"metadata {json.dumps(checkpoint.user_metadata)}")
     by_dtype = root.bytes_by_dtype()
     kinds = Counter(_dtype(entry) for entry in root.walk())
-    lines = [("size", "dtype", "shards", "name"), *_tree_lines(root, "")]
+    values = _plain_values(checkpoint, root)
+    lines = [("size", "dtype", "shards", "name"), *_tree_lines(root, "", values)]
     for kind, size_bytes in by_dtype.items():
         noun = "value" if kind == "value" else "tensor"
         lines.append((size_text(size_bytes), kind, "", f"{counted(kinds[kind], noun)} in all"))
@@ -171,14 +195,17 @@ def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
         say(f"{size.rjust(_SIZE_WIDTH)}  {dtype.ljust(width)}  {shards.rjust(6)}  {name}")
 
 
-def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, str]]:
+def _tree_lines(
+    module: _Module, indent: str, values: Mapping[str, object]
+) -> Iterator[tuple[str, str, str, str]]:
     for part, entry in module.entries.items():
         size = size_text(entry.nbytes)
         if isinstance(entry, dos.reports.TensorEntry):
             shards = str(len(entry.chunks))
             yield size, _dtype(entry), shards, f"{indent}{part} {list(entry.shape)}"
         else:
-            yield size, "value", "", f"{indent}{part}"
+            shown = f" = {_shown(values[entry.key])}" if entry.key in values else ""
+            yield size, "value", "", f"{indent}{part}{shown}"
     for _, group in groupby(module.modules.items(), _kind):
         alike = list(group)
         total_bytes = sum(child.total_bytes for _, child in alike)
@@ -187,7 +214,7 @@ def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, s
             last_part, _ = alike[-1]
             part = f"{part} ... {last_part} ({len(alike)} alike)"
         yield size_text(total_bytes), "", "", f"{indent}{part}"
-        yield from _tree_lines(first, f"{indent}  ")
+        yield from _tree_lines(first, f"{indent}  ", values)
 
 
 def _kind(named: tuple[str, _Module]) -> object:

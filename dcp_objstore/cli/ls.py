@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Annotated, Any, TypeAlias
@@ -15,10 +16,11 @@ import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.cli.options import CheckpointOrRun, chosen
 from dcp_objstore.cli.terminal import age, aligned, columns, say
-from dcp_objstore.observe.report import size_text
+from dcp_objstore.observe.report import counted, size_text
 
 # If the terminal leaves fewer columns than this for the last column, it is left out.
 _LEAST_LAST_COLUMNS = 16
+_WATCH_SECONDS = 5
 _FIGURES = {"size", "objects", "ranks"}  # columns that are aligned to the right
 
 _Line: TypeAlias = tuple[str, ...]
@@ -35,12 +37,21 @@ def print_checkpoints(
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="List again every 5 s, until Ctrl-C.")
+    ] = False,
 ) -> None:
     """List the checkpoint at a URL, and those below it.
 
     A save that was never committed is listed, too, with the state "not committed". Nothing is ever
     changed.
     """
+    while watch:
+        if sys.stdout.isatty():
+            print("\033[H\033[2J", end="")
+        print_checkpoints(url, everything, as_json)
+        sys.stdout.flush()
+        time.sleep(_WATCH_SECONDS)
     listing = dos.list_checkpoints(url, everything=everything, storage_options=chosen())
     if listing.unlisted is not None:
         text = f"dcp-objstore: checkpoints below are not listed: {listing.unlisted}"
@@ -52,6 +63,10 @@ def print_checkpoints(
         say(listing.url)
         lines = _all_lines(listing) if everything else _lines(listing)
         _print_table(list(lines))
+        deleted = sum(entry.state == "deleted" for entry in listing.checkpoints)
+        if deleted and not everything:
+            left = counted(deleted, "deleted checkpoint")
+            say(f"{left}; dcp-objstore sweep '{listing.url}' removes what is left of them")
     if listing.uploads_unseen is not None:
         say(f"unfinished uploads are not listed: {listing.uploads_unseen}", to_errors=True)
     if listing.unread:
@@ -88,18 +103,17 @@ def described(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
 
 
 def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:
-    yield "state", "size", "ranks", "created (UTC)", "name", "user metadata"
+    yield "state", "size", "ranks", "age", "name", "metrics and notes"
     for entry in listing.checkpoints:
-        at = entry.created_at
-        notes = json.dumps(entry.user_metadata) if entry.user_metadata else ""
-        yield (
-            _state(entry),
-            size_text(entry.total_bytes),
-            _number(entry.world_size),
-            at.strftime("%Y-%m-%d %H:%M") if at else "-",
-            entry.name or ".",
-            " ".join(filter(None, (_pinned(entry), notes))),
-        )
+        if entry.state != "deleted":
+            yield (
+                entry.state,
+                size_text(entry.total_bytes),
+                _number(entry.world_size),
+                age(entry.created_at),
+                entry.name or ".",
+                _notes(entry),
+            )
 
 
 def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
@@ -141,10 +155,6 @@ def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
             yield "  upload", size, number, "", age(leftovers.initiated_at), name, "unfinished"
 
 
-def _state(entry: dos.reports.ListedCheckpoint) -> str:
-    return f"{entry.state}, pinned" if entry.pins else entry.state
-
-
 def _number(value: int | None) -> str:
     return "-" if value is None else str(value)
 
@@ -154,20 +164,21 @@ def _pinned(entry: dos.reports.ListedCheckpoint) -> str:
 
 
 def _notes(entry: dos.reports.ListedCheckpoint) -> str:
-    """Return the text of the last column: what it is, pins and metrics."""
+    """Return the text of the last column: what it is, pins, metrics and the other metadata."""
     if entry.is_fence:
         return "never committed: a fence"
-    metrics = entry.user_metadata.get("metrics")
-    shown = (
-        ", ".join(f"{name} {_figure(value)}" for name, value in metrics.items())
-        if isinstance(metrics, dict)
-        else ""
-    )
+    notes = dict(entry.user_metadata)
+    metrics = notes.pop("metrics", {})
+    named = metrics if isinstance(metrics, dict) else {"metrics": metrics}
+    notes.pop("step", None)  # the name says it
+    shown = ", ".join(f"{name} {_figure(value)}" for name, value in {**named, **notes}.items())
     return "; ".join(filter(None, (_pinned(entry), shown)))
 
 
 def _figure(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _print_table(lines: Sequence[_Line]) -> None:

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.transfer.upload import ByteArray
 
-_OBJECTS_AT_ONCE = 4
+_MOST_OBJECTS = 4
 _FINGERPRINT_DIGITS = 40  # a name has room for 64, and the nonce takes 24
 
 
@@ -329,9 +329,9 @@ class _Copy:
                 spans[span.object_number].append(span)
         config = self._config
         limits = at_most(config.upload_concurrency), at_most(config.download_concurrency)
-        lanes = min(_OBJECTS_AT_ONCE, len(numbers), *limits)
+        threads = min(_MOST_OBJECTS, len(numbers), *limits)
         if config.upload_concurrency != "auto":
-            config = replace(config, upload_concurrency=config.upload_concurrency // lanes)
+            config = replace(config, upload_concurrency=config.upload_concurrency // threads)
 
         def send(number: int) -> StoredObject:
             try:
@@ -340,14 +340,14 @@ class _Copy:
                     number,
                     spans.pop(number),
                     config=config,
-                    lanes=lanes,
+                    threads=threads,
                     progress=progress,
                 )
             except BaseException as error:
                 progress.stop(error)  # the others, too
                 raise
 
-        with DaemonPool(lanes, "copy") as pool:
+        with DaemonPool(threads, "copy") as pool:
             sent = {number: pool.submit(send, number) for number in numbers}
             wait(sent.values())
         return {number: future.result() for number, future in sent.items()}
@@ -359,14 +359,14 @@ class _Copy:
         spans: list[Span[Piece]],
         *,
         config: TransferConfig,
-        lanes: int,
+        threads: int,
         progress: Progress,
     ) -> StoredObject:
         """Copy one object, within its share of the limits: half of the memory for each side."""
         entry = self._index.objects[number]
-        half_bytes = config.memory_budget_bytes // (2 * lanes)
+        half_bytes = config.memory_budget_bytes // (2 * threads)
         windows = plan_requests(spans, request_size_bytes=config.request_size_bytes, gap_bytes=0)
-        most_reads = at_most(config.download_concurrency) // lanes
+        most_reads = at_most(config.download_concurrency) // threads
         reads = max(1, min(half_bytes // config.request_size_bytes, most_reads))
         plan = plan_parts(entry.size_bytes, config.part_size_bytes, is_near=False)
         key = data_key(0, number, save.nonce + self._fingerprint)

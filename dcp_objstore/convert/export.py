@@ -19,16 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from dcp_objstore.compat import safetensors
 from dcp_objstore.config import COPIED_MOST_BYTES
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.convert import safetensors
-from dcp_objstore.convert.names import (
-    TORCH_SUFFIXES,
-    Rename,
-    folder_and_name,
-    options_of_other,
-    renamed,
-)
+from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, ObjectNotFoundError
@@ -36,6 +30,7 @@ from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.slabs import cut, read_ahead, stop
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
+from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.parts import plan_parts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import tempfile
@@ -31,21 +30,8 @@ from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError
 from dcp_objstore.compat.vet import vet
 from dcp_objstore.config import MIB
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.convert.names import (
-    TORCH_SUFFIXES,
-    Rename,
-    folder_and_name,
-    options_of_other,
-    renamed,
-)
-from dcp_objstore.convert.safetensors import read_header
-from dcp_objstore.convert.sources import (
-    CheckpointSource,
-    SafetensorsSource,
-    Source,
-    TensorInfo,
-    TorchSource,
-)
+from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
+from dcp_objstore.convert.sources import CheckpointSource, Source, TensorInfo, TorchSource
 from dcp_objstore.distributed.plugin import reporting_failures
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -57,6 +43,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, ahead, cut, read_ahead, stop
+from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.errors import of_os
@@ -76,8 +63,6 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
 
-_INDEX_SUFFIX = ".safetensors.index.json"
-_MOST_INDEX_BYTES = 256 * MIB
 _DOWNLOAD_BYTES = 16 * MIB
 _DOWNLOADS_AT_ONCE = 8
 # What torch wrote before 1.6, or without its zip format, begins with this number, pickled. Such a
@@ -267,66 +252,28 @@ def _open_source(
     trust_pickle: bool,
 ) -> Iterator[Source]:
     """Open whatever the source is."""
-    folder, name = folder_and_name(source, (*TORCH_SUFFIXES, ".safetensors"))
+    folder, name = folder_and_name(source, TORCH_SUFFIXES)
+    if name is None:
+        try:
+            checkpoint = open_checkpoint(
+                folder, storage_options=storage_options, config=config, trust_pickle=trust_pickle
+            )
+        except CheckpointNotFoundError as error:
+            error.message += "; nor is there a file of torch.save or safetensors"
+            raise
+        yield CheckpointSource(checkpoint, keys)
+        return
     spec = StoreSpec(folder, storage_options, config)
     store = PinnedStore(spec.open(), {})
-    if name is not None and name.endswith(TORCH_SUFFIXES):
-        if spec.parsed.scheme == "file":
-            path, check = Path(spec.url.removeprefix("file://")) / name, partial(store.head, name)
-            check()
-            state = _loaded(path, trust_pickle)
-            check()
-            yield TorchSource(f"{spec.url}/{name}", state, check)
-            return
-        with _downloaded(store, name) as path:
-            yield TorchSource(f"{spec.url}/{name}", _loaded(path, trust_pickle))
+    if spec.parsed.scheme == "file":
+        path, check = Path(spec.url.removeprefix("file://")) / name, partial(store.head, name)
+        check()
+        state = _loaded(path, trust_pickle)
+        check()
+        yield TorchSource(f"{spec.url}/{name}", state, check)
         return
-    files, weight_map = wait_for(_safetensors_files, store, name)
-    if files:
-        headers = {file: wait_for(read_header, store, file) for file in files}
-        yield SafetensorsSource(spec, store, headers, weight_map)
-        return
-    try:
-        checkpoint = open_checkpoint(
-            folder, storage_options=storage_options, config=config, trust_pickle=trust_pickle
-        )
-    except CheckpointNotFoundError as error:
-        error.message += "; nor is there a file of torch.save or safetensors"
-        raise
-    yield CheckpointSource(checkpoint, keys)
-
-
-def _safetensors_files(
-    store: ObjectStore, name: str | None
-) -> tuple[list[str], dict[str, str] | None]:
-    """Return the safetensors files of a folder, and the file of each tensor if it has an index.
-
-    Raises:
-        InputError: there are several files and no index, or several of them.
-        CheckpointCorruptError: the index is damaged, or names a file that is not there.
-    """
-    if name is not None:
-        return [name], None
-    inside = [meta.key for meta in store.list() if "/" not in meta.key]
-    indices = [key for key in inside if key.endswith(_INDEX_SUFFIX)]
-    files = [key for key in inside if key.endswith(".safetensors")]
-    if len(indices) > 1 or (len(files) > 1 and not indices):
-        named = ", ".join(indices or files)
-        raise InputError(
-            f"there is no single index, so name one of the files: {named}", url=store.url
-        )
-    if not indices:
-        return files, None
-    body, _ = store.get(indices[0], max_size_bytes=_MOST_INDEX_BYTES)
-    try:
-        weight_map = {key: str(file) for key, file in json.loads(body)["weight_map"].items()}
-        absent = {*weight_map.values()} - {*inside}
-        if absent:
-            raise ValueError(f"{min(absent)} is not in the folder")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        text = f"{indices[0]} has no weight_map of this folder: {error}"
-        raise CheckpointCorruptError(text, object_key=indices[0], url=store.url) from None
-    return sorted({*weight_map.values()}), weight_map
+    with _downloaded(store, name) as path:
+        yield TorchSource(f"{spec.url}/{name}", _loaded(path, trust_pickle))
 
 
 @contextmanager

@@ -1,20 +1,13 @@
-"""Names in a conversion: where its files lie, and what keys are called on the other side."""
+"""Names in a conversion: where its files lie."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
-
-from dcp_objstore.errors import ConfigError, StateMismatchError
 
 # The endings of the names of `torch.save` files.
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
-# Pairs of a regular expression and its replacement.
-Rename: TypeAlias = Sequence[tuple[str, str]]
 
 
 def folder_and_name(
@@ -52,30 +45,3 @@ def options_of_other(
     """
     schemes = {os.fspath(address).partition("://")[0] for address in (url, other)}
     return options if other_options is None and len(schemes) == 1 else other_options
-
-
-def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
-    """Return the new name of each key.
-
-    Raises:
-        ConfigError: a rule is not a regular expression, or its replacement does not fit it.
-        StateMismatchError: two keys get the same name.
-    """
-    names: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    try:
-        rules = [(re.compile(pattern), replacement) for pattern, replacement in rename]
-        for key in keys:
-            name = key
-            for pattern, replacement in rules:
-                name = pattern.sub(replacement, name)
-            if key and not name:
-                raise StateMismatchError("the rules of rename= leave no name for this key", key=key)
-            if (other := taken.setdefault(name, key)) != key:
-                raise StateMismatchError(f"{other!r} and {key!r} both become {name!r}")
-            names[key] = name
-    except (re.error, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"rename= takes pairs of a regular expression and its replacement: {error}"
-        ) from None
-    return names

@@ -8,24 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_objstore.convert.safetensors import FileHeader
-from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
+from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry
-from dcp_objstore.inspect.fill import new_tensor, new_tensors
-from dcp_objstore.state.memory import byte_memory, narrow
-from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
-from dcp_objstore.transfer.download import fetch_ranges
-from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
+from dcp_objstore.inspect.fill import new_tensor
+from dcp_objstore.state.memory import narrow
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from dcp_objstore.inspect.selection import Patterns
     from dcp_objstore.inspect.slabs import Slab
-    from dcp_objstore.stores import ObjectStore, StoreSpec
-    from dcp_objstore.transfer.upload import ByteArray
 
 # The place of each flattened key in the nested dict, as DCP's planners have it.
 Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
@@ -66,7 +57,7 @@ class Source(Protocol):
 
 
 class CheckpointSource(Source):
-    """A checkpoint, by this or another library.
+    """A checkpoint, by this or another library, or safetensors.
 
     Args:
         checkpoint: the opened checkpoint.
@@ -138,87 +129,3 @@ class TorchSource(Source):
         copies = [view.clone() for view in views]
         self._check_unchanged()
         return copies
-
-
-class SafetensorsSource(Source):
-    """Files of safetensors.
-
-    Args:
-        spec: the folder and how to read it.
-        store: the folder, opened, in which the headers were read.
-        headers: the header of each file, by its name.
-        weight_map: the file of each tensor, from the index. Default: there is no index.
-
-    Raises:
-        CheckpointCorruptError: a tensor is not in its file.
-    """
-
-    def __init__(
-        self,
-        spec: StoreSpec,
-        store: ObjectStore,
-        headers: Mapping[str, FileHeader],
-        weight_map: Mapping[str, str] | None = None,
-    ) -> None:
-        """Note where each tensor lies; refuse a `weight_map` that the headers contradict."""
-        self._spec = spec
-        self._store = store
-        self._names = list(headers)
-        self._at = {
-            key: (number, place)
-            for number, header in enumerate(headers.values())
-            for key, place in header.tensors.items()
-            if weight_map is None or weight_map.get(key, self._names[number]) == self._names[number]
-        }
-        for key, name in (weight_map or {}).items():
-            if key not in self._at:
-                raise CheckpointCorruptError(
-                    f"the index says that {name} has this tensor, and it has not",
-                    key=key,
-                    object_key=name,
-                    url=spec.url,
-                )
-        self.keys = list(self._at)
-        self.tensors = {
-            key: TensorInfo(place.shape, place.dtype) for key, (_, place) in self._at.items()
-        }
-        self.values, self.paths = {}, {}
-
-    def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
-        """Read slabs with one parallel read."""
-        tensors = new_tensors((slab.box.sizes, self.tensors[slab.key].dtype) for slab in slabs)
-        spans: list[Span[ByteArray]] = []
-        for slab, tensor in zip(slabs, tensors, strict=True):
-            number, place = self._at[slab.key]
-            memory = byte_memory(tensor)
-            if memory is None:  # no elements
-                continue
-            begin = place.offset + _offset(slab, place.shape) * place.dtype.itemsize
-            spans += [
-                Span(number, begin + at, begin + at + len(piece), piece)
-                for at in range(0, len(memory), BLOCK_SIZE_BYTES)
-                if len(piece := memory[at : at + BLOCK_SIZE_BYTES])
-            ]
-        config = self._spec.config
-        requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
-        progress = Progress(config.stall_timeout_seconds)
-        fetched = fetch_ranges(
-            self._store, self._names, requests, _copy, config=config, progress=progress
-        )
-        for _ in fetched:
-            pass
-        return tensors
-
-
-def _copy(request: RangeRequest[ByteArray], body: Buffer) -> None:
-    view = memoryview(body)
-    for span in request.spans:
-        memoryview(span.tag)[:] = view[span.start - request.start : span.end - request.start]
-
-
-def _offset(slab: Slab, shape: Sequence[int]) -> int:
-    """Return the number of elements before a slab in the whole tensor."""
-    before = 0
-    for offset, size in zip(slab.box.offsets, shape, strict=True):
-        before = before * size + offset
-    return before

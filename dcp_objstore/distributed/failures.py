@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_objstore.contexts import contextmanager
+from dcp_objstore.contexts import contextmanager, led_to
 from dcp_objstore.distributed.arrivals import missing_ranks, watching
 from dcp_objstore.distributed.groups import gone_error, has_gone, is_first
 from dcp_objstore.distributed.plugin import plugin_errors, typed
@@ -286,7 +286,7 @@ def without_frames(error: BaseException) -> None:
     if not isinstance(error, DcpObjstoreError) or isinstance(error, RankFailedError):
         with contextlib.suppress(Exception):  # a frozen dataclass refuses notes
             error.add_note("".join(traceback.format_exception(error)))
-    for cause in _with_causes(error):
+    for cause in led_to(error, more=_failures_of_ranks):
         BaseException.with_traceback(cause, None)  # not an assignment, which the error may refuse
 
 
@@ -301,21 +301,12 @@ def _free_locals(error: BaseException, handled: BaseException | None) -> None:
         handled: the error that the program was handling when it made the call. A debugger may still
             want to show its frames.
     """
-    for cause in _with_causes(error, handled):
+    for cause in led_to(error, handled=id(handled), more=_failures_of_ranks):
         traceback.clear_frames(cause.__traceback__)
 
 
-def _with_causes(
-    error: BaseException, handled: BaseException | None = None
-) -> Iterator[BaseException]:
-    waiting: list[BaseException | None] = [error]
-    seen = {id(handled)}
-    while waiting:
-        cause = waiting.pop()
-        if cause is None or id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        yield cause
-        waiting += [cause.__cause__, cause.__context__]
-        if isinstance(cause, CheckpointException):
-            waiting += [failure for failure, _ in cause.failures.values()]
+def _failures_of_ranks(error: BaseException) -> list[BaseException]:
+    """Return the errors of single ranks that DCP's error holds."""
+    if not isinstance(error, CheckpointException):
+        return []
+    return [failure for failure, _ in error.failures.values()]

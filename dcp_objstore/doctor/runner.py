@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dcp_objstore.config import TransferConfig
@@ -25,8 +25,7 @@ from dcp_objstore.doctor.surroundings import (
 )
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores.spec import StoreSpec
-from dcp_objstore.threads import spawn
-from dcp_objstore.transfer.workers import run_into
+from dcp_objstore.transfer.workers import run_in_thread
 from dcp_objstore.waiting import take
 
 if TYPE_CHECKING:
@@ -118,7 +117,6 @@ def check_up(
     spec = StoreSpec(url, storage_options, config)
     findings: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
     stop = Stop()
-    done: Future[None] = Future()
 
     def work() -> None:
         try:
@@ -127,7 +125,7 @@ def check_up(
         finally:
             findings.put(None)
 
-    spawn(lambda: run_into(done, work), "check-up")
+    done = run_in_thread(work, "check-up")
     try:
         while (finding := take(findings)) is not None:
             yield finding

@@ -27,6 +27,7 @@ from dcp_objstore.errors import (
     printable,
 )
 from dcp_objstore.inspect.modules import Module, module_tree
+from dcp_objstore.inspect.plain_values import read_plain_values
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
 from dcp_objstore.inspect.slabs import Slab, cut
 from dcp_objstore.inspect.verify import VerifyReport, verify_at, without_digests
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from dcp_objstore.inspect.stats import TensorStats
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.read.renaming import Rename
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
 
@@ -113,9 +115,9 @@ class TensorEntry:
         """Read a part into CPU memory: `entry[10:20]`, `entry[..., 0]`, `entry[-1, :, 5:]`.
 
         An index may have integers, slices without a step, and one Ellipsis, with the same meaning
-        as for tensors. Only the 4 MiB blocks that hold the part are fetched (with `verify=False`
-        only its bytes). If another library wrote the checkpoint, whole chunks are fetched, because
-        torch has to decode them.
+        as for tensors. Only the 4 MiB blocks that hold the part are fetched (of safetensors, and
+        with `verify=False`, only its bytes). If stock torch wrote the checkpoint, whole chunks are
+        fetched, because torch has to decode them.
 
         Raises:
             IndexError: an index is of another kind or out of range, or there are too many.
@@ -127,8 +129,8 @@ class TensorEntry:
     def stats(self, *, progress: bool = True) -> TensorStats:
         """Describe its numbers: extremes, mean, standard deviation, NaN and Inf, a histogram.
 
-        Reads the tensor once, in slabs, through some 350 MiB of memory; if another library wrote
-        the checkpoint, through that of a few chunks.
+        Reads the tensor once, in slabs, through some 350 MiB of memory; if stock torch wrote the
+        checkpoint, through that of a few chunks.
 
         Args:
             progress: show a progress bar if standard error is a terminal. Default True.
@@ -145,8 +147,8 @@ class TensorEntry:
     def slabs(self) -> list[Slab]:
         """Cut the tensor into parts of at most 32 MiB, to read them with `read_slabs`.
 
-        If another library wrote the checkpoint, the parts are its chunks, because torch has to
-        decode these as a whole.
+        If stock torch wrote the checkpoint, the parts are its chunks, because torch has to decode
+        these as a whole.
 
         Raises:
             UnsupportedError: the dtype is unknown or quantized.
@@ -159,7 +161,8 @@ class TensorEntry:
             raise AssertionError
         new_tensor(self.key, (), dtype, "meta")  # refuses what no new tensor can hold
         sizes_bytes = [math.prod(sizes) * dtype.itemsize for _, sizes in self.chunks]
-        if self.checkpoint.commit_id is None and sum(sizes_bytes) == self.nbytes:  # no overlaps
+        are_blobs = self.checkpoint._stored.items.are_blobs
+        if are_blobs and sum(sizes_bytes) == self.nbytes:  # no overlaps
             chunks = zip(self.chunks, sizes_bytes, strict=True)
             return [Slab(self.key, Box(*chunk), size) for chunk, size in chunks if size]
         starts = sorted({offsets[0] for offsets, _ in self.chunks if offsets})
@@ -398,6 +401,16 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         contents = self._read(boxes, values, device=device, progress=progress)
         return {key: contents[key] for key in keys}
 
+    def plain_values(self, keys: Sequence[str]) -> dict[str, object]:
+        """Read values that need no class, such as a learning rate, without torch.
+
+        What is not plain, is larger than 16 KiB, or does not verify, is left out.
+
+        Raises:
+            DcpObjstoreError: the store failed.
+        """
+        return read_plain_values(self._spec, self._stored, keys)
+
     def read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs of different tensors into new CPU memory, in one parallel read."""
         boxes = {key: box for key, box, _ in slabs}
@@ -407,11 +420,12 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         """Raise if elements of these tensors are missing, or the objects cannot hold so many.
 
         What reads tensors plans each part of them, and a `.metadata` of a few bytes may claim one
-        of any size. (The digests in an index bound what it may claim.) If much is claimed, this
-        takes a HEAD for each object.
+        of any size. (The digests in an index bound what it may claim, and the headers of
+        safetensors were compared with the sizes of the files.) If much is claimed, this takes a
+        HEAD for each object.
         """
         self._stored.check_whole(keys)
-        if self.commit_id is not None:
+        if not self._stored.items.are_blobs:
             return
         saved = filter(None, map(self._stored.items.tensor, keys))
         claimed = sum(
@@ -525,6 +539,7 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     config: TransferConfig | None = None,
     verify: bool = True,
     trust_pickle: bool = False,
+    rename: Rename = (),
     on_event: OnEvent | None = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
@@ -534,7 +549,7 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
         report = checkpoint.verify()
 
     Args:
-        url: URL of the checkpoint, which this or another library wrote.
+        url: URL of the checkpoint, which this or another library wrote, or of safetensors.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
@@ -542,6 +557,8 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
             are read, and they are not checked, also if the marker is gone. Default True.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
+        rename: pairs of a regular expression and its replacement, applied to each key in turn, as
+            `re.sub` does. Default: the keys as they are.
         on_event: callable that receives each event of a read or verification, in a thread of its
             own. `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of each read and verification to.
@@ -552,8 +569,10 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
 
     Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
-        CheckpointCorruptError: the marker or the index is damaged.
+        CheckpointCorruptError: the marker, the index or a header is damaged.
         CheckpointGoneError: the checkpoint was deleted or replaced while it was opened.
+        StateMismatchError: `rename` gives two keys the same name.
+        InputError: there are several files of safetensors and no index.
         UnsupportedError: a newer version wrote the checkpoint, or it holds something that this
             version cannot read.
         UntrustedPickleError: the `.metadata` needs a type that stock torch does not write.
@@ -570,7 +589,7 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     event_settings = EventSettings(on_event, trace)
     channel = event_settings.channel("open", spec.url, *rank_and_world_size())
     with channel.watching():
-        stored = open_stored_checkpoint(spec, verify=verify)
+        stored = open_stored_checkpoint(spec, verify=verify, rename=rename)
         channel.emit(Opened, channel.began_at, commit_id=stored.commit_id)
     return Checkpoint(
         spec,
@@ -591,6 +610,7 @@ def load_state_dict(
     config: TransferConfig | None = None,
     verify: bool = True,
     trust_pickle: bool = False,
+    rename: Rename = (),
     progress: bool = True,
     on_event: OnEvent | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -603,7 +623,7 @@ def load_state_dict(
     sharded model use `load`, which reads each byte once for all ranks.
 
     Args:
-        url: URL of the checkpoint, which this or another library wrote.
+        url: URL of the checkpoint, which this or another library wrote, or of safetensors.
         keys: one or several shell patterns such as `"model.*"`, or exact keys. Default: all keys.
         nested: return the nested dict that was saved (default); if False, return a flat dict by
             key.
@@ -616,6 +636,8 @@ def load_state_dict(
             are read, and they are not checked, also if the marker is gone. Default True.
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
+        rename: pairs of a regular expression and its replacement, applied to each key in turn, as
+            `re.sub` does. Default: the keys as they are.
         on_event: callable that receives each event of the read, in a thread of its own.
             `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of the read to. `ObjectStoreWriter` describes
@@ -627,9 +649,15 @@ def load_state_dict(
     Raises:
         DcpObjstoreError: any error that `open` or `Checkpoint.read` raises.
     """
-    settings = dict(locals())  # every parameter, by its name
-    # `open` takes the others.
-    del settings["keys"], settings["nested"], settings["device"], settings["progress"]
-    checkpoint = open(**settings)
+    checkpoint = open(
+        url,
+        storage_options=storage_options,
+        config=config,
+        verify=verify,
+        trust_pickle=trust_pickle,
+        rename=rename,
+        on_event=on_event,
+        trace=trace,
+    )
     values = checkpoint.read(keys, device=device, progress=progress)
     return checkpoint.nested(values) if nested else values

@@ -17,8 +17,8 @@ import xxhash
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.torch_private import untyped_storage
 
-# Elements that are compared at a time, so that the copies in float64 stay small.
-_AT_ONCE = 1 << 20
+# This many elements are compared at a time, so that the copies in float64 stay small.
+_PIECE_ELEMENTS = 1 << 20
 
 _PROTOCOL = 4
 # The types whose pickles differ if and only if the values do.
@@ -125,7 +125,7 @@ class Sum:
     def add(self, slab: torch.Tensor, other: torch.Tensor) -> None:
         """Compare a slab with that of the other checkpoint."""
         self._elements += slab.numel()
-        pieces = (torch.split(tensor.reshape(-1), _AT_ONCE) for tensor in (slab, other))
+        pieces = (torch.split(tensor.reshape(-1), _PIECE_ELEMENTS) for tensor in (slab, other))
         for a, b in zip(*pieces, strict=True):
             bits = (piece.view(torch.uint8).reshape(len(piece), -1) for piece in (a, b))
             differs = torch.ne(*bits).any(1)

@@ -66,7 +66,9 @@ def plan_ranks(
                 boxes[key] = box
         items = read_items(stored, boxes, values)
         planned.append(plan_load(stored, items, verify=verify, whole_blocks=ranks > 1))
-        offer = make_offer(url, stored, planned[-1], group, config=config, verify=verify)
+        offer = make_offer(
+            url, stored, planned[-1], group_ranks=group, config=config, verify=verify
+        )
         offers.append(dataclasses.replace(offer, rank=rank))
     shares = share_out(offers)
     return tuple(

@@ -68,7 +68,10 @@ def _hint(keys: Collection[str], pattern: str) -> str:
     below = sum(key.startswith(f"{pattern}.") for key in keys)
     if below:
         return f"; '{pattern}.*' matches {below}"
-    near = nearest(_WILDCARDS.split(pattern, maxsplit=1)[0].rstrip(".") or pattern, list(keys))
+    stem = _WILDCARDS.split(pattern, maxsplit=1)[0].rstrip(".") or pattern
+    # Of `modl.*` the nearest is not a key but what keys begin with.
+    heads = dict.fromkeys(".".join(key.split(".")[: stem.count(".") + 1]) for key in keys)
+    near = nearest(stem, [*(keys if stem == pattern else ()), *heads])
     return f" (nearest: {first_few(near, 3)})" if near else ""
 
 

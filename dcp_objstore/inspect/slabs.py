@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Bytes that are read at a time. Four windows are read and a fifth one is written at the same time.
+# Bytes that are read as one. While one window is written, the four after it are read.
 WINDOW_BYTES = 32 * MIB
-_READ_AT_ONCE = 4
+_WINDOWS_AHEAD = 4
 
 
 class Slab(NamedTuple):
@@ -89,7 +89,7 @@ def read_ahead(
         read: a function that is called in a thread with the slabs of a window, each of another
             tensor; it returns new memory for each.
     """
-    with closing(ahead(_windows(slabs), read, _READ_AT_ONCE)) as windows:
+    with closing(ahead(_windows(slabs), read, _WINDOWS_AHEAD)) as windows:
         for tensors in windows:
             tensors.reverse()
             while tensors:
@@ -105,7 +105,7 @@ def stop(reading: Generator[object, None, None]) -> None:
 def ahead(
     tasks: Iterable[T],
     do: Callable[[T], R],
-    at_once: int,
+    most: int,
     look: Callable[[], object] | None = None,
 ) -> Generator[R, None, None]:
     """Yield `do(task)` of each task, in their order, while the next ones are done in threads.
@@ -113,13 +113,13 @@ def ahead(
     Args:
         tasks: the tasks, in their order.
         do: a function that is called in a thread with each task.
-        at_once: number of tasks that are under way or done and not yielded.
+        most: the largest number of tasks that are under way or done and not yielded.
         look: a function that is called from time to time while this waits; what it raises ends
             the wait.
     """
     tasks = iter(tasks)
-    with DaemonPool(at_once, "ahead") as pool:
-        under_way = deque(pool.submit(do, task) for task in islice(tasks, at_once))
+    with DaemonPool(most, "ahead") as pool:
+        under_way = deque(pool.submit(do, task) for task in islice(tasks, most))
         while under_way:
             done = result_of(under_way.popleft(), look=look, step_seconds=look and WATCH_SECONDS)
             under_way.extend(pool.submit(do, task) for task in islice(tasks, 1))

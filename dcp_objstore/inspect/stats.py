@@ -18,8 +18,8 @@ from dcp_objstore.observe.report import Bar
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Elements that are converted to float64 at a time.
-_AT_ONCE = 1 << 20
+# This many elements are converted to float64 at a time.
+_PIECE_ELEMENTS = 1 << 20
 _FINE_BINS = 1024
 _MOST_BINS = 16
 
@@ -74,7 +74,7 @@ def tensor_stats(
     try:
         with closing(read_ahead(slabs, read)) as tensors:
             for slab, tensor in zip(slabs, tensors, strict=True):
-                for piece in torch.split(tensor.reshape(-1), _AT_ONCE):
+                for piece in torch.split(tensor.reshape(-1), _PIECE_ELEMENTS):
                     try:
                         wide = piece.abs() if piece.is_complex() else piece
                         wide = wide.to(torch.float64)

@@ -16,7 +16,7 @@ from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.publish import MAX_SIZE_BYTES
-from dcp_objstore.checkpoint.read import explain_missing, explain_object, open_found, read_marker
+from dcp_objstore.checkpoint.read import explain_missing, open_marked, read_marker
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.config import at_most
 from dcp_objstore.distributed.ranks import rank_and_world_size
@@ -35,12 +35,13 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned, Verified
 from dcp_objstore.observe.report import first_few
+from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
-from dcp_objstore.transfer.workers import AT_ONCE, DaemonPool, wait_for
+from dcp_objstore.transfer.workers import MOST_IN_FLIGHT, DaemonPool, wait_for
 
 if TYPE_CHECKING:
     import os
@@ -284,7 +285,7 @@ class _Verification:
         """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
         sizes = {}
         objects = self._index.objects
-        threads = min(at_most(self._config.download_concurrency, AT_ONCE), len(objects))
+        threads = min(at_most(self._config.download_concurrency, MOST_IN_FLIGHT), len(objects))
         with DaemonPool(threads, "head") as pool:
             answers = [pool.submit(self._store.head, entry.key) for entry in objects]
             for number, (entry, answer) in enumerate(zip(objects, answers, strict=True)):
@@ -400,15 +401,9 @@ class _Verification:
 
     def _check_derived(self, index_body: bytes) -> None:
         """Compare what is derived from the index: the marker's counts, and `.metadata`."""
-        index = self._index
-        named = Counts(
-            tensors=len(index.tensors),
-            blobs=len(index.blobs),
-            objects=len(index.objects),
-            total_bytes=sum(entry.size_bytes for entry in index.objects),
-        )
-        if self._marker.counts != named:
-            text = f"{MARKER_KEY}: counts {self._marker.counts}, the index has {named}"
+        counts = Counts.of(self._index)
+        if self._marker.counts != counts:
+            text = f"{MARKER_KEY}: counts {self._marker.counts}, the index has {counts}"
             self._damaged.add(Damage(MARKER_KEY, "counts", text=text))
         if wait_for(_misleads, self._store, index_body):
             self._check_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
@@ -462,14 +457,14 @@ def verify_at(
     channel.show(bar=progress, summary=False)
     with channel.watching():
         try:
-            marker, body, index = wait_for(_open, store, commit_id)
+            marker, body, index = wait_for(_open, store)
             if commit_id not in (None, marker.commit_id):
                 raise wait_for(explain_missing, store, commit_id, MARKER_KEY)
         except CheckpointNotFoundError as error:
             if commit_id is not None:
                 raise wait_for(explain_missing, store, commit_id, MARKER_KEY) from None
-            reason = explain_object(spec)
-            raise (CheckpointNotFoundError(reason, url=spec.url) if reason else error) from None
+            open_stored_checkpoint(spec, verify=False)  # raises why there is nothing
+            raise without_digests(spec.url) from error
         except CheckpointCorruptError as error:
             object_key = error.object_key or MARKER_KEY
             text = f"{object_key}: {error.message}"
@@ -556,25 +551,19 @@ def verify_run(
     return reports()
 
 
-def _open(store: ObjectStore, commit_id: str | None) -> tuple[Marker, bytes, ix.Index]:
+def _open(store: ObjectStore) -> tuple[Marker, bytes, ix.Index]:
     """Read marker and index, twice if need be: the answer may be damaged, not the object."""
     for last in (False, True):
         try:
             stored = read_marker(store)
-            if stored is None and commit_id is None:
-                _refuse_foreign(store)
-            marker, body = open_found(store, stored)
+            if stored is None:
+                raise CheckpointNotFoundError("there is no marker", url=store.url)
+            marker, body = open_marked(store, stored)
             return marker, body, ix.decode(body)
         except CheckpointCorruptError:
             if last:
                 raise
     raise AssertionError
-
-
-def _refuse_foreign(store: ObjectStore) -> None:
-    with suppress(ObjectNotFoundError):
-        store.head(DOT_METADATA_KEY)
-        raise without_digests(store.url)
 
 
 def without_digests(url: str) -> UnsupportedError:

@@ -5,11 +5,12 @@ list that nobody can extend (2.9 to 2.15). So making exactly `FileSystemWriter`,
 or their fsspec forms for one of our URLs gives our writer or reader. That holds for names that were
 imported earlier, too. Local paths and subclasses stay torch's.
 
-Four things are hooked: `__new__` and `validate_checkpoint_id` of the two classes,
+Five things are hooked: `__new__` and `validate_checkpoint_id` of the two classes,
 `dcp.async_save`, so that our writer stages, torch's executors for an `async_save` that was
-imported earlier: their thread or child, which may find nothing installed, is given the writer; and
+imported earlier: their thread or child, which may find nothing installed, is given the writer;
 `os.mkdir`, so that a program which takes a URL for a local path fails before it writes files that
-never reach the bucket. The hooks stay for good, because Python cannot take `__new__` back from a
+never reach the bucket; and `torch.save` and `torch.load`, which say what to call for a URL. The
+hooks stay for good, because Python cannot take `__new__` back from a
 class; without settings they do nothing.
 """
 
@@ -259,6 +260,26 @@ def _hook() -> None:
     for executor in executors:
         executor.execute_save = _with_writer(executor.execute_save)
     os.mkdir = _refusing_urls(os.mkdir)  # `os.makedirs` and `pathlib` call it
+    for function, ours in ((torch.save, "save(state, url)"), (torch.load, "load(state, url)")):
+        setattr(torch, function.__name__, _naming_ours(function, ours))
+
+
+def _naming_ours(function: Callable[..., Any], ours: str) -> Callable[..., Any]:
+    """Wrap `torch.save` or `torch.load` so that for an installed URL it says what to call."""
+    place = list(inspect.signature(function).parameters).index("f")
+
+    @functools.wraps(function)
+    def naming(*args: Any, **kwargs: Any) -> Any:
+        url = _url(kwargs["f"] if "f" in kwargs else next(iter(args[place : place + 1]), None))
+        if url is not None:
+            raise UnsupportedError(
+                f"torch.{function.__name__} takes local files only; call dcp_objstore.{ours}",
+                url=url,
+            )
+        return function(*args, **kwargs)
+
+    naming.__module__ = torch.__name__  # by that name pickle has to find this function
+    return naming
 
 
 def _refusing_urls(mkdir: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -30,9 +30,8 @@ from dcp_objstore.observe.events import AnyEvent, PartUploaded, RangeRead
 from dcp_objstore.observe.report import GIB, StatusLine, counted
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.spec import StoreSpec
-from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
-from dcp_objstore.transfer.workers import DaemonPool, in_waves, run_into
+from dcp_objstore.transfer.workers import DaemonPool, in_waves, run_in_thread
 from dcp_objstore.waiting import result_of
 from dcp_objstore.write.api import save
 
@@ -188,11 +187,7 @@ def bench(
         raise ConfigError("bench measures one process: call it outside of a job of several ranks")
     spec = StoreSpec(url, storage_options, config or CONFIG)
     stop, line = Stop(), StatusLine(shown=progress)
-    done: Future[BenchReport] = Future()
-    spawn(
-        lambda: run_into(done, lambda: _measure(spec, size_bytes, seconds, stop=stop, line=line)),
-        "bench",
-    )
+    done = run_in_thread(lambda: _measure(spec, size_bytes, seconds, stop=stop, line=line), "bench")
     try:
         return result_of(done)
     except BaseException:

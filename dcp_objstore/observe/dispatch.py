@@ -55,6 +55,7 @@ class Channel:
 
     Attributes:
         operation: the kind of operation.
+        url: URL of the checkpoint.
         detailed: a listener wants the events of each part and range; otherwise do not emit them.
         began_at: `time.monotonic()` when the channel was made.
         retries: the number of requests for the checkpoint that were sent again, as far as the
@@ -66,7 +67,7 @@ class Channel:
         self.operation = operation
         self.detailed = False
         self.began_at = time.monotonic()
-        self._url = url
+        self.url = url
         self._rank = rank
         # The difference between the clock for durations and the clock that all hosts share.
         self._unix_ns = time.time_ns() - time.monotonic_ns()
@@ -126,7 +127,7 @@ class Channel:
             self.pass_on(
                 kind(
                     rank=self._rank,
-                    url=self._url,
+                    url=self.url,
                     start_ns=self._unix_ns + int(began_at * 1e9),
                     seconds=time.monotonic() - began_at if seconds is None else seconds,
                     **fields,
@@ -163,7 +164,7 @@ class Channel:
 
     def key_of(self, bucket_key: str) -> str | None:
         """Return a key of the bucket relative to this checkpoint; None if it is not below it."""
-        prefix = self._url.partition("://")[2].partition("/")[2].rstrip("/")
+        prefix = self.url.partition("://")[2].partition("/")[2].rstrip("/")
         root = f"{prefix}/" if prefix else ""
         return bucket_key[len(root) :] if bucket_key.startswith(root) else None
 
@@ -229,7 +230,7 @@ class Channel:
                 self._listeners, self.detailed = [], False
                 logger.warning(
                     "%s: on_event has not returned for %g s; the %s goes on without it",
-                    self._url,
+                    self.url,
                     _PATIENCE_SECONDS,
                     self.operation,
                 )
@@ -254,7 +255,7 @@ class Channel:
                 logger.warning(
                     "%s: %s failed; the %s goes on, and further errors of this listener are not"
                     " shown",
-                    self._url,
+                    self.url,
                     listener.name,
                     self.operation,
                     exc_info=True,

@@ -265,6 +265,8 @@ class Loaded(Event):
         requests: number of ranges that were read, from the store or from copies.
         slow_ranges: number of ranges that took far longer than the others and were asked for again.
         commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
+        unverified: whether bytes were not compared with digests: there are none, or `verify` was
+            off.
     """
 
     size_bytes: int
@@ -275,6 +277,7 @@ class Loaded(Event):
     slow_ranges: int
     commit_id: str | None
     local_bytes: int = 0
+    unverified: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,8 @@ class LoadReport:
         slow_ranges: number of ranges that took far longer than the others and were asked for again.
             They are not in `requests` and `retries`.
         commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
+        unverified: whether bytes were not compared with digests: another library wrote the
+            checkpoint, without any, or `verify` was off.
     """
 
     url: str
@@ -117,6 +119,7 @@ class LoadReport:
     slow_ranges: int = 0
     commit_id: str | None = None
     local_bytes: int = 0
+    unverified: bool = False
 
     @property
     def fetched_bytes(self) -> int:
@@ -172,6 +175,7 @@ def log_summary(event: AnyEvent) -> None:
         case Loaded():
             again = counted(event.slow_ranges, "slow range")
             text = f", {again} asked for again" if event.slow_ranges else ""
+            text += ", unverified" if event.unverified else ""
             verb, requests = "loaded", f"{event.requests} requests{text}"
         case _:
             return
@@ -202,7 +206,7 @@ def _quiet_tqdm() -> Any:
 
 
 class Bar:
-    """A listener that draws a byte-counting bar on standard error.
+    """A listener that draws a byte-counting bar on standard error, and then leaves one line.
 
     Args:
         label: the text before the figures.
@@ -211,6 +215,7 @@ class Bar:
     def __init__(self, label: str) -> None:
         self._label = label
         self._bar: Any = None
+        self._outcome = ""
 
     @staticmethod
     def is_seen() -> bool:
@@ -224,6 +229,10 @@ class Bar:
                 self.begin(event.size_bytes)
             case PartUploaded() | PartCopied() | RangeRead():
                 self.advance(event.size_bytes)
+            case Saved():
+                self._outcome = f"saved {_amount(event)}, committed"
+            case Loaded():
+                self._outcome = f"loaded {_amount(event)}"
 
     def begin(self, total_bytes: int) -> None:
         """Draw the bar."""
@@ -242,10 +251,17 @@ class Bar:
             self._bar.update(size_bytes)
 
     def settle(self) -> None:
-        """Remove the bar."""
+        """Replace the bar by a line that says how it ended, unless the log says that."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        if self._outcome and not logger.isEnabledFor(logging.INFO):
+            print(printable(self._outcome), file=sys.stderr)
+        self._outcome = ""
+
+
+def _amount(event: Saved | Loaded) -> str:
+    return f"{event.url}: {size_text(event.size_bytes)} in {event.seconds:.1f} s"
 
 
 class StatusLine:

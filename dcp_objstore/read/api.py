@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from dcp_objstore.local.settings import LocalFolder
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.read.mismatch import OnDtype
+    from dcp_objstore.read.renaming import Rename
 
 _PARTLY = (
     "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"
@@ -53,6 +55,8 @@ def load(
     trust_pickle: bool = False,
     read_once: bool = True,
     strict: bool = True,
+    rename: Rename = (),
+    on_dtype: OnDtype = "warn",
     process_group: dist.ProcessGroup | None = None,
     local: LocalFolder = None,
 ) -> LoadReport:
@@ -63,16 +67,24 @@ def load(
     Modules, optimizers and Stateful objects are restored in place, tensors are filled, and plain
     values are replaced in `state`. The state may ask for less than the checkpoint has. If the
     checkpoint has a parameter but no optimizer state for it (it was frozen or never used), the
-    optimizer gets no state for that parameter, and a warning is logged.
+    optimizer gets no state for that parameter, and a warning is logged. A tensor whose key is
+    missing is filled by the one that it is tied to, if the checkpoint has that one.
 
     Args:
         state: the state to fill: a nested dict like the one passed to `save`. Its keys and shapes
             determine what is read.
-        url: URL of the checkpoint, the same on every rank.
+        url: URL of the checkpoint, the same on every rank: one of this library, stock torch or what
+            derives from it, a folder of safetensors as on the Hugging Face hub, or one such file.
         strict: raise if the state asks for a key that the checkpoint does not have. If False, such
             parameters, tensors and values stay as they are, their optimizer state is left out, and
             the report names them. Default True. Keys that only the checkpoint has (an optimizer,
             when only the weights are asked for) are never an error.
+        rename: pairs of a regular expression and its replacement, applied to each key of the
+            checkpoint in turn, as `re.sub` does; the state has the new keys. `[("^", "model.")]`
+            puts a prefix before each key. Default: the keys as they are.
+        on_dtype: what to do if a tensor of the state has another dtype than the stored one: "warn"
+            (default) converts it, and warns if the state's dtype cannot hold every value; "error"
+            refuses on all ranks before anything is read.
         process_group: the ranks that load together. Default: all ranks.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: taken from the environment.
@@ -97,8 +109,9 @@ def load(
         the checkpoint it did not ask for.
 
     Raises:
-        StateMismatchError: the state has keys or shapes that the checkpoint does not have. The
-            message lists the nearest names.
+        StateMismatchError: the state has keys or shapes that the checkpoint does not have (the
+            message lists the nearest names), or other dtypes and `on_dtype` is "error"; or `rename`
+            gives two keys the same name.
         UnsupportedError: a module or tensor of the state is on the meta device. Give it memory
             first (`to_empty`).
         DcpObjstoreError: the error of the lowest rank that failed. `ObjectStoreReader` lists the
@@ -109,11 +122,25 @@ def load(
     leaves tensors of the state partly filled. Load again, or from another checkpoint, before you
     use them.
     """
-    settings = dict(locals())  # every parameter, by its name
-    # The reader takes the others.
-    del settings["state"], settings["strict"], settings["process_group"]
+
+    def make_reader() -> ObjectStoreReader:
+        return ObjectStoreReader(
+            url,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            on_event=on_event,
+            trace=trace,
+            verify=verify,
+            trust_pickle=trust_pickle,
+            read_once=read_once,
+            rename=rename,
+            on_dtype=on_dtype,
+            local=local,
+        )
+
     advice = every_rank("dcp_objstore.load")
-    reader, refused = capture(lambda: ObjectStoreReader(**settings))
+    reader, refused = capture(make_reader)
     converted = None
     try:
         with reporting_failures(reader):
@@ -122,11 +149,11 @@ def load(
                 converted, failed = capture(lambda: ConvertedState(state, loading=True))
                 # With read_once the load begins with a collective, so all ranks must agree first.
                 same = {"read_once": bool(read_once)}
-                raise_on_all(refused or failed, url_of(reader), group, advice, same)
+                raise_on_all(refused or failed, url_of(reader), group, advice, same=same)
             assert reader is not None
             assert converted is not None
             reader._process_group = group
-            return _run_load(reader, converted, group, strict=strict)
+            return _run_load(reader, converted, group, strict=strict, on_dtype=on_dtype)
     except BaseException:
         if converted is not None:
             converted.undo()
@@ -139,10 +166,13 @@ def _run_load(
     group: dist.ProcessGroup | None,
     *,
     strict: bool,
+    on_dtype: OnDtype,
 ) -> LoadReport:
     """Run `dcp.load`, then restore the user's state; raise the same typed error on all ranks."""
     url = str(reader.checkpoint_id)
-    planner = AgreeingLoadPlanner(url, converted.optimizers, converted.per_rank, strict=strict)
+    planner = AgreeingLoadPlanner(
+        url, converted.optimizers, converted.per_rank, strict=strict, on_dtype=on_dtype
+    )
     try:
         single_process_is_fine()
         with typed_failures(url, group):

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
     from typing_extensions import Buffer
 
-    from dcp_objstore.read.stored_checkpoint import ItemLocation
+    from dcp_objstore.read.items import ItemLocation
     from dcp_objstore.transfer.progress import Progress
 
 
-# Where a read goes: a tensor that is filled in place, or a callable that takes a pickled value.
+# A destination of a read is a tensor that is filled in place, or a callable that takes a pickled
+# value.
 Destination: TypeAlias = torch.Tensor | Callable[[io.BytesIO], object]
 
 
@@ -49,7 +50,7 @@ class ItemRead:
     passed to `on_complete`, and the thread that takes it from there calls `finish`.
 
     Args:
-        location: where the item lies; its payload is a whole `torch.save` blob or pickled value.
+        location: the place of the item. Its payload is a whole `torch.save` blob or pickled value.
     """
 
     def __init__(self, item: ReadItem, location: ItemLocation) -> None:
@@ -67,7 +68,7 @@ class ItemRead:
 
     @property
     def needed_bytes(self) -> int:
-        """Number of payload bytes."""
+        """The number of payload bytes."""
         return self.location.payload_length
 
     def bind(self, destination: Destination, on_complete: Callable[[ItemRead], None]) -> None:
@@ -75,8 +76,8 @@ class ItemRead:
 
         Args:
             destination: the tensor to copy into; for a value, a callable that takes its bytes.
-            on_complete: called once, in the thread that delivered the last byte; called at once for
-                an item without bytes.
+            on_complete: a function that is called once, in the thread that delivered the last byte;
+                at once for an item without bytes.
         """
         self._destination = destination
         self._on_complete = on_complete
@@ -191,7 +192,7 @@ class CompletionQueue:
     be the next to wait for it.
 
     Args:
-        limit_bytes: size of the values that may wait. One piece per worker may complete further
+        limit_bytes: the size of the values that may wait. One piece per worker may complete further
             values above this limit.
     """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_objstore import torch_private
 from dcp_objstore.distributed.plugin import same_url
-from dcp_objstore.errors import StateMismatchError, printable
+from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import logger
+from dcp_objstore.read.mismatch import SHOWN_KEYS, OnDtype, mismatch, refuse_other_dtypes
 from dcp_objstore.read.nearest import nearest
+from dcp_objstore.state.memory import same_memory
 from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.state_dict import AgreeingPlanner, Place
-
-_SHOWN = 10
+from dcp_objstore.state.stored import constant_name
 
 
 class _LocalItems(NamedTuple):
@@ -60,6 +61,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             are requested.
         strict: refuse a state that has keys which the checkpoint does not have. If False, their
             values stay as they are. Shapes must fit in either case.
+        on_dtype: what to do if a tensor of the state has another dtype than the stored one.
 
     Attributes:
         missing: keys of this rank's state that the checkpoint does not have.
@@ -79,10 +81,12 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         per_rank: Mapping[Place, bool] | None = None,
         *,
         strict: bool = True,
+        on_dtype: OnDtype = "warn",
     ) -> None:
         super().__init__(allow_partial_load=not strict)
         self._url = url
         self._strict = strict
+        self._on_dtype = on_dtype
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
         self._optimizers = optimizers or {}
@@ -97,12 +101,13 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         """Override `DefaultLoadPlanner.create_local_plan`; check keys and shapes first.
 
         Raises:
-            StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
+            StateMismatchError: the state asks for keys, shapes or, if `on_dtype` is "error", dtypes
+                that the checkpoint does not have.
         """
         with self._typed_errors():
             self._items = self._fitting_plan().items
-            about = _LocalItems(self._url, len(self.missing), len(self._items))
-            return _OwnPlan(self._items, planner_data=about)
+            local = _LocalItems(self._url, len(self.missing), len(self._items))
+            return _OwnPlan(self._items, planner_data=local)
 
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
@@ -110,14 +115,18 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         others = self._choose_per_rank(self.metadata)
         problems = _mismatches(self.state_dict, self.metadata)
         if problems:
-            raise _listed("the checkpoint does not fit the state", problems)
+            raise mismatch("the checkpoint does not fit the state", problems)
+        if self._on_dtype == "error":
+            refuse_other_dtypes(_dtypes(self.state_dict, self.metadata))
+        saved = self.metadata.state_dict_metadata
+        for key in _tied(self.state_dict, saved):
+            del self.state_dict[key]
         before, asked = self.state_dict, dict(self.state_dict)
         self._leave_out_absent_state(self.metadata)
         try:
             # DCP also knows the key format of torch before 2.4, in which keys that look missing may
             # exist. It then replaces `state_dict` by a new dict. It also does so, by mistake, if
             # this rank has no shard of a ShardedTensor (FSDP1) and so does not ask for its key.
-            saved = self.metadata.state_dict_metadata
             if self.state_dict.keys() <= saved.keys():
                 plan = create_default_local_load_plan(self.state_dict, self.metadata)
             else:
@@ -125,7 +134,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
-                raise _listed(
+                raise mismatch(
                     "the checkpoint does not have what the state asks for (with strict=False such"
                     " values stay as they are)",
                     missing,
@@ -146,9 +155,9 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         """
         with self._typed_errors():
             of_ranks: list[_LocalItems] = [plan.planner_data for plan in global_plan]
-            same_url([one.url for one in of_ranks])
-            missing = sum(one.missing for one in of_ranks)
-            count = sum(one.items for one in of_ranks)
+            same_url([local.url for local in of_ranks])
+            missing = sum(local.missing for local in of_ranks)
+            count = sum(local.items for local in of_ranks)
             if missing and not count:
                 raise StateMismatchError(
                     f"the checkpoint has none of the {missing} keys that the state asks for; check"
@@ -245,20 +254,37 @@ def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
     return problems
 
 
+def _dtypes(
+    state_dict: dict[str, Any], metadata: Metadata
+) -> Iterator[tuple[str, str, torch.dtype]]:
+    """Yield each tensor's key, torch's name of the saved dtype, and the dtype in the state."""
+    for key, value in state_dict.items():
+        saved = metadata.state_dict_metadata.get(key)
+        if not isinstance(saved, TensorStorageMetadata) or not isinstance(value, torch.Tensor):
+            continue
+        if saved.properties.dtype is not None:  # one that is unknown cannot be read
+            yield key, constant_name(saved.properties.dtype), value.dtype
+
+
+def _tied(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
+    """Return the keys that are filled by others: their tensor is one that was saved, too.
+
+    Files of Hugging Face hold one of several tied weights.
+    """
+    missing = [key for key in state_dict if key not in saved]
+    if not missing:
+        return []
+    filled = {same_memory(value) for key, value in state_dict.items() if key in saved}
+    return [key for key in missing if same_memory(state_dict[key]) in filled - {None}]
+
+
 def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
     """List the keys that were not saved, each with the nearest saved names."""
     saved = metadata.state_dict_metadata
     lines: list[str] = []
     for key in state_dict:
         if key not in saved:
-            near = nearest(key, list(saved)) if len(lines) < _SHOWN else []
+            near = nearest(key, list(saved)) if len(lines) < SHOWN_KEYS else []
             hint = f" (nearest: {', '.join(near)})" if near else ""
             lines.append(f"{key}: not in the checkpoint{hint}")
     return lines
-
-
-def _listed(summary: str, lines: list[str]) -> StateMismatchError:
-    lines = list(map(printable, lines))
-    more = f"\n  ... and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    count = "1 key" if len(lines) == 1 else f"{len(lines)} keys"
-    return StateMismatchError(f"{summary} in {count}:\n  " + "\n  ".join(lines[:_SHOWN]) + more)

@@ -37,13 +37,15 @@ from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.item_read import Destination
+from dcp_objstore.read.mismatch import OnDtype
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
 from dcp_objstore.read.plan import PlannedLoad, plan_load
+from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.session import report_loaded, run_load
 from dcp_objstore.read.stored_checkpoint import (
     StoredCheckpoint,
-    name_next,
+    naming_next,
     open_stored_checkpoint,
 )
 from dcp_objstore.read.tensor_read import is_value
@@ -65,18 +67,22 @@ _OF_LOADS = frozenset({"_process_group", "_of_thread", "last_load", "load_id"})
 
 @dataclass(slots=True)
 class _Load:
-    """The state of one load on one rank, from reading the metadata to the end."""
+    """The state of one load on one rank, from reading the metadata to the end.
+
+    Attributes:
+        together: whether other ranks take part, as far as this rank knows.
+        has_met: whether the ranks have already met to read.
+    """
 
     spec: StoreSpec
     channel: Channel
     checkpoint: StoredCheckpoint | None = None
-    together: bool = False  # whether other ranks take part, as far as this rank knows
+    together: bool = False
     planned: PlannedLoad | None = None
     copies: LoadCopies | None = None
     error: DcpObjstoreError | None = None
     rank: int | None = None
-    is_coordinator: bool = False
-    met: bool = False  # whether the ranks have already met to read
+    has_met: bool = False
 
     def raise_error(self) -> None:
         """Raise the error that was kept, if any, and keep it no longer: it has the whole state."""
@@ -95,7 +101,8 @@ class ObjectStoreReader(StorageReader):
 
     It reads checkpoints that `ObjectStoreWriter` committed, and those of stock torch's
     `FileSystemWriter` and `FsspecWriter`, s3torchconnector, Megatron-Core and
-    multi-storage-client. Those carry no digests, so their bytes cannot be verified.
+    multi-storage-client. It also reads safetensors: a folder as on the Hugging Face hub, or the URL
+    of one file. Those carry no digests, so their bytes cannot be verified.
 
     Args:
         url: URL of the checkpoint, such as `s3://bucket/run/step-1000`. May be left out if
@@ -132,6 +139,13 @@ class ObjectStoreReader(StorageReader):
             ranks of the default group, if these are the ones that load; each then opens the
             checkpoint itself. Bytes then pass in a separate gloo group, and also if the given group
             has no CPU backend.
+        rename: pairs of a regular expression and its replacement, applied to each key of the
+            checkpoint in turn, as `re.sub` does. The state asks for the new keys:
+            `[("^", "model.")]` loads the weights of a model into `{"model": model}`. Default: the
+            keys as they are.
+        on_dtype: what to do if a tensor of the state has another dtype than the stored one: "warn"
+            (default) converts, and warns if the state's dtype cannot hold every value; "error"
+            refuses before anything is read.
         local: a folder of this node, as a path or `dos.Local`, in which saves with the same setting
             have left copies. They are read first, and what is damaged or missing comes from the
             store. With `read_once` a rank also reads what only ranks of other nodes need. Not used
@@ -152,7 +166,8 @@ class ObjectStoreReader(StorageReader):
         CheckpointGoneError: the checkpoint was deleted or replaced during the load.
         UntrustedPickleError: a value needs `torch.serialization.add_safe_globals`, or
             `trust_pickle=True`.
-        StateMismatchError: the state asks for keys or shapes that the checkpoint does not have.
+        StateMismatchError: the state asks for keys or shapes that the checkpoint does not have, or
+            for other dtypes and `on_dtype` is "error"; or `rename` gives two keys the same name.
         UnsupportedError: a newer version wrote the checkpoint, or it holds something that cannot
             be loaded.
         StoreUnavailableError: the store did not answer, after all retries.
@@ -180,18 +195,26 @@ class ObjectStoreReader(StorageReader):
         verify: bool = True,
         trust_pickle: bool = False,
         read_once: bool = True,
+        rename: Rename = (),
+        on_dtype: OnDtype = "warn",
         process_group: dist.ProcessGroup | None = None,
         local: LocalFolder = None,
     ) -> None:
+        """Make a reader, with the arguments of the class."""
         super().__init__()
         if not isinstance(verify, bool):
             raise ConfigError(f"verify must be True or False, got {verify!r}")
+        if on_dtype not in ("warn", "error"):
+            raise ConfigError(f"on_dtype must be 'warn' or 'error', got {on_dtype!r}")
+        renamed((), rename)  # refuses wrong rules
         self._target = Target(url, storage_options, config)
         self._progress = progress
         self._event_settings = EventSettings(on_event, trace)
         self._verify = verify
         self._trust_pickle = trust_pickle
         self._read_once = read_once
+        self._rename = rename
+        self._on_dtype: OnDtype = on_dtype
         self._process_group = process_group
         self._local = local_of(local)
         self._of_thread = threading.local()
@@ -256,7 +279,9 @@ class ObjectStoreReader(StorageReader):
 
     def _open(self, load: _Load) -> StoredCheckpoint:
         def open_here() -> StoredCheckpoint:
-            return open_stored_checkpoint(load.spec, load_id=str(uuid.uuid4()), verify=self._verify)
+            return open_stored_checkpoint(
+                load.spec, str(uuid.uuid4()), verify=self._verify, rename=self._rename
+            )
 
         load.together = self._read_once and current_rank() is not None
         if not load.together or self._process_group is None:
@@ -286,7 +311,6 @@ class ObjectStoreReader(StorageReader):
         del metadata
         load = self._opened()
         load.rank = kwargs.get("rank")
-        load.is_coordinator = is_coordinator
         with load.channel.watching():
             load.channel.show(bar=self._progress and is_coordinator, summary=is_coordinator)
             load.raise_error()
@@ -322,13 +346,12 @@ class ObjectStoreReader(StorageReader):
                 load.planned = plan_load(
                     load.checkpoint, plan.items, verify=self._verify, whole_blocks=load.together
                 )
-            ranks = self._group_ranks() if load.together else None
             offer = make_offer(
                 self.checkpoint_id,
                 load.checkpoint,
                 load.planned,
-                ranks,
-                self._target.config,
+                group_ranks=self._group_ranks() if load.together else None,
+                config=self._target.config,
                 verify=self._verify,
                 copies=load.copies,
             )
@@ -407,9 +430,10 @@ class ObjectStoreReader(StorageReader):
                 else planner.resolve_tensor(item).detach()
                 for item in plan.items
             ]
-            try:
+            # On one rank: its error is raised on all.
+            with nullcontext() if load.rank else naming_next(load.spec):
                 report = run_load(
-                    load.spec.open(),
+                    load.checkpoint.open_store(load.spec),
                     planned,
                     destinations,
                     config,
@@ -417,11 +441,8 @@ class ObjectStoreReader(StorageReader):
                     channel=load.channel,
                     exchange=exchange,
                     copies=load.copies,
+                    on_dtype=self._on_dtype,
                 )
-            except CheckpointGoneError as error:
-                if not load.rank:  # the error of the lowest rank is raised on all
-                    name_next(error, load.spec)
-                raise
         for item, destination in zip(plan.items, destinations, strict=True):
             if isinstance(destination, torch.Tensor):
                 planner.commit_tensor(item, destination)
@@ -429,11 +450,12 @@ class ObjectStoreReader(StorageReader):
         return report
 
     def _all_arrived(self, load: _Load, share: Share) -> bool:
-        if load.met:
+        """Whether all ranks have arrived to load together; asked once for a plan."""
+        if load.has_met:
             raise UnsupportedError(
                 "the ranks have already read this plan, and a plan is read once, even if reading"
                 " fails: load again, on all ranks"
             )
-        load.met = True
+        load.has_met = True
         ranks = len(self._group_ranks())
         return all_arrived(share.meeting, ranks, self._target.config, load.spec.url)

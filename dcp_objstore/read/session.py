@@ -22,6 +22,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
 from dcp_objstore.read.item_read import CompletionQueue, Destination, ItemRead
+from dcp_objstore.read.mismatch import OnDtype, refuse_other_dtypes
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import (
     Block,
@@ -67,6 +68,7 @@ def run_load(
     channel: Channel,
     exchange: Exchange | None = None,
     copies: LoadCopies | None = None,
+    on_dtype: OnDtype = "warn",
 ) -> LoadReport:
     """Read every item of a plan into its destination.
 
@@ -78,12 +80,14 @@ def run_load(
         trust_pickle: whether to unpickle values that `torch.load(weights_only=True)` refuses.
         exchange: the part of the load that the ranks do together; None if this rank loads alone.
         copies: the copies on this node, which are read first. Blocks must have digests.
+        on_dtype: what to do if a destination has another dtype than the stored tensor.
 
     Raises:
         CheckpointCorruptError: objects are missing or differ from what was saved.
         CheckpointGoneError: the checkpoint was deleted or replaced during the load.
         UntrustedPickleError: a value needs `trust_pickle` or a declared safe global.
-        StateMismatchError: a destination does not fit what is stored.
+        StateMismatchError: a destination does not fit what is stored; it has another dtype and
+            `on_dtype` is "error".
         UnsupportedError: a destination cannot be written in place.
         DcpObjstoreError: any error of the store.
     """
@@ -92,8 +96,10 @@ def run_load(
     local = None if copies is None else copies.before(store)
     shared_bytes = 0 if exchange is None else exchange.memory_bytes
     completed = CompletionQueue(config.memory_budget_bytes)
+    if on_dtype == "error":
+        _refuse_other_dtypes(planned, destinations)
     copied = _bind(planned, destinations, completed)
-    devices = {to.device for to in destinations if isinstance(to, torch.Tensor)}
+    devices = {tensor.device for tensor in destinations if isinstance(tensor, torch.Tensor)}
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
@@ -106,7 +112,9 @@ def run_load(
     ]
     total_bytes = sum(request.end - request.start for request in requests)
     budget_bytes = config.memory_budget_bytes - shared_bytes
-    inbound, budget_bytes = _way_in(planned.reads, devices, requests, config, budget_bytes)
+    inbound, budget_bytes = _open_inbound(
+        planned.reads, devices, requests, config=config, budget_bytes=budget_bytes
+    )
 
     def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
         completed.wait_for_room(progress)
@@ -117,10 +125,10 @@ def run_load(
         return completed.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
-        into = None if exchange is None else exchange.admit(request, progress)
-        if into is None and inbound is not None and _is_sent(request):
-            into = inbound.admit(request, progress)
-        return into
+        memory = None if exchange is None else exchange.admit(request, progress)
+        if memory is None and inbound is not None and _is_sent(request):
+            memory = inbound.admit(request, progress)
+        return memory
 
     def go_on() -> None:
         if exchange is not None:
@@ -148,8 +156,8 @@ def run_load(
             planned.checkpoint.object_keys,
             requests,
             take_in,
-            config,
-            progress,
+            config=config,
+            progress=progress,
             local=() if copies is None else copies.numbers,
             budget_bytes=budget_bytes,
             admit=None if exchange is None and inbound is None else admit,
@@ -168,7 +176,7 @@ def run_load(
     if copies is not None:
         copies.keep()
     return LoadReport(
-        url=store.url,
+        url=channel.url,
         total_bytes=total_bytes,
         needed_bytes=sum(read.needed_bytes for read in planned.reads),
         received_bytes=0 if exchange is None else exchange.received_bytes,
@@ -179,6 +187,7 @@ def run_load(
         slow_ranges=channel.slow_ranges,
         commit_id=planned.checkpoint.commit_id,
         local_bytes=0 if local is None else local.local_bytes,
+        unverified=any(span.tag.digest is None for span in planned.spans),
     )
 
 
@@ -196,6 +205,7 @@ def report_loaded(channel: Channel, report: LoadReport) -> None:
         slow_ranges=report.slow_ranges,
         commit_id=report.commit_id,
         local_bytes=report.local_bytes,
+        unverified=report.unverified,
     )
 
 
@@ -211,6 +221,19 @@ def _request_size(
     total_bytes = sum(span.end - span.start for span in spans)
     is_near = config.download_concurrency != "auto" or limiter_of(store).window.is_near
     return grown_request_size(total_bytes, config.request_size_bytes, is_near=is_near)
+
+
+def _refuse_other_dtypes(planned: PlannedLoad, destinations: Sequence[Destination]) -> None:
+    """Raise a StateMismatchError if destinations have other dtypes than what is stored."""
+    dtypes = {
+        read.item.dest_index.fqn: destination.dtype
+        for read, destination in zip(planned.reads, destinations, strict=True)
+        if isinstance(destination, torch.Tensor)
+    }
+    saved = {key: planned.checkpoint.items.tensor(key) for key in dtypes}
+    refuse_other_dtypes(
+        (key, tensor.dtype, dtypes[key]) for key, tensor in saved.items() if tensor is not None
+    )
 
 
 def _bind(
@@ -249,10 +272,11 @@ def _bind(
     return copied
 
 
-def _way_in(
+def _open_inbound(
     reads: Sequence[TensorRead | ItemRead],
     devices: set[torch.device],
     requests: Sequence[RangeRequest[Block]],
+    *,
     config: TransferConfig,
     budget_bytes: int,
 ) -> tuple[Inbound | None, int]:
@@ -293,11 +317,18 @@ def _explained(
     elif isinstance(error, PreconditionFailedError):
         error = CheckpointGoneError(
             "while it was being read, another writer replaced the checkpoint; load it again",
-            *(error.rank, error.key, error.object_key, error.url),
+            rank=error.rank,
+            key=error.key,
+            object_key=error.object_key,
+            url=error.url,
         )
     elif isinstance(error, CorruptDataError):  # the object is too short, or the answer was wrong
         error = CheckpointCorruptError(
-            error.message, error.rank, error.key, error.object_key, error.url
+            error.message,
+            rank=error.rank,
+            key=error.key,
+            object_key=error.object_key,
+            url=error.url,
         )
     blocks = [
         f"block {span.tag.position // BLOCK_SIZE_BYTES} of {span.tag.key}"

@@ -1,60 +1,68 @@
-"""`StoredCheckpoint`: a checkpoint opened for reading, written by this library or by stock torch.
+"""`StoredCheckpoint`: a checkpoint opened for reading, of this library or of others.
 
-Both become the same here: the metadata for DCP's planners and, for each item, where its bytes lie,
-whether they are raw, and what they must hash to. To look into a checkpoint of this library needs no
-torch: the metadata is made when it is asked for.
+Checkpoints of this library, of stock torch and safetensors become the same here: the metadata for
+DCP's planners and, for each item, where its bytes lie, whether they are raw, and what they must
+hash to. Only to look into one of stock torch needs torch: otherwise the metadata is made when it is
+asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING
 
-import numpy as np
 import xxhash
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import next_step
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.read import (
+    explain_keys,
     explain_missing,
     explain_object,
-    open_found,
+    is_unfinished,
+    look_around,
+    open_marked,
     read_marker,
 )
-from dcp_objstore.compat.transforms import (
-    FRAMING_SIZE_BYTES,
-    check_archive,
-    check_transforms,
-    undo,
-    value_limit_bytes,
-)
+from dcp_objstore.compat import safetensors
+from dcp_objstore.compat.transforms import FRAMING_SIZE_BYTES, check_transforms, value_limit_bytes
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
     CheckpointNotFoundError,
+    CorruptDataError,
     DcpObjstoreError,
+    InputError,
     ObjectNotFoundError,
     PreconditionFailedError,
     UnsupportedError,
 )
+from dcp_objstore.read.items import (
+    IndexItems,
+    ItemLocation,
+    Items,
+    Offset,
+    RenamedItems,
+    StockItems,
+)
 from dcp_objstore.state.geometry import fills
-from dcp_objstore.state.stored import constant_name, known_dtype, unknown_dtype
+from dcp_objstore.state.stored import known_dtype, unknown_dtype
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
-    import io
-
     from torch.distributed.checkpoint.metadata import Metadata
 
     from dcp_objstore.checkpoint.marker import Marker
+    from dcp_objstore.read.renaming import Rename
     from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.stores.protocol import ObjectMeta, Version
 
@@ -76,187 +84,30 @@ _LISTED_KEYS = 1000
 _RANK_METADATA_KEY = "__0.metadata"
 
 
-_Offset: TypeAlias = Sequence[int] | None  # of a chunk in its tensor; None for a value
-
-
-class SavedTensor(NamedTuple):
-    """A tensor of a checkpoint.
-
-    Attributes:
-        shape: shape of the whole tensor.
-        dtype: torch's name of its dtype, which may be unknown to this version.
-        offsets: where its chunks begin, a row each.
-        sizes: sizes of its chunks, a row each.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    offsets: ix.Matrix
-    sizes: ix.Matrix
-
-
-@dataclass(frozen=True, slots=True)
-class ItemLocation:
-    """The location of one item, and how its bytes are encoded.
-
-    Attributes:
-        object_number: index of the object in `StoredCheckpoint.object_keys`.
-        payload_offset: offset of the item's bytes in that object.
-        payload_length: number of the item's bytes in that object.
-        sizes: shape of the chunk; None for a pickled value.
-        dtype: torch's name of the dtype of raw elements, which may be unknown to this version; None
-            if the payload is a whole `torch.save` blob or a pickled value.
-        digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
-        transforms: names of the stream extensions that the payload went through. Only foreign
-            checkpoints have any.
-        limit_bytes: largest size that the payload may unpack to; None for raw elements.
-    """
-
-    object_number: int
-    payload_offset: int
-    payload_length: int
-    sizes: tuple[int, ...] | None
-    dtype: str | None
-    digests: bytes | None
-    transforms: tuple[str, ...] = ()
-    limit_bytes: int | None = None
-
-    def undone(self, payload: io.BytesIO, key: str) -> io.BytesIO:
-        """Return the payload as it was before the stream extensions; unchanged if it has none.
-
-        Raises:
-            CheckpointCorruptError: an extension cannot be undone, or the payload becomes too large.
-        """
-        if self.limit_bytes is None:
-            return payload
-        body = undo(payload, self.transforms, key, self.limit_bytes)
-        check_archive(body, key, self.limit_bytes)
-        return body
-
-
-class IndexItems:
-    """The items of an index: keys and locations, which are made when they are asked for.
-
-    Attributes:
-        paths: the place of each key in the nested dict that was saved, if it is known.
-    """
-
-    def __init__(self, index: ix.Index) -> None:
-        self._index = index
-        self.paths = index.flatten_mapping
-
-    def __len__(self) -> int:
-        return len(self._index.columns.offset)
-
-    @property
-    def keys(self) -> KeysView[str]:
-        """The keys of all tensors and values."""
-        return self._index.keys
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size of all tensors and pickled values in bytes, without framing."""
-        return self._index.payload_bytes
-
-    def tensor(self, key: str) -> SavedTensor | None:
-        """Return the tensor of this key, or None if it is that of a value."""
-        tensor = self._index.tensors.get(key)
-        if tensor is None:
-            return None
-        return SavedTensor(tensor.shape, tensor.dtype, *self._index.boxes(key))
-
-    def find(self, key: str, offset: _Offset, number: int | None) -> ItemLocation | None:
-        """Return the location of an item, or None if there is no such item."""
-        row = self._index.find(key, offset, number)
-        return None if row is None else self._location(key, row)
-
-    def _location(self, key: str, row: int) -> ItemLocation:
-        item, tensor = self._index.item(row), self._index.tensors.get(key)
-        sizes = dtype = None
-        if tensor is not None:
-            sizes = tuple(self._index.box(key, row - self._index.rows(key).start)[1])
-            if not item.pickled or known_dtype(tensor.dtype) is None:
-                dtype = tensor.dtype
-        return ItemLocation(
-            item.object_number,
-            item.payload_offset,
-            item.payload_length,
-            sizes,
-            dtype,
-            item.digests,
-            # torch does not compress, so an item never unpacks to more than is stored; if it
-            # would, this library did not write it.
-            limit_bytes=None if dtype is not None else item.payload_length,
-        )
-
-
-class ForeignItems:
-    """The items of a checkpoint that another library wrote; used like `IndexItems`.
-
-    Args:
-        metadata: its `.metadata`.
-        locations: location of each item, by key and the chunk's offsets (None for a value).
-    """
-
-    def __init__(
-        self,
-        metadata: Metadata,
-        locations: dict[tuple[str, tuple[int, ...] | None], ItemLocation],
-    ) -> None:
-        self.metadata = metadata
-        self.paths: dict[str, tuple[str | int, ...]] | None = metadata.planner_data
-        self._locations = locations
-
-    def __len__(self) -> int:
-        return len(self._locations)
-
-    @property
-    def keys(self) -> KeysView[str]:
-        """The keys of all tensors and values."""
-        return self.metadata.state_dict_metadata.keys()
-
-    def tensor(self, key: str) -> SavedTensor | None:
-        """Return the tensor of this key, or None if it is that of a value."""
-        saved: Any = self.metadata.state_dict_metadata.get(key)
-        if not hasattr(saved, "chunks"):
-            return None
-        shape = len(saved.chunks), len(saved.size)
-        offsets = np.array([chunk.offsets for chunk in saved.chunks], np.uint64).reshape(shape)
-        sizes = np.array([chunk.sizes for chunk in saved.chunks], np.uint64).reshape(shape)
-        dtype = constant_name(saved.properties.dtype)
-        return SavedTensor(tuple(saved.size), dtype, offsets, sizes)
-
-    @property
-    def payload_bytes(self) -> int:
-        """Size of all items in bytes; they are `torch.save` blobs, whose framing counts here."""
-        return sum(location.payload_length for location in self._locations.values())
-
-    def find(self, key: str, offset: _Offset, number: int | None) -> ItemLocation | None:
-        """Return the location of an item, or None if the `.metadata` does not say it."""
-        del number
-        return self._locations.get((key, None if offset is None else tuple(offset)))
-
-
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint that was opened for reading.
 
     Attributes:
+        object_keys: keys of the data objects, relative to what `open_store` opens.
+        items: its tensors and values.
         marker: commit marker; None for a checkpoint that another library wrote.
-        index: the index; None for a checkpoint that another library wrote.
+        index: the index with the digests; None for a checkpoint that another library wrote.
         load_id: for the StorageMeta of the metadata.
         versions: the state of each object by its key, to which all reads are held; added to as it
             becomes known. None for a checkpoint of this library, whose objects never change.
         fingerprint: stands for the state in which another library's checkpoint was opened.
+        is_file: whether the URL is that of a single file.
     """
 
     object_keys: tuple[str, ...]
-    items: IndexItems | ForeignItems
+    items: Items
     marker: Marker | None = None
     index: ix.Index | None = None
     load_id: str | None = None
     versions: dict[str, Version] | None = None
     fingerprint: str | None = None
+    is_file: bool = False
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -265,12 +116,13 @@ class StoredCheckpoint:
         Raises:
             CheckpointCorruptError: torch does not have the layout or memory format of a tensor.
         """
-        if isinstance(self.items, ForeignItems):
-            return self.items.metadata
-        from dcp_objstore.state.dcp_metadata import describe  # imports torch
+        return self.items.describe(self.load_id)
 
-        assert self.index is not None
-        return describe(self.index, self.load_id)
+    def open_store(self, spec: StoreSpec) -> ObjectStore:
+        """Open the store that has the objects; of a single file it is the folder."""
+        folder, _ = spec.parent() if self.is_file else (spec, "")
+        assert folder is not None
+        return folder.open()
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the metadata, which each rank makes for itself."""
@@ -281,7 +133,7 @@ class StoredCheckpoint:
         """Identifier of the commit; None for a checkpoint that another library wrote."""
         return None if self.marker is None else self.marker.commit_id
 
-    def item(self, key: str, offset: _Offset = None, number: int | None = None) -> ItemLocation:
+    def item(self, key: str, offset: Offset = None, number: int | None = None) -> ItemLocation:
         """Return the location of the item that a read plan asks for.
 
         Args:
@@ -294,18 +146,18 @@ class StoredCheckpoint:
             UnsupportedError: the item went through a stream extension that cannot be undone here,
                 or its dtype is unknown.
         """
-        found = self.items.find(key, offset, number)
-        if found is None:
+        location = self.items.find(key, offset, number)
+        if location is None:
             offset = None if offset is None else tuple(offset)
             raise CheckpointCorruptError(
                 f"the checkpoint describes a chunk at offset {offset} but not where it lies",
                 key=key,
             )
-        if found.dtype is not None and known_dtype(found.dtype) is None:
-            raise unknown_dtype(found.dtype, key)
-        if found.transforms:
-            check_transforms(found.transforms, key)
-        return found
+        if location.dtype is not None and known_dtype(location.dtype) is None:
+            raise unknown_dtype(location.dtype, key)
+        if location.transforms:
+            check_transforms(location.transforms, key)
+        return location
 
     def check_whole(self, keys: Iterable[str]) -> None:
         """Refuse tensors that lack elements: such elements would stay as they were, unnoticed.
@@ -338,74 +190,87 @@ class StoredCheckpoint:
 
 
 def open_stored_checkpoint(
-    spec: StoreSpec, load_id: str | None = None, *, verify: bool = True
+    spec: StoreSpec, load_id: str | None = None, *, verify: bool = True, rename: Rename = ()
 ) -> StoredCheckpoint:
     """Open the checkpoint at a URL. Ctrl-C ends the wait for the store at once.
 
     Args:
         load_id: for the StorageMeta of the metadata.
         verify: refuse a checkpoint of this library whose marker is gone, and with it the digests.
+        rename: pairs of a regular expression and its replacement, applied to the keys.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or it was never committed, or its marker
             was removed.
         UnsupportedError: a newer version wrote it, or stock torch with use_collectives=False.
-        CheckpointCorruptError: the marker, the index or `.metadata` is damaged.
+        CheckpointCorruptError: the marker, the index, `.metadata` or a header is damaged.
         CheckpointGoneError: the checkpoint was deleted or replaced while it was opened.
         UntrustedPickleError: its `.metadata` needs classes that are not safe to unpickle.
+        InputError: there are several files of safetensors, and no index says which count; or the
+            rules of `rename` do not fit the keys.
     """
     try:
-        return wait_for(open_rooted, spec.open(), load_id, verify=verify)
-    except CheckpointGoneError as error:
-        name_next(error, spec)
-        raise
-    except CheckpointNotFoundError as error:
+        with naming_next(spec):
+            stored = wait_for(_open_at, spec, load_id, verify=verify)
+    except CheckpointNotFoundError:
         reason = explain_object(spec)
         if reason is None:
-            name_next(error, spec)
             raise
         raise CheckpointNotFoundError(reason, url=spec.url) from None
+    if not rename:
+        return stored
+    try:
+        assert not isinstance(stored.items, RenamedItems)
+        return dataclasses.replace(stored, items=RenamedItems(stored.items, rename))
+    except InputError as error:
+        raise error.at(url=spec.url) from None
 
 
-def name_next(error: DcpObjstoreError, spec: StoreSpec) -> None:
+def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
+    folder, name = spec.parent()
+    if folder is not None and name.endswith(safetensors.SUFFIX):
+        with suppress(ObjectNotFoundError):
+            return _twice_if_damaged(partial(_open_file, folder.open(), name, load_id))
+    return open_rooted(spec.open(), load_id, verify=verify)
+
+
+@contextmanager
+def naming_next(spec: StoreSpec) -> Iterator[None]:
     """Add to the error of a checkpoint that is not there which step of its run is next.
 
     In a run without a claim, or without the right to list it, the error stays as it is.
     """
-    run, name = spec.parent()
-    if run is None:
-        return
-    with suppress(DcpObjstoreError):
-        following = wait_for(next_step, run.open(), run.open_child, name)
-        if following is not None:
-            error.message += f"; the next step of the run is {following}"
+    try:
+        yield
+    except (CheckpointGoneError, CheckpointNotFoundError) as error:
+        run, name = spec.parent()
+        with suppress(DcpObjstoreError):
+            following = run and wait_for(next_step, run.open(), run.open_child, name)
+            if following:
+                error.message += f"; the next step of the run is {following}"
+        raise
 
 
 def open_rooted(
     store: ObjectStore, load_id: str | None = None, *, verify: bool = True
 ) -> StoredCheckpoint:
     """Open the checkpoint at the store's root, with the errors of `open_stored_checkpoint`."""
+    return _twice_if_damaged(partial(_open, store, load_id, verify=verify))
+
+
+def _twice_if_damaged(open_it: Callable[[], StoredCheckpoint]) -> StoredCheckpoint:
+    """Try once more if what was read is damaged: it may be the answer, not the object."""
     try:
-        return _open(store, load_id, verify=verify)
+        return open_it()
     except CheckpointCorruptError:
-        # Try once more: the answer may be damaged, not the object.
-        return _open(store, load_id, verify=verify)
+        return open_it()
 
 
 def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
-    found = read_marker(store)
-    if found is None:
-        try:
-            body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)
-        except ObjectNotFoundError:
-            _check_no_rank_metadata(store)
-        else:
-            stored = _foreign(body, load_id)
-            if verify and stored.object_keys and all(map(parse_data_key, stored.object_keys)):
-                raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
-            versions, fingerprint = _present_state(store, body, meta, stored.object_keys)
-            return dataclasses.replace(stored, versions=versions, fingerprint=fingerprint)
-    marker, body = open_found(store, found)
+    stored = read_marker(store)
+    if stored is None:
+        return _open_foreign(store, load_id, verify=verify)
+    marker, body = open_marked(store, stored)
     index = ix.decode(body)
     return StoredCheckpoint(
         object_keys=tuple(entry.key for entry in index.objects),
@@ -414,6 +279,79 @@ def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredChe
         index=index,
         load_id=load_id,
     )
+
+
+def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
+    try:
+        body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)
+    except ObjectNotFoundError:
+        _check_no_rank_metadata(store)
+        return _open_folder(store, load_id)
+    stored = _stock(body, load_id)
+    if verify and stored.object_keys and all(map(parse_data_key, stored.object_keys)):
+        raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
+    versions, fingerprint = _present_state(store, body, meta, stored.object_keys)
+    return dataclasses.replace(stored, versions=versions, fingerprint=fingerprint)
+
+
+def _open_folder(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
+    """Open a folder of safetensors, of which one listing tells the files."""
+    versions: dict[str, Version] = {}
+    pinned = PinnedStore(store, versions)
+    metas = look_around(pinned)
+    with _in_one_state(store):
+        files = None if is_unfinished(metas) else safetensors.choose_files(pinned, metas)
+        if files is None:
+            raise CheckpointNotFoundError(explain_keys(store.url, metas), url=store.url)
+        return _open_files(pinned, files, [metas[name] for name in files.names], load_id, versions)
+
+
+def _open_file(folder: ObjectStore, name: str, load_id: str | None) -> StoredCheckpoint:
+    """Open a single file of safetensors."""
+    versions: dict[str, Version] = {}
+    pinned = PinnedStore(folder, versions)
+    metas, files = [pinned.head(name)], safetensors.WeightFiles([name], {})
+    with _in_one_state(folder):
+        stored = _open_files(pinned, files, metas, load_id, versions)
+    return dataclasses.replace(stored, is_file=True)
+
+
+def _open_files(
+    store: PinnedStore,
+    files: safetensors.WeightFiles,
+    metas: Sequence[ObjectMeta],
+    load_id: str | None,
+    versions: dict[str, Version],
+) -> StoredCheckpoint:
+    """Open files of safetensors: make an index of their headers."""
+    sizes_bytes = {meta.key: meta.size_bytes for meta in metas}
+    texts = safetensors.read_headers(store, sizes_bytes)
+    index = safetensors.index_of(store, texts, sizes_bytes, files.weight_map)
+    return StoredCheckpoint(
+        object_keys=tuple(texts),
+        items=IndexItems(index),
+        load_id=load_id,
+        versions={key: versions[key] for key in texts if key in versions},
+        fingerprint=_fingerprint(store, b"".join(texts.values()), metas),
+    )
+
+
+@contextmanager
+def _in_one_state(store: ObjectStore) -> Iterator[None]:
+    """Say what it means for a checkpoint that one of its objects is not as it was first seen."""
+    try:
+        yield
+    except CheckpointCorruptError:
+        raise
+    except CorruptDataError as error:  # shorter than it was, or an index that is too long
+        raise CheckpointCorruptError(
+            error.message, object_key=error.object_key, url=store.url
+        ) from error
+    except (PreconditionFailedError, ObjectNotFoundError) as error:
+        raise CheckpointGoneError(
+            "another writer replaced the checkpoint while it was opened; load it again",
+            url=store.url,
+        ) from error
 
 
 def _present_state(
@@ -438,19 +376,23 @@ def _present_state(
     if can.listed_versions and can.conditional_update:
         listing = islice(PinnedStore(store, versions).list(), _LISTED_KEYS)
         try:
-            listed = {meta.key: meta for meta in listing}
-        except PreconditionFailedError as error:
-            raise CheckpointGoneError(
-                "another writer replaced the checkpoint while it was opened; load it again",
-                url=store.url,
-            ) from error
+            with _in_one_state(store):
+                listed = {meta.key: meta for meta in listing}
+        except CheckpointGoneError:
+            raise
         except DcpObjstoreError:  # not allowed, or no such call: the first answers count
             listed = {}
-    metas = [dot_metadata, *(listed[key] for key in keys if key in listed)]
+    metas = [listed[key] for key in keys if key in listed]
+    fingerprint = _fingerprint(store, body, [dot_metadata, *metas])
+    return {meta.key: meta.version for meta in metas}, fingerprint
+
+
+def _fingerprint(store: ObjectStore, body: bytes, metas: Iterable[ObjectMeta]) -> str:
+    """Return what stands for a state of objects, and of what was read of them."""
+    is_timed = store.capabilities.modified_times
     # Not the versions: on file:// hosts may number files differently.
-    told = [(one.key, one.size_bytes, can.modified_times and one.last_modified) for one in metas]
-    fingerprint = xxhash.xxh3_128_hexdigest(body) + xxhash.xxh3_128_hexdigest(repr(told).encode())
-    return {one.key: one.version for one in metas[1:]}, fingerprint
+    told = [(meta.key, meta.size_bytes, is_timed and meta.last_modified) for meta in metas]
+    return xxhash.xxh3_128_hexdigest(body) + xxhash.xxh3_128_hexdigest(repr(told).encode())
 
 
 def _check_no_rank_metadata(store: ObjectStore) -> None:
@@ -468,15 +410,13 @@ def _check_no_rank_metadata(store: ObjectStore) -> None:
     )
 
 
-def _foreign(body: bytes, load_id: str | None) -> StoredCheckpoint:
+def _stock(body: bytes, load_id: str | None) -> StoredCheckpoint:
     """Describe a checkpoint of stock torch: every item is a `torch.save` blob or pickled value."""
-    from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from dcp_objstore.compat.foreign import decode_metadata
 
     metadata = decode_metadata(body)
-    meta = metadata.storage_meta or StorageMeta()
-    metadata.storage_meta = dataclasses.replace(meta, load_id=load_id)
     chunks = {
         (key, tuple(chunk.offsets)): (tuple(chunk.sizes), item.properties.dtype.itemsize)
         for key, item in metadata.state_dict_metadata.items()
@@ -511,4 +451,4 @@ def _foreign(body: bytes, load_id: str | None) -> StoredCheckpoint:
         )
     if not items and metadata.state_dict_metadata:
         raise CheckpointNotFoundError("the .metadata found describes items but not where they lie")
-    return StoredCheckpoint(tuple(numbers), ForeignItems(metadata, items))
+    return StoredCheckpoint(tuple(numbers), StockItems(metadata, items), load_id=load_id)

@@ -44,12 +44,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.read.item_read import ItemRead
-    from dcp_objstore.read.stored_checkpoint import ItemLocation, StoredCheckpoint
+    from dcp_objstore.read.items import ItemLocation
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.state.device import Inbound
     from dcp_objstore.state.geometry import Copy
     from dcp_objstore.transfer.upload import ByteArray
 
-    # What takes one stored item's payload. It can be planned before it has a destination.
+    # A read takes one stored item's payload. It can be planned before it has a destination.
     Read: TypeAlias = "TensorRead | ItemRead"
 
 
@@ -57,7 +58,7 @@ class TensorRead:
     """A read of raw elements of a stored chunk into a destination tensor.
 
     Args:
-        location: where the chunk lies; it must hold raw elements.
+        location: the place of the chunk, which must hold raw elements.
 
     Raises:
         StateMismatchError: the chunk does not contain the elements to read.
@@ -127,6 +128,7 @@ class TensorRead:
         return self._inbound is not None
 
     def _place(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
+        """Copy boxes out of a block's elements into the destination."""
         for copy in copies:
             source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
             source = narrow(source.view(copy.source_shape), copy.source)
@@ -161,13 +163,14 @@ class TensorRead:
         self._unpack(copies, self._elements(np.frombuffer(packed, dtype=np.uint8)))
 
     def _unpack(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
-        taken = 0
+        """Copy boxes that lie one after the other in `elements` into the destination."""
+        position = 0
         with torch.inference_mode(self._view.is_inference()), torch.no_grad():
             for copy in copies:
                 count = math.prod(copy.source.sizes)
-                source = elements[taken : taken + count].view(copy.source.sizes)
+                source = elements[position : position + count].view(copy.source.sizes)
                 narrow(self._view, copy.destination).copy_(source)
-                taken += count
+                position += count
 
     def _send(self, position: int, arrived: torch.Tensor) -> None:
         """Queue the copies of a block in host memory to the device.
@@ -200,7 +203,7 @@ class TensorRead:
 
     @property
     def needed_bytes(self) -> int:
-        """Number of payload bytes that the destination receives."""
+        """The number of payload bytes that the destination receives."""
         return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
@@ -223,14 +226,18 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     """Return the blocks that the reads need; a block that several reads need appears once.
 
     Args:
-        verify: attach digests to the blocks. Implies `whole_blocks`.
-        whole_blocks: return whole digest blocks, which other ranks may need as well. If False,
-            return only the runs of needed bytes, with gaps too small to be worth a request.
+        verify: return whole blocks, with their digests, of items that have digests.
+        whole_blocks: return whole blocks also where a read needs separate runs of bytes, so that
+            what other ranks need of them is in the same blocks. (A single run is what the others
+            need, too, or nothing of it is.) Otherwise return only the runs of needed bytes, with
+            gaps too small to be worth a request.
     """
     spans: dict[tuple[int, int, int], Span[Block]] = {}
     for read in reads:
         location = read.location
-        for start, end, number in _pieces(read, whole_blocks=verify or whole_blocks):
+        is_verified = verify and location.digests is not None
+        is_cut = whole_blocks and read.selection is not None and len(read.selection.shape) > 1
+        for start, end, number in _pieces(read, whole_blocks=is_verified or is_cut):
             place = (
                 location.object_number,
                 location.payload_offset + start,
@@ -239,7 +246,8 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
             span = spans.get(place)
             if span is None:
                 digest = None
-                if verify and location.digests is not None:
+                if is_verified:
+                    assert location.digests is not None
                     at = number * DIGEST_SIZE_BYTES
                     digest = location.digests[at : at + DIGEST_SIZE_BYTES]
                 block = Block(read.item.dest_index.fqn, start, digest)

@@ -32,7 +32,7 @@ from dcp_objstore.checkpoint.names import (
     natural_order,
     parse_data_key,
 )
-from dcp_objstore.checkpoint.read import explain_absence, explain_object, read_index, read_marker
+from dcp_objstore.checkpoint.read import explain_absence, explain_object, named_keys, read_marker
 from dcp_objstore.run.steps import catalogue
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
@@ -181,7 +181,7 @@ def list_checkpoints(
     spec = StoreSpec(url, storage_options, config)
     store = InterruptibleStore(spec.open())
     base_above, stored = _base_above(spec), read_marker(store)
-    itself = None if stored is None else Entry("", store, found=stored)
+    itself = None if stored is None else Entry("", store, stored=stored)
     uploads: dict[str, list[UnfinishedUpload]] | None = None
     unseen = None
     if everything:
@@ -352,7 +352,7 @@ class _Look:
 def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
     """Describe a checkpoint, or the place of one, in a run with this base."""
     url, name = entry.store.url, entry.name
-    if entry.found is not None:
+    if entry.stored is not None:
         marker = entry.marker
         superseded = marker.is_committed and not counts(marker, base)
         return ListedCheckpoint(
@@ -390,7 +390,7 @@ def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
 
 def _is_foreign(entry: Entry) -> bool:
     """Return whether another library saved here, or the marker was removed."""
-    return entry.found is None and entry.error is None and DOT_METADATA_KEY in entry.objects
+    return entry.stored is None and entry.error is None and DOT_METADATA_KEY in entry.objects
 
 
 def _leftovers(entry: Entry, uploads: Sequence[UnfinishedUpload]) -> Leftovers:
@@ -414,7 +414,7 @@ def _unnamed(entry: Entry) -> list[ObjectMeta]:
     if entry.error is not None or _is_foreign(entry):
         return []  # it is not known what the commit names; another library's files are kept
     ours = {key: meta for key, meta in entry.objects.items() if is_ours(key)}
-    if entry.found is None or not entry.marker.is_committed:
+    if entry.stored is None or not entry.marker.is_committed:
         return list(ours.values())
     marker = entry.marker
     # One index, and the data objects that the marker counts.
@@ -425,13 +425,9 @@ def _unnamed(entry: Entry) -> list[ObjectMeta]:
         stored = read_marker(entry.store)
         if stored is None or stored.record.commit_id != marker.commit_id:
             return []  # it was replaced meanwhile, perhaps before the objects were listed
-        from dcp_objstore.checkpoint import index as ix  # imports NumPy, and is rarely needed
-
-        index = ix.decode(read_index(entry.store, marker))
+        named = set(named_keys(entry.store, marker))
     except (errors.CorruptDataError, errors.LostRaceError, errors.UnsupportedError):
         return []
-    assert marker.index is not None  # `read_index` has read it
-    named = {marker.index.key, *(object_.key for object_ in index.objects)}
     return [meta for key, meta in ours.items() if key not in named]
 
 

@@ -608,20 +608,27 @@ class CheckpointManager:
         """Return the newest committed step, or None. A collective; rank 0 makes the requests.
 
         Sends two requests, one for each 1,000 objects of the run, and one for the step. (Also one
-        for each newer step that was deleted, until a sweep has removed its objects.)
+        for each newer step that was deleted, until a sweep has removed its objects.) Once the
+        manager is closed, each rank that calls it asks by itself.
         """
-        self._begin()
-        newest = on_first(lambda: step_numbers(self._run, 1), self._url, self._group)
+        newest = self._asked(lambda: step_numbers(self._run, 1))
         return newest[-1] if newest else None
 
     def steps(self) -> tuple[int, ...]:
         """Return the committed steps, the newest last. A collective; rank 0 makes the requests.
 
         Sends two requests, one for each 1,000 objects of the run, and one for each step. (Also one
-        for each step that was deleted, until a sweep has removed its objects.)
+        for each step that was deleted, until a sweep has removed its objects.) Once the manager is
+        closed, each rank that calls it asks by itself.
         """
+        return self._asked(lambda: step_numbers(self._run))
+
+    def _asked(self, ask: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Return what rank 0 learns, or this rank alone if the manager is closed."""
+        if self._closed:
+            return ask()
         self._begin()
-        return on_first(lambda: step_numbers(self._run), self._url, self._group)
+        return on_first(ask, self._url, self._group)
 
     def pin(self, step: int, name: str = "pinned") -> None:
         """Protect a step from deletion and from being overwritten. A collective.

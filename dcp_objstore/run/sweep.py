@@ -16,6 +16,7 @@ from dcp_objstore.checkpoint.names import (
     is_beacon_key,
     is_ours,
     is_probe_key,
+    is_upload_key,
 )
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
@@ -139,24 +140,24 @@ def sweep_below(
     deleted long ago, and a run has ever more of them.
     """
     store = InterruptibleStore(spec.open())
-    # The names of the objects and uploads at each prefix.
-    names = {prefix: list(objects) for prefix, objects in list_places(store).items()}
+    places = list_places(store)
+    prefixes = {
+        prefix
+        for prefix, objects in places.items()
+        if list(objects) != [MARKER_KEY] and any(map(_is_known, objects))
+    }
     uploads: S3Uploads | LocalUploads | None = None
     unseen = None
     try:
         uploads = open_uploads(spec)
         for upload in uploads.list():
             prefix, _, name = upload.key.rpartition("/")
-            names.setdefault(prefix, []).append(name)
+            if is_upload_key(name):
+                prefixes.add(prefix)
     except (errors.InputError, errors.RetryableError) as error:
         uploads, unseen = None, error.message
-    prefixes = [
-        prefix
-        for prefix, here in sorted(names.items())
-        if here != [MARKER_KEY] and any(_is_known(name) for name in here)
-    ]
     bases = {
-        prefix: _base(spec.child(prefix)) for prefix, here in names.items() if CLAIM_KEY in here
+        prefix: _base(spec.child(prefix)) for prefix, here in places.items() if CLAIM_KEY in here
     }
 
     def base_at(prefix: str) -> int:
@@ -176,7 +177,7 @@ def sweep_below(
             base_at(prefix),
             dry_run=dry_run,
         )
-        for prefix in takewhile(lambda _: not is_over(), prefixes)
+        for prefix in takewhile(lambda _: not is_over(), sorted(prefixes))
     )
     days, text, unread = _lifecycle(spec, uploads)
     return SweepReport(

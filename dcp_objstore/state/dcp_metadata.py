@@ -341,12 +341,17 @@ def _tensor_entry(
 ) -> ix.Tensor:
     held, wanted = sum(map(math.prod, map(_SIZES, chunks))), math.prod(described.size)
     if held != wanted:
-        raise StateMismatchError(
-            f"the ranks that save hold only {held} of this tensor's {wanted} elements; call save"
-            " on all ranks that it is sharded over",
-            key=fqn,
-        )
+        raise incomplete(fqn, held, wanted)
     return tensor_entry(fqn, described, len(chunks))
+
+
+def incomplete(key: str, held: int, wanted: int) -> StateMismatchError:
+    """Return the error for a tensor of which elements are missing."""
+    return StateMismatchError(
+        f"the ranks that save hold only {held} of this tensor's {wanted} elements; call save on all"
+        " ranks that it is sharded over",
+        key=key,
+    )
 
 
 def tensor_entry(

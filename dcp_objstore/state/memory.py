@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from dcp_objstore import torch_private
 from dcp_objstore.errors import StateMismatchError
 
 if TYPE_CHECKING:
@@ -72,6 +74,19 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     # Not `view(-1)`, which keeps the stride of a single element that lies in a larger tensor.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def same_memory(value: Any) -> tuple[object, ...] | None:
+    """Return what stands for the elements of a tensor: equal if two are the same, as tied weights.
+
+    None for what is no plain tensor. Of a DTensor it is the rank's own part that counts, which may
+    be empty.
+    """
+    local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
+        return None
+    place = torch_private.storage_number(local), local.storage_offset()
+    return *place, local.shape, local.stride(), local.dtype
 
 
 def count_write(tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dcp_objstore import errors
-from dcp_objstore.contexts import contextmanager
+from dcp_objstore.contexts import contextmanager, led_to
 from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers, check_buffer
 from dcp_objstore.stores.errors import SAME_PAGE
 from dcp_objstore.stores.protocol import (
@@ -298,19 +298,13 @@ def _clear_frames(error: BaseException, handled: int) -> None:
     garbage collection it would hold the caller's buffers, and the memory of a staged save.
 
     Args:
-        error: the error to begin with. Causes and contexts may form a circle.
+        error: the error to begin with.
         handled: the id of the error that the caller of the verb was handling. Its frames are not
             ours: a generator that waits in one of them would be closed.
     """
-    seen = {handled}
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        cause = waiting.pop()
-        if cause is not None and id(cause) not in seen:
-            seen.add(id(cause))
-            for frame, _ in traceback.walk_tb(cause.__traceback__):
-                _clear_frame(frame)
-            waiting += [cause.__cause__, cause.__context__]
+    for cause in led_to(error, handled=handled):
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            _clear_frame(frame)
 
 
 def _clear_frame(frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dcp_objstore import contexts
 from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
@@ -146,6 +147,12 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
 NO_SUCH_KEY = "NoSuchKey"
 NO_SUCH_UPLOAD = "NoSuchUpload"
 
+NO_S3_CREDENTIALS = (
+    "no credentials for S3. Looked for, in this order: storage_options (key and secret, or"
+    " profile); AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; AWS_PROFILE; the web identity or role"
+    " of a container; the default profile of ~/.aws; the role of this instance. Set one of these,"
+    " or storage_options={'anon': True} for a public bucket"
+)
 NO_STORE = (
     "this does not look like a store: it answers as a web server does, or something on the way to"
     " it does; check endpoint_url and any proxy"
@@ -368,15 +375,7 @@ def redact(error: BaseException) -> None:
 
 def led_to(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and what it was raised for; urllib3 keeps some in `args` and `reason`."""
-    seen: set[int] = set()
-    waiting: list[object] = [error]
-    while waiting:
-        cause = waiting.pop()
-        if isinstance(cause, BaseException) and id(cause) not in seen:
-            seen.add(id(cause))
-            yield cause
-            waiting += [*cause.args, cause.__cause__, cause.__context__]
-            waiting.append(getattr(cause, "reason", None))
+    return contexts.led_to(error, more=lambda of: (*of.args, getattr(of, "reason", None)))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

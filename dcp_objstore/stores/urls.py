@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -73,6 +73,22 @@ _ONLY_AS_OBJECTS = frozenset(
 )
 # `abfss://container@account.dfs.core.windows.net/prefix`, as Hadoop and Azure's portal write it.
 _AZURE_ACCOUNT = re.compile(r"([a-z0-9-]+)@([a-z0-9]{3,24})\.(?:dfs|blob)\.[a-z.]+\Z")
+# Addresses that consoles and other tools show, and the scheme of what they are of. S3: "Methods for
+# accessing a general purpose bucket"; Google: "Request endpoints"; Azure: "Resource URI syntax".
+_WEB_ADDRESSES = (
+    (re.compile(r"https?://(?P<bucket>[^/]+)\.s3[.-][^/]*amazonaws\.com(?P<key>/.*)?\Z"), "s3"),
+    (re.compile(r"https?://s3[.-][^/]*amazonaws\.com/(?P<bucket>[^/]+)(?P<key>/.*)?\Z"), "s3"),
+    (
+        re.compile(
+            r"https?://storage\.(?:cloud\.google|googleapis)\.com/(?P<bucket>[^/]+)(?P<key>/.*)?\Z"
+        ),
+        "gs",
+    ),
+    (
+        re.compile(r"https?://[^/]+\.blob\.core\.[^/]+/(?P<bucket>[^/]+)(?P<key>/.*)?\Z"),
+        "az",
+    ),
+)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -134,6 +150,8 @@ def parse_url(url: object, also: Collection[str] = ()) -> StoreUrl:
         return _bucket_url(url, scheme, rest)
     if name in also or (name not in _OTHER_NAMES and is_known_to_fsspec(name)):
         return _fsspec_url(url, name, rest)
+    if (stored := _of_web(url)) is not None:
+        raise InvalidUrlError(f"{_shown(url)} is an address on the web: write {_shown(stored)}")
     raise InvalidUrlError(_unknown_scheme(head))
 
 
@@ -273,15 +291,26 @@ def _not_a_string(url: object) -> str:
             f"a URL must be a str, got {type(url).__name__}: pathlib turns '://' into ':/';"
             " write 's3://bucket/prefix' or 'file:///path'"
         )
-    return f"a URL must be a str, got {type(url).__name__}"
+    swapped = "; the state comes first, then the URL" if isinstance(url, Mapping) else ""
+    return f"a URL must be a str, got {type(url).__name__}{swapped}"
 
 
 def _no_scheme(url: str) -> str:
     broken = re.match(r"([A-Za-z0-9]+):/(?!/)(.*)", url)
     if broken and (broken[1].lower() in _ALIASES or is_known_to_fsspec(broken[1].lower())):
-        whole = f"{broken[1]}://{broken[2]}"
+        whole = f"{broken[1]}://{'/' if broken[1].lower() == 'file' else ''}{broken[2]}"
         return f"{_shown(url)} has lost a slash (pathlib does that): write {_shown(whole)}"
     return f"{_shown(url)} has no scheme; use one of {_SHOWN} (for a local folder: file:///path)"
+
+
+def _of_web(url: str) -> str | None:
+    """Return what is to be written for the address of an object or a bucket on the web."""
+    address = url.partition("?")[0]
+    for pattern, scheme in _WEB_ADDRESSES:
+        match = pattern.match(address)
+        if match is not None:
+            return f"{scheme}://{match['bucket']}{match['key'] or ''}"
+    return None
 
 
 def _unknown_scheme(head: str) -> str:

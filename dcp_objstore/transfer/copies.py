@@ -30,19 +30,20 @@ if TYPE_CHECKING:
 LEAST_PART_BYTES = 5 * MIB
 # A part of this size is copied well within a request's time-out, and costs next to nothing.
 _PART_SIZE_BYTES = 64 * MIB
-_OBJECTS_AT_ONCE = 4
-_PARTS_AT_ONCE = 16
+# How many objects are copied at a time, and how many parts of all of them.
+_MOST_OBJECTS = 4
+_MOST_PARTS = 16
 
 
 def copied_parts(sources: Sequence[CopySource]) -> list[int]:
     """Return the sizes of the parts in which an object is copied."""
     most_bytes = _part_size_bytes(sources)
-    cut = (cut for one in sources for cut in cut_range(one.start, one.end, most_bytes))
-    return [end - start for start, end in cut]
+    cuts = (cut for source in sources for cut in cut_range(source.start, source.end, most_bytes))
+    return [end - start for start, end in cuts]
 
 
 def _part_size_bytes(sources: Sequence[CopySource]) -> int:
-    size_bytes = sum(one.end - one.start for one in sources)
+    size_bytes = sum(source.end - source.start for source in sources)
     # Each source may add a part.
     return max(_PART_SIZE_BYTES, -(-size_bytes // max(1, MAX_PARTS - len(sources))))
 
@@ -59,35 +60,35 @@ def copy_objects(
 
     Args:
         objects: the sources of each object, by its key.
-        progress: receives the bytes that were copied; may stop the copies.
+        progress: an object that receives the bytes that were copied, and may stop the copies.
     """
     if not objects:
         return {}
-    lanes = min(_OBJECTS_AT_ONCE, len(objects))
-    at_once = max(1, at_most(config.upload_concurrency, _PARTS_AT_ONCE) // lanes)
+    threads = min(_MOST_OBJECTS, len(objects))
+    parts_each = max(1, at_most(config.upload_concurrency, _MOST_PARTS) // threads)
     futures: dict[str, Future[Uploaded]] = {}
-    with DaemonPool(lanes, "copy") as pool:
+    with DaemonPool(threads, "copy") as pool:
         for key, sources in objects.items():
-            futures[key] = pool.submit(_copy, store, key, sources, at_once, progress)
+            futures[key] = pool.submit(_copy, store, key, sources, parts_each, progress)
         try:
             run_watched(lambda: wait(futures.values()), f"copies to {store.url}", progress)
         except TransferStalledError as error:
             # The others may have been copied; what is still under way is left to itself.
             stalled = error
-    found: dict[str, Uploaded | DcpObjstoreError] = {}
+    outcomes: dict[str, Uploaded | DcpObjstoreError] = {}
     for key, future in futures.items():
         failed = future.exception() if future.done() else stalled
         if failed is not None and not isinstance(failed, DcpObjstoreError):
             raise failed
-        found[key] = future.result() if failed is None else failed
-    return found
+        outcomes[key] = future.result() if failed is None else failed
+    return outcomes
 
 
 def _copy(
     store: ObjectStore,
     key: str,
     sources: Sequence[CopySource],
-    at_once: int,
+    max_concurrency: int,
     progress: Progress,
 ) -> Uploaded:
     """Have the store make one object of others."""
@@ -108,7 +109,7 @@ def _copy(
         key,
         sources,
         part_size_bytes=_part_size_bytes(sources),
-        max_concurrency=at_once,
+        max_concurrency=max_concurrency,
         moved=moved,
     )
     return Uploaded(size_bytes=sum(sizes), version=version, parts=len(sizes))

@@ -22,7 +22,7 @@ What there is, and who may touch it:
       _Worker                 one a thread
         ahead                 the requests that it has under way, which no other thread touches
         memory for a piece    kept from one piece to the next
-      _Begun                  a request under way: its worker's, until it is left to another one
+      _Fetch                  a request under way: its worker's, until that hands it over
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from itertools import count
-from mmap import MAP_PRIVATE, mmap
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dcp_objstore.config import AUTO_MOST, at_most, processors
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
-from dcp_objstore.stores.admission.limiter import AdmissionSlot, Limiter, admission_slot, limiter_of
+from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
 from dcp_objstore.threads import Spawned, spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from dcp_objstore.transfer.pages import new_memory
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
@@ -66,8 +66,8 @@ _LEAST_AHEAD, _MOST_AHEAD = 2, 8
 # With so many, each worker of a near store has one. Counting more would only give a far store
 # threads, and take their memory from requests in flight.
 _MOST_PROCESSORS = 4
-# A request that is slow is asked for again so often: in a large load, a few are slow twice.
-_MOST_AGAIN = 2
+# How often one slow request is asked for again: in a large load, a few are slow twice.
+_MOST_REPEATS = 2
 
 
 def worker_count(
@@ -136,38 +136,41 @@ def fetch_ranges(
     The first error that the store or `consume` raises ends the transfer and is raised here.
 
     Args:
-        consume: called in worker threads with a request and its body, for different requests at the
-            same time, and once for each piece of a request. If it returns True, the calling thread
-            is needed before the request is done, and None is yielded. If it raises
+        consume: a function that worker threads call with a request and its body, for different
+            requests at the same time, and once for each piece of a request. If it returns True, the
+            calling thread is needed before the request is done, and None is yielded. If it raises
             `CorruptDataError`, the range is fetched once more from this piece on before the error
             counts, because a damaged transfer is not a damaged checkpoint.
-        progress: receives the bytes that were fetched; may stop the transfer.
+        progress: an object that receives the bytes that were fetched, and may stop the transfer.
         local: the numbers of objects that the store reads from this machine. Their requests take no
             place in the bucket's window, and nothing is learnt from how long they take.
         budget_bytes: memory for bodies. Default: `config.memory_budget_bytes`.
-        admit: called in a worker before a request is fetched. It may wait, and it may return the
-            memory that the body must be read into.
-        explain: called in a worker with the error of a GET; returns the error to raise instead.
+        admit: a function that a worker calls before a request is fetched. It may wait, and it may
+            return the memory that the body must be read into.
+        explain: a function that a worker calls with the error of a GET, and that returns the error
+            to raise instead.
 
     Raises:
         TransferStalledError: no request was finished for the stall time-out.
         ObjectNotFoundError: an object does not exist; the error has its `object_key`.
         CorruptDataError: an object ends before the range, or `consume` found damage twice.
     """
-    of_store = [one for one in requests if one.object_number not in local] if local else requests
+    from_store = requests
+    if local:
+        from_store = [request for request in requests if request.object_number not in local]
     slot = admission_slot(
         store,
         "open_range",
         config,
-        config.download_concurrency,
-        max((request.end - request.start for request in of_store), default=0),
+        concurrency=config.download_concurrency,
+        request_bytes=max((request.end - request.start for request in from_store), default=0),
     )
-    of_copies = AdmissionSlot(Limiter(), judged=False, concurrency=AUTO_MOST)
 
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
-    depth = _depth(slot.concurrency, reading) if admit is None else 1
-    most = worker_count(
+    # A copy on this machine is there at once.
+    depth = _depth(slot.concurrency, reading) if admit is None and from_store else 1
+    most_workers = worker_count(
         requests,
         at_most(config.download_concurrency),
         config.memory_budget_bytes if budget_bytes is None else budget_bytes,
@@ -182,21 +185,21 @@ def fetch_ranges(
         explain=explain,
         admit=admit,
         progress=progress,
-        store_waits=_Waits(slot, Stragglers(len(of_store))),
-        local_waits=_Waits(of_copies, Stragglers(len(requests) - len(of_store))),
+        store_waits=_Waits(len(from_store), slot),
+        local_waits=_Waits(len(requests) - len(from_store), _Unlimited()),
         local=local,
         depth=depth,
-        most=most,
+        most_workers=most_workers,
     )
     try:
         shared.staff()
-        left = len(requests)
-        while left:
+        unfinished = len(requests)
+        while unfinished:
             shared.look()
             outcome = take(shared.done, look=shared.look, step_seconds=STEP_SECONDS)
             if isinstance(outcome, BaseException):
                 raise outcome
-            left -= outcome is not None
+            unfinished -= outcome is not None
             yield outcome
     except BaseException as error:
         progress.stop(error)
@@ -231,35 +234,54 @@ class _Gate:
 
 
 @dataclass(eq=False)
-class _Begun(Generic[T]):
+class _Fetch(Generic[T]):
     """A request that is under way.
 
     Attributes:
-        into: where to read it as a whole; None: in pieces, wherever its worker has memory.
-        at: when it began (monotonic).
-        worker: its number in a trace.
-        rest: the pieces that were not consumed yet.
-        read_at: when the last piece was read, or when it began.
-        again: how often it was asked for again, being slow.
-        is_left: its worker is to leave it to another one.
+        destination: the memory to read it into as a whole; None to read it in pieces into its
+            worker's memory.
+        began_at: when it began (monotonic).
+        worker: its row in a trace.
+        unread: the pieces that were not consumed yet.
+        read_at: when the last piece was read, or when the request began.
+        repeats: how often it was asked for again, because it was slow.
+        is_handed_over: whether another worker goes on with it, and this one gives it up.
     """
 
     request: RangeRequest[T]
-    into: memoryview | None
-    at: float
+    destination: memoryview | None
+    began_at: float
     body: RangeBody
     worker: int
-    rest: deque[RangeRequest[T]]
+    unread: deque[RangeRequest[T]]
     read_at: float
-    again: int = 0
-    is_left: bool = False
+    repeats: int = 0
+    is_handed_over: bool = False
 
 
-class _Waits(NamedTuple, Generic[T]):
+class _Unlimited:
+    """Stands for an `AdmissionSlot` where any number of requests may be in flight."""
+
+    concurrency = AUTO_MOST
+
+    def begin(self, *_: object, **__: object) -> bool:
+        """Let a request begin."""
+        return True
+
+    def moved(self, _size_bytes: int) -> None:
+        """Learn nothing."""
+
+    def end(self, *_: object, **__: object) -> None:
+        """Learn nothing."""
+
+
+class _Waits(Generic[T]):
     """What is known of the requests to one place: how many may be in flight, how long they take."""
 
-    slot: AdmissionSlot
-    stragglers: Stragglers[_Begun[T]]
+    def __init__(self, requests: int, slot: AdmissionSlot | _Unlimited) -> None:
+        self.requests = requests
+        self.slot = slot
+        self.stragglers: Stragglers[_Fetch[T]] = Stragglers(requests)
 
 
 @dataclass(kw_only=True)
@@ -267,13 +289,15 @@ class _Shared(Generic[T]):
     """What the workers of one call of `fetch_ranges` share, and its thread looks after.
 
     A request that takes far longer than the others is asked for again. If its transport can be
-    interrupted, its worker does that itself, in the same memory. Otherwise the worker is left to
-    wait, which takes memory until it ends, so another one goes on only if there is room.
+    interrupted, its worker does that itself, in the same memory. Otherwise the worker goes on
+    waiting, which takes memory until it ends, so the request is handed over to another one only if
+    there is room.
     """
 
     store: ObjectStore
     object_keys: Sequence[str]
-    # Not kept: a worker that waits in a transport for long would keep all destinations alive.
+    # These are not kept, because a worker that waits in a transport for long would keep all
+    # destinations alive.
     requests: InitVar[Sequence[RangeRequest[T]]]
     consume: Callable[[RangeRequest[T], Buffer], bool | None]
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
@@ -283,7 +307,7 @@ class _Shared(Generic[T]):
     local_waits: _Waits[T]
     local: Collection[int]
     depth: int
-    most: int
+    most_workers: int
 
     def __post_init__(self, requests: Sequence[RangeRequest[T]]) -> None:
         self.tasks = deque(requests)
@@ -299,29 +323,33 @@ class _Shared(Generic[T]):
 
         So what the window does not allow takes no thread and no memory.
         """
-        if self._workers == self.most:
+        if self._workers == self.most_workers:
             return
         with self.staffing:
-            wanted = -(-self.store_waits.slot.concurrency // self.depth)
-            wanted = min(self.most, max(wanted, processors() if self.local else 0))
+            store, copies = self.store_waits, self.local_waits
+            of_store = -(-store.slot.concurrency // self.depth) if store.requests else 0
+            of_copies = processors() if copies.requests else 0
+            wanted = min(self.most_workers, max(of_store, of_copies))
             while self._workers < wanted and self.tasks:
                 self.start(self._workers)
 
-    def start(self, number: int, *begun: _Begun[T]) -> None:
-        """Start a worker, to go on with what another one has left. Hold `staffing`."""
-        self._threads.append(spawn(partial(_Worker(self, number).run, begun), f"download-{number}"))
-        self._workers = min(self.most, self._workers + 1)
+    def start(self, number: int, *handed_over: _Fetch[T]) -> None:
+        """Start a worker, which first goes on with what was handed over. Hold `staffing`."""
+        run = partial(_Worker(self, number).run, handed_over)
+        self._threads.append(spawn(run, f"download-{number}"))
+        self._workers = min(self.most_workers, self._workers + 1)
 
     @property
     def _has_room(self) -> bool:
         """Whether there is memory for one more worker. Hold `staffing`."""
-        return sum(thread.is_alive() for thread in self._threads) < self.most
+        return sum(thread.is_alive() for thread in self._threads) < self.most_workers
 
     def waits(self, request: RangeRequest[T]) -> _Waits[T]:
         """Return what is known of requests of this kind."""
         return self.local_waits if request.object_number in self.local else self.store_waits
 
     def key(self, request: RangeRequest[T]) -> str:
+        """Return the key of the object that the request reads."""
         return self.object_keys[request.object_number]
 
     def open(self, request: RangeRequest[T], start: int) -> RangeBody:
@@ -341,27 +369,33 @@ class _Shared(Generic[T]):
         if not self._limiter.spares_retries:
             return
         with self.staffing:
-            waits = self.store_waits.stragglers, self.local_waits.stragglers
-            begun = next(filter(None, (one.take(self._give_up) for one in waits)), None)
-            if begun is None:
+            kinds = self.store_waits, self.local_waits
+            slow = (waits.stragglers.take(self._give_up) for waits in kinds)
+            fetch = next(filter(None, slow), None)
+            if fetch is None:
                 return
-            if begun.is_left:
-                self.start(begun.worker, replace(begun, is_left=False))
+            if fetch.is_handed_over:
+                self.start(fetch.worker, replace(fetch, is_handed_over=False))
         self._limiter.spend_retry()
         if (channel := current_channel()) is not None:
-            text = "it takes far longer than the others"
-            number = begun.again + 1
-            channel.retried("slow range", self.key(begun.request), number, text, begun.at)
+            channel.retried(
+                "slow range",
+                self.key(fetch.request),
+                attempt=fetch.repeats + 1,
+                error="it takes far longer than the others",
+                began_at=fetch.began_at,
+            )
 
-    def _give_up(self, begun: _Begun[T]) -> bool:
-        if begun.again == _MOST_AGAIN:
+    def _give_up(self, fetch: _Fetch[T]) -> bool:
+        """Have a request asked for again, by its worker or another one; return whether it is."""
+        if fetch.repeats == _MOST_REPEATS:
             return False
-        # What it is left with must be its own memory, and no other request.
-        may_be_left = begun.into is None and self.depth == 1 and self._has_room
-        cancelled = begun.body.cancel(at_once=not may_be_left)
-        begun.again += cancelled or may_be_left
-        begun.is_left = may_be_left and not cancelled
-        return cancelled or may_be_left
+        # The worker that goes on waiting must hold only its own memory, and no other request.
+        may_be_handed_over = fetch.destination is None and self.depth == 1 and self._has_room
+        cancelled = fetch.body.cancel(at_once=not may_be_handed_over)
+        fetch.repeats += cancelled or may_be_handed_over
+        fetch.is_handed_over = may_be_handed_over and not cancelled
+        return cancelled or may_be_handed_over
 
 
 @dataclass
@@ -374,117 +408,128 @@ class _Worker(Generic[T]):
     def __post_init__(self) -> None:
         self._scratch = memoryview(b"")
 
-    def run(self, left: Sequence[_Begun[T]]) -> None:
+    def run(self, handed_over: Sequence[_Fetch[T]]) -> None:
         """Fetch requests until there are none left. On an error, put it into `done` and stop.
 
         Args:
-            left: what another worker has left, to go on with first.
+            handed_over: requests of another worker to go on with first.
         """
         shared = self.shared
-        ahead = deque(left)
+        ahead = deque(handed_over)
         try:
-            for taken_over in ahead:
-                taken_over.body = shared.open(taken_over.request, taken_over.rest[0].start)
+            for fetch in ahead:
+                fetch.body = shared.open(fetch.request, fetch.unread[0].start)
             while True:
                 shared.progress.check_stopped()
                 self._send_ahead(ahead)
                 if not ahead:
                     return
                 self._read_piece(ahead[0])
-                if ahead[0].rest:
+                if ahead[0].unread:
                     ahead.rotate(-1)
                 else:
                     self._end(ahead.popleft())
         except StragglerError:
             return
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-            for unread in ahead:
-                shared.waits(unread.request).slot.end(id(unread.request), answered=False)
-                unread.body.close()
+            for fetch in ahead:
+                shared.waits(fetch.request).slot.end(id(fetch.request), answered=False)
+                fetch.body.close()
             shared.done.put(error)
 
-    def _send_ahead(self, ahead: deque[_Begun[T]]) -> None:
+    def _send_ahead(self, ahead: deque[_Fetch[T]]) -> None:
+        """Begin requests until this worker has as many under way as it may."""
         with suppress(IndexError):
             while len(ahead) < self.shared.depth:
                 # In a trace, each request that one thread has under way gets its own row.
-                taken = {begun.worker for begun in ahead}
-                row = next(
-                    row for row in count(self.shared.depth * self.number) if row not in taken
-                )
-                begun = self._begin(self.shared.tasks.popleft(), row, wait=not ahead)
-                if begun is None:
+                used_rows = {fetch.worker for fetch in ahead}
+                rows = count(self.shared.depth * self.number)
+                row = next(row for row in rows if row not in used_rows)
+                fetch = self._begin(self.shared.tasks.popleft(), row, wait=not ahead)
+                if fetch is None:
                     return
-                ahead.append(begun)
+                ahead.append(fetch)
 
-    def _begin(self, request: RangeRequest[T], row: int, *, wait: bool) -> _Begun[T] | None:
+    def _begin(self, request: RangeRequest[T], row: int, *, wait: bool) -> _Fetch[T] | None:
         """Begin a request; put it back and return None if it has no place and `wait` is False."""
         shared = self.shared
-        into = None if shared.admit is None else shared.admit(request, shared.progress)
+        destination = None if shared.admit is None else shared.admit(request, shared.progress)
         slot = shared.waits(request).slot
         if not slot.begin(id(request), shared.progress.check_stopped, wait=wait):
             shared.tasks.appendleft(request)
             return None
         body = shared.open(request, request.start)
-        rest = [request] if into is not None else cut(request, BLOCK_SIZE_BYTES)
+        pieces = [request] if destination is not None else cut(request, BLOCK_SIZE_BYTES)
         now = time.monotonic()
-        return _Begun(request, into, now, body, row, deque(rest), now)
+        return _Fetch(
+            request,
+            destination,
+            began_at=now,
+            body=body,
+            worker=row,
+            unread=deque(pieces),
+            read_at=now,
+        )
 
-    def _read_piece(self, begun: _Begun[T]) -> None:
+    def _read_piece(self, fetch: _Fetch[T]) -> None:
         """Read the next piece and consume it. If it is damaged or slow, ask for it again."""
-        shared, piece = self.shared, begun.rest[0]
-        # A copy may be damaged, and then the answer of the store once.
-        tries = 3 if begun.request.object_number in shared.local else 2
+        shared, piece = self.shared, fetch.unread[0]
+        # A copy on this machine may be damaged, and then, once, the store's answer.
+        tries = 3 if fetch.request.object_number in shared.local else 2
         size_bytes = piece.end - piece.start
-        came = self._memory(size_bytes) if begun.into is None else begun.into[:size_bytes]
+        whole = fetch.destination
+        memory = self._memory(size_bytes) if whole is None else whole[:size_bytes]
         while True:
             began_at = time.monotonic()
             try:
-                self._receive(begun, piece, came)
-                shared.pass_on(piece, came)
+                self._receive(fetch, piece, memory)
+                shared.pass_on(piece, memory)
                 break
             except CorruptDataError as error:
-                key = shared.key(begun.request)
+                key = shared.key(fetch.request)
                 tries -= 1
                 if not tries:
                     raise error.at(object_key=key) from None
                 if (channel := current_channel()) is not None:
                     text = f"{type(error).__name__}: {error.message}"
-                    channel.retried("range", key, 2, text, began_at)
+                    channel.retried("range", key, attempt=2, error=text, began_at=began_at)
             except StragglerError:
-                if begun.is_left:
-                    begun.body.close()
+                if fetch.is_handed_over:
+                    fetch.body.close()
                     raise
-            begun.body.close()
-            begun.body = shared.open(begun.request, piece.start)
-        begun.rest.popleft()
-        begun.read_at = time.monotonic()
-        shared.waits(begun.request).slot.moved(size_bytes)
+            fetch.body.close()
+            fetch.body = shared.open(fetch.request, piece.start)
+        fetch.unread.popleft()
+        fetch.read_at = time.monotonic()
+        shared.waits(fetch.request).slot.moved(size_bytes)
         shared.staff()
         shared.progress.alive()
 
-    def _receive(self, begun: _Begun[T], piece: RangeRequest[T], came: memoryview) -> None:
+    def _receive(self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview) -> None:
+        """Read a piece into memory; raise `StragglerError` if it was given up meanwhile."""
         try:
-            stragglers = self.shared.waits(begun.request).stragglers
-            with stragglers.waiting(begun, len(came), since=begun.read_at):
-                begun.body.readinto(came)
+            stragglers = self.shared.waits(fetch.request).stragglers
+            with stragglers.waiting(fetch, len(memory), since=fetch.read_at):
+                fetch.body.readinto(memory)
         except DcpObjstoreError as error:
             if self.shared.explain is None:
                 raise
             raise self.shared.explain(piece, error) from error
 
-    def _end(self, begun: _Begun[T]) -> None:
-        request, progress = begun.request, self.shared.progress
-        begun.body.close()
+    def _end(self, fetch: _Fetch[T]) -> None:
+        """Close a request that was read, and pass it to the calling thread."""
+        request, progress = fetch.request, self.shared.progress
+        fetch.body.close()
         self.shared.waits(request).slot.end(id(request), answered=True)
         progress.moved(request.end - request.start)
         if progress.channel is not None:
             progress.channel.emit(
                 RangeRead,
-                begun.at,
+                fetch.began_at,
                 object_key=self.shared.key(request),
                 offset=request.start,
                 size_bytes=request.end - request.start,
-                worker=begun.worker,
+                worker=fetch.worker,
             )
         self.shared.done.put(request)
 
@@ -496,5 +541,5 @@ class _Worker(Generic[T]):
         each arena, of which there may be one for each thread, would keep a piece.
         """
         if len(self._scratch) < size_bytes:
-            self._scratch = memoryview(mmap(-1, size_bytes, MAP_PRIVATE))
+            self._scratch = memoryview(new_memory(size_bytes))
         return self._scratch[:size_bytes]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.protocol import ObjectMeta, Precondition, Version
 
-_LISTED_AT_ONCE = 1000  # a page of S3
+_PAGE_KEYS = 1000  # as on S3
 
 
 class InterruptibleStore(WrappedStore):
@@ -47,7 +47,7 @@ class InterruptibleStore(WrappedStore):
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """List objects; fetch each page in a daemon thread."""
         listing = self.inner.list(prefix)
-        while page := wait_for(lambda: tuple(islice(listing, _LISTED_AT_ONCE))):
+        while page := wait_for(lambda: tuple(islice(listing, _PAGE_KEYS))):
             yield from page
 
     def delete(self, key: str) -> None:

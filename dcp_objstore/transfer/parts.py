@@ -37,7 +37,7 @@ class PartPlan:
     """How one rank's objects are cut.
 
     Attributes:
-        part_size_bytes: size of every part of an object but the last.
+        part_size_bytes: the size of every part of an object but the last.
         slice_size_bytes: the largest slice of payload that is handed over at a time: a multiple of
             the 4 MiB digest block, and at most one part (otherwise there is no back pressure).
         max_object_size_bytes: a new object begins before an item that would exceed this size; a
@@ -64,8 +64,8 @@ def plan_parts(
     9,000 parts.
 
     Args:
-        total_bytes: payload of all items.
-        largest_item_bytes: payload of the largest item, which is never split.
+        total_bytes: the payload of all items.
+        largest_item_bytes: the payload of the largest item, which is never split.
         is_near: whether a few connections move all that the store or this machine can.
     """
     object_bytes = min(total_bytes, max(max_object_size_bytes, largest_item_bytes))

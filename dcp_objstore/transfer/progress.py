@@ -22,8 +22,8 @@ class Progress:
 
     Args:
         stall_timeout_seconds: `check_stalled` raises if nothing moved for this long.
-        channel: emits the events of parts and ranges, if it has a listener for them.
-        clock: returns monotonic seconds.
+        channel: the channel for the events of parts and ranges. Default: none are emitted.
+        clock: a function that returns monotonic seconds.
 
     Attributes:
         channel: the channel, or None if it has no listener for parts and ranges.

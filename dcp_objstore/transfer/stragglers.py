@@ -23,12 +23,14 @@ T = TypeVar("T")
 # but not before the first figure. Connections that share a busy link differ by 2 to 3 times.
 _SLOW_FACTOR = 4.0
 _LEAST_SECONDS = 0.75
-_LEAST_COUNTED_BYTES = MIB  # of less, the bytes take no time to speak of
-_LATEST = 64
-_FEW = 8  # waits, before which nothing is known
+# A smaller wait counts as one for this much: its bytes take hardly any time.
+_LEAST_COUNTED_BYTES = MIB
+# How many of the last waits make up the median, and how many there must be.
+_LATEST_WAITS = 64
+_LEAST_WAITS = 8
 # At most one request in so many of a transfer is asked for again, and two of a small one.
-_SHARE = 10
-_LEAST = 2
+_REPEATED_SHARE = 10
+_LEAST_REPEATS = 2
 
 
 class StragglerError(Exception):
@@ -39,20 +41,20 @@ class Stragglers(Generic[T]):
     """The waits of one transfer's workers. Safe to use from many threads."""
 
     def __init__(self, requests: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._left = max(_LEAST, requests // _SHARE)
+        self._repeats_left = max(_LEAST_REPEATS, requests // _REPEATED_SHARE)
         self._clock = clock
         self._lock = threading.Lock()
         self._waits: dict[T, tuple[float, int]] = {}
-        self._usual: deque[float] = deque(maxlen=_LATEST)  # seconds per counted byte
+        self._usual: deque[float] = deque(maxlen=_LATEST_WAITS)  # seconds per counted byte
 
     @contextmanager
     def waiting(self, key: T, size_bytes: int, since: float = math.inf) -> Iterator[None]:
         """Wait for bytes in this block.
 
         Args:
-            since: when the bytes began to come, if that was before the block. How long they usually
-                take is counted from then: of those that came into a buffer meanwhile, the block
-                waits for none.
+            since: the time at which the bytes began to come, if that was before the block. How long
+                they usually take is counted from then: of those that came into a buffer meanwhile,
+                the block waits for none.
 
         Raises:
             StragglerError: the wait was taken away meanwhile, whatever the block raised.
@@ -64,29 +66,29 @@ class Stragglers(Generic[T]):
             yield
         finally:
             with self._lock:
-                mine = self._waits.pop(key, None) is not None
+                is_mine = self._waits.pop(key, None) is not None
                 self._usual.append((self._clock() - min(since, began_at)) / counted_bytes)
-            if not mine:
+            if not is_mine:
                 raise StragglerError
 
     def take(self, give_up: Callable[[T], bool]) -> T | None:
         """Take the longest of the slow waits away from its worker.
 
         Args:
-            give_up: called with each slow wait, the longest first, until it returns True: its
-                request is given up. No wait begins or ends meanwhile.
+            give_up: a function that is called with each slow wait, the longest first, until it
+                returns True: that request is given up. No wait begins or ends meanwhile.
 
         Returns:
-            What was given up, if anything.
+            The wait whose request was given up, or None.
         """
         with self._lock:
-            if not self._left or len(self._usual) < _FEW:
+            if not self._repeats_left or len(self._usual) < _LEAST_WAITS:
                 return None
             now = self._clock()
             limit = _SLOW_FACTOR * statistics.median(self._usual)
             for key, (at, counted_bytes) in self._waits.items():
                 if now - at > max(_LEAST_SECONDS, limit * counted_bytes) and give_up(key):
                     del self._waits[key]
-                    self._left -= 1
+                    self._repeats_left -= 1
                     return key
         return None

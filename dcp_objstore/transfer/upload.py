@@ -20,8 +20,8 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,10 +33,9 @@ from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
-from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.workers import run_into
+from dcp_objstore.transfer.workers import run_in_thread
 from dcp_objstore.waiting import WATCH_SECONDS, result_of
 
 if TYPE_CHECKING:
@@ -67,14 +66,14 @@ class Uploaded:
 
 @dataclass(slots=True)
 class _Part:
-    """One part: the buffers that the transport holds, and whether all were handed over."""
+    """One part: the buffers that the transport holds, and whether it has all of them."""
 
     number: int
     worker: int
     began_at: float
     size_bytes: int = 0
     held: set[int] = field(default_factory=set)
-    whole: bool = False
+    is_whole: bool = False
 
 
 class _Parts:
@@ -115,7 +114,7 @@ class _Parts:
         """Mark the part that is being filled as whole: it gets no more buffers."""
         part, self._filling = self._filling, None
         if part is not None:
-            part.whole = True
+            part.is_whole = True
             self._emit_if_done(part)
 
     def dropped(self, part: _Part, token: int) -> None:
@@ -125,7 +124,7 @@ class _Parts:
 
     def _emit_if_done(self, part: _Part) -> None:
         # If several threads see that the part is done, only one of them gets it.
-        if part.whole and not part.held and self._under_way.pop(part.number, None) is not None:
+        if part.is_whole and not part.held and self._under_way.pop(part.number, None) is not None:
             self._channel.emit(
                 PartUploaded,
                 part.began_at,
@@ -144,6 +143,7 @@ class _Tracked:
         self,
         buffers: Iterable[ByteArray],
         progress: Progress,
+        *,
         part_size_bytes: int,
         key: str,
         slot: AdmissionSlot,
@@ -212,6 +212,7 @@ class _Tracked:
         return buffer
 
     def track(self, view: ByteArray) -> None:
+        """Report to `progress` and the parts when the transport drops this buffer."""
         count_bytes = view.nbytes
         start = self.size_bytes
         self.size_bytes += count_bytes
@@ -249,10 +250,10 @@ def upload_object(
     unchanged, unless the abort failed, too; then a `DcpObjstoreError` says so.
 
     Args:
-        buffers: the content. Their memory must not change before this returns or raises.
+        buffers: the content. Its memory must not change before this returns or raises.
         plan: how the object is cut into parts.
-        progress: receives the bytes that were uploaded; may stop the upload.
-        most: largest number of parts in flight, if the number is not fixed.
+        progress: an object that receives the bytes that were uploaded, and may stop the upload.
+        most: the largest number of parts in flight, if the configuration gives none.
 
     Raises:
         TransferStalledError: no buffer was uploaded for the stall time-out.
@@ -261,10 +262,14 @@ def upload_object(
         UnsupportedError: the buffers need more parts than an object may have.
     """
     slot = admission_slot(
-        store, "put_stream", config, config.upload_concurrency, plan.part_size_bytes
+        store,
+        "put_stream",
+        config,
+        concurrency=config.upload_concurrency,
+        request_bytes=plan.part_size_bytes,
     )
     began_at = time.monotonic()
-    tracked = _Tracked(buffers, progress, plan.part_size_bytes, key, slot)
+    tracked = _Tracked(buffers, progress, part_size_bytes=plan.part_size_bytes, key=key, slot=slot)
 
     def send() -> Version:
         whole = tracked.take_whole()
@@ -295,13 +300,12 @@ def upload_object(
     return Uploaded(size_bytes=size_bytes, version=version, parts=parts)
 
 
-def run_watched(task: Any, what: str, progress: Progress) -> Any:
+def run_watched(task: Callable[[], T], what: str, progress: Progress) -> T:
     """Run `task()` in a daemon thread and wait for it, so that the wait can be interrupted.
 
     On a stall or an interrupt, call `progress.stop` and give the task a few seconds to end.
     """
-    future: Future[Any] = Future()
-    spawn(lambda: run_into(future, task), what)
+    future = run_in_thread(task, what)
     try:
         return result_of(
             future, look=lambda: progress.check_stalled(what), step_seconds=WATCH_SECONDS
@@ -313,9 +317,9 @@ def run_watched(task: Any, what: str, progress: Progress) -> Any:
         try:
             future.exception(timeout=_ABORT_GRACE_SECONDS)
         except FutureTimeoutError:
-            left = f"the request did not end: {LEFTOVER_ADVICE}"
+            leftover = f"the request did not end: {LEFTOVER_ADVICE}"
             if isinstance(error, DcpObjstoreError):
-                error.message += f"; {left}"
+                error.message += f"; {leftover}"
             else:
-                logger.warning("%s was stopped; %s", what, left)
+                logger.warning("%s was stopped; %s", what, leftover)
         raise

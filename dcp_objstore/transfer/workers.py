@@ -23,9 +23,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 # Small requests in flight: as many as a connection pool has room for.
-AT_ONCE = 16
+MOST_IN_FLIGHT = 16
 # Ctrl-C takes effect between two waves. The requests of a wave that has begun go on, harmlessly.
-WAVE = 4 * AT_ONCE
+WAVE = 4 * MOST_IN_FLIGHT
 
 
 class DaemonPool:
@@ -60,36 +60,41 @@ class DaemonPool:
 
 
 def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iterator[R]:
-    """Yield `do(item)` for each item, in their order; `AT_ONCE` calls run at a time.
+    """Yield `do(item)` for each item, in their order; `MOST_IN_FLIGHT` calls run at a time.
 
     Args:
         wave: the number of calls that are submitted before the first result is yielded.
     """
     if not items:
         return
-    with DaemonPool(min(AT_ONCE, len(items), wave), "requests") as pool:
+    with DaemonPool(min(MOST_IN_FLIGHT, len(items), wave), "requests") as pool:
         for start in range(0, len(items), wave):
             futures = [pool.submit(do, item) for item in items[start : start + wave]]
             for future in futures:
                 yield result_of(future)
 
 
-def at_once(*calls: Callable[[], Any]) -> list[Any]:
+def concurrently(*calls: Callable[[], Any]) -> list[Any]:
     """Make calls at the same time; return their results, in order, once all have ended.
 
     The first of them runs in this thread. If some fail, the error of the first of these is raised.
     If that is that the store does not answer, the calls after it are not waited for: they go on,
     and what comes of them is not known.
     """
-    futures: list[Future[Any]] = [Future() for _ in calls]
-    tasks = [partial(run_into, future, call) for future, call in zip(futures, calls, strict=True)]
-    for task in tasks[1:]:
-        spawn(task, "request")
-    tasks[0]()
+    first: Future[Any] = Future()
+    futures = [first, *(run_in_thread(call, "request") for call in calls[1:])]
+    run_into(first, calls[0])
     for future in futures:
         if isinstance(future.exception(), StoreUnavailableError):
             break
     return [future.result() for future in futures]
+
+
+def run_in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run `function` in a daemon thread; the future gets its result or error."""
+    future: Future[T] = Future()
+    spawn(partial(run_into, future, function), name)
+    return future
 
 
 def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
@@ -109,12 +114,7 @@ def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
     """
     if not in_main_thread():
         return function(*args, **settings)
-    future: Future[T] = Future()
-    spawn(partial(run_into, future, partial(function, *args, **settings)), "request")
-    try:
-        return result_of(future)
-    finally:
-        del future  # as in `run_into`
+    return result_of(run_in_thread(partial(function, *args, **settings), "request"))
 
 
 def worker_number() -> int:

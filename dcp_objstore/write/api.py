@@ -103,17 +103,33 @@ def save(
             call, they notice after the process group's time-out (the one given to
             `init_process_group`, or `TransferConfig.peer_timeout_seconds`).
     """
-    settings = dict(locals())  # every parameter, by its name
-    del settings["state"], settings["process_group"]  # the writer takes the others
+
+    def make_writer() -> ObjectStoreWriter:
+        return ObjectStoreWriter(
+            url,
+            overwrite=overwrite,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            on_event=on_event,
+            trace=trace,
+            allow_unfenced=allow_unfenced,
+            user_metadata=user_metadata,
+            stock_metadata=stock_metadata,
+            claim=claim,
+            base=base,
+            local=local,
+        )
+
     advice = every_rank("dcp_objstore.save")
-    writer, refused = capture(lambda: ObjectStoreWriter(**settings))
+    writer, refused = capture(make_writer)
     with reporting_failures(writer):
         with meeting(url_of(writer), process_group or world_group(), advice):
             group = sync_group(process_group, config)
             # Also on a rank whose arguments were refused: some modules make their state in
             # collectives.
             converted, failed = capture(lambda: ConvertedState(state, loading=False))
-            raise_on_all(refused or failed, url_of(writer), group, advice, {"base": base})
+            raise_on_all(refused or failed, url_of(writer), group, advice, same={"base": base})
         assert writer is not None
         assert converted is not None
         return run_save(writer, converted.state_dict, group)
@@ -128,7 +144,7 @@ def run_save(
     """Run `dcp.save`; raise the same typed error or return the coordinator's report on all ranks.
 
     Args:
-        group: group of the ranks that save together; None if this process saves alone.
+        group: the ranks that save together; None if this process saves alone.
     """
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()

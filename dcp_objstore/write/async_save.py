@@ -75,7 +75,7 @@ class _Saves(BackgroundSaves):
     """All saves of this process; `latest` is the last that the program began by `async_save`.
 
     Attributes:
-        lock: held while a save begins or ends.
+        lock: the lock that is held while a save begins or ends.
         unsettled: all saves, those of managers too, that run, or whose error nothing has asked for,
             in the order of their turns.
     """
@@ -87,7 +87,7 @@ class _Saves(BackgroundSaves):
 
     def add(self, handle: AsyncSaveHandle) -> None:
         """Give a save its turn after all others. The caller holds the lock."""
-        self.unsettled = [one for one in self.unsettled if not one.done() or one._has_unseen_error]
+        self.unsettled = [save for save in self.unsettled if not save._is_settled]
         handle._before = self.unsettled[-1] if self.unsettled else None
         self.unsettled.append(handle)
 
@@ -130,9 +130,9 @@ class AsyncSaveHandle:
 
     Attributes:
         url: URL of the checkpoint.
-        staging_completion: future that is done when the state was copied, named as in
+        staging_completion: a future that is done when the state was copied, named as in
             `torch.distributed.checkpoint.async_save`.
-        upload_completion: future of the save's report, named as in
+        upload_completion: a future of the save's report, named as in
             `torch.distributed.checkpoint.async_save`.
     """
 
@@ -143,8 +143,8 @@ class AsyncSaveHandle:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._raised = False
-        self._before: AsyncSaveHandle | None = None  # whose turn comes before
-        self._outlived = False  # the program ended before the save
+        self._before: AsyncSaveHandle | None = None  # the save whose turn comes before
+        self._outlived = False  # whether the program ended before the save
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -205,18 +205,23 @@ class AsyncSaveHandle:
         return self.upload_completion.result()
 
     @property
+    def _is_settled(self) -> bool:
+        """Whether the save has ended, and an error of it was asked for."""
+        return self.done() and not self._has_unseen_error
+
+    @property
     def _has_unseen_error(self) -> bool:
         seen = self._raised or cast(_WatchedFuture[SaveReport], self.upload_completion).seen
         return self._error is not None and not seen
 
     def _wait_for_turn(self) -> None:
         """Wait until all saves that were begun before have ended."""
-        before, self._before = self._before, None
-        while before is not None:
-            wait_until(before._ended)
-            before = before._before  # not None if it has failed before its turn
+        while self._before is not None:
+            wait_until(self._before._ended)
+            self._before = self._before._before  # not None if it has failed before its turn
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
+        """Record the outcome, and wake all who wait for it."""
         self._error = error
         self._outlived = has_ended()
 
@@ -309,7 +314,26 @@ def async_save(
             `config.peer_timeout_seconds` (the first call also waits for the time-out given to
             `init_process_group`).
     """
-    return begin_save(_saves.here, **locals())  # every parameter, by its name
+    return begin_save(
+        _saves.here,
+        state,
+        url,
+        config=config,
+        process_group=process_group,
+        base=base,
+        on_busy=on_busy,
+        wait_for_staging=wait_for_staging,
+        overwrite=overwrite,
+        storage_options=storage_options,
+        progress=progress,
+        on_event=on_event,
+        trace=trace,
+        user_metadata=user_metadata,
+        stock_metadata=stock_metadata,
+        allow_unfenced=allow_unfenced,
+        claim=claim,
+        local=local,
+    )
 
 
 def begin_save(
@@ -340,12 +364,12 @@ def begin_save(
         # Two groups: collectives of this thread and of the saving thread must not mix in one.
         calls = own_group(CALLS, process_group, config)
         saves = own_group(SAVES, process_group, config)
-        raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, {"base": base})
+        raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, same={"base": base})
     assert writer is not None
     save = _StagedSave(writer, saves)
     handle = save.handle
     try:
-        _wait_for_earlier(background, handle, on_busy, calls)
+        _begin_after_earlier(background, handle, on_busy, calls)
     except BaseException as error:
         handle._end(None, error)  # on all ranks
         raise
@@ -373,7 +397,7 @@ class _StagedSave:
         self._writer = writer
         self._group = group
         self._staging: Staging | None = None
-        self._failed: DcpObjstoreError | None = None
+        self._error: DcpObjstoreError | None = None
         self._interrupt: BaseException | None = None
         self._began_at = 0.0
         self._running = False
@@ -385,52 +409,52 @@ class _StagedSave:
         def begin() -> Staging:
             return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
 
-        self._staging, failed = capture(begin)
-        self._fail(failed)
+        self._staging, error = capture(begin)
+        self._fail(error)
 
     def finish_staging(self) -> None:
         """Finish the copy. A second call does nothing."""
         if self._staging is not None and not self.handle.staging_completion.done():
-            _, failed = capture(self._staging.finish)
-            self._fail(failed)
+            _, error = capture(self._staging.finish)
+            self._fail(error)
             size_bytes = self._staging.state.size_bytes
             self._writer._staged = staged_event(
                 self.handle.url, current_rank() or 0, size_bytes, self._began_at
             )
         if not self.handle.staging_completion.done():
-            if self._failed is None:
+            if self._error is None:
                 self.handle.staging_completion.set_result(None)
             else:
-                self.handle.staging_completion.set_exception(self._failed)
+                self.handle.staging_completion.set_exception(self._error)
 
     def _fail(self, error: BaseException | None) -> None:
-        """Note an error that `_save` raises on all ranks, unless there is one already."""
-        if error is None or self._failed is not None:
+        """Keep an error that `_save` raises on all ranks, unless there is one already."""
+        if error is None or self._error is not None:
             return
         if not isinstance(error, Exception):
             self._interrupt = error
-        self._failed = typed(error, current_rank(), self.handle.url)
+        self._error = typed(error, current_rank(), self.handle.url)
 
     def raise_interrupt(self) -> None:
         """Raise what has interrupted the copy, such as Ctrl-C."""
         if self._interrupt is not None:
             raise self._interrupt
 
-    def run(self, began_with: BaseException | None = None) -> None:
-        """Run the save, unless another thread does; all ranks raise an error that it began with."""
+    def run(self, error: BaseException | None = None) -> None:
+        """Run the save, unless another thread does; all ranks raise the error, if there is one."""
         with _saves.here.lock:
             if self._running:
                 return  # Ctrl-C came as the thread was started
             self._running = True
         report, failed = None, None
         try:
-            self._fail(began_with)
+            self._fail(error)
             report = self._save()
-        except BaseException as error:  # noqa: BLE001 - raised by `result` and the next async_save
-            failed = error
-            log_failure(self.handle.url, error)
+        except BaseException as raised:  # noqa: BLE001 - raised by `result` and the next async_save
+            failed = raised
+            log_failure(self.handle.url, raised)
             # The frames hold the copy of the state, whose memory the next save needs.
-            without_frames(error)
+            without_frames(raised)
         finally:
             # Before the save counts as ended, so that its memory is free for the next save.
             self._staging = None
@@ -441,12 +465,12 @@ class _StagedSave:
         with reporting_failures(self._writer):
             self.finish_staging()
             self.handle._wait_for_turn()
-            raise_on_all(self._failed, self.handle.url, self._group)
+            raise_on_all(self._error, self.handle.url, self._group)
             assert self._staging is not None
             return run_save(self._writer, self._staging.state, self._group)
 
 
-def _wait_for_earlier(
+def _begin_after_earlier(
     background: BackgroundSaves,
     handle: AsyncSaveHandle,
     on_busy: Literal["wait", "raise"],

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.names import data_key
-from dcp_objstore.checkpoint.read import open_committed, open_found
+from dcp_objstore.checkpoint.read import open_committed, open_marked
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError
 from dcp_objstore.observe.events import NotCopied
 from dcp_objstore.state import tensor_frame
@@ -139,20 +139,20 @@ def open_base(base: str, spec: StoreSpec) -> Base:
 
 def _read_base(base: str, spec: StoreSpec) -> Base:
     if base != LATEST:
-        there = spec.at(base)
-        _, body = open_committed(there.open())
-        return Base(there.url, ix.decode(body))
+        base_spec = spec.at(base)
+        _, body = open_committed(base_spec.open())
+        return Base(base_spec.url, ix.decode(body))
     run, _ = spec.parent()
     if run is None:
         return Base()
     for step in list_run(run.open(), run.open_child, newest=1).steps:
-        _, body = open_found(step.store, step.found)
+        _, body = open_marked(step.store, step.stored)
         return Base(step.store.url, ix.decode(body))
     return Base()
 
 
-class _Kept(NamedTuple):
-    """An item that the base has, in the same shape and dtype."""
+class _BaseItem(NamedTuple):
+    """An item that the base has, in the same shape and dtype: what it is there."""
 
     item: WriteItem
     row: int
@@ -161,28 +161,43 @@ class _Kept(NamedTuple):
 
     @property
     def end(self) -> int:
+        """Where it ends in its object."""
         return self.stored.offset + self.stored.length
 
 
 class _Run(NamedTuple):
-    """Items that have not changed, and follow one another in an object of the base."""
+    """Items that have not changed, and follow one another in an object of the base.
+
+    Attributes:
+        start: the offset of the padding before the first item.
+    """
 
     source: ix.ObjectEntry
-    items: Sequence[_Kept]
+    items: Sequence[_BaseItem]
     framing: bytes
-    start: int  # of the padding before the first item
+    start: int
 
     @property
     def end(self) -> int:
+        """Where the last item ends."""
         return self.items[-1].end
 
     @property
     def is_whole(self) -> bool:
+        """Whether it is the whole object."""
         return (self.start, self.end) == (0, self.source.size_bytes)
 
     @property
     def size_bytes(self) -> int:
+        """Number of bytes to copy."""
         return self.end - self.start
+
+
+class _NotCopied(NamedTuple):
+    """Bytes that have not changed, but are uploaded, and the reason."""
+
+    reason: str
+    size_bytes: int
 
 
 @dataclass(slots=True)
@@ -190,20 +205,20 @@ class Unchanged:
     """The part of a rank's plan that need not be uploaded.
 
     Attributes:
-        items: all that have not changed, also what cannot be copied.
-        objects: what the store is to make: for each object the runs of which it consists.
-        refused: why other runs are not copied, and their size.
-        whole: the store copies whole objects alone.
-        copied: set by `copy`: the items that were copied.
-        results: set by `copy`: a result for each of these.
-        stored: set by `copy`: the objects that were made.
+        items: all items that have not changed, also those that cannot be copied.
+        objects: the objects that the store is to make: for each the runs of which it consists.
+        refused: the runs that are not copied.
+        whole_only: whether the store copies only whole objects.
+        copied: the items that `copy` has had copied.
+        results: a result for each of these.
+        stored: the objects that the store has made of them.
     """
 
     base: Base = field(default_factory=Base)
     items: set[MetadataIndex] = field(default_factory=set)
     objects: list[Sequence[_Run]] = field(default_factory=list)
-    refused: list[tuple[str, int]] = field(default_factory=list)
-    whole: bool = False
+    refused: list[_NotCopied] = field(default_factory=list)
+    whole_only: bool = False
     copied: set[MetadataIndex] = field(default_factory=set)
     results: list[WriteResult] = field(default_factory=list)
     stored: list[StoredObject] = field(default_factory=list)
@@ -211,7 +226,7 @@ class Unchanged:
     @property
     def parts(self) -> int:
         """The number of parts to copy."""
-        if self.whole:
+        if self.whole_only:
             return len(self.objects)
         return sum(len(copied_parts(self._sources(runs))) for runs in self.objects)
 
@@ -219,30 +234,32 @@ class Unchanged:
     def to_copy(self) -> set[MetadataIndex]:
         """The items that are to be copied."""
         runs = itertools.chain.from_iterable(self.objects)
-        return {kept.item.index for run in runs for kept in run.items}
+        return {unchanged.item.index for run in runs for unchanged in run.items}
 
     def copy(self, save: Save, config: TransferConfig) -> None:
-        """Have the store copy; note what it has copied.
+        """Have the store copy, and record what it has copied.
 
         The objects take the first numbers, whether they were made or not: the answer of one that
         failed may only have been lost, and a key is never written twice (rule 3).
         """
         keys = [data_key(save.rank, number, save.nonce) for number in range(len(self.objects))]
         runs_of = dict(zip(keys, self.objects, strict=True))
-        made = copy_objects(
+        outcomes = copy_objects(
             save.open(),
             {key: self._sources(runs) for key, runs in runs_of.items()},
             config,
             Progress(config.stall_timeout_seconds, save.channel),
         )
-        failed = list(self.refused)
-        for key, outcome in made.items():
+        refused = list(self.refused)
+        for key, outcome in outcomes.items():
             if isinstance(outcome, Uploaded):
-                self._note(save, key, runs_of[key], outcome)
+                self._record(save, key, runs_of[key], outcome)
             else:
-                failed.append((str(outcome), sum(run.size_bytes for run in runs_of[key])))
-        if failed:
-            report_not_copied(save, self.base.url, failed[0][0], sum(size for _, size in failed))
+                size_bytes = sum(run.size_bytes for run in runs_of[key])
+                refused.append(_NotCopied(str(outcome), size_bytes))
+        if refused:
+            size_bytes = sum(run.size_bytes for run in refused)
+            report_not_copied(save, self.base.url, refused[0].reason, size_bytes)
 
     def _sources(self, runs: Iterable[_Run]) -> list[CopySource]:
         return [
@@ -252,22 +269,28 @@ class Unchanged:
             for run in runs
         ]
 
-    def _note(self, save: Save, key: str, runs: Sequence[_Run], made: Uploaded) -> None:
+    def _record(self, save: Save, key: str, runs: Sequence[_Run], copy: Uploaded) -> None:
+        """Record an object that the store has made, and where its items lie in it."""
         framing = xxhash.xxh3_128(b"".join(run.framing for run in runs)).digest()
-        entry = ix.ObjectEntry(key, made.size_bytes, made.version.e_tag, framing)
-        stored = StoredObject(entry, made.parts, save.spec.url, copied=True)
+        entry = ix.ObjectEntry(key, copy.size_bytes, copy.version.e_tag, framing)
+        stored = StoredObject(entry, copy.parts, save.spec.url, copied=True)
         self.stored.append(stored)
         begins = itertools.accumulate((run.size_bytes for run in runs), initial=0)
         for run, begin in zip(runs, begins, strict=False):
             moved_by = begin - run.start
-            for item, _, there, dtype in run.items:
+            for item, _, source, dtype in run.items:
                 self.copied.add(item.index)
-                offset, payload_offset = there.offset + moved_by, there.payload_offset + moved_by
                 place = StoredItem(
-                    *(stored, offset, there.length, payload_offset, there.payload_length),
-                    *(there.digests, False, dtype),
+                    object=stored,
+                    offset=source.offset + moved_by,
+                    length=source.length,
+                    payload_offset=source.payload_offset + moved_by,
+                    payload_length=source.payload_length,
+                    digests=source.digests,
+                    pickled=False,
+                    dtype=dtype,
                 )
-                self.results.append(WriteResult(item.index, there.length, place))
+                self.results.append(WriteResult(item.index, source.length, place))
 
 
 def report_not_copied(save: Save, base: str, reason: str, size_bytes: int) -> None:
@@ -288,11 +311,11 @@ def find_unchanged(
     base: Base,
     items: Iterable[WriteItem],
     resolve: Callable[[WriteItem], torch.Tensor | io.BytesIO],
+    *,
     known_digests: Mapping[tuple[int, int], bytes],
     config: TransferConfig,
     digests_of: Callable[[ByteArray], bytes] = block_digests,
-    *,
-    whole: bool = False,
+    whole_only: bool = False,
 ) -> Unchanged:
     """Compare a rank's items with those of the base. Sends no request.
 
@@ -301,24 +324,24 @@ def find_unchanged(
 
     Args:
         known_digests: digests that staging has computed, by the address and size of the memory.
-        digests_of: `block_digests` or a wrapper of it; called in the threads that hash.
-        whole: the store copies whole objects alone.
+        digests_of: `block_digests` or a wrapper of it, for the threads that hash.
+        whole_only: whether the store copies only whole objects.
     """
     assert base.index is not None
     stop = Progress(config.stall_timeout_seconds)
     outbound = Outbound(plan_parts(0, config.part_size_bytes), config, stop.check_stopped)
-    same: list[_Kept] = []
-    waiting: deque[tuple[_Kept, bool | Future[bool]]] = deque()
+    same: list[_BaseItem] = []
+    waiting: deque[tuple[_BaseItem, bool | Future[bool]]] = deque()
 
-    def compare(kept: _Kept) -> bool | Future[bool]:
-        """Compare an item: large host memory in a thread, the rest at once."""
-        size_bytes, digests = kept.stored.payload_length, kept.stored.digests
-        data = resolve(kept.item)
+    def compare(candidate: _BaseItem) -> bool | Future[bool]:
+        """Compare an item: large host memory in a thread, the rest here and now."""
+        size_bytes, digests = candidate.stored.payload_length, candidate.stored.digests
+        data = resolve(candidate.item)
         if isinstance(data, io.BytesIO):
             return False
         payload = tensor_frame.raw_payload(data)
         dtype = None if payload is None else constant_name(payload.dtype)
-        if payload is None or (dtype, payload.nbytes) != (kept.dtype, size_bytes):
+        if payload is None or (dtype, payload.nbytes) != (candidate.dtype, size_bytes):
             return False
         if known := known_digests.get((payload.data_ptr(), size_bytes)):
             return known == digests
@@ -327,31 +350,34 @@ def find_unchanged(
         copied = outbound.slices(payload)
         slices = copied or tensor_frame.payload_slices(payload, BLOCK_SIZE_BYTES)
         if copied is not None or not payload.is_cpu:
-            return _have(digests, slices, digests_of)
-        return hashers.submit(_have, digests, slices, digests_of)
+            return _have_digests(digests, slices, digests_of)
+        return hashers.submit(_have_digests, digests, slices, digests_of)
 
     def settle() -> None:
-        kept, is_same = waiting.popleft()
+        candidate, is_same = waiting.popleft()
         if is_same if isinstance(is_same, bool) else result_of(is_same):
-            same.append(kept)
+            same.append(candidate)
 
     with DaemonPool(config.hash_threads, "hash") as hashers:
-        for one in _candidates(base.index, items):
+        for candidate in _candidates(base.index, items):
             with suppress(Exception):  # raised again, with its place, when it is uploaded
-                waiting.append((one, compare(one)))
+                waiting.append((candidate, compare(candidate)))
             if len(waiting) > 2 * config.hash_threads:
                 settle()
         while waiting:
             settle()
-    found = Unchanged(base, {one.item.index for one in same}, whole=whole)
     most_bytes = config.max_object_size_bytes
-    runs = _runs(base.index, same, found, sys.maxsize if whole else most_bytes)
+    runs, refused = _runs(base.index, same, sys.maxsize if whole_only else most_bytes)
     long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]
-    if whole:
-        found.objects = [[run] for run in long if run.is_whole]
-    else:
-        found.objects.extend(_shares(long, most_bytes))
-    return found
+    return Unchanged(
+        base,
+        items={unchanged.item.index for unchanged in same},
+        objects=[[run] for run in long if run.is_whole]
+        if whole_only
+        else list(_shares(long, most_bytes)),
+        refused=refused,
+        whole_only=whole_only,
+    )
 
 
 def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
@@ -369,7 +395,7 @@ def _shares(runs: Sequence[_Run], most_bytes: int) -> Iterator[Sequence[_Run]]:
             yield share
 
 
-def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_Kept]:
+def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_BaseItem]:
     """Yield the items that the base has, in the same place, shape and dtype."""
     for item in items:
         tensor, data = index.tensors.get(item.index.fqn), item.tensor_data
@@ -379,12 +405,12 @@ def _candidates(index: ix.Index, items: Iterable[WriteItem]) -> Iterator[_Kept]:
         if row is None:
             continue
         stored = index.item(row)
-        sizes = index.box(tensor.key, row - index.rows(tensor.key).start)[1]
+        _, sizes = index.box(tensor.key, row - index.rows(tensor.key).start)
         if sizes == list(data.chunk.sizes) and not stored.pickled:
-            yield _Kept(item, row, stored, tensor.dtype)
+            yield _BaseItem(item, row, stored, tensor.dtype)
 
 
-def _have(
+def _have_digests(
     digests: bytes,
     pieces: Iterable[ByteArray],
     digests_of: Callable[[ByteArray], bytes],
@@ -401,15 +427,20 @@ def _have(
 
 
 def _runs(
-    index: ix.Index, same: Iterable[_Kept], found: Unchanged, most_bytes: int
-) -> Iterator[_Run]:
-    """Join unchanged items that follow one another in an object of the base; note refused ones.
+    index: ix.Index, same: Iterable[_BaseItem], most_bytes: int
+) -> tuple[list[_Run], list[_NotCopied]]:
+    """Join unchanged items that follow one another in an object of the base.
 
     A run of several items has at most `most_bytes`.
+
+    Returns:
+        The runs, and those items that cannot be copied, for each object of the base.
     """
-    kept_at = {one.row: one for one in same}
+    runs: list[_Run] = []
+    refused: list[_NotCopied] = []
+    unchanged_at = {unchanged.row: unchanged for unchanged in same}
     numbers = index.columns.object_number
-    for number in sorted({one.stored.object_number for one in kept_at.values()}):
+    for number in sorted({item.stored.object_number for item in unchanged_at.values()}):
         rows = np.flatnonzero(numbers == number)
         # An empty value comes before what has the same offset.
         rows = rows[np.lexsort((index.columns.payload_length[rows], index.columns.offset[rows]))]
@@ -417,48 +448,63 @@ def _runs(
         framing = _framing(index, entry, rows.tolist())
         if framing is None or entry.e_tag is None:
             why = "an object of the base has no ETag, or another torch wrote what is around tensors"
-            there = [one.stored for one in kept_at.values()]
-            size_bytes = sum(one.length for one in there if one.object_number == number)
-            found.refused.append((why, size_bytes))
+            stored = [item.stored for item in unchanged_at.values()]
+            size_bytes = sum(item.length for item in stored if item.object_number == number)
+            refused.append(_NotCopied(why, size_bytes))
             continue
-        kept: list[_Kept] = []
+        run: list[_BaseItem] = []
         between: list[bytes] = []
         start = 0
         for row, (padding, frame) in zip(rows.tolist(), framing, strict=True):
-            one = kept_at.get(row)
-            if kept and (one is None or one.end - start > most_bytes):
-                yield _Run(entry, kept, b"".join(between), start)
-                kept, between = [], []
-            if one is not None:
-                start = start if kept else one.stored.offset - len(padding)
+            unchanged = unchanged_at.get(row)
+            if run and (unchanged is None or unchanged.end - start > most_bytes):
+                runs.append(_Run(entry, run, b"".join(between), start))
+                run, between = [], []
+            if unchanged is not None:
+                start = start if run else unchanged.stored.offset - len(padding)
                 between += [padding, frame]
-                kept.append(one)
-        if kept:
-            yield _Run(entry, kept, b"".join(between), start)
+                run.append(unchanged)
+        if run:
+            runs.append(_Run(entry, run, b"".join(between), start))
+    return runs, refused
 
 
-def _framing(
-    index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]
-) -> list[tuple[bytes, bytes]] | None:
-    """Return the padding before each item of an object, and its framing; None if it has others.
+class _Kind(NamedTuple):
+    """The name of a stored chunk's dtype, and its shape."""
 
-    The framing that this process would write is that of the object if it has the same digest.
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Framing(NamedTuple):
+    """What is written around an item: the padding before it, and its header and trailer."""
+
+    padding: bytes
+    frame: bytes
+
+
+def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> list[_Framing] | None:
+    """Return what this process would write around the items of an object.
+
+    If it has not the digest of the object's framing, return None.
     """
-    shapes: dict[int, tuple[str, tuple[int, ...]]] = {}
+    kinds: dict[int, _Kind] = {}
     for group in index.groups():
         for at in np.flatnonzero(np.isin(group.rows, rows)).tolist():
             shape = tuple(group.sizes[at].tolist())
-            shapes[int(group.rows[at])] = group.tensors[group.owner[at]].dtype, shape
+            dtype_name = group.tensors[group.owner[at]].dtype
+            kinds[int(group.rows[at])] = _Kind(dtype_name, shape)
     options = tensor_frame.save_options()
-    found: list[tuple[bytes, bytes]] = []
+    framing: list[_Framing] = []
     digest, end = xxhash.xxh3_128(), 0
     for row in rows:
         item = index.item(row)
         frame = b""
-        dtype = known_dtype(shapes[row][0]) if row in shapes and not item.pickled else None
-        if dtype is not None:
+        kind = None if item.pickled else kinds.get(row)
+        dtype = None if kind is None else known_dtype(kind.dtype)
+        if kind is not None and dtype is not None:
             try:
-                around = tensor_frame.frame(dtype, shapes[row][1], options)
+                around = tensor_frame.frame(dtype, kind.shape, options)
             except RuntimeError:  # another rank's tensor that is larger than this machine's memory
                 return None
             frame = around.header + around.trailer
@@ -468,7 +514,7 @@ def _framing(
         if len(frame) != item.length - item.payload_length:
             return None
         padding = bytes(padding_bytes)
-        found.append((padding, frame))
+        framing.append(_Framing(padding, frame))
         digest.update(padding + frame)
         end = item.offset + item.length
-    return found if digest.digest() == entry.framing_digest else None
+    return framing if digest.digest() == entry.framing_digest else None

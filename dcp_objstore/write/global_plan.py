@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
-from dcp_objstore.state.dcp_metadata import PlannedIndex, tensor_entry
+from dcp_objstore.state.dcp_metadata import PlannedIndex, incomplete, tensor_entry
 
-# A tensor so small that which rank saves it does not matter for the balance.
+# Up to this size it does not matter for the balance which rank saves a tensor.
 _TINY_BYTES = 4096
 
 _Boxes: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -48,7 +48,7 @@ class LocalPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         items: an encoded `_Items`.
-        offsets, sizes: box of each chunk, chunk after chunk: an array of int64.
+        offsets, sizes: the box of each chunk, chunk after chunk, as an array of int64.
     """
 
     items: bytes
@@ -60,10 +60,11 @@ class LocalPlan(msgspec.Struct, frozen=True):
         """Describe a rank's items.
 
         Args:
-            paths: DCP's place of each key in the nested state.
+            paths: the place of each key in the nested state, as DCP gives it.
         """
         numbers: list[int] = []
-        kinds: dict[tuple[object, ...], tuple[int, ix.Tensor]] = {}
+        numbers_of_kinds: dict[tuple[object, ...], int] = {}
+        kinds: list[ix.Tensor] = []
         offsets: list[int] = []
         sizes: list[int] = []
         for item in items:
@@ -82,19 +83,24 @@ class LocalPlan(msgspec.Struct, frozen=True):
             offsets += chunk.offsets
             sizes += chunk.sizes
             is_ = data.properties
-            known = (
-                *(data.size, is_.dtype, is_.layout, is_.requires_grad),
-                *(is_.memory_format, is_.pin_memory),
+            kind = (
+                data.size,
+                is_.dtype,
+                is_.layout,
+                is_.requires_grad,
+                is_.memory_format,
+                is_.pin_memory,
             )
-            if known not in kinds:
-                kinds[known] = len(kinds), tensor_entry("", data, 0)
-            numbers.append(kinds[known][0])
+            number = numbers_of_kinds.setdefault(kind, len(kinds))
+            if number == len(kinds):
+                kinds.append(tensor_entry("", data, 0))
+            numbers.append(number)
         described = _Items(
-            [item.index.fqn for item in items],
-            bytes(item.type.value for item in items),
-            numbers,
-            [kind for _, kind in kinds.values()],
-            dict(paths),
+            keys=[item.index.fqn for item in items],
+            types=bytes(item.type.value for item in items),
+            kind_numbers=numbers,
+            kinds=kinds,
+            paths=dict(paths),
         )
         return cls(
             msgspec.msgpack.encode(described),
@@ -108,11 +114,11 @@ class GlobalPlan(NamedTuple):
 
     Attributes:
         planned: what the checkpoint's index says of the items, but not where they are stored.
-        kept: for each rank, the positions of those of its items that it writes.
+        own: for each rank, the positions of those of its items that it writes.
     """
 
     planned: PlannedIndex
-    kept: list[ix.Numbers]
+    own: list[ix.Numbers]
 
 
 def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
@@ -160,15 +166,15 @@ class _Table:
     """The items of all ranks, rank after rank: one row each.
 
     Attributes:
-        counts: number of items of each rank.
+        counts: the number of items of each rank.
         rank: the rank of each item.
-        tensor: number of its key.
-        dims: number of dimensions; -1 for a pickled value.
+        tensor: the number of its key.
+        dims: the number of its dimensions; -1 for a pickled value.
         is_shard: whether DCP calls it a shard; otherwise all ranks that have the key have all of
             it.
         offsets, sizes: its box, padded with zeros on the right.
-        used: which of these numbers are not padding.
-        size_bytes: size of its payload; 0 for a pickled value, whose size is not known yet.
+        used: for each of these numbers, whether it is not padding.
+        size_bytes: the size of its payload; 0 for a pickled value, whose size is not known yet.
     """
 
     counts: list[int]
@@ -183,12 +189,14 @@ class _Table:
 
     @property
     def elements(self) -> ix.Numbers:
-        """Number of elements of each chunk."""
+        """The number of elements of each chunk."""
         elements: ix.Numbers = np.where(self.used, self.sizes, 1).prod(axis=1)
         return elements
 
 
 class _Decoded(NamedTuple):
+    """What a rank's items are, as columns of a `_Table`, and the sizes of their elements."""
+
     tensor: ix.Numbers
     dims: ix.Numbers
     is_shard: _Mask
@@ -212,8 +220,8 @@ class _State:
             if plan.items not in decoded:
                 decoded[plan.items] = self._decode(plan.items, rank)
         of_ranks = [decoded[plan.items] for plan in plans]
-        counts = [len(one.tensor) for one in of_ranks]
-        dims = np.concatenate([one.dims for one in of_ranks])
+        counts = [len(rank.tensor) for rank in of_ranks]
+        dims = np.concatenate([rank.dims for rank in of_ranks])
         used = np.arange(max(dims.max(initial=0), 1)) < dims[:, None]
         offsets: _Boxes = np.zeros(used.shape, np.int64)
         sizes: _Boxes = np.zeros(used.shape, np.int64)
@@ -222,33 +230,36 @@ class _State:
         table = _Table(
             counts=counts,
             rank=np.repeat(np.arange(len(plans)), counts),
-            tensor=np.concatenate([one.tensor for one in of_ranks]),
+            tensor=np.concatenate([rank.tensor for rank in of_ranks]),
             dims=dims,
-            is_shard=np.concatenate([one.is_shard for one in of_ranks]),
+            is_shard=np.concatenate([rank.is_shard for rank in of_ranks]),
             offsets=offsets,
             sizes=sizes,
             used=used,
-            size_bytes=np.concatenate([one.item_size_bytes for one in of_ranks]),
+            size_bytes=np.concatenate([rank.item_size_bytes for rank in of_ranks]),
         )
         table.size_bytes *= table.elements
         return table
 
     def _decode(self, body: bytes, rank: int) -> _Decoded:
+        """Decode what a rank's items are; number their keys."""
         items = msgspec.msgpack.decode(body, type=_Items)
         for key, path in items.paths.items():
             self.paths.setdefault(key, path)
         kinds = [items.kinds[number] if number >= 0 else None for number in items.kind_numbers]
         item_sizes = [ix.ITEM_SIZE_BYTES.get(kind.dtype, 0) for kind in items.kinds]
+        numbers = [
+            self._number(key, kind, rank) for key, kind in zip(items.keys, kinds, strict=True)
+        ]
         return _Decoded(
-            np.array(
-                [self._number(*one, rank) for one in zip(items.keys, kinds, strict=True)], int
-            ),
+            np.array(numbers, int),
             np.array([-1 if kind is None else len(kind.shape) for kind in kinds], int),
             np.frombuffer(items.types, np.uint8) == WriteItemType.SHARD.value,
             np.array([0 if n < 0 else item_sizes[n] for n in items.kind_numbers], int),
         )
 
     def _number(self, key: str, kind: ix.Tensor | None, rank: int) -> int:
+        """Return the number of a key; raise if another rank has something else under it."""
         number = self._numbers.setdefault(key, len(self.keys))
         if number == len(self.keys):
             self.keys.append(key)
@@ -311,9 +322,9 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
         candidates = order[firsts[at] : firsts[at] + counts[at]]
         if not is_empty[candidates[0]]:
             candidates = candidates[~is_empty[candidates]]
-        taken = candidates[np.argmin(loads[table.rank[candidates]])]
-        loads[table.rank[taken]] += table.size_bytes[taken]
-        chosen[at] = taken
+        least_loaded = candidates[np.argmin(loads[table.rank[candidates]])]
+        loads[table.rank[least_loaded]] += table.size_bytes[least_loaded]
+        chosen[at] = least_loaded
     return _Rows(chosen, tensor[firsts], table)
 
 
@@ -345,21 +356,18 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
     np.add.at(held, rows.tensor, elements)
     for number, (key, kind) in enumerate(zip(state.keys, state.kinds, strict=True)):
         if kind is not None and held[number] < math.prod(kind.shape):
-            raise StateMismatchError(
-                f"the ranks that save hold only {held[number]} of this tensor's"
-                f" {math.prod(kind.shape)} elements; call save on all ranks that it is sharded"
-                " over",
-                key=key,
-            )
-    for number in _may_overlap(rows.tensor, offsets, sizes, elements > 0, len(state.keys)):
-        here = np.flatnonzero((rows.tensor == number) & (elements > 0))
-        low, high = offsets[here], offsets[here] + sizes[here]
-        for at in range(len(here)):
+            raise incomplete(key, int(held[number]), math.prod(kind.shape))
+    for number in _may_overlap(
+        rows.tensor, offsets, sizes, has_elements=elements > 0, count=len(state.keys)
+    ):
+        boxes = np.flatnonzero((rows.tensor == number) & (elements > 0))
+        low, high = offsets[boxes], offsets[boxes] + sizes[boxes]
+        for at in range(len(boxes)):
             inside = (low[at] < high[at + 1 :]) & (low[at + 1 :] < high[at])
-            used = table.used[rows.at[here[at]]]
+            used = table.used[rows.at[boxes[at]]]
             hits = np.flatnonzero(inside[:, used].all(axis=1))
             if len(hits):
-                one, other = rows.at[here[at]], rows.at[here[at + 1 + hits[0]]]
+                one, other = rows.at[boxes[at]], rows.at[boxes[at + 1 + hits[0]]]
                 raise StateMismatchError(
                     f"rank {table.rank[one]} has {_box(table, one)} of this tensor, and rank"
                     f" {table.rank[other]} {_box(table, other)}, which overlap",
@@ -371,6 +379,7 @@ def _may_overlap(
     tensor: ix.Numbers,
     offsets: _Boxes,
     sizes: _Boxes,
+    *,
     has_elements: _Mask,
     count: int,
 ) -> list[int]:
@@ -379,7 +388,7 @@ def _may_overlap(
     Along each dimension of a grid, intervals that begin at different places are apart. No two boxes
     of a tensor begin at the same place, so boxes of a grid do not overlap.
     """
-    found = np.zeros(count, bool)
+    may_overlap = np.zeros(count, bool)
     tensor, offsets, sizes = tensor[has_elements], offsets[has_elements], sizes[has_elements]
     for dim in range(offsets.shape[1]):
         start, size = offsets[:, dim], sizes[:, dim]
@@ -387,5 +396,5 @@ def _may_overlap(
         of, start, size = tensor[order], start[order], size[order]
         # Of those that begin at one place, the longest comes last: that is compared with the next.
         later = (of[1:] == of[:-1]) & (start[1:] > start[:-1])
-        found[of[1:][later & (start[1:] < start[:-1] + size[:-1])]] = True
-    return np.flatnonzero(found).tolist()
+        may_overlap[of[1:][later & (start[1:] < start[:-1] + size[:-1])]] = True
+    return np.flatnonzero(may_overlap).tolist()

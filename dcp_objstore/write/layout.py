@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dcp_objstore.transfer.parts import PartPlan
     from dcp_objstore.transfer.upload import ByteArray
 
-# A payload up to this size is copied into the gathering buffer. That is cheaper than a separate
+# A payload up to this size is copied into the gathering buffer: that costs less than a separate
 # buffer, for which the transport and the hashers must get the GIL half a dozen times. In a program
 # that is busy in Python each of these takes up to 5 ms, and slows the program down.
 SMALL_BYTES = MIB
@@ -44,7 +44,7 @@ SMALL_BYTES = MIB
 _SMALL_DEVICE_BYTES = 64 * 1024
 # The gathering buffer is passed on at this size.
 _GATHERED_BYTES = 8 * MIB
-# More than the framing of a small payload.
+# The framing of a small payload is smaller than this.
 _FRAMING_BYTES = 64 * 1024
 
 # One word in this many bytes of a large tensor's memory is compared again after its upload. That
@@ -94,8 +94,14 @@ class Placed(msgspec.Struct, gc=False):
         if not isinstance(digests, bytes):
             digests = b"".join(future.result() for future in digests)
         place = StoredItem(
-            *(stored, self.offset, self.length, self.payload_offset, self.payload_length),
-            *(digests, self.pickled, self.dtype),
+            object=stored,
+            offset=self.offset,
+            length=self.length,
+            payload_offset=self.payload_offset,
+            payload_length=self.payload_length,
+            digests=digests,
+            pickled=self.pickled,
+            dtype=self.dtype,
         )
         return WriteResult(self.item.index, self.length, place)
 
@@ -155,17 +161,17 @@ class Layout:
         pending: items that this rank still has to write, in order. The object takes items from the
             left, and leaves what would exceed `plan.max_object_size_bytes` to the next object. A
             larger item gets its own object.
-        resolve: returns the data of an item, as DCP's planners do.
-        plan: sizes of parts and slices.
-        hash_slice: begins to compute the digests of a slice's blocks.
-        on_value: callable that receives each pickled value's key and bytes.
+        resolve: a function that returns the data of an item, as DCP's planners do.
+        plan: the sizes of parts and slices.
+        hash_slice: a function that begins to compute the digests of a slice's blocks.
+        on_value: a function that receives each pickled value's key and bytes.
         outbound: the path for slices out of a GPU's memory.
         known_digests: digests that staging has computed, by the address and size of the memory.
 
     Attributes:
         placed: the place of each item so far.
-        changed: slices that were found to change during their upload.
-        is_over: set when the upload has ended; the tensors' memory is not read after that.
+        changed: the slices that were found to change during their upload.
+        is_over: whether the upload has ended, after which the tensors' memory is not read.
     """
 
     pending: deque[SizedItem]
@@ -233,10 +239,12 @@ class Layout:
             yield self._take_gathered()
 
     def _fits(self, size_bytes: int) -> bool:
+        """Whether an item of this size goes into this object."""
         end = self._position + size_bytes
         return not self._position or end <= self.plan.max_object_size_bytes
 
     def _resolved(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return an item's data, and check what the planner makes of it."""
         data = self.resolve(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
@@ -274,8 +282,8 @@ class Layout:
             payload = payload.cpu()
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         body = tensor_frame.small_payload(payload, size_bytes)
-        # `_frame`, inlined: this runs once per tensor, and there may be tens of
-        # thousands of them.
+        # `_frame` is inlined, because this runs once per tensor, and there may be tens of thousands
+        # of them.
         padding = tensor_frame.padding_before(self._position, len(frame.header))
         lead = bytes(padding) + frame.header
         self._framing.update(lead)
@@ -291,9 +299,17 @@ class Layout:
         payload_offset = self._position + len(lead)
         self._position = payload_offset + size_bytes + len(frame.trailer)
         length = self._position - offset
-        name = constant_name(payload.dtype)
         self.placed.append(
-            Placed(item, offset, length, payload_offset, size_bytes, digest, False, name)
+            Placed(
+                item,
+                offset=offset,
+                length=length,
+                payload_offset=payload_offset,
+                payload_length=size_bytes,
+                digests=digest,
+                pickled=False,
+                dtype=constant_name(payload.dtype),
+            )
         )
 
     def _begin_tensor(self, item: WriteItem, payload: torch.Tensor) -> _Sliced:

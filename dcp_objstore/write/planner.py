@@ -30,7 +30,12 @@ from dcp_objstore.write.global_plan import LocalPlan, plan_globally
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.staging.state import StagedState
 
-_Kept = dict[str, tuple[tuple[Any, ...], list[WriteItem]]]
+
+class _Known(NamedTuple):
+    """The write items of a value, and the signature for which they hold."""
+
+    signature: tuple[Any, ...]
+    items: list[WriteItem]
 
 
 class WriteItems:
@@ -42,30 +47,30 @@ class WriteItems:
     """
 
     def __init__(self) -> None:
-        self._kept: _Kept = {}
+        self._known: dict[str, _Known] = {}
 
     def of(self, state_dict: Mapping[str, Any], *, is_coordinator: bool) -> list[WriteItem]:
         """Return the items that `create_default_local_save_plan` makes of a flat, staged state.
 
         Whether a tensor is pinned may be reported as it was for an earlier copy.
         """
-        before, kept = self._kept, _Kept()
+        latest: dict[str, _Known] = {}
         items: list[WriteItem] = []
         for key, value in state_dict.items():
             signature = _signature(value)
             if signature is None:
-                items += _made(key, value, is_coordinator)
+                items += _write_items(key, value, is_coordinator)
                 continue
-            known = before.get(key)
-            if known is None or known[0] != signature:
-                known = signature, _made(key, value, is_coordinator)
-            kept[key] = known
-            items += known[1]
-        self._kept = kept
+            of_key = self._known.get(key)
+            if of_key is None or of_key.signature != signature:
+                of_key = _Known(signature, _write_items(key, value, is_coordinator))
+            latest[key] = of_key
+            items += of_key.items
+        self._known = latest
         return items
 
 
-def _made(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
+def _write_items(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
     return create_default_local_save_plan({key: value}, is_coordinator).items
 
 
@@ -82,7 +87,7 @@ def _signature(value: Any) -> tuple[Any, ...] | None:
     return id(spec), spec, local.dtype, local.layout, value.requires_grad, value.size()
 
 
-# One for the process: `dcp_objstore.async_save` runs one save at a time.
+# The process has only one of them, because `dcp_objstore.async_save` runs one save at a time.
 _staged_items = WriteItems()
 
 
@@ -98,24 +103,29 @@ class _Offer(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What the coordinator sends a rank: the number of a new layout and the items to write."""
+    """What the coordinator sends a rank.
+
+    Attributes:
+        number: the number of a new layout.
+        own: the positions of the items that this rank writes.
+    """
 
     number: int
-    kept: Numbers
+    own: Numbers
 
 
 class _KnownLayout(NamedTuple):
     """The layout of an earlier save of these ranks.
 
     Attributes:
-        number: drawn by the coordinator; the same on all ranks.
-        planned: on the coordinator only.
-        kept: positions of the items that this rank writes.
+        number: a number that the coordinator has drawn, the same on all ranks.
+        planned: the index that the coordinator has planned; None on other ranks.
+        own: the positions of the items that this rank writes.
     """
 
     number: int
     planned: PlannedIndex | None
-    kept: Numbers
+    own: Numbers
 
 
 # The latest layouts of a group's saves, by what this rank wanted to save. There are several,
@@ -140,13 +150,14 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
     Args:
         state_dict: the state to save. (DCP passes a dict of its own to the planner.)
-        ranks: number of ranks that save together. DCP itself believes that a rank is alone once its
-            process group was destroyed.
+        ranks: the number of ranks that save together. DCP itself believes that a rank is alone once
+            its process group was destroyed.
 
     Attributes:
         digests: known digests of staged tensors, by the address and size of their memory; empty if
             the state was not staged.
-        is_copied: the planner resolves items to copies, which take memory until they are uploaded.
+        is_copied: whether the planner resolves items to copies, which take memory until they are
+            uploaded.
     """
 
     is_copied = False
@@ -174,7 +185,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             The state without Stateful objects, whose states DCP would ask for outside of that.
         """
         self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
-        known: _KnownLayout | None = None
+        layout: _KnownLayout | None = None
         plain: dict[str, Any] = {}
         try:
             plain = {
@@ -182,12 +193,12 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
                 for key, value in state_dict.items()
             }
             self.set_up_planner(plain, is_coordinator=is_first(group))
-            known = self._layouts.get(self._described())
+            layout = self._layouts.get(self._described())
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the other ranks wait below
             self._failed = error
-        number = None if known is None else known.number
+        number = None if layout is None else layout.number
         if same_on_all(number, self._url, group):
-            self._known = known
+            self._known = layout
         return plain
 
     def set_up_planner(
@@ -204,6 +215,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
 
     def _described(self) -> LocalPlan:
+        """Return what this rank wants to save; make its items in the first call."""
         with self._typed_errors():
             if self._local is None:
                 items = self.make_items()
@@ -243,9 +255,9 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             shares: list[_Share | None] = [None] * len(offers)
             if self._known is None:
                 plans = [offer.plan for offer in offers if offer.plan is not None]
-                self._planned, kept = plan_globally(plans)
+                self._planned, of_ranks = plan_globally(plans)
                 number = secrets.randbits(62)
-                shares = [_Share(number, of_rank) for of_rank in kept]
+                shares = [_Share(number, own) for own in of_ranks]
             else:
                 self._planned = self._known.planned
             assert self._planned is not None
@@ -260,7 +272,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             share: _Share | None = new_plan.storage_data
             layout = self._known
             if share is not None:
-                layout = _KnownLayout(share.number, self._planned, share.kept)
+                layout = _KnownLayout(share.number, self._planned, share.own)
             assert layout is not None
             local = self._described()
             # The latest is the last.
@@ -268,6 +280,6 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             self._layouts[local] = layout
             for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:
                 self._layouts.pop(oldest, None)  # unless another thread has removed it
-            items = [self.plan.items[at] for at in layout.kept.tolist()]
+            items = [self.plan.items[at] for at in layout.own.tolist()]
             self.plan = SavePlan(items, planner_data=self.mappings)
             return self.plan

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.checkpoint.clock import Clock
     from dcp_objstore.checkpoint.commit import BeginToken
+    from dcp_objstore.local.copies import SaveCopies
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.state.stored import StoredObject
     from dcp_objstore.stores import ObjectStore, StoreSpec
@@ -44,9 +45,10 @@ class Save:
 
     Attributes:
         is_coordinator: whether this rank commits the save.
-        nonce: random part of the names of this save's objects and of its commit.
-        begin: what was at the URL before the save; None until the coordinator has read it.
+        nonce: the random part of the names of this save's objects and of its commit.
+        begin: the state of the URL before the save; None until the coordinator has read it.
         fenced: whether the store keeps two writers of one checkpoint apart.
+        copies: the copies of its objects on this node.
     """
 
     spec: StoreSpec
@@ -57,6 +59,7 @@ class Save:
     begin: BeginToken | None = None
     fenced: bool = True
     world_size: int = 1
+    copies: SaveCopies | None = None
 
     def open(self) -> ObjectStore:
         """Open the store, rooted at the checkpoint."""
@@ -77,7 +80,7 @@ class Save:
             clock=clock,
         )
         try:
-            found = wait_for(
+            abilities = wait_for(
                 probe.require_fencing,
                 store,
                 replaces=self.begin.version is not None,
@@ -88,7 +91,7 @@ class Save:
         except UnsupportedError:
             wait_for(commit.remove_beacon, store, self.begin.beacon)
             raise
-        self.fenced = found.conditional_create
+        self.fenced = abilities.conditional_create
 
     def commit(
         self,
@@ -104,25 +107,27 @@ class Save:
         """Commit an index; return it as a reader decodes it.
 
         Args:
-            keep: called with the report when the checkpoint is committed and counts in its run;
-                without a claim also before `.metadata` is written.
+            keep: a function that receives the report when the checkpoint is committed and counts in
+                its run; without a claim also before `.metadata` is written.
         """
         store, channel = self.open(), self.channel
         index, index_body = _read_back(built)
         assert self.begin is not None
-        committed = commit_save(self, store, index, index_body, user_metadata, clock)
+        committed = _commit(
+            self, store, index, index_body, user_metadata=user_metadata, clock=clock
+        )
         report = self.report(objects, committed.commit_id)
         if claim is None:
             # Now, because what follows may be interrupted.
             keep(report)
         last: list[Callable[..., object]] = []
         if stock_metadata:
-            last.append(partial(publish_for_stock_readers, self, store, committed, index, clock))
+            last.append(partial(_publish, self, store, committed, index=index, clock=clock))
         if claim is not None:
             run = self.spec.at(claim.url).open()
             last.append(partial(confirm, run, claim.number, clock=clock))
         wait_for(
-            workers.at_once,
+            workers.concurrently,
             partial(commit.remove_beacon, store, self.begin.beacon),
             *last,
         )
@@ -140,7 +145,12 @@ class Save:
         return index
 
     def abandon(self, error: BaseException) -> None:
-        """Report that the save has failed, and remove its beacon."""
+        """Report that the save has failed, and remove its beacon.
+
+        The next save writes over its copies, and not over those of the one before.
+        """
+        if self.copies is not None:
+            self.copies.give_up()
         if self.begin is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
             # If the store may not answer, a sweep removes the beacon.
             wait_for(commit.remove_beacon, self.open(), self.begin.beacon)
@@ -160,11 +170,12 @@ class Save:
         )
 
 
-def commit_save(
+def _commit(
     save: Save,
     store: ObjectStore,
     index: ix.Index,
     index_body: bytes,
+    *,
     user_metadata: Mapping[str, object] | None,
     clock: Clock,
 ) -> commit.CommitResult:
@@ -174,7 +185,7 @@ def commit_save(
 
     def retried(attempt: int, error: Exception, first_at: float) -> None:
         text = f"{type(error).__name__}: {error}"
-        save.channel.retried("commit", MARKER_KEY, attempt, text, first_at)
+        save.channel.retried("commit", MARKER_KEY, attempt=attempt, error=text, began_at=first_at)
 
     committed = wait_for(
         commit.commit,
@@ -182,12 +193,7 @@ def commit_save(
         save.begin,
         index=index_body,
         objects=[(entry.key, entry.size_bytes) for entry in index.objects],
-        counts=Counts(
-            tensors=len(index.tensors),
-            blobs=len(index.blobs),
-            objects=len(index.objects),
-            total_bytes=sum(entry.size_bytes for entry in index.objects),
-        ),
+        counts=Counts.of(index),
         world_size=save.world_size,
         user_metadata=user_metadata,
         nonce=save.nonce,
@@ -201,10 +207,11 @@ def commit_save(
     return committed
 
 
-def publish_for_stock_readers(
+def _publish(
     save: Save,
     store: ObjectStore,
     committed: commit.CommitResult,
+    *,
     index: ix.Index,
     clock: Clock,
 ) -> None:

@@ -57,6 +57,7 @@ def upload_items(
     save: Save,
     plan: SavePlan,
     planner: SavePlanner,
+    *,
     config: TransferConfig,
     warned_keys: set[str],
     base: Base | None = None,
@@ -67,10 +68,10 @@ def upload_items(
     Before that, the store copies what has not changed since the base.
 
     Args:
-        warned_keys: keys of values that a warning was given for; new keys are added.
+        warned_keys: the keys of values that a warning was given for; new keys are added.
         base: the base of the save, if it can be copied from.
-        local: where copies of the objects are kept on this node. Objects that the store copies
-            have none.
+        local: the folder of this node for copies of the objects. Objects that the store copies have
+            none there.
 
     Returns:
         A result for each item, and the objects: those that were copied, then the uploaded ones.
@@ -85,10 +86,10 @@ def upload_items(
             base,
             plan.items,
             planner.resolve_data,
-            known_digests,
-            config,
-            digests_of,
-            whole=not store.capabilities.range_copies,
+            known_digests=known_digests,
+            config=config,
+            digests_of=digests_of,
+            whole_only=not store.capabilities.range_copies,
         )
     order = upload_order(plan.items, unchanged.items)
     sizes_bytes = [size_bytes for _, size_bytes in order]
@@ -114,7 +115,7 @@ def upload_items(
     if copied_bytes > COPIED_MOST_BYTES:
         most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
     numbers = itertools.count(len(unchanged.objects))
-    copies = None if local is None else SaveCopies(local, save.spec, save.channel)
+    save.copies = copies = None if local is None else SaveCopies(local, save.spec, save.channel)
     with DaemonPool(config.hash_threads, "hash") as hashers:
         progress = Progress(config.stall_timeout_seconds, save.channel)
         outbound = Outbound(part_plan, config, progress.check_stopped)
@@ -137,7 +138,13 @@ def upload_items(
             try:
                 with source as buffers:
                     uploaded = upload_object(
-                        store, key, buffers, part_plan, config, progress, most=most
+                        store,
+                        key,
+                        buffers,
+                        plan=part_plan,
+                        config=config,
+                        progress=progress,
+                        most=most,
                     )
             finally:
                 layout.is_over = True
@@ -156,7 +163,7 @@ def upload_items(
 def _emit_planned(
     save: Save, unchanged: Unchanged, order: Sequence[SizedItem], part_plan: PartPlan
 ) -> None:
-    """Emit what is to be moved: copied by the store, and uploaded."""
+    """Emit how much the store is to copy, and how much is uploaded."""
     groups = _groups(order, unchanged, unchanged.to_copy)
     uploads_bytes = [sum(size for _, size in group) for group in groups]
     objects = sum(-(-size // part_plan.max_object_size_bytes) for size in uploads_bytes)
@@ -200,17 +207,17 @@ def _groups(
     It is one group, unless the next save could only copy the second as whole objects.
 
     Args:
-        copied: what is not uploaded.
+        copied: the items that the store copies, which are not uploaded.
     """
     # Most saves have no base, and the hash of an index costs as much as a tenth of the item.
     uploads = [sized for sized in order if sized.item.index not in copied] if copied else order
-    kept: deque[SizedItem] = deque()
+    same: deque[SizedItem] = deque()
     changed: deque[SizedItem] = deque()
-    for sized in uploads if unchanged.whole else ():
-        (kept if sized.item.index in unchanged.items else changed).append(sized)
-    if sum(sized.size_bytes for sized in kept) < LEAST_PART_BYTES:
+    for sized in uploads if unchanged.whole_only else ():
+        (same if sized.item.index in unchanged.items else changed).append(sized)
+    if sum(sized.size_bytes for sized in same) < LEAST_PART_BYTES:
         return [deque(uploads)]
-    return [group for group in (changed, kept) if group]
+    return [group for group in (changed, same) if group]
 
 
 def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[ChangedSlice]) -> None:
@@ -219,21 +226,21 @@ def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[Change
     Raises:
         InputError: the bytes on the store do not have the digest that the index would give.
     """
-    for one in changed:
-        end = one.offset + one.size_bytes
-        body = wait_for(read_range, store, object_key, one.offset, end)
-        if block_digests(body) != one.digests.result():
+    for mixed in changed:
+        start, end = mixed.offset, mixed.offset + mixed.size_bytes
+        body = wait_for(read_range, store, object_key, start, end)
+        if block_digests(body) != mixed.digests.result():
             raise InputError(
                 "the tensor changed while it was being saved, so this checkpoint could not be"
                 " loaded. A save reads the memory of the tensors until it returns: do not change"
                 " them before that, or use dcp_objstore.async_save, which copies the state first",
-                key=one.key,
+                key=mixed.key,
             )
     if changed:
         logger.warning(
             "%s: %s changed while it was being saved; its values may mix old and new ones",
             store.url,
-            ", ".join(dict.fromkeys(one.key for one in changed)),
+            ", ".join(dict.fromkeys(mixed.key for mixed in changed)),
         )
 
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What does not go with a pickled writer; everything else of it is a setting.
+# Attributes that a pickled writer leaves behind. All others are settings.
 _OF_SAVES = frozenset({"_background", "_of_thread", "_warned_keys", "last_save", "save_id"})
 
 
@@ -175,6 +175,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         on_busy: OnBusy = "wait",
         local: LocalFolder = None,
     ) -> None:
+        """Make a writer, with the arguments of the class; check what can be checked now."""
         KeptStager.__init__(self, on_busy)
         _have_async_saves_in_own_group()
         self._target = Target(url, storage_options, config)
@@ -341,7 +342,13 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         with self._logged(), self._watched() as save:
             base = self._opened_base(save)
             results, objects = upload_items(
-                save, plan, planner, self._target.config, self._warned_keys, base, self._local
+                save,
+                plan,
+                planner,
+                config=self._target.config,
+                warned_keys=self._warned_keys,
+                base=base,
+                local=self._local,
             )
             if not save.is_coordinator:
                 self.last_save = save.report(objects, None)
@@ -363,20 +370,20 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Return the base of this save, or None if there is none or it cannot be copied from."""
         if self._base is None:
             return None
-        found: Base | None = getattr(self._of_thread, "base", None)
+        base: Base | None = getattr(self._of_thread, "base", None)
         self._of_thread.base = None
-        if found is None:
-            found = open_base(self._base, save.spec)
-        if found.why_not and save.is_coordinator:
-            report_not_copied(save, found.url, found.why_not, 0)
-        return None if found.index is None else found
+        if base is None:
+            base = open_base(self._base, save.spec)
+        if base.why_not and save.is_coordinator:
+            report_not_copied(save, base.url, base.why_not, 0)
+        return None if base.index is None else base
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save. DCP calls it on the coordinator after all ranks have reported."""
         with self._logged(), self._watched() as save:
             own = save.spec.url
-            reported = [Results.of(found) for found in results]
-            same_url([found.objects[0].url if found.objects else own for found in reported])
+            reported = [Results.of(of_rank) for of_rank in results]
+            same_url([rank.objects[0].url if rank.objects else own for rank in reported])
             planned = metadata.planner_data
             if not isinstance(planned, PlannedIndex):
                 planned = planned_index(metadata)
@@ -405,10 +412,10 @@ def in_own_group(save: Callable[..., T]) -> Callable[..., T]:
     def saving(*args: Any, **settings: Any) -> T:
         writer = settings.get("storage_writer")
         if isinstance(writer, ObjectStoreWriter) and settings.get("process_group") is None:
-            alone = settings.get("no_dist") or rank_and_world_size()[1] == 1
-            settings["process_group"] = (
-                None if alone else own_group(DCP_SAVES, None, writer._target.config)
-            )
+            _, ranks = rank_and_world_size()
+            if ranks > 1 and not settings.get("no_dist"):
+                group = own_group(DCP_SAVES, None, writer._target.config)
+                settings["process_group"] = group
         return save(*args, **settings)
 
     return saving

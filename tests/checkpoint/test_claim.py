@@ -312,6 +312,25 @@ def test_a_commit_that_a_sweep_fenced_off_is_not_put_over_a_zombies(
     named(Process(run).at("step-1"))  # the zombie's is whole
 
 
+@pytest.mark.parametrize("by", ["the same job", "a later one"])
+def test_a_save_whose_data_a_sweep_has_removed_is_told_who_changed_the_marker(
+    run: MemoryStore, by: str
+) -> None:
+    job = Job(run)
+    job.save("step-1")
+    late = job.begin("step-1", overwrite=True)
+    if by == "a later one":
+        Job(run)
+    aged = AgedStore(Process(run).at("step-1"))
+    while loose(aged):
+        aged.age()
+        sweep(aged, dot_metadata=DESCRIBED, clock=TickingClock())
+    with pytest.raises(LostRaceError) as caught:
+        late()
+    assert type(caught.value) is (CommitLostError if by == "the same job" else SupersededError)
+    assert len(listed(run)) == 1
+
+
 # --- success
 
 

@@ -116,6 +116,7 @@ def test_newer_format_is_unsupported_not_corrupt() -> None:
         {"index": {"key": "index", "size_bytes": 1, "sha256": "zz" * 32}},
         {"index": {"key": "../index", "size_bytes": 1, "sha256": "ab" * 32}},
         {"index": None},
+        {"index": None, "state": "deleting"},
     ],
     ids=lambda changes: re.sub("[0-9a-f]{32}", "id", str(changes)),
 )

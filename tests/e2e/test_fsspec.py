@@ -93,6 +93,7 @@ def test_a_given_filesystem_without_a_create_needs_the_users_promise(tmp_path: P
     assert list((tmp_path / "step-1").iterdir()) == []
     writer = dos.ObjectStoreWriter("dir://step-1", storage_options=options, allow_unfenced=True)
     dcp.save(dict(state), storage_writer=writer)
+    assert (tmp_path / "step-1" / ".metadata").exists()  # without a condition, too
     back = tensor_state("plain")
     dcp.load(
         dict(back), storage_reader=dos.ObjectStoreReader("dir://step-1", storage_options=options)

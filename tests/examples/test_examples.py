@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import os
 import re
-import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from tests.support.ranks import start_workers
+from tests.support.programs import run_in_forks, run_in_processes
 from tests.support.servers import Bucket
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -60,44 +55,6 @@ def run(bucket: Bucket, tmp_path: Path) -> Run:
         return printed
 
     return call
-
-
-def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
-    done = subprocess.run(
-        words,
-        cwd=cwd,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode == 0) == succeeds, done.stderr
-    return done.stdout
-
-
-def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
-    """What `torchrun` does, but the processes have imported torch already, which takes longest."""
-    program, option, ranks, *script = words
-    assert (program, option) == ("torchrun", "--nproc-per-node")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    with start_workers() as crew:
-        ended = crew.start(int(ranks), run_script, script, cwd, env, grouped=False).end()
-    assert any(one.failed for one in ended) != succeeds, ended
-    return "".join(one.value for one in ended if not one.failed)
-
-
-def run_script(rank: int, world_size: int, words: list[str], cwd: Path, env: dict[str, str]) -> str:
-    """In a process of its own: run it as its main program; what it printed."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    os.environ |= env | {name: str(value) for name, value in ranks.items()}
-    os.chdir(cwd)
-    sys.argv = words
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(words[0], run_name="__main__")
-    return printed.getvalue()
 
 
 def assert_whole(bucket: Bucket, *names: str) -> None:

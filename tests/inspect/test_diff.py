@@ -137,7 +137,7 @@ NUMBERS: dict[torch.dtype, list[list[complex]]] = {
 def test_stats_are_those_of_the_numbers(
     dtype: torch.dtype, saved: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "_AT_ONCE", 2)
+    monkeypatch.setattr(compare, "_PIECE_ELEMENTS", 2)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     a, b = (torch.tensor(row, dtype=wide).to(dtype) for row in NUMBERS[dtype])
     (tensor,) = dos.diff(saved("a", {"w": a}), saved("b", {"w": b}), stats=True).tensors

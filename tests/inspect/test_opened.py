@@ -113,6 +113,8 @@ def test_tensors_values_and_patterns_read_what_was_saved(url: str) -> None:
     assert set(ckpt.read()) == set(ckpt)
     with pytest.raises(StateMismatchError, match=r"nearest: model\.embed\.weight"):
         ckpt.read(["step", "model.embed.weigth*"])
+    with pytest.raises(StateMismatchError, match=r"nearest: model\)"):
+        ckpt.read("modl.*")
     with pytest.raises(ConfigError):
         ckpt.read([3])  # type: ignore[list-item]
 

@@ -20,7 +20,7 @@ NAN, INF = float("nan"), float("inf")
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slabs, "WINDOW_BYTES", 4096)
-    monkeypatch.setattr(stats, "_AT_ONCE", 500)
+    monkeypatch.setattr(stats, "_PIECE_ELEMENTS", 500)
 
 
 def normal(*shape: int) -> torch.Tensor:

@@ -299,10 +299,23 @@ def test_a_url_that_is_taken_for_a_local_folder_is_an_error(
         Path(name).rmdir()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_torch_save_and_load_of_a_url_say_what_to_call(tmp_path: Path, form: Any) -> None:
+    with dos.install():
+        with pytest.raises(dos.errors.UnsupportedError, match=r"dcp_objstore\.save"):
+            torch.save({"step": 1}, f=form("s3://bucket/a.pt"))
+        with pytest.raises(dos.errors.UnsupportedError, match=r"dcp_objstore\.load"):
+            torch.load(form("s3://bucket/a.pt"))
+        torch.save({"step": 1}, tmp_path / "a.pt")
+        assert torch.load(tmp_path / "a.pt") == {"step": 1}
+    with pytest.raises(FileNotFoundError):
+        torch.load(form("s3://bucket/a.pt"))
+
+
 def test_functions_that_install_replaces_are_still_pickled_by_their_names() -> None:
     """As programs do that hand them to a pool of processes."""
     dos.install()
-    for function in (os.mkdir, dcp.async_save, state_dict_saver.async_save):
+    for function in (os.mkdir, dcp.async_save, state_dict_saver.async_save, torch.save, torch.load):
         assert pickle.loads(pickle.dumps(function)) is function
     assert os.mkdir in os.supports_dir_fd
 

@@ -42,7 +42,7 @@ from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.read.stored_checkpoint import open_rooted
 from dcp_objstore.stores.protocol import Capabilities, ObjectStore
 from dcp_objstore.transfer import workers
-from dcp_objstore.write.base import Unchanged, _Kept, _Run, open_base
+from dcp_objstore.write.base import Unchanged, _BaseItem, _Run, open_base
 from dcp_objstore.write.session import Save
 from tests.model.faults import DAMAGED, ERROR_IN_200, TRUNCATED
 from tests.model.stage import HOUR_SECONDS, ROOT, SOURCE_URL, URL, Actor, Stage, StageClock
@@ -135,7 +135,7 @@ def saver(
                 seen, tries = done.dot_metadata, settings["clock"].tries()
                 publish_dot_metadata(store, done.commit_id, body, seen=seen, tries=tries)
 
-        workers.at_once(partial(commits.remove_beacon, store, token.beacon), publish)
+        workers.concurrently(partial(commits.remove_beacon, store, token.beacon), publish)
         return Answer(SUCCESS, actor, done.commit_id)
 
     words = {CommitLostError: LOST, CommitUnknownError: UNKNOWN, CheckpointExistsError: REFUSED}
@@ -174,7 +174,7 @@ def incremental(_actor: Actor) -> Upload:
             (entry,) = base.index.objects
             whole = b"data of " + entry.key.encode()
             cuts = pairwise((0, 20, len(whole)))
-            runs = [_Run(entry, [_kept(*cut)], whole[slice(*cut)], cut[0]) for cut in cuts]
+            runs = [_Run(entry, [_base_item(*cut)], whole[slice(*cut)], cut[0]) for cut in cuts]
             unchanged.objects = [runs]
         unchanged.copy(save, TransferConfig())
         if base.index is None or not unchanged.stored:
@@ -184,9 +184,9 @@ def incremental(_actor: Actor) -> Upload:
     return upload
 
 
-def _kept(start: int, end: int) -> _Kept:
+def _base_item(start: int, end: int) -> _BaseItem:
     stored = ix.Item(0, start, end - start, start, end - start, False, b"")
-    return _Kept(SimpleNamespace(index=start), start, stored, "")
+    return _BaseItem(SimpleNamespace(index=start), start, stored, "")
 
 
 def owner(actor: Actor) -> Answer:

@@ -567,6 +567,8 @@ def test_bars_are_drawn_from_the_events_on_a_terminal_alone(
         text = screen.getvalue()
         for label in ("save: ", "load: ", "verify: "):
             assert (label in text) == shown
+        assert (f"saved {url}: 24.00 MiB in " in text) == shown
+        assert (f"loaded {url}: 24.00 MiB in " in text) == shown
         assert ("24.0M" in text) == shown
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     dos.save(state(), url, config=CONFIG, overwrite=True, progress=False)

@@ -39,18 +39,15 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read import item_read as gather, reader as reading, session
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
+from dcp_objstore.read.items import ItemLocation, StockItems
 from dcp_objstore.read.plan import PlannedLoad
-from dcp_objstore.read.stored_checkpoint import (
-    ForeignItems,
-    ItemLocation,
-    StoredCheckpoint,
-    open_rooted,
-)
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_rooted
 from dcp_objstore.read.tensor_read import plan_spans
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.transfer.progress import Progress
 from tests.support.checkpoints import cause, memory_url
+from tests.support.meeting_number import MeetingNumber
 from tests.support.states import same_bits, seeded
 from tests.support.wrapped_stores import Request, WatchedStore
 
@@ -266,6 +263,20 @@ def test_sparse_destinations_are_refused_by_name(layout: str) -> None:
     assert error.key == "s"
 
 
+def test_destinations_whose_elements_share_memory_are_refused_by_name() -> None:
+    url = memory_url()
+    saved = {"one": torch.ones(1), "two": torch.ones(2)}
+    dcp.save(saved, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    scalar = torch.zeros(())
+    load({"one": scalar.expand(1)}, url)  # with a stride of 0, too: it has nothing to share
+    assert scalar == 1
+    with pytest.raises(CheckpointException) as caught:
+        load({"two": scalar.expand(2)}, url)
+    error = cause(caught.value)
+    assert isinstance(error, UnsupportedError)
+    assert error.key == "two"
+
+
 def per_tensor(scale: float = 0.1, dtype: torch.dtype = torch.qint8) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.linspace(-1, 1, 6).view(3, 2), scale, 3, dtype)
 
@@ -332,7 +343,7 @@ def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape() -> None
         return TensorStorageMetadata(properties, torch.Size([size]), [chunk])
 
     metadata = Metadata({"whole": of_size(4), "half": of_size(8)})
-    checkpoint = StoredCheckpoint((), ForeignItems(metadata, {}))
+    checkpoint = StoredCheckpoint((), StockItems(metadata, {}))
     checkpoint.check_whole(["whole"])
     with pytest.raises(CheckpointCorruptError, match="do not make up") as caught:
         checkpoint.check_whole(["whole", "half"])
@@ -376,6 +387,30 @@ def test_a_value_is_whole_whose_first_blocks_arrive_at_once(
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(read.accept, (0, 4), (b"aaaa", b"bbbb")))
     assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
+
+
+def test_a_value_is_complete_whose_last_blocks_arrive_at_once() -> None:
+    arrived: list[ItemRead] = []
+    read = gathered(8, arrived.append)
+    read._missing_bytes = MeetingNumber(8)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read.accept, (0, 4), (b"aaaa", b"bbbb")))
+    assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
+
+
+def test_values_that_are_complete_at_once_all_count_in_the_queue() -> None:
+    queue = CompletionQueue(15)
+    reads = [gathered(8, queue.add) for _ in range(3)]
+    queue._waiting_bytes = MeetingNumber(0)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda read: read.accept(0, bytes(8)), reads[:2]))
+    assert queue.is_full
+    queue._waiting_bytes = MeetingNumber(16)
+    with ThreadPoolExecutor(2) as pool:  # one is complete as others are taken
+        pool.submit(queue.drain, lambda _: None)
+        pool.submit(reads[2].accept, 0, bytes(8))
+    queue.drain(lambda _: None)
+    assert queue._waiting_bytes == 0
 
 
 def test_a_queue_of_values_is_full_above_its_limit() -> None:
@@ -664,7 +699,7 @@ def test_streams_are_settled_if_any_destination_is_on_a_device(
         ({device}, 1, 4 * MIB),
         ({host, device}, 2, 4 * MIB),
     ):
-        assert session._way_in([], devices, [], SMALL, 7) == (None, 7)
+        assert session._open_inbound([], devices, [], config=SMALL, budget_bytes=7) == (None, 7)
         assert len(settled) == often
         assert session._request_size(store, [], devices, fixed) == size_bytes
     store.range_reading = RangeReading()

@@ -649,7 +649,7 @@ def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
             if not number:
                 self.looked += 1
                 if self.looked <= others and self.kept.add(key, 1) == 3:
-                    self.kept.set(key.replace("came", "decided"), "together")
+                    self.kept.set(key.replace("arrivals", "decided"), "together")
             return self.kept.add(key, number)
 
         def __getattr__(self, name: str) -> Any:

@@ -95,6 +95,30 @@ LOADS: dict[str, Callable[[str, dict[str, torch.Tensor]], object]] = {
 }
 
 
+@pytest.mark.parametrize("nth", range(6))
+@pytest.mark.parametrize("load", LOADS)
+def test_safetensors_that_are_replaced_are_no_mixture(
+    through: Through, url: str, load: str, nth: int
+) -> None:
+    """Also while the headers are read, one of each of two files."""
+    editions = []
+    for value in (1.0, 2.0):
+        first, second = ({key: state(value)[key] for key in keys} for keys in (KEYS[:2], KEYS[2:]))
+        index = {
+            "weight_map": dict.fromkeys(first, "1.safetensors")
+            | dict.fromkeys(second, "2.safetensors")
+        }
+        files = {
+            "1.safetensors": safetensors.torch.save(first),
+            "2.safetensors": safetensors.torch.save(second),
+        }
+        editions.append(files | {"model.safetensors.index.json": json.dumps(index).encode()})
+    write(url, editions[0])
+    replaced_at(through, "open_range", nth, lambda: write(url, editions[1]))
+    with pytest.raises(CheckpointGoneError, match="load it again"):
+        LOADS[load](url, state(0.0))
+
+
 @pytest.mark.parametrize("what", ["all", "data", "one object"])
 @pytest.mark.parametrize("nth", range(4))
 @pytest.mark.parametrize("load", LOADS)
@@ -223,8 +247,8 @@ def test_files_of_one_model_are_imported_in_one_state(through: Through, url: str
     write(url, {"m.safetensors.index.json": json.dumps(index).encode()})
     write(url, {name: safetensors.torch.save(one) for name, one in files.items()})
     new = {"m-d.safetensors": safetensors.torch.save({"d": state(2.0)["d"]})}
-    replaced_at(through, "head", 0, lambda: write(url, new))
-    with pytest.raises(PreconditionFailedError, match="replaced"):
+    replaced_at(through, "open_range", 0, lambda: write(url, new))
+    with pytest.raises(CheckpointGoneError, match="replaced"):
         dos.import_checkpoint(url, f"{url}/imported", progress=False)
 
 
@@ -264,7 +288,7 @@ def test_a_torch_file_that_is_rewritten_while_it_is_mapped_is_not_imported(
     monkeypatch.setattr(import_checkpoint, "_loaded", load)
     monkeypatch.setattr(TorchSource, "read", read_and_rewrite)
     monkeypatch.setattr("dcp_objstore.inspect.slabs.WINDOW_BYTES", 2 * 1024 * 1024)
-    monkeypatch.setattr("dcp_objstore.inspect.slabs._READ_AT_ONCE", 1)
+    monkeypatch.setattr("dcp_objstore.inspect.slabs._WINDOWS_AHEAD", 1)
     with pytest.raises(PreconditionFailedError, match="replaced"):
         dos.import_checkpoint(source, (tmp_path / "to").as_uri(), progress=False)
     assert not (tmp_path / "to" / "_COMMIT").exists()

@@ -197,6 +197,22 @@ def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
     assert names(url) == ["step-1", "step-2"]
 
 
+@pytest.mark.parametrize("on_busy", ["skip", "raise"])
+def test_a_save_that_is_due_by_time_waits_for_ranks_that_have_not_seen_the_last_one_end(
+    url: str, on_busy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timer has asked when rank 0 had ended that save."""
+    with dos.CheckpointManager(url, on_busy=on_busy, save_last=False) as run:  # type: ignore[arg-type]
+        run.save(1, state(1))
+        saves, consensus = run._saves, run._consensus
+        assert saves is not None
+        assert consensus is not None
+        monkeypatch.setattr(saves, "is_idle", lambda: False)
+        monkeypatch.setattr(consensus, "reached", lambda: frozenset({manager._timer(saves)}))
+        assert run.step(2, state(2))
+    assert names(url) == ["step-1", "step-2"]
+
+
 def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -519,6 +535,19 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
 
 
+def test_a_step_that_somebody_else_had_pinned_is_deleted_once_it_is_unpinned(url: str) -> None:
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    for step in range(1, 5):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+        if step == 2:
+            dos.pin(f"{url}/step-1", "paper")  # after the run was listed
+        elif step == 4:
+            dos.unpin(f"{url}/step-1", "paper")
+            retainer.set_pinned(1, pinned=False)
+        retainer.committed(step, {})
+    assert names(url) == ["step-4"]
+
+
 def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     url: str, held: threading.Event
 ) -> None:
@@ -837,7 +866,7 @@ def test_ctrl_c_while_the_end_waits_gives_back_the_handlers_and_closes_the_manag
             raise ZeroDivisionError
     assert signal.getsignal(signal.SIGTERM) == before
     with pytest.raises(dos.errors.ConfigError, match="closed"):
-        run.latest()
+        run.pin(1)
 
 
 def test_a_save_that_could_not_begin_leaves_nothing_to_wait_for(
@@ -1298,6 +1327,14 @@ def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch)
             look()
             counts.append(sum(len(store.requests) for store in stores))
     assert counts == [2 + 1 + 1, 2 + 1 + 5]
+
+
+def test_after_the_block_the_manager_still_says_what_was_saved(url: str) -> None:
+    with dos.CheckpointManager(url, save_every=1) as run:
+        run.step(1, state(1))
+        run.step(2, state(2))
+    assert run.latest() == 2
+    assert run.steps() == (1, 2)
 
 
 def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(

@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.sweep import _base
 from dcp_objstore.stores import ObjectStore, StoreSpec
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion
+from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 from tests.support.checkpoints import memory_url
 from tests.support.memory_store import MemoryStore
@@ -192,6 +193,35 @@ def test_of_numbered_steps_the_one_that_was_saved_last_is_not_the_newest(tmp_pat
     with pytest.raises(dos.errors.InputError, match="newest"):
         dos.delete(f"{run}/step-10")
     dos.delete(f"{run}/step-9")
+
+
+def test_of_checkpoints_of_one_second_by_the_stores_clock_the_host_tells_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path.as_uri()
+    for name in ("z", "a"):
+        dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
+    really, then = upkeep.list_places, datetime.now(UTC)
+
+    def in_one_second(store: ObjectStore) -> dict[str, dict[str, ObjectMeta]]:
+        return {
+            name: {key: replace(meta, last_modified=then) for key, meta in objects.items()}
+            for name, objects in really(store).items()
+        }
+
+    monkeypatch.setattr(upkeep, "list_places", in_one_second)
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(f"{run}/a")
+    dos.delete(f"{run}/z")
+    really_then = commits.datetime
+    monkeypatch.setattr(commits, "datetime", SimpleNamespace(now=lambda _: then))
+    for name in ("y", "b"):  # nor does the host
+        dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
+    monkeypatch.setattr(commits, "datetime", really_then)
+    dos.delete(f"{run}/a", allow_newest=True)
+    for name in ("y", "b"):
+        with pytest.raises(dos.errors.InputError, match="newest"):
+            dos.delete(f"{run}/{name}")
 
 
 def test_a_step_whose_marker_is_damaged_is_not_the_newer_one(tmp_path: Path) -> None:

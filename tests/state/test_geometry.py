@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
-from dcp_objstore.state.geometry import Box, Selection, collapse, plan_copies
+from dcp_objstore.state.geometry import Box, Selection, collapse, fills, plan_copies
 
 
 @st.composite
@@ -104,3 +104,38 @@ def test_runs_are_few_where_rows_are_short_and_separate_where_they_are_long():
     assert columns.runs(256 * 1024) == [(0, (4095 * 4096 + 512) * 4)]
     long = Selection((8, 1 << 20), Box((0, 0), (8, 1 << 17)), 4)
     assert long.runs(256 * 1024) == [(n << 22, (n << 22) + (1 << 19)) for n in range(8)]
+
+
+@st.composite
+def shape_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """Boxes within a shape, mostly of a grid, of which some may be left out or be there twice."""
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    cuts = [sorted({0, n, *draw(st.sets(st.integers(0, n), max_size=2))}) for n in shape]
+    grid = itertools.product(*([*itertools.pairwise(at)] or [(0, 0)] for at in cuts))
+    some = [
+        Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell)) for cell in grid
+    ]
+    if draw(st.booleans()):
+        some = draw(st.lists(st.sampled_from(some), max_size=len(some) + 2))
+    if shape and 0 not in shape and draw(st.booleans()):
+        low = tuple(draw(st.integers(0, n)) for n in shape)
+        some.append(
+            Box(low, tuple(draw(st.integers(0, n - at)) for n, at in zip(shape, low, strict=True)))
+        )
+    return shape, draw(st.permutations(some))
+
+
+@settings(deadline=None, max_examples=300)
+@given(shape_and_boxes(), st.booleans())
+@example(((4,), [Box((0,), (3,)), Box((0,), (3,))]), False)  # enough elements, but one is left out
+@example(((4,), [Box((1,), (3,)), Box((1,), (3,))]), False)
+@example(((2, 2), [Box((0, 0), (2, 1)), Box((0, 0), (2, 1))]), True)
+def test_boxes_fill_a_shape_if_no_element_is_left_out(case, as_arrays: bool) -> None:
+    shape, boxes = case
+    left = np.ones(shape, dtype=bool)
+    for box in boxes:
+        left[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))] = False
+    rows = [[list(box.offsets) for box in boxes], [list(box.sizes) for box in boxes]]
+    if as_arrays:
+        rows = [np.array(some, dtype=np.uint64).reshape(len(boxes), len(shape)) for some in rows]
+    assert fills(shape, *rows) == (not left.any())

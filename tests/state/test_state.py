@@ -226,15 +226,15 @@ def test_keys_that_are_no_str_and_types_of_dicts_come_back():
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
-    saved = to_state_dict({"scheduler": scheduler, "by_layer": {3: "x"}})
+    saved = to_state_dict({"scheduler": scheduler, "by_layer": {3: "x", 4: {True: "a"}}})
     assert saved["scheduler"]["milestones"] == {"2": 1, "4": 1}
-    assert saved["by_layer"] == {"3": "x"}
+    assert saved["by_layer"] == {"3": "x", "4": {"True": "a"}}
     saved["scheduler"]["milestones"]["2"] = 5
-    state = {"scheduler": scheduler, "by_layer": {3: "y"}}
+    state = {"scheduler": scheduler, "by_layer": {3: "y", 4: {True: "b"}}}
     restore(state, saved)
     assert scheduler.milestones == Counter({2: 5, 4: 1})
     assert isinstance(scheduler.milestones, Counter)
-    assert state["by_layer"] == {3: "x"}
+    assert state["by_layer"] == {3: "x", 4: {True: "a"}}
 
 
 def test_several_optimizers_find_each_its_own_module():

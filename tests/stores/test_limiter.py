@@ -226,6 +226,22 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
     assert not under_way or limiter.window.cut_at == cut_at
 
 
+def test_a_part_is_judged_again_that_has_the_number_of_one_that_was_slow() -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    slot = AdmissionSlot(limiter, judged=True)
+    for number in range(64):
+        slot.begin(number)
+        clock.now += 0.1
+        slot.end(number)
+    for is_sign in (False, True):  # one alone is none
+        slot.begin("slow")
+        clock.now += 1.5
+        slot.look()
+        assert limiter.window.is_throttled is is_sign
+        slot.end("slow")
+
+
 def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None:
     clock = Clock()
     limiter = Limiter(clock)
@@ -264,6 +280,8 @@ def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
 
 def test_retries_share_a_budget_that_successes_refill() -> None:
     limiter = Limiter()
+    for _ in range(100):
+        limiter.succeeded()  # in a long calm nothing is saved up
     spent = 0
     while limiter.spend_retry():
         spent += 1

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
+from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
+    DOT_METADATA_KEY,
+    MARKER_KEY,
+    beacon_key,
+    data_key,
+    index_key,
+    new_nonce,
+)
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     InputError,
@@ -339,6 +347,28 @@ def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(
     assert report.uploads_aborted == len(left)
     assert report.uploads_unseen is None
     assert [name for name in names(root) if ".tmp" in name] == []
+
+
+def test_whatever_a_killed_process_has_left_half_written_is_swept(root: Path) -> None:
+    from dcp_objstore.run.sweep import sweep  # with torch
+
+    nonce = new_nonce()
+    written = [data_key(0, 0, nonce), index_key(nonce), beacon_key(nonce), f".probe-{nonce}"]
+    for key in [f"step-1/{name}" for name in (*written, MARKER_KEY, DOT_METADATA_KEY)] + [
+        CLAIM_KEY,
+        "step-1/notes.txt",
+        "step-2/notes.txt",
+    ]:
+        place = root / "run" / key
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.with_name(f"{local._TEMPORARY}{nonce}.{place.name}").write_bytes(b"half of it")
+    old = time.time() - 2 * 24 * 3600
+    for place in root.rglob("*"):
+        os.utime(place, (old, old))
+    report = sweep(f"file://{root}/run")
+    assert [one.uploads_aborted for one in report.checkpoints] == [1, 6]  # the run itself, a step
+    left = [one.key for one in open_uploads(StoreSpec(f"file://{root}/run")).list()]
+    assert left == ["step-1/notes.txt", "step-2/notes.txt"]
 
 
 def _replace_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:

@@ -57,12 +57,24 @@ def test_urls_are_taken_literally_and_brought_to_one_form(url: str, normal: str)
         ("s3://buck et/x", "no bucket name"),
         ("file://relative/x", "file:///path"),
         ("file:///", "root of the file system"),
+        ("file:/tmp/x", "write 'file:///tmp/x'"),
+        ("https://b.s3.amazonaws.com/run/1?X-Amz-Signature=1", "write 's3://b/run/1'"),
+        ("https://b.s3.eu-west-1.amazonaws.com", "write 's3://b'"),
+        ("https://s3.eu-west-1.amazonaws.com/b/run/", "write 's3://b/run/'"),
+        ("https://storage.googleapis.com/b/run", "write 'gs://b/run'"),
+        ("https://account.blob.core.windows.net/b/run", "write 'az://b/run'"),
+        ("https://example.com/b/run", "unknown scheme"),
     ],
 )
 def test_a_bad_url_is_refused_with_the_way_out(url: str, says: str) -> None:
     with pytest.raises(InvalidUrlError) as caught:
         open_store(url)
     assert says in str(caught.value)
+
+
+def test_a_state_in_the_place_of_the_url_is_told_where_it_belongs() -> None:
+    with pytest.raises(InvalidUrlError, match="state comes first"):
+        open_store({"w": 1})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("url", [Path("s3://bucket/x"), Path("/tmp/x"), None, 7, b"s3://bucket"])

@@ -196,6 +196,13 @@ def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line() -> 
     assert window.answered(40.0, 0.0, 1, 150).allowed() > 0.9 * AUTO_MOST
 
 
+def test_slow_requests_that_were_begun_before_a_cut_cut_no_further() -> None:
+    window = Window().answered(100.0, 0.0, 32, 150)
+    assert window.size < Window().size
+    assert window.answered(101.0, 1.0, 32, 150) == window  # it was on the line with the first
+    assert window.answered(201.0, 101.0, 32, 150).size < window.size
+
+
 def test_the_rate_follows_the_successes_lately_or_else_what_is_in_flight() -> None:
     rates = [FAR.throttled(100.0, 99.0, 64, lately).cut_rate for lately in (50.0, 1.0, 0.5, 0.0)]
     assert rates == [35.0, 1.0, 1.0, pytest.approx(0.7 * 64)]

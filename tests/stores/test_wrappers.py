@@ -6,9 +6,14 @@ import secrets
 
 import pytest
 
-from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError
+from dcp_objstore.errors import (
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
 from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.stores.wrappers import PinnedStore
 from tests.contract import keys, read
 from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Verb
 
@@ -112,3 +117,23 @@ def test_wrappers_compose(inner: ObjectStore) -> None:
     assert [one.verb for one in store.requests] == ["head"]
     assert store.url == inner.url
     assert store.capabilities == inner.capabilities
+
+
+@pytest.mark.parametrize("first", ["get", "open_range", "head", "list"])
+@pytest.mark.parametrize("then", ["get", "open_range", "head", "list"])
+def test_whatever_told_the_state_of_an_object_first_no_verb_takes_another(
+    inner: ObjectStore, first: Verb, then: Verb
+) -> None:
+    store = PinnedStore(inner, {})
+    calls = {
+        "get": lambda: store.get("k", max_size_bytes=9),
+        "open_range": lambda: read_range(store, "k", 0, 1),
+        "head": lambda: store.head("k"),
+        "list": lambda: list(store.list()),
+    }
+    inner.put("k", b"x")
+    for verb in (first, then):
+        calls[verb]()
+    inner.put("k", b"y")
+    with pytest.raises(PreconditionFailedError):
+        calls[then]()

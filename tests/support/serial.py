@@ -27,7 +27,7 @@ def reverse(numbers: Sequence[int]) -> Sequence[int]:
 
 @contextmanager
 def one_after_the_other(order: Order) -> Iterator[None]:
-    """Calls made `at_once` run in this order, in the thread that makes them."""
+    """Calls made by `concurrently` run in this order, in the thread that makes them."""
 
     def in_order(*calls: Call) -> list[Any]:
         futures: list[Future[Any]] = [Future() for _ in calls]
@@ -35,5 +35,5 @@ def one_after_the_other(order: Order) -> Iterator[None]:
             workers.run_into(futures[number], calls[number])
         return [future.result() for future in futures]
 
-    with mock.patch.object(workers, "at_once", in_order):
+    with mock.patch.object(workers, "concurrently", in_order):
         yield

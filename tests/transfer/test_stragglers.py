@@ -21,7 +21,7 @@ from dcp_objstore.errors import CorruptDataError, StoreUnavailableError, Transfe
 from dcp_objstore.observe.events import Retried
 from dcp_objstore.observe.report import counted
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.admission.limiter import limiter_of
+from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, limiter_of
 from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.protocol import RangeReading
@@ -356,7 +356,8 @@ def test_a_worker_that_is_left_waiting_keeps_no_other_destination_alive(holding:
 def test_a_request_is_asked_for_again_twice_at_most(
     holding: Holding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_objstore.transfer.stragglers._SHARE", 1)
+    monkeypatch.setattr("dcp_objstore.transfer.stragglers._REPEATED_SHARE", 1)
+    monkeypatch.setattr("dcp_objstore.stores.admission.limiter._REFUND", 0.0)
 
     def late(right: bytes) -> bytes:
         holding.let_go.wait(30)
@@ -369,6 +370,7 @@ def test_a_request_is_asked_for_again_twice_at_most(
     channel.settle()
     assert holding.asked.count(HELD) == 3
     assert [one.attempt for one in of(Retried, heard)] == [2, 3]
+    assert limiter_of(Load(holding).store)._budget == RETRY_BUDGET - 2
 
 
 @pytest.mark.usefixtures("soon")
@@ -470,7 +472,7 @@ def test_a_straggler_is_asked_for_again_over_each_transport(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # On a busy machine others may be slow, too.
-    monkeypatch.setattr("dcp_objstore.transfer.stragglers._SHARE", 1)
+    monkeypatch.setattr("dcp_objstore.transfer.stragglers._REPEATED_SHARE", 1)
     if transport == "stream":
         monkeypatch.setattr(DirectLane, "is_used", False)
     given = {"transport": transport} if transport in ("boto3", "fsspec") else {}

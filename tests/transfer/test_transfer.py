@@ -43,7 +43,7 @@ from dcp_objstore.transfer.ranges import (
     plan_requests,
 )
 from dcp_objstore.transfer.upload import _Tracked, run_watched, upload_object
-from dcp_objstore.transfer.workers import at_once, wait_for
+from dcp_objstore.transfer.workers import concurrently, wait_for
 from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
 from tests.support.wrapped_stores import ChangingStore, RecordingStore
@@ -470,7 +470,7 @@ def test_an_upload_that_ends_in_the_instant_it_is_polled_is_no_time_out(monkeypa
             super().exception(10)
             raise TimeoutError
 
-    monkeypatch.setattr("dcp_objstore.transfer.upload.Future", EndsAsItIsPolled)
+    monkeypatch.setattr("dcp_objstore.transfer.workers.Future", EndsAsItIsPolled)
     assert run_watched(lambda: "done", "upload", Progress(60)) == "done"
 
 
@@ -521,7 +521,7 @@ def test_a_buffer_that_is_dropped_ends_the_parts_that_have_bytes_of_it_and_no_ot
 
     ended = []
     pieces = [np.zeros(size, np.uint8) for size in sizes]
-    tracked = _Tracked(pieces, Progress(60), 10, "o", Slot())
+    tracked = _Tracked(pieces, Progress(60), part_size_bytes=10, key="o", slot=Slot())
     held = list(tracked)
     for parts in released:
         ended.clear()
@@ -944,7 +944,8 @@ def test_a_request_is_made_beside_the_main_thread_and_within_any_other():
 
 def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_raised() -> None:
     both = threading.Barrier(2)
-    assert at_once(lambda: both.wait(60) is None, lambda: both.wait(60) is None) == [False, False]
+    calls = [lambda: both.wait(60) is None] * 2
+    assert concurrently(*calls) == [False, False]
     ended = []
 
     def late() -> None:
@@ -957,7 +958,7 @@ def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_rais
         raise CorruptDataError("first")
 
     with pytest.raises(CorruptDataError, match="first"):
-        at_once(early, late)
+        concurrently(early, late)
     assert ended == ["late"]
 
 
@@ -973,9 +974,9 @@ def test_a_store_that_does_not_answer_is_not_waited_for_twice() -> None:
 
     try:
         with pytest.raises(StoreUnavailableError):
-            at_once(silent, hanging)
+            concurrently(silent, hanging)
         with pytest.raises(CorruptDataError):
-            at_once(broken, silent, hanging)
+            concurrently(broken, silent, hanging)
         assert not ended
     finally:
         left.set()

@@ -130,7 +130,7 @@ def test_the_plan_in_columns_is_that_of_dcps_planner(seed: int) -> None:
     assert sorted(rows) == list(range(len(rows)))
     written = [
         [items[at].index for at in kept.tolist()]
-        for items, kept in zip(ranks, plan.kept, strict=True)
+        for items, kept in zip(ranks, plan.own, strict=True)
     ]
     assert {i for of_rank in written for i in of_rank} == {i.index for of in ranks for i in of}
     assert sum(map(len, written)) == len(rows)
@@ -138,7 +138,7 @@ def test_the_plan_in_columns_is_that_of_dcps_planner(seed: int) -> None:
 
 def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_together() -> None:
     items = [plain(f"w{n}", [5000]) for n in range(9)] + [plain(f"step{n}", []) for n in range(9)]
-    kept = planned([items, items, [*items, value("v")]]).kept
+    kept = planned([items, items, [*items, value("v")]]).own
     assert kept[0].tolist()[-9:] == list(range(9, 18))
     sizes = [sum(item_bytes([*items, value("v")][at]) for at in of.tolist()) for of in kept]
     assert [size // 20_000 for size in sizes] == [3, 3, 3]
@@ -192,12 +192,15 @@ def test_boxes_that_are_no_grid_are_no_overlap() -> None:
 def test_boxes_of_a_grid_are_not_compared_one_by_one() -> None:
     offsets = np.array([[0, 0], [0, 2], [2, 0], [2, 2]])
     whole = np.ones(4, bool)
-    assert _may_overlap(np.zeros(4, int), offsets, np.full((4, 2), 2), whole, 1) == []
+    assert (
+        _may_overlap(np.zeros(4, int), offsets, np.full((4, 2), 2), has_elements=whole, count=1)
+        == []
+    )
 
 
 def test_an_empty_shard_at_the_place_of_another_is_left_out() -> None:
     ranks = [[shard("w", [4], [0], [0])], [shard("b", [9], [0], [9]), shard("w", [4], [0], [4])]]
-    assert [kept.tolist() for kept in planned(ranks).kept] == [[], [0, 1]]
+    assert [kept.tolist() for kept in planned(ranks).own] == [[], [0, 1]]
 
 
 # --- an unchanged layout ---

@@ -91,6 +91,14 @@ def test_every_kind_of_tensor_is_copied_as_it_is() -> None:
         assert staged[key].dtype == value.dtype
 
 
+def test_views_of_one_memory_are_copied_from_any_byte_on() -> None:
+    memory = torch.arange(64, dtype=torch.uint8)
+    bytes_, numbers = memory[1:13], memory.view(torch.int32)[1:5]  # the first begins at no number
+    staged = stage({"bytes": bytes_, "numbers": numbers})
+    assert torch.equal(staged["bytes"], bytes_)
+    assert torch.equal(staged["numbers"], numbers)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
 def test_a_quantized_tensor_keeps_its_scale_in_the_copy() -> None:
     floats = torch.linspace(-1, 1, 6).view(3, 2)
@@ -827,6 +835,28 @@ def test_of_two_threads_that_save_at_once_one_waits_for_the_other(
         for one in begun:
             one.result(60).result(60)
     assert under_way == [0, 1, 0, 1, 0]
+
+
+def test_after_a_save_that_failed_before_its_turn_the_next_waits_for_those_before_it_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C has ended the wait of the second: the first still runs as the third begins."""
+    first, second, third = (dos.AsyncSaveHandle(f"memory://x/step-{n}") for n in (1, 2, 3))
+    saves = async_api._Saves()
+    for handle in (first, second, third):
+        saves.add(handle)
+    waited_for: list[Any] = []
+
+    def wait(ended: threading.Event) -> None:
+        waited_for.append(ended)
+        if len(waited_for) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(async_api, "wait_until", wait)
+    with pytest.raises(KeyboardInterrupt):
+        second._wait_for_turn()
+    third._wait_for_turn()
+    assert waited_for == [first._ended, second._ended, first._ended]
 
 
 def test_a_copy_that_timed_out_is_not_called_unfinished() -> None:

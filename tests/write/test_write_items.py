@@ -30,13 +30,13 @@ def world() -> Iterator[None]:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of the items that were made, in their order."""
     keys: list[str] = []
-    make = planner._made
+    make = planner._write_items
 
     def telling(key: str, value: Any, is_coordinator: bool) -> Any:
         keys.append(key)
         return make(key, value, is_coordinator)
 
-    monkeypatch.setattr(planner, "_made", telling)
+    monkeypatch.setattr(planner, "_write_items", telling)
     return keys
 
 

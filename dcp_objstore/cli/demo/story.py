@@ -23,6 +23,7 @@ from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State, 
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.ranks import Job, Outcome, Ranks, warm_up
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
+from dcp_objstore.cli.serve import print_exports, wait_for_ctrl_c
 from dcp_objstore.cli.terminal import aligned, coloured, columns, say, wrapped
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
@@ -415,15 +416,7 @@ def _value(outcome: Outcome) -> Any:
 def _wait_for_ctrl_c(run: StoreSpec, server: SeaweedServer) -> None:
     """Say how to look at the server, which runs until Ctrl-C."""
     tell("the server runs until Ctrl-C; to look around, in another terminal:")
-    try:
-        say(
-            f"export AWS_ENDPOINT_URL={server.endpoint_url}",
-            f"export AWS_ACCESS_KEY_ID={server.access_key}",
-            f"export AWS_SECRET_ACCESS_KEY={server.secret_key}",
-            f"dcp-objstore ls {run.url}",
-        )
-        sys.stdout.flush()
-        while True:
-            signal.pause()
-    except KeyboardInterrupt:
-        tell("ended")
+    print_exports(server)
+    say(f"dcp-objstore ls {run.url}")
+    sys.stdout.flush()
+    wait_for_ctrl_c()

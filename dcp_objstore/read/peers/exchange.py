@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ class Share:
         selections: the parts that reads of other ranks need of the blocks that this rank fetches,
             by the rank's number and that rank's number for the read. Only reads whose messages are
             packed are listed.
-        meeting: name of the load, the same on all of its ranks and unique among loads.
+        meeting: a name for the load, the same on all of its ranks and unique among loads.
     """
 
     plan: ExchangePlan
@@ -96,6 +96,20 @@ def needs_of(
     return np.array(rows, dtype=NEED), selections
 
 
+class _SlotsAddress(NamedTuple):
+    """Where another rank finds this rank's slots, and the size of each."""
+
+    memory: SharedMemoryAddress
+    slot_bytes: int
+
+
+class _Slots(NamedTuple):
+    """The slots of another rank, mapped to read, and the size of each."""
+
+    memory: memoryview
+    slot_bytes: int
+
+
 class PeerFailedError(Exception):
     """Another rank has failed in the exchange; that rank raises the error itself.
 
@@ -121,11 +135,12 @@ class Exchange:
     Attributes:
         requests: the requests that this rank fetches for itself and others, in the order of the
             rounds.
-        memory_bytes: size of the memory that the exchange holds, once prepared.
-        received_bytes: number of bytes received from other ranks.
+        memory_bytes: the size of the memory that the exchange holds, once prepared.
+        received_bytes: the number of bytes received from other ranks.
     """
 
     def __init__(self, share: Share, group: dist.ProcessGroup, url: str) -> None:
+        """Begin the exchange; `prepare` allocates its memory."""
         self._share = share
         self._rounds = share.plan.rounds
         self._group = group
@@ -143,14 +158,14 @@ class Exchange:
         self._due: list[int] = []
         self._slots: SharedMemory  # set by `prepare`
         self._slot_bytes = 0
-        # Ranks whose slots this rank can read: the memory, and the size of a slot.
-        self._local: dict[int, tuple[memoryview, int]] = {}
+        # The slots of other ranks that this rank can read.
+        self._local: dict[int, _Slots] = {}
         # Ranks that cannot read this rank's slots, and the messages to them by sequence.
         self._remote: set[int] = set()
         self._outbox: dict[int, dict[int, torch.Tensor]] = {}
         self._changed = threading.Condition()
-        self._admitted = 0  # number of requests that have a slot; they are admitted in order
-        self._freed = 0  # number of requests whose slots no rank needs any more
+        self._admitted = 0  # the number of requests that have a slot; they are admitted in order
+        self._freed = 0  # the number of requests whose slots no rank needs any more
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.memory_bytes = 0
         self.received_bytes = 0
@@ -174,7 +189,7 @@ class Exchange:
         """Allocate the memory and find out which ranks can read whose slots. A collective.
 
         Args:
-            ahead_bytes: number of bytes that may be fetched, or in flight, before their round.
+            ahead_bytes: the number of bytes that may be fetched, or in flight, before their round.
 
         Raises:
             PeerFailedError: another rank has failed.
@@ -188,9 +203,9 @@ class Exchange:
             (request.object_number, *block) for request in fetched for block in request.blocks
         } - self._spans.keys()
         self._spans |= blocks_at(planned.checkpoint, for_others)
-        self.requests = [self._request(planned_request) for planned_request in fetched]
+        self.requests = [self._request(shared) for shared in fetched]
         self._fetched = {
-            id(request): one for request, one in zip(self.requests, fetched, strict=True)
+            id(request): shared for request, shared in zip(self.requests, fetched, strict=True)
         }
         # The number of this rank's requests up to the end of each round.
         self._due = list(
@@ -202,12 +217,13 @@ class Exchange:
         self._slot_bytes = max((r.end - r.start for r in self.requests), default=0)
         self._slots = SharedMemory(self._count_slots(ahead_bytes), self._slot_bytes)
         address = self._slots.address
-        addresses: list[tuple[SharedMemoryAddress, int] | None] = self._do(
-            self._gather, None if address is None else (address, self._slot_bytes)
-        )
+        own = None if address is None else _SlotsAddress(address, self._slot_bytes)
+        addresses: list[_SlotsAddress | None] = self._do(self._gather, own)
         for rank in {r.fetcher for requests in self._rounds for r in requests} - {self._rank}:
-            if (found := addresses[rank]) is not None and (memory := attach(found[0])) is not None:
-                self._local[rank] = (memory, found[1])
+            slots = addresses[rank]
+            memory = None if slots is None else attach(slots.memory)
+            if slots is not None and memory is not None:
+                self._local[rank] = _Slots(memory, slots.slot_bytes)
         arena_bytes = max(map(self._incoming_bytes, self._rounds), default=0)
         self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device="cpu")
         self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
@@ -218,10 +234,10 @@ class Exchange:
     def _gather(self, value: object) -> list[Any]:
         """Gather a value from each rank, on all ranks. A collective."""
         self._agree(None)
-        found: list[Any] = [None] * dist.get_world_size(self._group)
+        values: list[Any] = [None] * dist.get_world_size(self._group)
         with typed_failures(self._url, self._group):
-            dist.all_gather_object(found, value, group=self._group)
-        return found
+            dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def _do(self, together: Callable[..., T], *args: object) -> T:
         """Run a collective step after all earlier ones."""
@@ -298,19 +314,20 @@ class Exchange:
     def _message(
         self, planned: SharedRequest, rank: int, segments: Sequence[Segment], body: memoryview
     ) -> torch.Tensor:
+        """Return the segments of a body that one rank receives, packed if its reads need that."""
         pieces = [body[s.start - planned.start : s.end - planned.start] for s in segments]
         if len(segments) == 1 and not segments[0].packed_bytes:
             return torch.frombuffer(pieces[0], dtype=torch.uint8)
         message = np.empty(sum(segment.length_bytes for segment in segments), dtype=np.uint8)
         filled = 0
         for segment, piece in zip(segments, pieces, strict=True):
-            into = message[filled : filled + segment.length_bytes]
+            place = message[filled : filled + segment.length_bytes]
             part = np.frombuffer(piece, dtype=np.uint8)
             if segment.packed_bytes:
                 span = self._spans[planned.object_number, segment.start, segment.end]
-                self._share.selections[rank, segment.read].pack(part, span.tag.position, into)
+                self._share.selections[rank, segment.read].pack(part, span.tag.position, place)
             else:
-                into[:] = part
+                place[:] = part
             filled += segment.length_bytes
         return torch.from_numpy(message)
 
@@ -342,12 +359,13 @@ class Exchange:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
             if not failed.item():
                 return
-            found: list[DcpObjstoreError | None] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(found, error, group=self._group)
+            errors: list[DcpObjstoreError | None] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(errors, error, group=self._group)
         if error is None:
-            raise PeerFailedError(next(one for one in found if one is not None))
+            raise PeerFailedError(next(filter(None, errors)))
 
     def _trade(self, requests: Sequence[SharedRequest]) -> None:
+        """Send and receive the messages of a round. A collective."""
         self._agree(None)
         self._free_slots()
         works: list[dist.Work | None] = []
@@ -360,8 +378,8 @@ class Exchange:
                         works.append(dist.isend(message, group=self._group, group_dst=rank))
                 elif request.fetcher not in self._local:
                     size = sum(s.length_bytes for s in request.messages[self._rank])
-                    into = self._arena[filled : filled + size]
-                    works.append(dist.irecv(into, group=self._group, group_src=request.fetcher))
+                    place = self._arena[filled : filled + size]
+                    works.append(dist.irecv(place, group=self._group, group_src=request.fetcher))
                     filled += size
             for work in works:
                 assert work is not None  # None only for ranks outside of the group
@@ -394,6 +412,7 @@ class Exchange:
                 self.received_bytes += segment.length_bytes
 
     def _read_slot(self, request: SharedRequest) -> None:
+        """Pass a request's bytes to the reads, out of the slot of the rank that fetched it."""
         memory, slot_bytes = self._local[request.fetcher]
         first = request.sequence % (memory.nbytes // slot_bytes) * slot_bytes - request.start
         for start, end in request.blocks:
@@ -403,6 +422,7 @@ class Exchange:
         self.received_bytes += sum(s.length_bytes for s in request.messages[self._rank])
 
     def _accept(self, request: SharedRequest, segment: Segment, part: memoryview) -> None:
+        """Pass a segment that was received to the reads that need it."""
         if segment.packed_bytes:
             span = self._spans[request.object_number, segment.start, segment.end]
             read = self._reads[segment.read]

@@ -51,8 +51,8 @@ class Offer:
     """What a rank sends the coordinator with its plan.
 
     Attributes:
-        commit_id: of the checkpoint that the rank has opened; its fingerprint if another library
-            wrote it.
+        commit_id: the commit_id of the checkpoint that the rank has opened; its fingerprint if
+            another library wrote it.
         group: `group_digest` of the ranks among which the rank would exchange blocks; None if it
             loads by itself.
         needs: the bytes that the rank needs, as `needs_of` returns them.
@@ -76,9 +76,9 @@ def make_offer(
     url: str | None,
     checkpoint: StoredCheckpoint | None,
     planned: PlannedLoad | None,
+    *,
     group_ranks: tuple[int, ...] | None,
     config: TransferConfig,
-    *,
     verify: bool,
     copies: LoadCopies | None = None,
 ) -> Offer:
@@ -188,23 +188,23 @@ def open_once(
         DcpObjstoreError: opening failed; all ranks raise the same error.
         RankFailedError: a rank has died.
     """
-    found: StoredCheckpoint | DcpObjstoreError | None = None
+    outcome: StoredCheckpoint | DcpObjstoreError | None = None
     if is_first(group):
         try:
-            found = open_it()
+            outcome = open_it()
         except BaseException as error:
-            found = typed(error, current_rank(), url)
+            outcome = typed(error, current_rank(), url)
             if not isinstance(error, Exception):  # on this rank Ctrl-C is raised as it is
-                wait_for(from_first, found, url, group)
+                wait_for(from_first, outcome, url, group)
                 raise
-    found = wait_for(from_first, found, url, group)
+    outcome = wait_for(from_first, outcome, url, group)
     try:
-        if isinstance(found, DcpObjstoreError):
-            raise found
-        assert found is not None
-        return found
+        if isinstance(outcome, DcpObjstoreError):
+            raise outcome
+        assert outcome is not None
+        return outcome
     finally:
-        del found  # an error has this frame, and would wait for the garbage collector
+        del outcome  # an error has this frame, and would wait for the garbage collector
 
 
 def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> bool:
@@ -217,35 +217,35 @@ def all_arrived(meeting: str, count: int, config: TransferConfig, url: str) -> b
     itself too. No rank fails for being late.
 
     Args:
-        meeting: unique name of the load, from its `Share`.
+        meeting: the unique name of the load, from its `Share`.
 
     Raises:
         RankFailedError: the process that keeps the process group's store has died.
     """
     rank = current_rank()
-    arrivals = f"dcp_objstore/{meeting}/came"
+    arrivals = f"dcp_objstore/{meeting}/arrivals"
     decided = f"dcp_objstore/{meeting}/decided"
     patience_seconds = min(_PATIENCE_SECONDS, config.peer_timeout_seconds)
     with typed_failures(url, None):
         store = torch_private.default_store()
-        came = store.add(arrivals, 1)
-        if came == count:
+        arrived = store.add(arrivals, 1)
+        if arrived == count:
             return bytes(store.compare_set(decided, "", _TOGETHER)) == _TOGETHER.encode()
         while not _is_set(store, decided, patience_seconds):
-            before, came = came, store.add(arrivals, 0)
-            if came == before:
+            before, arrived = arrived, store.add(arrivals, 0)
+            if arrived == before:
                 break
-        found = bytes(store.compare_set(decided, "", f"rank {rank}")).decode()
-    if found == f"rank {rank}":
+        decision = bytes(store.compare_set(decided, "", f"rank {rank}")).decode()
+    if decision == f"rank {rank}":
         logger.warning(
             "%s: %d of %d ranks have arrived to read, and no other for %.0f s (a planner's"
             " finish_plan has failed there or is slow), so each rank loads by itself",
             url,
-            came,
+            arrived,
             count,
             patience_seconds,
         )
-    return found == _TOGETHER
+    return decision == _TOGETHER
 
 
 def _is_set(store: dist.Store, key: str, timeout_seconds: float) -> bool:  # type: ignore[name-defined]  # torch exports it

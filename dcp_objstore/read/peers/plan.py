@@ -40,7 +40,7 @@ class Held(NamedTuple):
     """The objects of which a rank's node has copies.
 
     Attributes:
-        node: what all ranks of the node have in common, and no others.
+        node: an id that all ranks of the node have in common, and no others.
         objects: the numbers of the objects.
     """
 
@@ -53,8 +53,8 @@ class Segment:
     """A piece of a message: bytes `[start, end)` of the object, unchanged or packed.
 
     Attributes:
-        packed_bytes: length of the pieces that the receiver needs of block `[start, end)`, packed
-            in the order in which they lie there; 0 for unchanged bytes.
+        packed_bytes: the length of the pieces that the receiver needs of block `[start, end)`,
+            packed in the order in which they lie there; 0 for unchanged bytes.
         read: the receiver's number for the read that needs the packed pieces; -1 for unchanged
             bytes.
     """
@@ -66,7 +66,7 @@ class Segment:
 
     @property
     def length_bytes(self) -> int:
-        """Length of the piece in the message."""
+        """The length of the piece in the message."""
         return self.packed_bytes or self.end - self.start
 
 
@@ -75,11 +75,11 @@ class SharedRequest:
     """A ranged GET of bytes `[start, end)` that one rank makes for itself and others.
 
     Attributes:
-        fetcher: number of the rank that makes the request. It needs all of its blocks as well, or
-            its node has a copy of the object.
-        sequence: number of requests that this rank makes before this one.
+        fetcher: the number of the rank that makes the request. It needs all of its blocks as well,
+            or its node has a copy of the object.
+        sequence: the number of requests that this rank makes before this one.
         blocks: `(start, end)` of each block in the request.
-        messages: what each other rank receives, by the rank's number.
+        messages: the segments that each other rank receives, by the rank's number.
     """
 
     object_number: int
@@ -135,10 +135,10 @@ def plan_exchange(
 
     Args:
         needs: an array of `NEED` for each rank.
-        held: what each rank's node has. Default: no node has copies.
-        request_size_bytes: size of the largest request, unless a single block is larger.
-        round_size_bytes: largest total size of the requests of a round, unless the round has only
-            one request.
+        held: the objects of which each rank's node has copies. Default: no node has any.
+        request_size_bytes: the size of the largest request, unless a single block is larger.
+        round_size_bytes: the largest total size of the requests of a round, unless the round has
+            only one request.
 
     Returns:
         The part of each rank. It has no rounds if nothing is shared.
@@ -162,13 +162,18 @@ def plan_exchange(
 
 @dataclass(slots=True)
 class _SharedBlock:
-    """A block that several ranks need, with the rows of each rank."""
+    """A block that several ranks need.
+
+    Attributes:
+        wants: what each rank needs of it: the fields of `NEED` from `low` on.
+        readers: the ranks of which one reads it.
+    """
 
     object_number: int
     start: int
     end: int
-    wants: dict[int, list[tuple[int, int, int, int]]]  # rank: (low, high, packed_bytes, read)
-    readers: Sequence[int]  # one of these ranks reads it
+    wants: dict[int, list[tuple[int, int, int, int]]]
+    readers: Sequence[int]
 
 
 # The ranks that can read the copy of an object, by the object's number and the node.
@@ -211,7 +216,7 @@ def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock
             ranks[low : high + 1].tolist(), rows[low : high + 1].tolist(), strict=True
         ):
             wants.setdefault(rank, []).append(row[3:])
-        block = _SharedBlock(number, start, end, wants, list(wants))
+        block = _SharedBlock(number, start, end, wants=wants, readers=list(wants))
         for part in _by_node(block, holders[number]) if number in holders else [block]:
             if part.wants.keys() == set(part.readers) and len(part.wants) == 1:
                 loads[part.readers[0]] += end - start
@@ -228,7 +233,7 @@ def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_
         node: [rank for rank in ranks if rank in block.wants] for node, ranks in holders.items()
     }
     strangers = block.wants.keys() - {rank for ranks in at_home.values() for rank in ranks}
-    # Whoever reads it anyway; otherwise any, but all blocks of an object from the same node.
+    # A node that reads it anyway, or else any; but the same for all blocks of an object.
     hosts = sorted(filter(at_home.get, holders) if any(at_home.values()) else holders)
     host = hosts[block.object_number % len(hosts)]
     for node, ranks in at_home.items():
@@ -241,7 +246,10 @@ def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_
 def _merge(
     blocks: Sequence[_SharedBlock], request_size_bytes: int, gap_bytes: int
 ) -> Iterator[list[_SharedBlock]]:
-    """Group neighbouring blocks that the same ranks need, up to the size of a request."""
+    """Group neighbouring blocks that the same ranks need, up to the size of a request.
+
+    Of one object these have the same readers, too: who needs a block tells which node serves it.
+    """
     run: list[_SharedBlock] = []
     end = 0
     for block in blocks:
@@ -249,7 +257,6 @@ def _merge(
             run
             and block.object_number == run[0].object_number
             and block.wants.keys() == run[0].wants.keys()
-            and block.readers == run[0].readers
             and block.start <= end + gap_bytes
             and max(block.end, end) - run[0].start <= request_size_bytes
         ):
@@ -275,10 +282,10 @@ def _assign(runs: Iterator[list[_SharedBlock]], loads: list[int]) -> Iterator[Sh
             run[0].object_number,
             start,
             end,
-            fetcher,
-            sequences[fetcher],
-            tuple((block.start, block.end) for block in run),
-            {rank: _message(run, rank) for rank in ranks if rank != fetcher},
+            fetcher=fetcher,
+            sequence=sequences[fetcher],
+            blocks=tuple((block.start, block.end) for block in run),
+            messages={rank: _message(run, rank) for rank in ranks if rank != fetcher},
         )
         sequences[fetcher] += 1
 

@@ -39,7 +39,7 @@ class SharedMemory:
     """Memory of `count` slots of `slot_bytes` each.
 
     Attributes:
-        address: address for other processes; None if the memory cannot be shared.
+        address: the address for other processes; None if the memory cannot be shared.
     """
 
     def __init__(self, count: int, slot_bytes: int) -> None:
@@ -62,7 +62,12 @@ class SharedMemory:
         os.ftruncate(self._descriptor, self.size_bytes)
         status = os.fstat(self._descriptor)
         self.address = SharedMemoryAddress(
-            boot_id, os.getpid(), self._descriptor, status.st_dev, status.st_ino, self.size_bytes
+            boot_id,
+            process_id=os.getpid(),
+            descriptor=self._descriptor,
+            device=status.st_dev,
+            inode=status.st_ino,
+            size_bytes=self.size_bytes,
         )
         return memoryview(mmap.mmap(self._descriptor, self.size_bytes, flags=_FLAGS))
 

@@ -358,6 +358,7 @@ def admission_slot(
     store: ObjectStore,
     verb: str,
     config: TransferConfig,
+    *,
     concurrency: Concurrency,
     request_bytes: int,
 ) -> AdmissionSlot:

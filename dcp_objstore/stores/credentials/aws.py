@@ -30,6 +30,7 @@ from dcp_objstore.stores.credentials.base import (
     metadata_answers,
     without_text,
 )
+from dcp_objstore.stores.errors import NO_S3_CREDENTIALS
 from dcp_objstore.stores.options.s3 import S3Options
 
 logger = logging.getLogger("dcp_objstore")
@@ -77,11 +78,7 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
 
 def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
     """The error where none are found."""
-    return CredentialsError(
-        "no credentials for S3: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
-        " or pass storage_options={'key': …, 'secret': …} ({'anon': True} for a public bucket)"
-        + lost(stripped)
-    )
+    return CredentialsError(NO_S3_CREDENTIALS + lost(stripped))
 
 
 def _from_options(settings: S3Options) -> Credentials | None:

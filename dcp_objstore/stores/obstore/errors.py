@@ -226,7 +226,9 @@ def read_obstore(error: Exception) -> Facts:
     if is_silence and message.request is not None:
         facts = _unanswered(facts, message, message.request)
     if message.is_of_instance:
-        facts = replace(facts, may_pass=message.status is None or message.status >= 500)
+        # What that service said would only lead away from what there is to do.
+        may_pass = message.status is None or message.status >= 500
+        facts = replace(facts, text="", may_pass=may_pass)
     return _of_abort(error, facts) if message.is_abort else facts
 
 
@@ -319,7 +321,8 @@ def _meaning(error: Exception, message: _Message) -> Meaning | None:
     if not is_full and any(words in message.text for words in _WANTS_TLS):
         return errors.WANTS_TLS
     if message.is_of_instance:
-        return Meaning(CredentialsError)
+        is_aws = f"{_INSTANCE_METADATA}latest/" in message.text
+        return Meaning(CredentialsError, errors.NO_S3_CREDENTIALS if is_aws else None)
     meaning = None if message.request else _sign(_NO_REQUESTS, message.text)
     if meaning is not None or errors.kind_of_answer(message.status, message.code) is not None:
         return meaning

@@ -7,10 +7,8 @@ overwritten, however their save may have ended.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import mmap
 import queue
 import threading
 import weakref
@@ -23,7 +21,8 @@ import numpy as np
 import torch
 
 from dcp_objstore.state.device import warn_of_pageable_memory
-from dcp_objstore.state.memory import byte_memory, lend
+from dcp_objstore.state.memory import lend
+from dcp_objstore.transfer.pages import new_memory
 
 if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
@@ -47,8 +46,8 @@ class StagingMemory:
     """Slabs of host memory that return by themselves when their arrays die. Thread-safe.
 
     Attributes:
-        allocations: number of slabs allocated so far.
-        allocated_bytes: size of all slabs that are kept or leased.
+        allocations: the number of slabs allocated so far.
+        allocated_bytes: the size of all slabs that are kept or leased.
     """
 
     def __init__(self) -> None:
@@ -65,21 +64,21 @@ class StagingMemory:
         """Return one array of each size; each is leased until no view of it is left.
 
         Args:
-            sizes_bytes: sizes of the arrays. The same state should ask for the same sizes each
+            sizes_bytes: the sizes of the arrays. The same state should ask for the same sizes each
                 time.
-            pinned: use pinned memory, which a GPU copies to by itself; ordinary memory is used if
-                none can be pinned.
+            pinned: whether to use pinned memory, which a GPU copies to by itself. If none can be
+                pinned, it is ordinary memory.
         """
         if self._would_grow(sizes_bytes, pinned=pinned):
             gc.collect()  # planners of torch 2.9 leave the state of a save in a reference cycle
         with self._lock:
             self._takes += 1
             self._collect()
-            found = [self._idle_slab(size_bytes, pinned=pinned) for size_bytes in sizes_bytes]
+            idle = [self._idle_slab(size_bytes, pinned=pinned) for size_bytes in sizes_bytes]
             self._free(lambda slab: slab.used_at + _KEPT_TAKES <= self._takes)
             slabs = [
                 slab or self._allocate(size_bytes, pinned=pinned)
-                for slab, size_bytes in zip(found, sizes_bytes, strict=True)
+                for slab, size_bytes in zip(idle, sizes_bytes, strict=True)
             ]
             arrays = []
             for slab in slabs:
@@ -121,29 +120,13 @@ class StagingMemory:
         self._idle = kept
 
     def _allocate(self, size_bytes: int, *, pinned: bool) -> _Slab:
-        array = _new_memory(size_bytes)
+        array = np.frombuffer(new_memory(size_bytes), dtype=np.uint8)
         memory = torch.from_numpy(array)
         self.allocations += 1
         self.allocated_bytes += size_bytes
         if pinned:
             _pin(memory)
         return _Slab(memory, array, pinned)
-
-
-def _new_memory(size_bytes: int) -> ByteArray:
-    """Allocate memory that starts at a page, in huge pages if the system gives them.
-
-    (Linux: madvise(2).) With huge pages the first copy takes a third of the time, because most of
-    that time goes into making pages.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        array = byte_memory(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
-        assert array is not None
-        return array
-    mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapped, dtype=np.uint8)
 
 
 def _pin(memory: torch.Tensor) -> None:

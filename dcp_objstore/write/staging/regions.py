@@ -34,9 +34,9 @@ class Region:
     """Bytes of a storage that are copied together.
 
     Attributes:
-        storage: storage to copy the bytes from; None to copy the elements of `tensor`, closely
+        storage: the storage to copy the bytes from; None to copy the elements of `tensor`, closely
             packed.
-        tensor: tensor to copy if `storage` is None.
+        tensor: the tensor to copy if `storage` is None.
         is_payload: whether these are the bytes of one contiguous tensor, as they are uploaded.
     """
 
@@ -95,8 +95,8 @@ def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
             continue
         view = _view(tensor)
         views.setdefault((tensor.device, view.storage.data_ptr()), []).append(view)
-    for (of, _), found in views.items():
-        for group in _touching(sorted(found, key=lambda view: view.start)):
+    for (of, _), of_storage in views.items():
+        for group in _touching(sorted(of_storage, key=lambda view: view.start)):
             first = group[0]
             if len(group) == 1 and first.end - first.start == first.tensor.nbytes:
                 region = Region(of, first.storage, first.start, first.end)
@@ -116,7 +116,7 @@ def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
 
 
 def _packed(tensor: torch.Tensor) -> Region:
-    return Region(tensor.device, None, 0, tensor.nbytes, tensor.detach())
+    return Region(tensor.device, None, start=0, end=tensor.nbytes, tensor=tensor.detach())
 
 
 def _touching(views: list[_View]) -> Iterator[list[_View]]:
@@ -137,21 +137,21 @@ def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
     """Assign memory to each region."""
     slabs: list[int] = []
     places: list[tuple[int, int]] = []
-    open_slab, taken = -1, _SLAB_BYTES
+    open_slab, filled_bytes = -1, _SLAB_BYTES
     for region in regions:
         size_bytes = region.size_bytes
         if size_bytes > _LARGE_BYTES:
             slabs.append(-(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES)
             places.append((len(slabs) - 1, 0))
             continue
-        if taken + size_bytes > _SLAB_BYTES:
+        if filled_bytes + size_bytes > _SLAB_BYTES:
             slabs.append(_SLAB_BYTES)
-            open_slab, taken = len(slabs) - 1, 0
-        places.append((open_slab, taken))
-        taken += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            open_slab, filled_bytes = len(slabs) - 1, 0
+        places.append((open_slab, filled_bytes))
+        filled_bytes += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     if open_slab >= 0:
         # Rounded up, so that a slightly larger or smaller state asks for the same size.
-        slabs[open_slab] = max(_SMALLEST_SLAB_BYTES, 1 << (taken - 1).bit_length())
+        slabs[open_slab] = max(_SMALLEST_SLAB_BYTES, 1 << (filled_bytes - 1).bit_length())
     arrays = memory.take(slabs, pinned=pinned) if slabs else []
     addresses = [array.ctypes.data for array in arrays]  # read once: it takes microseconds
     for region, (number, offset) in zip(regions, places, strict=True):

@@ -12,6 +12,7 @@ import io
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,8 @@ class StagedState(dict[str, Any]):
     """The copy of a state: a dict that can be weakly referenced. When it dies, the save has ended.
 
     Attributes:
-        size_bytes: size of the memory that was copied into.
-        digests: `block_digests` of the large contiguous tensors that were copied within host
+        size_bytes: the size of the copy.
+        digests: the `block_digests` of the large contiguous tensors that were copied within host
             memory, by the address and size in bytes of their memory.
     """
 
@@ -82,12 +83,14 @@ class Staging:
     Args:
         state_dict: nested dicts, lists and tuples of anything. Tensors are copied, scalars are used
             as they are, and all other values are deep-copied together.
+        memory: the memory for the copies of tensors.
 
     Attributes:
         state: the copy, complete once `finish` has returned.
     """
 
     def __init__(self, state_dict: Mapping[str, Any], memory: StagingMemory) -> None:
+        """Lay out the copy, copy what is no tensor, and start the copies from devices."""
         leaves = [leaf for value in state_dict.values() for leaf in _leaves(value)]
         tensors = {
             id(local): local for leaf in leaves if (local := _plain_tensor(leaf)) is not None
@@ -115,21 +118,20 @@ class Staging:
         self._sources = list(tensors.values())
 
     def _begin(self, regions: list[Region], memory: StagingMemory) -> None:
+        """Give each region memory, and queue the copies from devices."""
         pinned = [region for region in regions if region.device.type == "cuda"]
         lay(pinned, memory, pinned=True)
         lay([region for region in regions if region.device.type != "cuda"], memory, pinned=False)
         on_devices: dict[torch.device, list[Region]] = {}
         for region in regions:
             on_devices.setdefault(region.device, []).append(region)
-        for of, found in on_devices.items():
+        for of, of_device in on_devices.items():
             lane = device.lane_of(of, "out")
             if lane is None:
-                self._host += found
+                self._host += of_device
             else:
                 lane.follow()  # wait for what training has queued so far
-                self._tickets.append(
-                    lane.queue(lambda found=found: _copy_by_torch(found))  # type: ignore[misc]
-                )
+                self._tickets.append(lane.queue(partial(_copy_by_torch, of_device)))
 
     def finish(self) -> None:
         """Copy within host memory, and wait for the copies from devices."""
@@ -192,12 +194,12 @@ def _copy_host(regions: list[Region]) -> dict[tuple[int, int], bytes]:
     else:
         with DaemonPool(threads, "stage") as pool:
             digests = [done.result() for done in [pool.submit(copy, piece) for piece in pieces]]
-    found: dict[tuple[int, int], bytes] = {}
-    for (region, _, _), some in zip(pieces, digests, strict=True):
-        if some:
+    of_tensors: dict[tuple[int, int], bytes] = {}
+    for (region, _, _), of_piece in zip(pieces, digests, strict=True):
+        if of_piece:
             place = region.address, region.size_bytes
-            found[place] = found.get(place, b"") + some
-    return found
+            of_tensors[place] = of_tensors.get(place, b"") + of_piece
+    return of_tensors
 
 
 def _copy_and_digest(target: ByteArray, address: int, source: int, step_bytes: int) -> bytes:
@@ -238,7 +240,7 @@ def _rebuilt(value: Any, copies: Mapping[int, Any]) -> Any:
     return kind(_rebuilt(item, copies) for item in value)
 
 
-def _keep_sharding(given: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
+def _keep_sharding(state: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
     """Give the copies the attributes that DCP asks how a tensor is sharded.
 
     The attributes are copied too, so that a method of a tensor of the state becomes one of its
@@ -249,8 +251,8 @@ def _keep_sharding(given: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
     """
     pairs = [
         (name, tensor, copied)
-        for name in given
-        for tensor, copied in zip(_tensors(given[name]), _tensors(staged[name]), strict=True)
+        for name in state
+        for tensor, copied in zip(_tensors(state[name]), _tensors(staged[name]), strict=True)
     ]
     copies: dict[int, Any] = {id(tensor): copied for _, tensor, copied in pairs}
     for name, tensor, copied in pairs:

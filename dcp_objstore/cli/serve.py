@@ -1,0 +1,65 @@
+"""`dcp-objstore serve`: a real S3 server on loopback, to try things with."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcp_objstore.cli.terminal import say
+
+if TYPE_CHECKING:
+    from dcp_objstore.cli.seaweedfs import SeaweedServer
+
+
+def serve(
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the data in this folder: the next server with it has the same buckets and"
+            " credentials. Default: the data goes when the server ends.",
+        ),
+    ] = None,
+    bucket: Annotated[str, typer.Option(help="The bucket to make.")] = "checkpoints",
+    port: Annotated[
+        int | None, typer.Option(help="Port of the server. Default: a free one.", min=1, max=65535)
+    ] = None,
+) -> None:
+    """Run an S3 server on this machine, until Ctrl-C.
+
+    It is SeaweedFS, a real server with conditional writes, and can be reached from this machine
+    only. What it prints sets up another terminal.
+    """
+    from dcp_objstore.cli.seaweedfs import SeaweedServer
+
+    with SeaweedServer(data=data, port=port) as server:
+        url = server.create_bucket(bucket)
+        say(
+            f"# An S3 server with the bucket {url}, until Ctrl-C."
+            f" Its data {'goes with it' if data is None else f'stays in {data}'}."
+            " In another terminal:"
+        )
+        print_exports(server)
+        wait_for_ctrl_c()
+
+
+def print_exports(server: SeaweedServer) -> None:
+    """Print the commands that lead another terminal to a server."""
+    say(
+        f"export AWS_ENDPOINT_URL={server.endpoint_url}",
+        f"export AWS_ACCESS_KEY_ID={server.access_key}",
+        f"export AWS_SECRET_ACCESS_KEY={server.secret_key}",
+    )
+    sys.stdout.flush()
+
+
+def wait_for_ctrl_c() -> None:
+    """Wait until Ctrl-C, which ends the wait and not the command."""
+    try:
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        say("ended")

@@ -1,0 +1,340 @@
+"""The safetensors format: an 8-byte length, a JSON header, then the tensors' memory.
+
+https://github.com/huggingface/safetensors says what the header holds. It is read and written here,
+because the library wants all tensors of a file in memory. Neither needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import CheckpointCorruptError, InputError, UnsupportedError
+from dcp_objstore.state.stored import constant_name
+from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.transfer.workers import in_waves
+
+if TYPE_CHECKING:
+    import torch
+
+    from dcp_objstore.stores import ObjectStore
+
+SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".safetensors.index.json"
+_ONE_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors\Z")
+# The format's names of dtypes and torch's, for both ways.
+_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+_NAMES_OF = {dtype: name for name, dtype in _NAMES.items()}
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+# The format's own limit.
+_MOST_HEADER_BYTES = 100_000_000
+# Of all files of a model, and of an index. A million tensors take some 150 MB; what is parsed takes
+# up to 15 times as much memory.
+_MOST_HEADERS_BYTES = 256 * MIB
+_MOST_INDEX_BYTES = 64 * MIB
+# The header of 2,500 tensors.
+_FIRST_READ_BYTES = MIB // 4
+_MOST_DIMENSIONS = 64  # torch's own limit
+
+# msgspec does not wrap the decoder's error for a key that is not UTF-8.
+_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
+
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class WeightFiles(NamedTuple):
+    """The files of a model.
+
+    Attributes:
+        names: their names.
+        weight_map: the file of each tensor, as far as an index says it.
+    """
+
+    names: Collection[str]
+    weight_map: Mapping[str, str]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    """An entry of a header: a tensor, or the metadata, whose values are texts of any name."""
+
+    dtype: str = ""
+    shape: tuple[_Size, ...] | str = ""
+    data_offsets: tuple[_Size, _Size] | str = ""
+
+
+class _Place(NamedTuple):
+    """A tensor in a file: torch's name of its dtype, and bytes `[start, end)` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+_entries = msgspec.json.Decoder(dict[str, _Entry])
+_indices = msgspec.json.Decoder(_Index)
+
+
+def check(key: str, name: str, dtype: torch.dtype) -> None:
+    """Refuse a tensor that the format cannot hold.
+
+    Args:
+        key: its key.
+        name: its name in the file.
+        dtype: its dtype.
+
+    Raises:
+        UnsupportedError: the format has no such dtype, or uses the name itself.
+    """
+    if name == _METADATA:
+        raise UnsupportedError(
+            f"in safetensors no tensor can be called {name}; rename it with rename=, leave it out"
+            " with keys=, or export to a torch.save file",
+            key=key,
+        )
+    if constant_name(dtype) not in _NAMES_OF:
+        raise UnsupportedError(
+            f"safetensors has no dtype {constant_name(dtype)}; convert it with dtype=,"
+            " leave the key out with keys=, or export to a torch.save file",
+            key=key,
+        )
+
+
+def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """Return the bytes before the memory of these tensors, which follow without gaps."""
+    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": _NAMES_OF[constant_name(dtype)],
+            "shape": list(shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH_BYTES)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def choose_files(store: ObjectStore, keys: Collection[str]) -> WeightFiles | None:
+    """Return the files that transformers would read from a folder; None if there are none.
+
+    That is `model.safetensors`, or else what `model.safetensors.index.json` names. Without either,
+    it is what the only index names, or else the only file.
+
+    Args:
+        store: the folder.
+        keys: keys of all its objects.
+
+    Raises:
+        InputError: there are several files or indices, or one of several shards.
+        CheckpointCorruptError: the index is damaged, or names a file that is not there.
+    """
+    inside = [key for key in keys if "/" not in key]
+    files = [key for key in inside if key.endswith(SUFFIX)]
+    indices = [key for key in inside if key.endswith(_INDEX_SUFFIX)]
+    if _ONE_FILE in files:
+        return WeightFiles([_ONE_FILE], {})
+    if _INDEX in indices or len(indices) == 1:
+        weight_map = _read_index(store, _INDEX if _INDEX in indices else indices[0], inside)
+        return WeightFiles(sorted({*weight_map.values()}), weight_map)
+    is_part = len(files) == 1 and (shard := _SHARD.search(files[0])) and int(shard[1]) != 1
+    if indices or len(files) > 1 or is_part:
+        named = ", ".join(indices or files)
+        raise InputError(
+            f"there is no single index, so name one of the files: {named}", url=store.url
+        )
+    return WeightFiles(files, {}) if files else None
+
+
+def _read_index(store: ObjectStore, name: str, inside: Collection[str]) -> dict[str, str]:
+    body, _ = store.get(name, max_size_bytes=_MOST_INDEX_BYTES)
+    try:
+        weight_map = _indices.decode(body).weight_map
+        absent = {*weight_map.values()} - {*inside}
+        if absent:
+            raise ValueError(f"{min(absent)} is not in the folder")
+    except _UNREADABLE as error:
+        text = f"{name} has no weight_map of this folder: {error}"
+        raise CheckpointCorruptError(text, object_key=name, url=store.url) from None
+    return weight_map
+
+
+def read_headers(store: ObjectStore, sizes_bytes: Mapping[str, int]) -> dict[str, bytes]:
+    """Return the text of each file's header, read with one range unless it is long.
+
+    Args:
+        store: the folder.
+        sizes_bytes: the size of each file.
+
+    Raises:
+        CheckpointCorruptError: a file is too short, or the headers are impossibly long.
+    """
+
+    def read_first(name: str) -> tuple[int, bytes]:
+        first = bytes(read_range(store, name, 0, min(sizes_bytes[name], _FIRST_READ_BYTES)))
+        end = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
+        if not _LENGTH_BYTES < end <= min(sizes_bytes[name], _LENGTH_BYTES + _MOST_HEADER_BYTES):
+            raise _broken(store, name, f"its header would end at byte {end} of {sizes_bytes[name]}")
+        return end, first[_LENGTH_BYTES:end]
+
+    names = list(sizes_bytes)
+    first = dict(zip(names, in_waves(read_first, names), strict=True))
+    if sum(end for end, _ in first.values()) > _MOST_HEADERS_BYTES:
+        text = f"the headers of its files have more than {_MOST_HEADERS_BYTES} bytes"
+        raise CheckpointCorruptError(text, url=store.url)
+
+    def read_whole(name: str) -> bytes:
+        end, text = first[name]
+        at = _LENGTH_BYTES + len(text)
+        return text if at == end else text + read_range(store, name, at, end)
+
+    return dict(zip(names, in_waves(read_whole, names), strict=True))
+
+
+def index_of(
+    store: ObjectStore,
+    texts: Mapping[str, bytes],
+    sizes_bytes: Mapping[str, int],
+    weight_map: Mapping[str, str],
+) -> ix.Index:
+    """Make an index, without digests, of the headers of a model's files.
+
+    Args:
+        store: the folder, for errors.
+        texts: the text of each file's header.
+        sizes_bytes: the size of each file.
+        weight_map: the file of each tensor, as far as it is known.
+
+    Raises:
+        CheckpointCorruptError: a header does not fit its file, a tensor is not in the file that
+            `weight_map` names, or it is in two.
+    """
+    tensors: dict[str, ix.Tensor] = {}
+    rows: list[tuple[int, int, int]] = []
+    for number, (name, text) in enumerate(texts.items()):
+        try:
+            places = _parsed(text, sizes_bytes[name])
+        except _UNREADABLE as error:
+            raise _broken(store, name, str(error)) from None
+        for key, (dtype, shape, start, end) in places.items():
+            if weight_map.get(key, name) != name:
+                continue
+            if key in tensors:
+                other = list(texts)[rows[list(tensors).index(key)][0]]
+                raise CheckpointCorruptError(
+                    f"both {other} and {name} have this tensor, and no index says which counts",
+                    key=key,
+                    object_key=name,
+                    url=store.url,
+                )
+            tensors[key] = ix.Tensor(
+                key, shape, dtype, "strided", False, "contiguous_format", False, 1
+            )
+            rows.append((number, start, end - start))
+    for key, name in weight_map.items():
+        if key not in tensors:
+            raise CheckpointCorruptError(
+                f"the index says that {name} has this tensor, and it has not",
+                key=key,
+                object_key=name,
+                url=store.url,
+            )
+    objects = tuple(ix.ObjectEntry(name, sizes_bytes[name], None, b"") for name in texts)
+    numbers, starts, lengths = np.array(rows, np.uint64).reshape(-1, 3).T
+    nothing = np.zeros(len(rows), np.uint64)
+    extents = np.array([n for tensor in tensors.values() for n in tensor.shape], np.uint64)
+    columns = ix.Columns(
+        object_number=numbers,
+        offset=starts,
+        lead=nothing,
+        payload_length=lengths,
+        trail=nothing,
+        pickled=nothing,
+        chunk_offsets=np.zeros_like(extents),
+        chunk_sizes=extents,
+        digests=np.empty(0, np.uint8),
+    )
+    return ix.Index(objects, tensors, (), columns)
+
+
+def _broken(store: ObjectStore, name: str, why: str) -> CheckpointCorruptError:
+    text = f"{name} is not a whole safetensors file: {why}"
+    return CheckpointCorruptError(text, object_key=name, url=store.url)
+
+
+def _parsed(text: bytes, size_bytes: int) -> dict[str, _Place]:
+    """Parse a header and check that its tensors fill the file, one after the other.
+
+    Raises:
+        ValueError: the header is damaged, or contradicts itself or the file's size.
+    """
+    begin = _LENGTH_BYTES + len(text)
+    places = {
+        key: _place(key, entry, begin, size_bytes)
+        for key, entry in _entries.decode(text).items()
+        if key != _METADATA
+    }
+    at = begin
+    for key, place in sorted(places.items(), key=lambda item: item[1][2:]):
+        if place.start not in (at, place.end):
+            raise ValueError(f"{key!r} begins at byte {place.start}, and not at byte {at}")
+        at = max(at, place.end)
+    if at != size_bytes:
+        raise ValueError(f"its tensors end at byte {at} of {size_bytes}")
+    return places
+
+
+def _place(key: str, entry: _Entry, begin: int, size_bytes: int) -> _Place:
+    shape, offsets = entry.shape, entry.data_offsets
+    if isinstance(shape, str) or isinstance(offsets, str):
+        raise ValueError(f"{key!r} has no shape or no data_offsets")  # noqa: TRY004 - not a call's
+    if len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{key!r} has {len(shape)} dimensions")
+    start, end = offsets
+    # A dtype that is not known here has no name of torch's, which are in lower case.
+    dtype = _NAMES.get(entry.dtype, entry.dtype.upper())
+    item_bytes = ix.ITEM_SIZE_BYTES.get(dtype, 0)
+    if start > end or (item_bytes and start + math.prod(shape) * item_bytes != end):
+        raise ValueError(f"{key!r} has offsets {start} and {end} that do not fit its shape")
+    if begin + end > size_bytes:
+        raise ValueError(f"{key!r} would end at byte {begin + end} of {size_bytes}")
+    if math.prod(max(size, 1) for size in shape) * max(item_bytes, 1) >= 2**63:
+        raise ValueError(f"{key!r} has an impossible shape")
+    return _Place(dtype, shape, begin + start, begin + end)

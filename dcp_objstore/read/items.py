@@ -1,0 +1,264 @@
+"""The items of a checkpoint: where the bytes of each lie, and how they are encoded.
+
+`IndexItems`, `StockItems` and `RenamedItems` are used alike. Those of an index need no torch until
+`describe` is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import KeysView, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.compat.transforms import check_archive, undo
+from dcp_objstore.read.renaming import Rename, renamed
+from dcp_objstore.state.stored import constant_name, known_dtype
+
+if TYPE_CHECKING:
+    import io
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+Paths: TypeAlias = dict[str, tuple[str | int, ...]] | None
+Offset: TypeAlias = Sequence[int] | None  # of a chunk in its tensor; None for a value
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of a checkpoint.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        dtype: torch's name of its dtype, which may be unknown to this version.
+        offsets: where its chunks begin, a row each.
+        sizes: sizes of its chunks, a row each.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: ix.Matrix
+    sizes: ix.Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class ItemLocation:
+    """The location of one item, and how its bytes are encoded.
+
+    Attributes:
+        object_number: index of the object in `StoredCheckpoint.object_keys`.
+        payload_offset: offset of the item's bytes in that object.
+        payload_length: number of the item's bytes in that object.
+        sizes: shape of the chunk; None for a pickled value.
+        dtype: torch's name of the dtype of raw elements, which may be unknown to this version; None
+            if the payload is a whole `torch.save` blob or a pickled value.
+        digests: 16 bytes per 4 MiB block of payload; None for a checkpoint without digests.
+        transforms: names of the stream extensions that the payload went through. Only foreign
+            checkpoints have any.
+        limit_bytes: largest size that the payload may unpack to; None for raw elements.
+    """
+
+    object_number: int
+    payload_offset: int
+    payload_length: int
+    sizes: tuple[int, ...] | None
+    dtype: str | None
+    digests: bytes | None
+    transforms: tuple[str, ...] = ()
+    limit_bytes: int | None = None
+
+    def undone(self, payload: io.BytesIO, key: str) -> io.BytesIO:
+        """Return the payload as it was before the stream extensions; unchanged if it has none.
+
+        Raises:
+            CheckpointCorruptError: an extension cannot be undone, or the payload becomes too large.
+        """
+        if self.limit_bytes is None:
+            return payload
+        body = undo(payload, self.transforms, key, self.limit_bytes)
+        check_archive(body, key, self.limit_bytes)
+        return body
+
+
+class IndexItems:
+    """The items of an index: keys and locations, which are made when they are asked for.
+
+    Attributes:
+        paths: the place of each key in the nested dict that was saved, if it is known.
+        are_blobs: whether torch has to decode each tensor as a whole.
+    """
+
+    are_blobs = False
+
+    def __init__(self, index: ix.Index) -> None:
+        self._index = index
+        self.paths: Paths = index.flatten_mapping
+
+    def __len__(self) -> int:
+        return len(self._index.columns.offset)
+
+    @property
+    def keys(self) -> KeysView[str]:
+        """The keys of all tensors and values."""
+        return self._index.keys
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of all tensors and pickled values in bytes, without framing."""
+        return self._index.payload_bytes
+
+    def tensor(self, key: str) -> SavedTensor | None:
+        """Return the tensor of this key, or None if it is that of a value."""
+        tensor = self._index.tensors.get(key)
+        if tensor is None:
+            return None
+        return SavedTensor(tensor.shape, tensor.dtype, *self._index.boxes(key))
+
+    def find(self, key: str, offset: Offset, number: int | None) -> ItemLocation | None:
+        """Return the location of an item, or None if there is no such item."""
+        row = self._index.find(key, offset, number)
+        return None if row is None else self._location(key, row)
+
+    def _location(self, key: str, row: int) -> ItemLocation:
+        item, tensor = self._index.item(row), self._index.tensors.get(key)
+        sizes = dtype = None
+        if tensor is not None:
+            sizes = tuple(self._index.box(key, row - self._index.rows(key).start)[1])
+            if not item.pickled or known_dtype(tensor.dtype) is None:
+                dtype = tensor.dtype
+        return ItemLocation(
+            item.object_number,
+            item.payload_offset,
+            item.payload_length,
+            sizes,
+            dtype,
+            item.digests or None,
+            # torch does not compress, so an item never unpacks to more than is stored; if it
+            # would, this library did not write it.
+            limit_bytes=None if dtype is not None else item.payload_length,
+        )
+
+    def describe(self, load_id: str | None) -> Metadata:
+        """Return what DCP's planners need.
+
+        Raises:
+            CheckpointCorruptError: torch does not have the layout or memory format of a tensor.
+        """
+        from dcp_objstore.state.dcp_metadata import describe  # imports torch
+
+        return describe(self._index, load_id)
+
+
+class StockItems:
+    """The items of a checkpoint that stock torch or what derives from it wrote.
+
+    Each is a `torch.save` blob or a pickled value.
+
+    Args:
+        metadata: its `.metadata`.
+        locations: location of each item, by key and the chunk's offsets (None for a value).
+    """
+
+    are_blobs = True
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        locations: dict[tuple[str, tuple[int, ...] | None], ItemLocation],
+    ) -> None:
+        self.metadata = metadata
+        self.paths: Paths = metadata.planner_data
+        self._locations = locations
+
+    def __len__(self) -> int:
+        return len(self._locations)
+
+    @property
+    def keys(self) -> KeysView[str]:
+        """The keys of all tensors and values."""
+        return self.metadata.state_dict_metadata.keys()
+
+    def tensor(self, key: str) -> SavedTensor | None:
+        """Return the tensor of this key, or None if it is that of a value."""
+        saved: Any = self.metadata.state_dict_metadata.get(key)
+        if not hasattr(saved, "chunks"):
+            return None
+        shape = len(saved.chunks), len(saved.size)
+        offsets = np.array([chunk.offsets for chunk in saved.chunks], np.uint64).reshape(shape)
+        sizes = np.array([chunk.sizes for chunk in saved.chunks], np.uint64).reshape(shape)
+        dtype = constant_name(saved.properties.dtype)
+        return SavedTensor(tuple(saved.size), dtype, offsets, sizes)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of all items in bytes; they are `torch.save` blobs, whose framing counts here."""
+        return sum(location.payload_length for location in self._locations.values())
+
+    def find(self, key: str, offset: Offset, number: int | None) -> ItemLocation | None:
+        """Return the location of an item, or None if the `.metadata` does not say it."""
+        del number
+        return self._locations.get((key, None if offset is None else tuple(offset)))
+
+    def describe(self, load_id: str | None) -> Metadata:
+        """Return what DCP's planners need: the `.metadata`, with the id of this load."""
+        from torch.distributed.checkpoint.metadata import StorageMeta
+
+        meta = self.metadata.storage_meta or StorageMeta()
+        storage_meta = dataclasses.replace(meta, load_id=load_id)
+        return dataclasses.replace(self.metadata, storage_meta=storage_meta)
+
+
+class RenamedItems:
+    """The items of a checkpoint under other keys.
+
+    Args:
+        items: the items under their own keys.
+        rename: pairs of a regular expression and its replacement.
+
+    Raises:
+        StateMismatchError: two keys get the same name.
+        ConfigError: a rule cannot be used.
+    """
+
+    def __init__(self, items: IndexItems | StockItems, rename: Rename) -> None:
+        self._items = items
+        self._own_keys = {name: key for key, name in renamed(items.keys, rename).items()}
+        self.are_blobs = items.are_blobs
+        self.payload_bytes = items.payload_bytes
+        self.paths: Paths = items.paths and {
+            name: items.paths.get(key, (name,)) if name == key else (name,)
+            for name, key in self._own_keys.items()
+        }
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def keys(self) -> KeysView[str]:
+        """The new keys of all tensors and values."""
+        return self._own_keys.keys()
+
+    def tensor(self, key: str) -> SavedTensor | None:
+        """Return the tensor of this key, or None if it is that of a value."""
+        own_key = self._own_keys.get(key)
+        return None if own_key is None else self._items.tensor(own_key)
+
+    def find(self, key: str, offset: Offset, number: int | None) -> ItemLocation | None:
+        """Return the location of an item, or None if there is no such item."""
+        own_key = self._own_keys.get(key)
+        return None if own_key is None else self._items.find(own_key, offset, number)
+
+    def describe(self, load_id: str | None) -> Metadata:
+        """Return what DCP's planners need."""
+        metadata = self._items.describe(load_id)
+        saved = metadata.state_dict_metadata
+        return dataclasses.replace(
+            metadata,
+            state_dict_metadata={name: saved[key] for name, key in self._own_keys.items()},
+            planner_data=self.paths,
+        )
+
+
+Items: TypeAlias = IndexItems | StockItems | RenamedItems

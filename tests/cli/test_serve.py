@@ -1,0 +1,66 @@
+"""`dcp-objstore serve`: a server to try things with, whose data go or stay."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.errors import InputError
+from dcp_objstore.stores import open_store
+
+
+def started(*options: str) -> tuple[subprocess.Popen[str], str, dict[str, object]]:
+    """Start `serve`; return it, what it says first, and the `storage_options` it prints."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "dcp_objstore", "serve", *options], stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    says = server.stdout.readline()
+    exports = [server.stdout.readline().rstrip("\n").removeprefix("export ") for _ in range(3)]
+    values = dict(line.split("=", 1) for line in exports)
+    return (
+        server,
+        says,
+        {
+            "endpoint_url": values["AWS_ENDPOINT_URL"],
+            "key": values["AWS_ACCESS_KEY_ID"],
+            "secret": values["AWS_SECRET_ACCESS_KEY"],
+        },
+    )
+
+
+def test_a_served_folder_has_the_same_objects_and_credentials_the_next_time(
+    tmp_path: Path,
+) -> None:
+    server, says, options = started("--data", str(tmp_path), "--bucket", "mine")
+    try:
+        assert "s3://mine" in says and str(tmp_path) in says
+        open_store("s3://mine/run", options).put("object", b"kept")
+        with pytest.raises(InputError, match="another server uses"):
+            SeaweedServer(data=tmp_path)
+    finally:
+        server.send_signal(signal.SIGINT)
+    assert server.wait(60) == 0
+    assert (tmp_path / "secret-key").stat().st_mode & 0o777 == 0o600
+    server, _, again = started("--data", str(tmp_path), "--bucket", "mine")
+    try:
+        assert again["secret"] == options["secret"]
+        store = open_store("s3://mine/run", again)
+        assert store.get("object", max_size_bytes=100)[0] == b"kept"
+    finally:
+        server.terminate()
+    assert server.wait(60) == 0
+
+
+def test_a_port_that_is_taken_is_said_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(InputError, match=str(taken.getsockname()[1])):
+            SeaweedServer(port=taken.getsockname()[1])

@@ -1,0 +1,53 @@
+"""Run programs of ranks as a reader does: by `torchrun`, or in forks that have imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from tests.support.ranks import start_workers
+
+
+def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
+    done = subprocess.run(
+        words,
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode == 0) == succeeds, done.stderr
+    return done.stdout
+
+
+def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
+    """What `torchrun` does, but the processes have imported torch already, which takes longest."""
+    program, option, ranks, *script = words
+    assert (program, option) == ("torchrun", "--nproc-per-node")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with start_workers() as crew:
+        ended = crew.start(int(ranks), run_script, script, cwd, env, grouped=False).end()
+    assert any(one.failed for one in ended) != succeeds, ended
+    return "".join(one.value for one in ended if not one.failed)
+
+
+def run_script(rank: int, world_size: int, words: list[str], cwd: Path, env: dict[str, str]) -> str:
+    """In a process of its own: run it as its main program; what it printed."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    os.environ |= env | {name: str(value) for name, value in ranks.items()}
+    os.chdir(cwd)
+    sys.argv = words
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(words[0], run_name="__main__")
+    return printed.getvalue()
