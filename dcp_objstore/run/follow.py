@@ -227,7 +227,7 @@ class _Follower:
         for commit_id in [one for one in self.yielded if one not in counting]:
             step = self.yielded.pop(commit_id)
             now = self.markers.get(step.name)
-            if now is None or now.found is None or not now.marker.is_committed:
+            if now is None or now.stored is None or not now.marker.is_committed:
                 continue
             # The markers of deleted steps are not read once their objects are gone.
             if now.objects[MARKER_KEY] == listed.places[step.name].get(MARKER_KEY):
@@ -313,7 +313,7 @@ class _Follower:
         """Remove the pins that a follower with this name left when it was killed."""
         wanted = self._wanted()
         for step in self.markers.values():
-            if step.found is None or name not in step.marker.pins:
+            if step.stored is None or name not in step.marker.pins:
                 continue
             if not wanted or step is not self._chosen(wanted):
                 self._unpin(step.store.url)
