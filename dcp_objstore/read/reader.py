@@ -45,10 +45,11 @@ from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.session import report_loaded, run_load
 from dcp_objstore.read.stored_checkpoint import (
     StoredCheckpoint,
-    naming_next,
+    name_next,
     open_stored_checkpoint,
 )
 from dcp_objstore.read.tensor_read import is_value
+from dcp_objstore.state.trainable import LeftOut, left_out_of
 from dcp_objstore.stores.urls import is_supported_url
 
 if TYPE_CHECKING:
@@ -241,6 +242,12 @@ class ObjectStoreReader(StorageReader):
         """The URL of the checkpoint that the next load reads."""
         return self._target.url
 
+    def _left_out(self) -> Mapping[str, LeftOut]:
+        """Return what the save of this thread's checkpoint has left out of its modules."""
+        load: _Load | None = getattr(self._of_thread, "load", None)
+        marker = None if load is None or load.checkpoint is None else load.checkpoint.marker
+        return {} if marker is None else left_out_of(marker.user_metadata)
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a URL that a reader can load from."""
@@ -430,8 +437,7 @@ class ObjectStoreReader(StorageReader):
                 else planner.resolve_tensor(item).detach()
                 for item in plan.items
             ]
-            # On one rank: its error is raised on all.
-            with nullcontext() if load.rank else naming_next(load.spec):
+            try:
                 report = run_load(
                     load.checkpoint.open_store(load.spec),
                     planned,
@@ -443,6 +449,10 @@ class ObjectStoreReader(StorageReader):
                     copies=load.copies,
                     on_dtype=self._on_dtype,
                 )
+            except CheckpointGoneError as error:
+                if not load.rank:  # the error of the lowest rank is raised on all
+                    name_next(error, load.spec)
+                raise
         for item, destination in zip(plan.items, destinations, strict=True):
             if isinstance(destination, torch.Tensor):
                 planner.commit_tensor(item, destination)

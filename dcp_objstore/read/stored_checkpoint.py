@@ -210,11 +210,14 @@ def open_stored_checkpoint(
             rules of `rename` do not fit the keys.
     """
     try:
-        with naming_next(spec):
-            stored = wait_for(_open_at, spec, load_id, verify=verify)
-    except CheckpointNotFoundError:
+        stored = wait_for(_open_at, spec, load_id, verify=verify)
+    except CheckpointGoneError as error:
+        name_next(error, spec)
+        raise
+    except CheckpointNotFoundError as error:
         reason = explain_object(spec)
         if reason is None:
+            name_next(error, spec)
             raise
         raise CheckpointNotFoundError(reason, url=spec.url) from None
     if not rename:
@@ -234,21 +237,18 @@ def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredChe
     return open_rooted(spec.open(), load_id, verify=verify)
 
 
-@contextmanager
-def naming_next(spec: StoreSpec) -> Iterator[None]:
+def name_next(error: DcpObjstoreError, spec: StoreSpec) -> None:
     """Add to the error of a checkpoint that is not there which step of its run is next.
 
     In a run without a claim, or without the right to list it, the error stays as it is.
     """
-    try:
-        yield
-    except (CheckpointGoneError, CheckpointNotFoundError) as error:
-        run, name = spec.parent()
-        with suppress(DcpObjstoreError):
-            following = run and wait_for(next_step, run.open(), run.open_child, name)
-            if following:
-                error.message += f"; the next step of the run is {following}"
-        raise
+    run, name = spec.parent()
+    if run is None:
+        return
+    with suppress(DcpObjstoreError):
+        following = wait_for(next_step, run.open(), run.open_child, name)
+        if following is not None:
+            error.message += f"; the next step of the run is {following}"
 
 
 def open_rooted(
