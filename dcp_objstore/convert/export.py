@@ -136,7 +136,8 @@ def export_checkpoint(
             the tokenizer's. The last part of one may be a shell pattern, or it may be a folder: of
             both, files of weights, hidden files and further folders are left out. A folder of
             safetensors also gets the small files that a Trainer of `with_object_store` has saved in
-            the checkpoint, except where one of the same name is copied.
+            the checkpoint, except where one of the same name is copied. A URL is opened with the
+            options of `url` or of `out`, if it has the scheme of one of them.
         overwrite: replace files that exist. Default False: refuse.
         process_group: the ranks that export together, such as `torch.distributed.group.WORLD`; all
             of them make this call. Each writes some of the files, and if one fails, all do. A local
@@ -172,7 +173,9 @@ def export_checkpoint(
     began_at = time.monotonic()
     advice = every_rank("dcp_objstore.export_checkpoint")
 
-    def make() -> tuple[StoreSpec, StoreSpec, str | None, EventSettings]:
+    def check() -> tuple[StoreSpec, StoreSpec, str | None, EventSettings]:
+        if not isinstance(verify, bool):
+            raise ConfigError(f"verify must be True or False, got {verify!r}")
         if dtype is not None and not dtype.is_floating_point:
             text = f"dtype={dtype} would lose what is behind the point; give a float dtype"
             raise ConfigError(text)
@@ -184,11 +187,11 @@ def export_checkpoint(
     with watching(url, process_group, advice):
         with typed_failures(url, process_group, advice):
             group = _group(process_group, config)
-        made, refused = capture(make)
-        same: dict[str, object] = {"url": url, "out": os.fspath(out), "overwrite": overwrite}
+        checked, refused = capture(check)
+        same = {"url": url, "out": checked and checked[1].url, "overwrite": overwrite}
         raise_on_all(refused, None, group, advice, same)
-        assert made is not None
-        source, target, name, events = made
+        assert checked is not None
+        source, target, name, events = checked
         stored = open_once(
             partial(open_stored_checkpoint, source, verify=verify), group, source.url
         )
