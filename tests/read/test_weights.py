@@ -255,6 +255,21 @@ def test_what_is_absent_takes_no_more_requests_than_before(
     assert [one.verb for one in requests] == ["get", "get", "head", "list", "head"]
 
 
+@pytest.mark.parametrize("is_run", [True, False])
+def test_weights_stand_beside_any_number_of_other_objects(memory: str, is_run: bool) -> None:
+    """But among the steps of a run nothing is looked for beyond a first page."""
+    store = open_store(memory)
+    for number in range(1200):
+        name = "__0_0.0123456789abcdef.distcp" if is_run and not number else "x"
+        store.put(f"checkpoint-{number:04d}/{name}", b"")
+    put(memory, model={"w": torch.ones(1)})
+    if not is_run:
+        assert list(dos.open(memory)) == ["w"]
+        return
+    with pytest.raises(CheckpointNotFoundError):
+        dos.open(memory)
+
+
 def test_without_the_right_to_list_a_file_is_read_and_a_folder_is_absent(
     through: Through, tmp_path: Path
 ) -> None:
