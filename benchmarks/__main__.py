@@ -17,6 +17,7 @@
     python -m benchmarks stage                      how long async_save holds training up
     python -m benchmarks gpu --gib 20               CUDA tensors, and pinned copies
     python -m benchmarks convert --target seaweedfs    exports, imports and copies
+    python -m benchmarks export --gib 2             exports by one process and by four ranks
     python -m benchmarks incremental    saves with a base, on SeaweedFS
     python -m benchmarks small                      cost of each of 20,000 tensors of 1 KiB
     python -m benchmarks startup                    seconds of the import and of --help
@@ -205,10 +206,14 @@ def _parser() -> argparse.ArgumentParser:
     Conditions.add_options(
         command, latency_ms=30.0, rate_mib_per_connection=60.0, gib_per_second=0.25
     )
-    command = commands.add_parser("restart", help="loads from copies on the node, and their cost")
-    command.add_argument("--rounds", type=_positive, default=5)
-    command.add_argument("--ranks", type=_positive, default=8, help="of the job")
-    _add_settings(command)
+    for name, text, ranks in (
+        ("restart", "loads from copies on the node, and their cost", 8),
+        ("export", "exports by one process and by several ranks", 4),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--rounds", type=_positive, default=5)
+        command.add_argument("--ranks", type=_positive, default=ranks, help="of the job")
+        _add_settings(command)
     _add_weights(commands.add_parser("weights", help="Hugging Face weights into a job's model"))
     command = commands.add_parser("stage", help="copies of a state by several stagers")
     command.add_argument("--rounds", type=_positive, default=3)

@@ -1,17 +1,19 @@
 """`restart`: what a job reads again from its node, and what the copies cost a save.
 
-Each measurement has a fresh process. `memcpy` copies the state from memory to memory with one
-thread. `floor` is a loop, also of one thread, that reads the copy in /dev/shm by 4 MiB, makes the
-digest of each piece and copies it, and does nothing else. The copies lie in /dev/shm and in a
-folder of a disk, whose files are in the page cache, as they are when only the job was killed. The
-bucket is the sink, on loopback as it is and like S3 (30 ms, 60 MiB/s a connection). The last rows
-are a job of several ranks, from its first collective to the last tensor in place.
+Each measurement has a fresh process, which has saved to and loaded from its bucket before. `memcpy`
+copies the state from memory to memory with one thread. `floor` is a loop, also of one thread, that
+reads a copy by 4 MiB, makes the digest of each piece and copies it, and does nothing else. The
+copies lie in /dev/shm and in a folder of a disk, whose files are in the page cache, as they are
+when only the job was killed. The bucket is the sink, on loopback as it is and like S3 (30 ms, 60
+MiB/s a connection). The last rows are a job of several ranks, from its first collective to the last
+tensor in place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 import time
@@ -126,6 +128,7 @@ def restart(settings: Settings, rounds: int, ranks: int) -> tuple[Table, Result]
             _run("prepare", place.at(f"load-{local == memory}/step-1"), settings, local)
         job = _Job(action="save", place=far.at("job/step-1"), settings=settings, local=disk)
         run_ranks(ranks, save_rank, job, preload=_PRELOAD, seconds=600)
+        floors = {"floor, /dev/shm": memory, "floor, page cache": disk}
         loads = {
             "load, /dev/shm": (far.at("load-True/step-1"), memory),
             "load, page cache": (far.at("load-False/step-1"), disk),
@@ -149,9 +152,11 @@ def restart(settings: Settings, rounds: int, ranks: int) -> tuple[Table, Result]
             if name in loads:
                 place, local = loads[name]
                 return _run("load", place, settings, local)
-            return _run(name, near.at("none"), settings, memory)
+            if name in floors:
+                return _run("floor", near.at("none"), settings, floors[name])
+            return _run(name, near.at("none"), settings, None)
 
-        measured = in_turns(["memcpy", "floor", *loads, *saves, *jobs], rounds, measure, problems)
+        measured = in_turns(["memcpy", *floors, *loads, *saves, *jobs], rounds, measure, problems)
     return _result(measured, settings, rounds, ranks, problems)
 
 
@@ -173,10 +178,12 @@ def _run(action: str, place: Place, settings: Settings, local: str | None) -> di
 def measure_here(fields: dict[str, Any]) -> dict[str, Any]:
     """Do one thing in this process: what it cost."""
     job = _Job.of(fields)
-    with tempfile.TemporaryDirectory() as folder:  # imports and first-use work are not measured
-        warm_up = make_state(dataclasses.replace(job.settings, gib=32 * MIB / GIB), blank=False)
-        dos.save(warm_up, f"file://{folder}/step", progress=False)
-        dos.load(warm_up, f"file://{folder}/step", progress=False)
+    if job.action in ("save", "load"):  # imports and first-use work are not measured
+        small = make_state(dataclasses.replace(job.settings, gib=MIB / GIB), blank=False)
+        warm_up = f"{job.place.url}-warm-up-{os.getpid()}"
+        dos.save(small, warm_up, **{**job.access, "local": None})
+        if job.action == "load":
+            dos.load(small, warm_up, **{**job.access, "local": None})
     state = make_state(job.settings, blank=job.action == "load")
     if job.action in ("save", "prepare"):
         # The process has saved before, so that the copies are written over.
@@ -186,7 +193,8 @@ def measure_here(fields: dict[str, Any]) -> dict[str, Any]:
     if job.action == "floor":
         assert job.local is not None
         copies_here = Path(job.local).glob("dcp-objstore-*/*/objects/step-1%2F*")
-        return _measured(partial(_read_all, next(copies_here), state), job.settings)
+        largest = max(copies_here, key=lambda path: path.stat().st_size)  # the others are the job's
+        return _measured(partial(_read_all, largest, state), job.settings)
     if job.action == "memcpy":
         copies = make_state(job.settings, blank=True)
 

@@ -22,6 +22,7 @@ from .local.settings import Local as Local
 from .read.api import load as load
 from .read.reader import ObjectStoreReader as ObjectStoreReader
 from .run.claim_run import claim_run as claim_run
+from .run.follow import follow as follow
 from .run.listing import list_checkpoints as list_checkpoints, steps as steps
 from .run.manager import CheckpointManager as CheckpointManager
 from .run.preemption import Preemption as Preemption

@@ -1,6 +1,6 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
-`bucket` is a fresh prefix on SeaweedFS and, where stores are the matter, on moto. With
+`bucket` is a fresh prefix on SeaweedFS and, in the campaign, on moto. With
 `@pytest.mark.backends("gcs", "azure", …)` a test chooses others; unless stores are the matter, all
 but the first are for the campaign. `pytest --bucket-url s3://…` runs the same tests once, against
 a bucket of your own; credentials then come from your environment.
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
 
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.stores import ObjectStore, StoreSpec, spec
@@ -57,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch logs every call of a collective and of the planner: pages of it for a failed test.
     for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
+    settings.register_profile("few", max_examples=50)  # others in the next run
+    settings.load_profile("few")
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
 
 
@@ -121,13 +124,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _default_kinds(module: ModuleType, kinds: Sequence[str]) -> Sequence[str]:
-    """The stores of the default suite: all where stores are the matter, elsewhere the first.
+    """The stores of the default suite: one a provider where stores are the matter, or the first.
 
     Each provider is saved to, loaded from and overwritten in every run (moto speaks S3, too).
     """
-    if module.__name__.startswith(("tests.stores.", "tests.doctor.")):
-        return kinds
-    if module.__name__ in ("tests.e2e.test_commit", "tests.e2e.test_reshard"):
+    where_stores_matter = ("tests.stores.", "tests.doctor.", "tests.e2e.test_commit")
+    if module.__name__.startswith(where_stores_matter):
         return [kind for kind in kinds if kind != "moto" or "seaweed" not in kinds]
     return kinds[:1]
 

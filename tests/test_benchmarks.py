@@ -183,11 +183,13 @@ def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
     assert sizes[-1]["decode_seconds"] < sizes[-1]["unpickle_seconds"]
 
 
+@pytest.mark.campaign
 def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu() -> None:
     table = printed_by_benchmark("gpu", "--gib", "0.25", "--rounds", "1", "--tensors", "4")
     assert ("to floor" if torch.cuda.is_available() else "no GPU here") in table
 
 
+@pytest.mark.campaign
 def test_an_environment_of_a_peer_sees_this_one_and_what_it_has_itself_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,13 +25,14 @@ def test_every_error_of_the_module_is_in_the_family() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_error_survives_pickling(kind: type[DcpObjstoreError], protocol: int) -> None:
+def test_error_survives_pickling(kind: type[DcpObjstoreError]) -> None:
     try:
         raise kind("what", 3, "model.weight", "__3_0.x.distcp", "s3://b/k") from OSError("cause")
     except DcpObjstoreError as caught:
         error = caught
-    for back in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error)):
+    protocols = range(pickle.HIGHEST_PROTOCOL + 1)
+    sent = (pickle.loads(pickle.dumps(error, protocol)) for protocol in protocols)
+    for back in (*sent, copy.copy(error)):
         assert type(back) is kind
         assert vars(back) == vars(error)
         assert str(back) == str(error)

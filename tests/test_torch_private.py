@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import datetime
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -209,24 +210,27 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-_MODULES = {
-    path.relative_to(_PACKAGE): ast.parse(path.read_text("utf-8"))
-    for path in sorted(_PACKAGE.rglob("*.py"))
-    # The stores import no torch.
-    if path.name != "torch_private.py" and "stores" not in path.relative_to(_PACKAGE).parts
-}
-# Whatever the package itself defines.
-_OWN = {
-    name
-    for tree in _MODULES.values()
-    for node in ast.walk(tree)
-    for name in (
-        getattr(node, "name", None),  # a function or class
-        node.attr if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) else None,
-        node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None,
-    )
-    if isinstance(name, str)
-}
+@functools.cache
+def _modules() -> dict[Path, ast.Module]:
+    return {
+        path.relative_to(_PACKAGE): ast.parse(path.read_text("utf-8"))
+        for path in sorted(_PACKAGE.rglob("*.py"))
+        # The stores import no torch.
+        if path.name != "torch_private.py" and "stores" not in path.relative_to(_PACKAGE).parts
+    }
+
+
+@functools.cache
+def _own() -> set[str]:
+    """Return whatever the package itself defines."""
+    nodes = [node for tree in _modules().values() for node in ast.walk(tree)]
+    defined = {getattr(node, "name", None) for node in nodes}  # functions and classes
+    for node in nodes:
+        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in defined if isinstance(name, str)}
+
+
 _OF_PYTHON = {"os._exit", "sys._current_frames", "threading._register_atexit"}
 _PLUG_INS = (StorageReader, StorageWriter, DefaultLoadPlanner, DefaultSavePlanner, AsyncStager)
 _OF_PLUG_INS = {name for base in _PLUG_INS for name in dir(base) if _is_private(name)}
@@ -236,7 +240,7 @@ def _private_uses(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             whole = ast.unparse(node)
-            if node.attr not in _OWN or whole.startswith(("torch.", "dist.")):
+            if node.attr not in _own() or whole.startswith(("torch.", "dist.")):
                 yield whole
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
             assert node.module is not None
@@ -250,14 +254,14 @@ def _private_uses(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             for argument in node.args:
                 text = argument.value if isinstance(argument, ast.Constant) else None
-                if isinstance(text, str) and text not in _OWN and _is_private(text):
+                if isinstance(text, str) and text not in _own() and _is_private(text):
                     yield ast.unparse(node)
 
 
 def test_nothing_private_of_torch_is_used_elsewhere() -> None:
     used = {
         (str(path), use)
-        for path, tree in _MODULES.items()
+        for path, tree in _modules().items()
         for use in _private_uses(tree)
         if use not in _OF_PYTHON
     }
@@ -265,4 +269,4 @@ def test_nothing_private_of_torch_is_used_elsewhere() -> None:
 
 
 def test_no_private_name_of_a_base_of_dcps_is_taken() -> None:
-    assert not _OWN & _OF_PLUG_INS
+    assert not _own() & _OF_PLUG_INS

@@ -42,6 +42,7 @@ logger = logging.getLogger("dcp_objstore")
 OpenBelow: TypeAlias = Callable[[str], "ObjectStore"]
 # The objects at a prefix, by their names there.
 Objects: TypeAlias = Mapping[str, "ObjectMeta"]
+ReadEntry: TypeAlias = Callable[[str, "ObjectStore", Objects], "Entry"]
 
 
 # --- `_CLAIM`
@@ -54,12 +55,15 @@ class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
         format: number of the format; it rises when an older version would misread the record.
         number: number of the latest claim.
         base: the oldest claim whose steps count.
+        finished: the job with this claim has said that it trained to the end. No rule looks at it:
+            a version that does not know it claims the run as any other, and a new claim lacks it.
         write_id: an id that is new for every content.
     """
 
     format: Annotated[int, Meta(ge=1)] = FORMAT
     number: Annotated[int, Meta(ge=1, le=MAX_CLAIM)]
     base: Annotated[int, Meta(ge=0, le=MAX_CLAIM)]
+    finished: bool = False
     write_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
@@ -197,6 +201,7 @@ def read_steps(
     bare: bool = False,
     with_damaged: bool = False,
     wave: int = WAVE,
+    read: ReadEntry = read_entry,
 ) -> Iterator[Entry]:
     """Read the markers of the steps of a run, several at a time; the last name first.
 
@@ -208,6 +213,7 @@ def read_steps(
             marker. So without this, deleted steps cost no requests.
         with_damaged: yield the steps whose markers are damaged, too. Default: log a warning.
         wave: the number of markers that are asked for before the first is yielded.
+        read: returns the marker of a step; called from several threads. Default: send a GET.
 
     Raises:
         UnsupportedError: a step is in a newer format.
@@ -218,9 +224,7 @@ def read_steps(
         if name and "/" not in name and MARKER_KEY in objects and (bare or len(objects) > 1)
     ]
     names.sort(key=natural_order, reverse=True)
-    for entry in in_waves(
-        lambda name: read_entry(name, open_step(name), places[name]), names, wave
-    ):
+    for entry in in_waves(lambda name: read(name, open_step(name), places[name]), names, wave):
         if isinstance(entry.error, UnsupportedError):
             raise entry.error
         if entry.error is not None and not with_damaged:
@@ -253,6 +257,7 @@ def list_run(
     *,
     newest: int | None = None,
     with_damaged: bool = False,
+    read: ReadEntry = read_entry,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Catalogue:
     """List a run and the steps that count in it (rule C3).
@@ -265,6 +270,7 @@ def list_run(
         open_step: returns the store of a step by its name; called from several threads.
         newest: the number of steps to return, the newest ones. Default: all.
         with_damaged: return the steps whose markers are damaged, too. Default: log a warning.
+        read: as for `read_steps`.
 
     Raises:
         RetryableError: other jobs kept claiming the run until the deadline.
@@ -278,7 +284,9 @@ def list_run(
         places = list_places(run)
         counting = (
             entry
-            for entry in read_steps(places, open_step, with_damaged=with_damaged, wave=wave)
+            for entry in read_steps(
+                places, open_step, with_damaged=with_damaged, wave=wave, read=read
+            )
             if entry.error is not None or counts(entry.marker, base_of(claim))
         )
         steps = list(islice(counting, newest))
@@ -287,3 +295,19 @@ def list_run(
         pause_or_raise(
             run, tries, "other jobs kept claiming this run until the deadline; try again"
         )
+
+
+def next_step(run: ObjectStore, open_step: OpenBelow, name: str) -> str | None:
+    """Return the name of the first step after this one that counts, for a hint.
+
+    Returns None if there is none, or if no job ever claimed the run: then it may be any prefix, and
+    a listing of it very long. Sends one GET of `_CLAIM`, and for a run one listing and a GET for
+    each later step. It does not list again if a job claims the run meanwhile.
+    """
+    claim = read_claim_record(run)
+    if claim is None:
+        return None
+    own = natural_order(name)
+    later = {at: objects for at, objects in list_places(run).items() if natural_order(at) > own}
+    names = [step.name for step in read_steps(later, open_step) if counts(step.marker, claim.base)]
+    return names[-1] if names else None

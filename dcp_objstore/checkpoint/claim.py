@@ -36,6 +36,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import (
     ClaimRecord,
@@ -49,7 +51,7 @@ from dcp_objstore.checkpoint.catalogue import (
 )
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
 from dcp_objstore.checkpoint.commit import rewrite_marker
-from dcp_objstore.checkpoint.compare_and_swap import compare_and_swap
+from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_swap
 from dcp_objstore.checkpoint.marker import MAX_CLAIM, new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY
 from dcp_objstore.checkpoint.read import Stored
@@ -195,16 +197,9 @@ def _take(
     def put(version: Version | None, new_base: int) -> Version:
         """Put `_CLAIM` with this base, and return its new version."""
         record = ClaimRecord(number=number, base=new_base, write_id=new_id())
-        outcome = compare_and_swap(
-            run,
-            CLAIM_KEY,
-            encode_claim(record),
-            version,
-            tries=clock.tries(),
-            what=f"claim {number} of the run",
-            read=read_claim,
-            landed=lambda seen: seen.write_id == record.write_id,
-        )
+        outcome = _swap(run, record, version, clock)
+        if outcome.stored is not None and _only_finished(known, outcome.seen):
+            outcome = _swap(run, record, outcome.stored.version, clock)
         again = read_claim(run) if outcome.landed else None
         if again is None or again.record.write_id != record.write_id:
             raise errors.SupersededError(
@@ -235,6 +230,29 @@ def _take(
             tries,
             "others kept changing the steps of this run until the deadline; claim it again",
         )
+
+
+def _swap(
+    run: ObjectStore, record: ClaimRecord, version: Version | None, clock: Clock
+) -> SwapOutcome[ClaimRecord]:
+    """Put `_CLAIM` if it still has this version."""
+    return compare_and_swap(
+        run,
+        CLAIM_KEY,
+        encode_claim(record),
+        version,
+        tries=clock.tries(),
+        what=f"claim {record.number} of the run",
+        read=read_claim,
+        landed=lambda seen: seen.write_id == record.write_id,
+    )
+
+
+def _only_finished(known: Stored[ClaimRecord] | None, seen: ClaimRecord | None) -> bool:
+    """Return whether the job before has only said that it is finished, since `_CLAIM` was read."""
+    if known is None or seen is None:
+        return False
+    return (seen.number, seen.base) == (known.record.number, known.record.base)
 
 
 def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
@@ -349,3 +367,23 @@ def _refuse_not_owned(run: ObjectStore, claim: Stored[ClaimRecord] | None, numbe
             f" {number}), so what this job saves does not count. Stop this job",
             url=run.url,
         )
+
+
+# --- the end
+
+
+def finish(run: ObjectStore, number: int, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Note in `_CLAIM` that this job has trained to the end. The next claim takes the note back.
+
+    Raises:
+        SupersededError: another job has claimed the run; nothing was changed.
+        CommitUnknownError: no clear answer before the deadline; it is safe to call this again.
+        CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
+    """
+    known = read_claim(run)
+    _refuse_not_owned(run, known, number)
+    assert known is not None
+    record = msgspec.structs.replace(known.record, finished=True, write_id=new_id())
+    outcome = _swap(run, record, known.version, clock)
+    if not outcome.landed:
+        _refuse_not_owned(run, outcome.stored, number)

@@ -43,7 +43,7 @@ def pin(
         CheckpointNotFoundError: nothing is committed here.
         CommitUnknownError, RetryableError: no success before the deadline; it is safe to pin again.
     """
-    _check_name(name)
+    check_name(name)
 
     def added(pins: tuple[str, ...]) -> tuple[str, ...]:
         if name in pins:
@@ -62,7 +62,7 @@ def unpin(
     clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[str, ...]:
     """Remove a pin, if it is there. Arguments, result and errors are those of `pin`."""
-    _check_name(name)
+    check_name(name)
     return _change(
         store,
         lambda pins: tuple(other for other in pins if other != name),
@@ -83,7 +83,8 @@ def _change(
         pause_or_raise(store, tries)
 
 
-def _check_name(name: object) -> None:
+def check_name(name: object) -> None:
+    """Raise ConfigError unless this can be the name of a pin."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_PIN_LENGTH or _CONTROL.search(name):
         raise ConfigError(
             f"a pin's name has 1 to {MAX_PIN_LENGTH} characters and no control characters"

@@ -11,6 +11,7 @@ from dcp_objstore.cli.convert import copy, export, import_
 from dcp_objstore.cli.diff import print_diff
 from dcp_objstore.cli.doctor import diagnose
 from dcp_objstore.cli.exits import EXPLAINED, exits
+from dcp_objstore.cli.follow import follow
 from dcp_objstore.cli.inspect import inspect
 from dcp_objstore.cli.local import print_runs, remove_runs
 from dcp_objstore.cli.ls import print_checkpoints
@@ -107,6 +108,7 @@ for name, command, example in (
     ("demo", demo, "--ranks 4 --resume-ranks 2"),
     ("serve", serve, "--data /tmp/s3"),
     ("ls", print_checkpoints, "--all file:///tmp/run"),
+    ("follow", follow, "file:///tmp/run --until 40"),
     ("rm", remove, "--remove-objects file:///tmp/run/step-20"),
     ("sweep", collect, "--grace 7d file:///tmp/run"),
     ("repair", mend, "--dry-run file:///tmp/run/step-40"),

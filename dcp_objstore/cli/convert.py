@@ -51,10 +51,12 @@ def export(
     max_shard_size: Annotated[
         str, typer.Option(help="Size at which another shard begins, such as 500MB.", metavar="SIZE")
     ] = "5GB",
-    config: Annotated[
+    files: Annotated[
         list[str] | None,
         typer.Option(
-            help="A file to copy into the folder, such as config.json. Repeatable.", metavar="FILE"
+            help="Files to copy beside the weights: a path or URL of a file such as config.json, a"
+            " folder or a shell pattern (without weights). Repeatable.",
+            metavar="FILE",
         ),
     ] = None,
     overwrite: Overwrite = False,
@@ -79,7 +81,7 @@ def export(
         rename=rules,
         dtype=torch_dtype,
         max_shard_size_bytes=most_bytes,
-        copied_files=config or (),
+        copied_files=files or (),
         overwrite=overwrite,
         storage_options=chosen(),
         trust_pickle=trust_pickle,

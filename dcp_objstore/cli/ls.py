@@ -48,7 +48,7 @@ def print_checkpoints(
     """
     while watch:
         if sys.stdout.isatty():
-            typer.clear()
+            print("\033[H\033[2J", end="")
         print_checkpoints(url, everything, as_json)
         sys.stdout.flush()
         time.sleep(_WATCH_SECONDS)
@@ -58,7 +58,7 @@ def print_checkpoints(
         say(text, to_errors=True)
     if as_json:
         for entry in listing.checkpoints:
-            print(json.dumps(_as_json(entry)))
+            print(json.dumps(described(entry)))
     else:
         say(listing.url)
         lines = _all_lines(listing) if everything else _lines(listing)
@@ -74,17 +74,17 @@ def print_checkpoints(
         fail(f"{type(error).__name__}: {error}", status_of(error))
 
 
-def _as_json(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
-    """Return what `ls --json` prints of a checkpoint; an unreadable one has fewer fields."""
-    described: dict[str, Any] = {
+def described(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
+    """Return what `--json` prints of a checkpoint; an unreadable one has fewer fields."""
+    fields: dict[str, Any] = {
         "url": entry.url,
         "state": entry.state,
         "bytes": entry.total_bytes,
     }
     if entry.error is not None:
-        described["error"] = entry.error
+        fields["error"] = entry.error
     if entry.created_at is not None:
-        described |= {
+        fields |= {
             "tensors": entry.tensors,
             "objects": entry.objects,
             "world_size": entry.world_size,
@@ -95,11 +95,11 @@ def _as_json(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
             "user_metadata": dict(entry.user_metadata),
         }
     if entry.leftovers is not None:
-        described["leftovers"] = {
+        fields["leftovers"] = {
             name: value.isoformat(timespec="seconds") if isinstance(value, datetime) else value
             for name, value in dataclasses.asdict(entry.leftovers).items()
         }
-    return described
+    return fields
 
 
 def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:

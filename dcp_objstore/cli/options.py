@@ -34,6 +34,8 @@ _UNITS_BYTES = {
     **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)},
     **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)},
 }
+_UNITS_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])\Z")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([a-z]*)", re.IGNORECASE)
 
 _chosen: ContextVar[Mapping[str, str]] = ContextVar("storage_options")
@@ -60,3 +62,15 @@ def size_bytes(option: str, text: str) -> int:
     if match is None or unit is None or not float(match[1]):
         raise ConfigError(f"{option} {text}: write a size such as 500MB, 5GB or 2GiB")
     return int(float(match[1]) * unit)
+
+
+def seconds(text: str) -> float:
+    """Return the number of seconds that a duration such as 90m, 24h or 7d means.
+
+    Raises:
+        ConfigError: it is no duration.
+    """
+    match = _DURATION.match(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a duration; write 90m, 24h or 7d")
+    return float(match[1]) * _UNITS_SECONDS[match[2]]

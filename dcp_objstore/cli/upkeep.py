@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from typing import Annotated, TypeAlias
 
@@ -11,14 +10,11 @@ import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
-from dcp_objstore.cli.options import Checkpoint, CheckpointOrRun, Json, chosen
+from dcp_objstore.cli.options import Checkpoint, CheckpointOrRun, Json, chosen, seconds
 from dcp_objstore.cli.terminal import columns, print_json, say, wrapped
-from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
-_UNITS_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LEAST_TEXT_WIDTH = 40
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])\Z")
 
 
 _PinName: TypeAlias = Annotated[
@@ -100,9 +96,7 @@ def collect(
     left. It never touches objects with names that dcp-objstore does not write. It also finishes
     what a crash left half done.
     """
-    report = dos.sweep(
-        url, grace_seconds=_seconds(grace), dry_run=not yes, storage_options=chosen()
-    )
+    report = dos.sweep(url, grace_seconds=seconds(grace), dry_run=not yes, storage_options=chosen())
     if as_json:
         totals = ("deleted", "deleted_bytes", "uploads_aborted", "uploads_bytes")
         print_json(report, **{name: getattr(report, name) for name in totals})
@@ -273,10 +267,3 @@ def _print_how(command: list[str]) -> None:
     before = [word for name, value in chosen().items() for word in (f"--{name}", value)]
     say("nothing was changed; to do it:")
     say(f"  dcp-objstore {shlex.join([*before, *command])} --yes")
-
-
-def _seconds(text: str) -> float:
-    match = _DURATION.match(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a duration; write 90m, 24h or 7d")
-    return float(match[1]) * _UNITS_SECONDS[match[2]]

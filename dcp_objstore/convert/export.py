@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import math
 import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
+import xxhash
 
-from dcp_objstore.compat import safetensors
 from dcp_objstore.config import COPIED_MOST_BYTES
-from dcp_objstore.contexts import contextmanager
+from dcp_objstore.convert.copied_files import named_files, trainer_files
+from dcp_objstore.convert.files import (
+    INDEX,
+    ONE_FILE,
+    PlannedFile,
+    safetensors_file,
+    shards,
+    share_out,
+    tensor_bytes,
+    torch_file,
+)
 from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
-from dcp_objstore.convert.torch_file import plan_file
+from dcp_objstore.convert.together import appearing_together
+from dcp_objstore.distributed.arrivals import watching
+from dcp_objstore.distributed.failures import (
+    capture,
+    every_rank,
+    on_first,
+    raise_on_all,
+    typed_failures,
+)
+from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, ObjectNotFoundError
-from dcp_objstore.inspect.checkpoint import open as open_checkpoint
+from dcp_objstore.inspect.checkpoint import Checkpoint
 from dcp_objstore.inspect.slabs import cut, read_ahead, stop
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
+from dcp_objstore.read.peers.meeting import open_once
 from dcp_objstore.read.renaming import Rename, renamed
+from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import upload_object
-from dcp_objstore.transfer.workers import wait_for
+from dcp_objstore.transfer.workers import in_waves, wait_for
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -45,12 +60,9 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.transfer.upload import ByteArray
 
-# The names of temporary files and folders begin with this.
-_OWN_PREFIX = ".dcp-objstore."
-# A file of this name in a temporary folder is locked while its export runs.
-_ALIVE = f"{_OWN_PREFIX}alive"
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+
+# The arguments that `_Plan.digest` stands for, as an error names them.
+_SHAPING = "keys=, rename=, dtype= and max_shard_size_bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +86,6 @@ class ExportReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file to be written.
-
-    Attributes:
-        name: its name in the folder.
-        keys: keys of the tensors in it, in their order.
-        size_bytes: about how large it gets.
-        buffers: yields its bytes; is called with what yields the memory of one tensor.
-    """
-
-    name: str
-    keys: Sequence[str]
-    size_bytes: int
-    buffers: Callable[[Callable[[str], Iterator[ByteArray]]], Iterator[ByteArray]]
-
-
 def export_checkpoint(
     url: str,
     out: str | os.PathLike[str],
@@ -101,6 +96,7 @@ def export_checkpoint(
     max_shard_size_bytes: int = 5_000_000_000,
     copied_files: Iterable[str | os.PathLike[str]] = (),
     overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, object] | None = None,
     out_storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
@@ -114,9 +110,10 @@ def export_checkpoint(
 
         dos.export_checkpoint("s3://bucket/run/step-1000", "weights.safetensors", "model.*")
 
-    The checkpoint streams through some 400 MiB of memory, however large it is. A file appears whole
-    or not at all. If the export fails, the files that it has written are removed; of one that was
-    killed, the next one to the same local folder removes them.
+    The checkpoint streams through some 400 MiB of memory (on each rank that writes), however large
+    it is. A file appears whole or not at all. If the export fails, the files that it has written
+    are removed; of one that was killed, the next one to the same local folder removes them. The
+    index of a folder is written last, when all other files are there.
 
     Args:
         url: URL of the checkpoint, which this or another library wrote.
@@ -131,8 +128,19 @@ def export_checkpoint(
         dtype: convert tensors of floating-point numbers to this floating-point dtype. Default: as
             saved.
         max_shard_size_bytes: size at which another safetensors shard begins. Default 5 GB.
-        copied_files: local files to copy into the folder, such as config.json.
+        copied_files: paths and URLs of files to copy beside the weights, such as config.json and
+            the tokenizer's. The last part of one may be a shell pattern, or it may be a folder: of
+            both, files of weights, hidden files and further folders are left out. A folder of
+            safetensors also gets the small files that a Trainer of `with_object_store` has saved in
+            the checkpoint, except where one of the same name is copied.
         overwrite: replace files that exist. Default False: refuse.
+        process_group: the ranks that export together, such as `torch.distributed.group.WORLD`; all
+            of them make this call. Each writes some of the files, and if one fails, all do. A local
+            folder is one that all ranks share. For the ranks to have equal work, shards are equal,
+            and smaller if there are fewer of them than ranks (but not below 250 MB). A single file
+            is written by the first rank, which also writes `copied_files` and is the only one to
+            read them. Default: this process exports alone, also in a job of several ranks: unlike a
+            save, an export needs no part of what the other ranks have in memory.
         storage_options: credentials and endpoint of the checkpoint, in fsspec's spelling. Default:
             taken from the environment.
         out_storage_options: the same for `out`. Default: `storage_options` if `out` is of the same
@@ -149,57 +157,166 @@ def export_checkpoint(
         What was written. safetensors holds tensors only: `left_out` names the values.
 
     Raises:
-        InputError: a file exists, two keys get the same name, or a value is wrong.
+        InputError: a file exists, two files would get the same name, there is nothing to copy under
+            a name of `copied_files`, or a value is wrong.
         UnsupportedError: the format lacks the dtype of a tensor.
-        DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`.
+        DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`; of
+            several ranks, that of the lowest rank that failed.
+        RankFailedError: a rank died, or did not make this call.
     """
     began_at = time.monotonic()
-    folder, name = folder_and_name(out, (*TORCH_SUFFIXES, ".safetensors"))
-    out_options = options_of_other(out_storage_options, url, storage_options, folder)
-    spec = StoreSpec(folder, out_options, config)
-    checkpoint = open_checkpoint(
-        url,
-        storage_options=storage_options,
-        config=config,
-        verify=verify,
-        trust_pickle=trust_pickle,
-    )
-    is_torch = name is not None and name.endswith(TORCH_SUFFIXES)
-    source = CheckpointSource(checkpoint, keys, values=is_torch)
-    names = renamed(source.keys, rename)
-    tensors = {key: _as_dtype(info, dtype) for key, info in source.tensors.items()}
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype={dtype} would lose what is behind the point; give a float dtype")
-    small = _copied(copied_files)
-    if name is None:
-        files, index = _shards(tensors, names, max_shard_size_bytes)
-        small += index
-    elif is_torch:
-        nest = partial(_flat, names) if rename else checkpoint.nested
-        files = [_torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
-    else:
-        files = [_safetensors_file(name, list(tensors), tensors, names)]
-    channel = EventSettings(on_event, trace).channel("export", spec.url)
-    channel.show(bar=progress, summary=False)
-    with channel.watching(), _staged(spec) as staging:
-        export = _Export(spec, staging, source, tensors=tensors, channel=channel)
-        written = export.run(files, small, overwrite=overwrite)
-    root = spec.url if "://" in str(out) else spec.url.removeprefix("file://")
+    advice = every_rank("dcp_objstore.export_checkpoint")
+
+    def make() -> tuple[StoreSpec, StoreSpec, str | None, EventSettings]:
+        if dtype is not None and not dtype.is_floating_point:
+            text = f"dtype={dtype} would lose what is behind the point; give a float dtype"
+            raise ConfigError(text)
+        folder, name = folder_and_name(out, (*TORCH_SUFFIXES, ".safetensors"))
+        options = options_of_other(out_storage_options, url, storage_options, folder)
+        specs = StoreSpec(url, storage_options, config), StoreSpec(folder, options, config)
+        return *specs, name, EventSettings(on_event, trace)
+
+    with watching(url, process_group, advice):
+        with typed_failures(url, process_group, advice):
+            group = _group(process_group, config)
+        made, refused = capture(make)
+        same: dict[str, object] = {"url": url, "out": os.fspath(out), "overwrite": overwrite}
+        raise_on_all(refused, None, group, advice, same)
+        assert made is not None
+        source, target, name, events = made
+        stored = open_once(
+            partial(open_stored_checkpoint, source, verify=verify), group, source.url
+        )
+        plan, refused = capture(
+            lambda: _plan(
+                Checkpoint(
+                    source,
+                    stored,
+                    verify=verify,
+                    trust_pickle=trust_pickle,
+                    event_settings=EventSettings(None, None),
+                ),
+                name,
+                keys,
+                rename=rename,
+                dtype=dtype,
+                most_bytes=max_shard_size_bytes,
+                copied=partial(named_files, copied_files, partial(_of_copied, (source, target))),
+                group=group,
+            )
+        )
+        raise_on_all(refused, source.url, group, same={_SHAPING: plan and plan.digest})
+        assert plan is not None
+        channel = events.channel("export", target.url, *rank_and_world_size())
+        channel.show(bar=progress and is_first(group), summary=False)
+        with channel.watching():
+            sizes = _Export(target, plan, channel, group).run(overwrite=overwrite)
+    root = target.url if "://" in str(out) else target.url.removeprefix("file://")
     return ExportReport(
-        url=checkpoint.url,
-        files=tuple(f"{root.rstrip('/')}/{file}" for file in written),
-        tensors=len(tensors),
-        left_out=() if is_torch else tuple(key for key in source.keys if key not in tensors),
-        total_bytes=sum(written.values()),
+        url=source.url,
+        files=tuple(f"{root.rstrip('/')}/{file}" for file in sizes),
+        tensors=len(plan.tensors),
+        left_out=plan.left_out,
+        total_bytes=sum(sizes.values()),
         seconds=time.monotonic() - began_at,
     )
 
 
-def _copied(paths: Iterable[str | os.PathLike[str]]) -> list[tuple[str, bytes]]:
-    try:
-        return [(Path(path).name, Path(path).read_bytes()) for path in paths]
-    except OSError as error:
-        raise InputError(f"{error.filename} cannot be copied: {error.strerror}") from error
+def _group(
+    process_group: dist.ProcessGroup | None, config: TransferConfig | None
+) -> dist.ProcessGroup | None:
+    """Return the group for the collectives of an export; None if this process is alone."""
+    if process_group is None:
+        return None
+    everyone = process_group is dist.group.WORLD  # which may be NCCL's, and is the training's
+    return sync_group(None if everyone else process_group, config)
+
+
+def _of_copied(known: Iterable[StoreSpec], url: str) -> StoreSpec:
+    """Return how to open the store at a URL: as one of these, if it is of the same scheme."""
+    for spec in known:
+        if url.partition("://")[0] == spec.parsed.scheme:
+            return spec.at(url)
+    return StoreSpec(url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What an export writes.
+
+    Attributes:
+        source: the checkpoint to read.
+        tensors: its tensors, as they are to be written.
+        own: the files that this rank writes, in their order.
+        index: the index of the shards, which the first rank writes when all other files are there.
+        names: names of the files that this rank knows of; on the first rank, of all files.
+        left_out: keys of the values that are not written.
+        digest: stands for the arguments that say which tensors lie where; the same on all ranks.
+    """
+
+    source: CheckpointSource
+    tensors: Mapping[str, TensorInfo]
+    own: list[PlannedFile]
+    index: PlannedFile | None
+    names: tuple[str, ...]
+    left_out: tuple[str, ...]
+    digest: str
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    name: str | None,
+    keys: Patterns,
+    *,
+    rename: Rename,
+    dtype: torch.dtype | None,
+    most_bytes: int,
+    copied: Callable[[], list[PlannedFile]],
+    group: dist.ProcessGroup | None,
+) -> _Plan:
+    """Plan the files. Their names come first, so that what cannot be written is refused at once.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        name: name of the one file to write; None for a folder of safetensors.
+        keys: the keys to write.
+        rename: rules for their names in the files.
+        dtype: dtype of floating-point tensors.
+        most_bytes: size at which another shard begins.
+        copied: returns the files to copy; called on the first rank.
+        group: the ranks that write.
+    """
+    is_torch = name is not None and name.endswith(TORCH_SUFFIXES)
+    source = CheckpointSource(checkpoint, keys, values=is_torch and is_first(group))
+    names = renamed(source.keys, rename)
+    tensors = {key: _as_dtype(info, dtype) for key, info in source.tensors.items()}
+    index = None
+    if name is None:
+        files, index = shards(tensors, names, most_bytes, count_ranks(group))
+    elif not is_first(group):
+        files = []
+    elif is_torch:
+        nest = partial(_flat, names) if rename else checkpoint.nested
+        files = [torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
+    else:
+        files = [safetensors_file(name, list(tensors), tensors, names)]
+    own = share_out(files, count_ranks(group))[0 if group is None else dist.get_rank(group)]
+    if is_first(group):
+        small = copied()
+        named = {file.name for file in small}
+        if name is None:
+            small += [file for file in trainer_files(checkpoint) if file.name not in named]
+        files, own = small + files, small + own
+    dtypes = [str(info.dtype) for info in tensors.values()]
+    return _Plan(
+        source=source,
+        tensors=tensors,
+        own=own,
+        index=index,
+        names=tuple(file.name for file in (*files, *([index] if index else []))),
+        left_out=() if is_torch else tuple(key for key in source.keys if key not in tensors),
+        digest=xxhash.xxh3_64_hexdigest(repr((names, dtypes, most_bytes)).encode()),
+    )
 
 
 def _as_dtype(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
@@ -213,241 +330,154 @@ def _flat(names: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, Any]:
     return {names[key]: flat[key] for key in names}
 
 
-def _size(info: TensorInfo) -> int:
-    return math.prod(info.shape) * info.dtype.itemsize
-
-
-def _torch_file(
-    name: str,
-    tensors: Mapping[str, TensorInfo],
-    nest: Callable[[Mapping[str, Any]], dict[str, Any]],
-) -> _File:
-    planned = plan_file(tensors, nest)
-    size_bytes = sum(map(_size, tensors.values()))
-    return _File(name, planned.keys, size_bytes, planned.buffers)
-
-
-def _safetensors_file(
-    name: str, keys: Sequence[str], tensors: Mapping[str, TensorInfo], names: Mapping[str, str]
-) -> _File:
-    # As the library orders them: the widest elements first, so that all are aligned.
-    keys = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, names[key]))
-    for key in keys:
-        safetensors.check(key, names[key], tensors[key].dtype)
-    header = safetensors.header_bytes(
-        (names[key], tensors[key].dtype, tensors[key].shape) for key in keys
-    )
-
-    def buffers(tensor: Callable[[str], Iterator[ByteArray]]) -> Iterator[ByteArray]:
-        yield np.frombuffer(header, np.uint8)
-        for key in keys:
-            yield from tensor(key)
-
-    size_bytes = len(header) + sum(_size(tensors[key]) for key in keys)
-    return _File(name, keys, size_bytes, buffers)
-
-
-def _shards(
-    tensors: Mapping[str, TensorInfo], names: Mapping[str, str], most_bytes: int
-) -> tuple[list[_File], list[tuple[str, bytes]]]:
-    """Return the files of a folder, and the index if there are several."""
-    groups: list[list[str]] = [[]]
-    filled_bytes = 0
-    for key, info in tensors.items():
-        filled_bytes += _size(info)
-        if groups[-1] and filled_bytes > most_bytes:
-            groups.append([])
-            filled_bytes = _size(info)
-        groups[-1].append(key)
-    count = len(groups)
-    if count == 1:
-        return [_safetensors_file(_ONE_FILE, groups[0], tensors, names)], []
-    files = [
-        _safetensors_file(f"model-{n:05d}-of-{count:05d}.safetensors", keys, tensors, names)
-        for n, keys in enumerate(groups, 1)
-    ]
-    index = {
-        "metadata": {"total_size": sum(map(_size, tensors.values()))},
-        "weight_map": {names[key]: file.name for file in files for key in file.keys},
-    }
-    return files, [(_INDEX, json.dumps(index, indent=2).encode())]
-
-
-@contextmanager
-def _staged(spec: StoreSpec) -> Iterator[StoreSpec]:
-    """Return where to write: the folder itself, or if it is local a temporary one inside it.
-
-    The files of a local folder are moved there at the end of the block, if it does not raise; if it
-    does, folders that were made for them are removed. In a bucket nothing can be moved, but an
-    object appears whole or not at all.
-    """
-    if spec.parsed.scheme != "file":
-        yield spec
-        return
-    folder = Path(spec.url.removeprefix("file://"))
-    new = [directory for directory in (folder, *folder.parents) if not directory.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_left(folder)
-        with _temporary(folder) as temporary:
-            yield spec.at(f"file://{temporary}")
-            for path in temporary.iterdir():
-                if not path.name.startswith(_OWN_PREFIX):  # locks
-                    path.replace(folder / path.name)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}", url=spec.url) from error
-    finally:
-        with suppress(OSError):  # it has files in it
-            for directory in new:
-                directory.rmdir()
-
-
-@contextmanager
-def _temporary(folder: Path) -> Iterator[Path]:
-    """Make a folder in a folder, which is removed at the end, and is locked until then."""
-    with ExitStack() as stack:
-        while True:
-            path = Path(tempfile.mkdtemp(prefix=_OWN_PREFIX, dir=folder))
-            with suppress(FileNotFoundError):  # an export that began just then has removed it
-                lock = stack.enter_context(_locked(path, fcntl.LOCK_EX))
-                if os.path.samestat(os.fstat(lock), (path / _ALIVE).stat()):
-                    break
-        stack.callback(shutil.rmtree, path, ignore_errors=True)
-        yield path
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove what killed exports have left in a folder: the system has given their locks back."""
-    for path in folder.glob(f"{_OWN_PREFIX}*"):
-        if path.is_dir() and not path.is_symlink():
-            with suppress(OSError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _locked(temporary: Path, how: int) -> Iterator[int]:
-    lock = os.open(temporary / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(lock, how)
-        yield lock
-    finally:
-        os.close(lock)
-
-
 class _Export:
-    """Writes files, and removes them again if that fails.
+    """Writes files, and removes them again if that fails on any rank.
 
     Args:
         spec: the folder.
-        staging: the folder to write to; its files are moved to `spec` in the end.
-        source: the checkpoint to read.
-        tensors: its tensors, as they are to be written.
+        plan: what to write.
         channel: channel for the events.
+        group: the ranks that write; None if this process is alone.
     """
 
     def __init__(
-        self,
-        spec: StoreSpec,
-        staging: StoreSpec,
-        source: CheckpointSource,
-        tensors: Mapping[str, TensorInfo],
-        channel: Channel,
+        self, spec: StoreSpec, plan: _Plan, channel: Channel, group: dist.ProcessGroup | None
     ) -> None:
+        self._spec = spec
         self._folder = spec.open()
-        self._store = staging.open()
-        self._config = spec.config
-        self._source = source
-        self._tensors = tensors
+        self._store = self._folder
+        self._plan = plan
         self._channel = channel
+        self._group = group
         self._progress = Progress(spec.config.stall_timeout_seconds, channel)
+        self._begun: set[str] = set()  # one that Ctrl-C has not stopped in time arrives yet
+        self._written: set[str] = set()
 
-    def run(
-        self, files: Sequence[_File], small: Sequence[tuple[str, bytes]], *, overwrite: bool
-    ) -> dict[str, int]:
-        """Write the files, the small ones last, and return their sizes by name."""
-        names = [file.name for file in files] + [name for name, _ in small]
+    def run(self, *, overwrite: bool) -> dict[str, int]:
+        """Write the files; return the sizes of those of all ranks, by name. A collective."""
+        url, group = self._spec.url, self._group
+        present = on_first(lambda: self._make_room(overwrite=overwrite), url, group)
+        # What makes the others count appears last.
+        with appearing_together(self._spec, group, last=(ONE_FILE, INDEX)) as staging:
+            self._store = staging.open()
+            try:
+                _, failed = capture(self._write_own)
+                raise_on_all(failed, url, group)
+                return on_first(lambda: self._finish(present), url, group)
+            except BaseException as error:
+                self._remove(present, error)
+                raise
+
+    def _make_room(self, *, overwrite: bool) -> set[str]:
+        """Return which files exist; refuse to replace any, unless that is wanted.
+
+        The index of an earlier export goes now: it must not name files of both.
+        """
+        names = self._plan.names
         for name in names:
             if names.count(name) > 1:
                 raise InputError(f"two files would be called {name}", url=self._folder.url)
         # A folder with both would be read by the one that this export does not write.
-        others = [name for name in (_ONE_FILE, _INDEX) if {_ONE_FILE, _INDEX} & {*names} - {name}]
-        present = wait_for(self._present, dict.fromkeys((*names, *others)))
+        others = {ONE_FILE, INDEX} if {ONE_FILE, INDEX} & {*names} else set()
+        known = list(dict.fromkeys((*names, *sorted(others))))
+        exist = in_waves(self._exists, known)
+        present = [name for name, exists in zip(known, exist, strict=True) if exists]
         if present and not overwrite:
             text = f"{present[0]} exists there already; overwrite=True replaces it"
             raise InputError(text, url=self._folder.url)
+        if INDEX in present and self._spec.parsed.scheme != "file":
+            wait_for(self._folder.delete, INDEX)
+            present.remove(INDEX)
+        return {*present}
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self._folder.head(name)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    def _write_own(self) -> None:
+        """Write the files of this rank."""
+        own = self._plan.own
         self._channel.emit(
             Planned,
             self._channel.began_at,
             operation="export",
-            items=len(self._tensors),
-            size_bytes=sum(file.size_bytes for file in files),
-            objects=len(names),
-            requests=len(names),
+            items=sum(len(file.keys) for file in own),
+            size_bytes=sum(file.size_bytes for file in own),
+            objects=len(own),
+            requests=len(own),
         )
-        written: dict[str, int] = {}
-        new = {*names} - {*present}
-        begun: set[str] = set()  # one that Ctrl-C has not stopped in time arrives yet
+        for file in own:
+            self._write(file)
+
+    def _finish(self, present: set[str]) -> dict[str, int]:
+        """Write the index, now that all other files are there; return the sizes of all files."""
+        names = [name for name in self._plan.names if name != INDEX]
         try:
-            for file in files:
-                begun.add(file.name)
-                written[file.name] = self._write(file)
-            for name, body in small:
-                wait_for(self._store.put, name, body)
-                written[name] = len(body)
-            for name in {*present} - {*names}:
-                wait_for(self._folder.delete, name)
-        except BaseException as error:
-            self._remove({*written, *(begun & new)}, error)
-            raise
-        return written
+            sizes = {meta.key: meta.size_bytes for meta in in_waves(self._store.head, names)}
+        except ObjectNotFoundError as error:
+            raise InputError(
+                f"another rank has written {error.object_key}, and this one does not see it: all"
+                " ranks need one folder or object store that they share",
+                url=self._folder.url,
+            ) from error
+        for name in present & {ONE_FILE, INDEX} - {*names}:
+            wait_for(self._folder.delete, name)
+        if self._plan.index is not None:
+            sizes[INDEX] = self._write(self._plan.index)
+        return sizes
 
-    def _present(self, names: Iterable[str]) -> list[str]:
-        present = []
-        for name in names:
-            try:
-                self._folder.head(name)
-            except ObjectNotFoundError:
-                continue
-            present.append(name)
-        return present
-
-    def _write(self, file: _File) -> int:
+    def _write(self, file: PlannedFile) -> int:
         """Write one file from slabs that are read ahead; return its size in bytes."""
+        source, tensors = self._plan.source, self._plan.tensors
+        self._begun.add(file.name)
         slabs = (
             slab
             for key in file.keys
-            for slab in cut(key, *self._source.tensors[key][:2], self._source.tensors[key].starts)
+            for slab in cut(key, *source.tensors[key][:2], source.tensors[key].starts)
         )
-        plan = plan_parts(file.size_bytes, self._config.part_size_bytes)
-        tensors = read_ahead(slabs, self._source.read)
+        config = self._spec.config
+        plan = plan_parts(file.size_bytes, config.part_size_bytes)
+        parts = read_ahead(slabs, source.read)
 
         def tensor(key: str) -> Iterator[ByteArray]:
-            remaining_bytes = _size(self._tensors[key])
+            remaining_bytes = tensor_bytes(tensors[key])
             while remaining_bytes:
-                memory = byte_memory(next(tensors).to(self._tensors[key].dtype))
+                memory = byte_memory(next(parts).to(tensors[key].dtype))
                 assert memory is not None
                 remaining_bytes -= memory.nbytes
                 for at in range(0, memory.nbytes, plan.slice_size_bytes):
                     yield memory[at : at + plan.slice_size_bytes]
 
-        most = max(2, COPIED_MOST_BYTES // plan.part_size_bytes)
         try:
             uploaded = upload_object(
                 self._store,
                 file.name,
                 file.buffers(tensor),
                 plan,
-                config=self._config,
+                config=config,
                 progress=self._progress,
-                most=most,
+                most=max(2, COPIED_MOST_BYTES // plan.part_size_bytes),
             )
         finally:
-            stop(tensors)
+            stop(parts)
+        self._written.add(file.name)
         return uploaded.size_bytes
 
-    def _remove(self, names: Iterable[str], error: BaseException) -> None:
+    def _remove(self, present: set[str], error: BaseException) -> None:
+        """Remove what this rank has written; the first removes what a dead one has, too.
+
+        The index is removed first, and by every rank.
+        """
+        names = {*self._begun}
+        if self._group is not None:
+            names |= {*self._plan.names} if is_first(self._group) else {INDEX}
         unremoved = []
-        for name in names:
+        for name in sorted(names, key=lambda name: name != INDEX):
+            if name in present and name not in self._written:
+                continue
             try:
                 self._store.delete(name)
             except DcpObjstoreError:

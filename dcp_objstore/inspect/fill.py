@@ -15,10 +15,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_objstore.errors import CheckpointCorruptError, ConfigError, UnsupportedError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointGoneError,
+    ConfigError,
+    UnsupportedError,
+)
 from dcp_objstore.inspect.selection import check_covered
 from dcp_objstore.read.plan import plan_load
 from dcp_objstore.read.session import report_loaded, run_load
+from dcp_objstore.read.stored_checkpoint import name_next
 from dcp_objstore.read.tensor_read import is_value
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import is_quantized, narrow
@@ -154,14 +160,18 @@ def read_new(
         return narrow(content[key], box)
 
     items = read_items(stored, boxes, values)
-    report = run_load(
-        stored.open_store(spec),
-        plan_load(stored, items, verify=verify),
-        list(map(destination_of, items)),
-        spec.config,
-        trust_pickle=trust_pickle,
-        channel=channel,
-    )
+    try:
+        report = run_load(
+            stored.open_store(spec),
+            plan_load(stored, items, verify=verify),
+            list(map(destination_of, items)),
+            spec.config,
+            trust_pickle=trust_pickle,
+            channel=channel,
+        )
+    except CheckpointGoneError as error:
+        name_next(error, spec)
+        raise
     report_loaded(channel, report)
     return report, content
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 
-# This many bytes are read at a time. Four windows are read and a fifth one is written at the same time.
+# Bytes that are read as one. While one window is written, the four after it are read.
 WINDOW_BYTES = 32 * MIB
 _WINDOWS_AHEAD = 4
 

@@ -102,7 +102,9 @@ class SaveCopies(_Copies):
         super().__init__(local, spec, channel)
         self._keys: list[str] = []
         self._spares: list[Spare] = []
+        self._needed_before: frozenset[str] = frozenset()
         if self._folder is not None:
+            self._needed_before = self._folder.needed
             with self._excused():
                 self._spares = self._folder.spares()
 
@@ -119,13 +121,18 @@ class SaveCopies(_Copies):
             buffers: its content.
             size_bytes: about how much that is.
         """
-        folder, key = self._folder, self._prefix + key
+        key = self._prefix + key
         copy: _Beside | None = None
         with self._excused():
-            if folder is not None:
-                file, name = folder.create(self._spares, size_bytes)
-                reserve = partial(folder.reserve, file, spares=self._spares)
-                copy = _Beside(buffers, folder, file, name, key, reserve, self._report)
+            if self._folder is not None:
+                copy = _Beside(
+                    buffers=buffers,
+                    folder=self._folder,
+                    spares=self._spares,
+                    key=key,
+                    size_bytes=size_bytes,
+                    report=self._report,
+                )
         if copy is None:
             yield buffers
             return
@@ -143,6 +150,11 @@ class SaveCopies(_Copies):
             self._folder.need(self._keys)
             self._folder.remove(self._spares)
 
+    def give_up(self) -> None:
+        """Keep the copies that were kept before: the save has failed."""
+        if self._folder is not None:
+            self._folder.needed = self._needed_before
+
 
 class _Beside:
     """Iterates over buffers and writes each to a file. It keeps no reference to them.
@@ -152,17 +164,17 @@ class _Beside:
 
     def __init__(
         self,
+        *,
         buffers: Iterator[ByteArray],
         folder: RunFolder,
-        file: int,
-        name: str,
+        spares: list[Spare],
         key: str,
-        reserve: Callable[[int], None],
+        size_bytes: int,
         report: Callable[[Exception], None],
     ) -> None:
-        self._buffers = buffers
-        self._folder, self._file, self._name, self._key = folder, file, name, key
-        self._reserve, self._report = reserve, report
+        self._buffers, self._folder, self._spares = buffers, folder, spares
+        self._key, self._report = key, report
+        self._file, self._name = folder.create(spares, size_bytes)
         self._lock = threading.Lock()
         self._is_open = True
         self._size_bytes = 0
@@ -193,7 +205,7 @@ class _Beside:
     def _write(self, rest: memoryview) -> None:
         end = self._size_bytes + len(rest)
         if end > os.fstat(self._file).st_size:  # frames, and values whose size nobody knew
-            self._reserve(end)
+            self._folder.reserve(self._file, end, self._spares)
         while rest:
             written = os.pwrite(self._file, rest, self._size_bytes)
             self._size_bytes += written

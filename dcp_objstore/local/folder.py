@@ -95,6 +95,7 @@ class RunFolder:
         LocalError, OSError: the folder cannot be used.
 
     Attributes:
+        needed: the names of the copies that are not written over.
         has_saved: whether a save of this process has written all of its copies.
     """
 
@@ -118,7 +119,7 @@ class RunFolder:
             remove_abandoned(self._home)
             self._opened = stack.pop_all()
         self._written: set[str] = set()  # by this process
-        self._needed: frozenset[str] = frozenset()
+        self.needed: frozenset[str] = frozenset()
         self.has_saved = False
 
     def __del__(self) -> None:
@@ -133,7 +134,7 @@ class RunFolder:
 
     def need(self, keys: Iterable[str]) -> None:
         """Keep the copies of these objects, and of no others, until another state is whole here."""
-        self._needed = frozenset(map(file_name, keys))
+        self.needed = frozenset(map(file_name, keys))
 
     def spares(self) -> list[Spare]:
         """Return the files that a save may write over."""
@@ -144,7 +145,7 @@ class RunFolder:
                     is_spare = not is_being_written(self._objects, name)
                 else:
                     is_old = name in self._written or status.st_mtime < _began.here
-                    is_spare = is_old and name not in self._needed
+                    is_spare = is_old and name not in self.needed
                 if is_spare:
                     spares.append(Spare(name, status.st_size))
         return spares

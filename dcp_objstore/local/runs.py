@@ -109,16 +109,11 @@ def remove_local_runs(local: Local, url: str | None = None) -> list[Removal]:
             raise InputError(
                 f"{local.folder} has no copies of this run; it has {here or 'none at all'}", url=url
             )
-        return [Removal(run, _refusal(home, run)) for run in chosen]
-
-
-def _refusal(home: int, run: LocalRun) -> str | None:
-    if remove_run(home, run.folder):
-        return None
-    with contextlib.suppress(OSError), opened(run.folder, FOLDER, home) as folder:
-        if not _is_in_use(folder):
-            return "it cannot be removed"
-    return "a process uses it"
+        refusals = ("it cannot be removed", "a process uses it")
+        return [
+            Removal(run, None if remove_run(home, run.folder) else refusals[run.in_use])
+            for run in chosen
+        ]
 
 
 @contextmanager

@@ -43,7 +43,11 @@ from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open
 from dcp_objstore.read.plan import PlannedLoad, plan_load
 from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.session import report_loaded, run_load
-from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
+from dcp_objstore.read.stored_checkpoint import (
+    StoredCheckpoint,
+    name_next,
+    open_stored_checkpoint,
+)
 from dcp_objstore.read.tensor_read import is_value
 from dcp_objstore.stores.urls import is_supported_url
 
@@ -426,17 +430,22 @@ class ObjectStoreReader(StorageReader):
                 else planner.resolve_tensor(item).detach()
                 for item in plan.items
             ]
-            report = run_load(
-                load.checkpoint.open_store(load.spec),
-                planned,
-                destinations,
-                config,
-                trust_pickle=self._trust_pickle,
-                channel=load.channel,
-                exchange=exchange,
-                copies=load.copies,
-                on_dtype=self._on_dtype,
-            )
+            try:
+                report = run_load(
+                    load.checkpoint.open_store(load.spec),
+                    planned,
+                    destinations,
+                    config,
+                    trust_pickle=self._trust_pickle,
+                    channel=load.channel,
+                    exchange=exchange,
+                    copies=load.copies,
+                    on_dtype=self._on_dtype,
+                )
+            except CheckpointGoneError as error:
+                if not load.rank:  # the error of the lowest rank is raised on all
+                    name_next(error, load.spec)
+                raise
         for item, destination in zip(plan.items, destinations, strict=True):
             if isinstance(destination, torch.Tensor):
                 planner.commit_tensor(item, destination)

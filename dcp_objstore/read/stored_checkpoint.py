@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.catalogue import next_step
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.read import (
     explain_keys,
@@ -210,9 +211,13 @@ def open_stored_checkpoint(
     """
     try:
         stored = wait_for(_open_at, spec, load_id, verify=verify)
-    except CheckpointNotFoundError:
+    except CheckpointGoneError as error:
+        name_next(error, spec)
+        raise
+    except CheckpointNotFoundError as error:
         reason = explain_object(spec)
         if reason is None:
+            name_next(error, spec)
             raise
         raise CheckpointNotFoundError(reason, url=spec.url) from None
     if not rename:
@@ -230,6 +235,20 @@ def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredChe
         with suppress(ObjectNotFoundError):
             return _twice_if_damaged(partial(_open_file, folder.open(), name, load_id))
     return open_rooted(spec.open(), load_id, verify=verify)
+
+
+def name_next(error: DcpObjstoreError, spec: StoreSpec) -> None:
+    """Add to the error of a checkpoint that is not there which step of its run is next.
+
+    In a run without a claim, or without the right to list it, the error stays as it is.
+    """
+    run, name = spec.parent()
+    if run is None:
+        return
+    with suppress(DcpObjstoreError):
+        following = wait_for(next_step, run.open(), run.open_child, name)
+        if following is not None:
+            error.message += f"; the next step of the run is {following}"
 
 
 def open_rooted(

@@ -1,4 +1,5 @@
-"""`claim_run` makes a job the only one whose saves count in a run; `go_back` drops later steps.
+"""`claim_run` makes a job the only one whose saves count in a run; `go_back` drops later steps, and
+`finish` says that there will be no more.
 
 All ranks of the job call `claim_run`. The rules are those of `checkpoint.claim`.
 """
@@ -89,3 +90,8 @@ def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:
 
     number = wait_for(rule.go_back, run.open(), run.open_child, claim.number, keeps)
     return RunClaim(claim.url, number)
+
+
+def finish(run: StoreSpec, claim: RunClaim) -> None:
+    """Note in the run that this job has trained to the end. One rank calls it."""
+    wait_for(rule.finish, run.open(), claim.number)

@@ -104,12 +104,28 @@ class Retainer:
         self._known: dict[int, StepFacts] | None = None
         # Whether this job pinned or unpinned steps, kept until the steps are listed.
         self._pinned: dict[int, bool] = {}
+        self._held: list[int] = []
+        # The steps that others had pinned when they were to be deleted.
+        self._refused: set[int] = set()
         self.resumed: int | None = None
         self.claim: RunClaim | None = None
 
     def set_pinned(self, step: int, *, pinned: bool) -> None:
         """Record that this job has pinned a step, or removed its last pin."""
         self._pinned[step] = pinned
+
+    def hold(self, step: int) -> None:
+        """Plan no deletion of a step, which is to be exported, until it is released."""
+        self._held.append(step)
+
+    def release(self, step: int) -> None:
+        """End one `hold` of a step."""
+        self._held.remove(step)
+
+    def settle(self) -> None:
+        """Wait for the deletions that are planned already."""
+        with self._lock:
+            pass
 
     def resume(self, step: int | None) -> None:
         """Record that this job resumed from a step: never delete it, and list the steps again."""
@@ -150,8 +166,11 @@ class Retainer:
         for step, pinned in list(self._pinned.items()):
             if step in self._known:
                 self._known[step] = replace(self._known[step], pinned=pinned)
-        in_use = {newest.step, self.resumed}
-        for step in plan_deletions(self._known.values(), self._policy, in_use=in_use)[:_AT_A_TIME]:
+        in_use = {newest.step, self.resumed, *self._held}
+        plan = plan_deletions(self._known.values(), self._policy, in_use=in_use)
+        # A pin may be gone by now, as those of `follow` are; what is still pinned must not keep
+        # others from their turn.
+        for step in sorted(plan, key=self._refused.__contains__)[:_AT_A_TIME]:
             self._delete(step)
 
     def sweep(self) -> None:
@@ -196,7 +215,7 @@ class Retainer:
         except CheckpointNotFoundError:
             pass  # it was deleted already
         except CheckpointPinnedError:
-            self._pinned[step] = True
+            self._refused.add(step)
             return
         del self._known[step]
         logger.info("deleted %s, which no retention policy keeps", url)

@@ -202,7 +202,7 @@ def list_checkpoints(
             raise
         return Listing(
             url=spec.url,
-            checkpoints=(_describe(itself, base_above),),
+            checkpoints=(as_listed(itself, base_above),),
             unlisted=error,
             uploads_unseen=unseen,
         )
@@ -249,7 +249,7 @@ def steps(
     if newest is not None and (not isinstance(newest, int) or newest < 1):
         raise errors.ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
     listed = catalogue(StoreSpec(url, storage_options, config), newest)
-    return tuple(_describe(step, base_of(listed.claim)) for step in listed.steps)
+    return tuple(as_listed(step, base_of(listed.claim)) for step in listed.steps)
 
 
 def _base_above(spec: StoreSpec) -> int:
@@ -342,14 +342,14 @@ class _Look:
             entry = read_entry(prefix, self.spec.open_child(prefix), objects)
         else:
             entry = Entry(prefix, self.spec.open_child(prefix), objects)
-        listed = _describe(entry, base)
+        listed = as_listed(entry, base)
         if self.uploads is not None:
             leftovers = _leftovers(entry, self.uploads.get(prefix, ()))
             listed = replace(listed, leftovers=leftovers)
         return listed, entry.error
 
 
-def _describe(entry: Entry, base: int) -> ListedCheckpoint:
+def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
     """Describe a checkpoint, or the place of one, in a run with this base."""
     url, name = entry.store.url, entry.name
     if entry.stored is not None:

@@ -14,26 +14,36 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.convert.export import export_checkpoint
 from dcp_objstore.distributed.failures import (
     capture,
     meeting,
     on_first,
     raise_on_all,
 )
-from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group, world_group
+from dcp_objstore.distributed.groups import (
+    EXPORTS,
+    count_ranks,
+    is_first,
+    own_group,
+    sync_group,
+    world_group,
+)
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.errors import CheckpointNotFoundError, ConfigError
 from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as run_claim, upkeep
+from dcp_objstore.run.exports import RunExports
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.preemption import BY_SIGTERM, Preemption, PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest
@@ -45,8 +55,12 @@ from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.base import check_base
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
+    from dcp_objstore.convert.export import ExportReport
+    from dcp_objstore.inspect.selection import Patterns
     from dcp_objstore.observe.events import OnEvent
 
 _PREEMPTED = "preempted"
@@ -92,20 +106,22 @@ class CheckpointManager:
                 run.step(step, state)
                 if run.preempted():
                     break
+            else:
+                run.finish()  # tells those who follow the run that no more steps come
 
     Every rank makes one with the same arguments, and calls its methods in the same order with the
-    same steps. Collectives, which all ranks must call: `load`, `save`, `async_save`, `latest`,
-    `steps`, `pin`, `unpin`, `close`, entering the block and leaving it without an error. All ranks
-    must also call `step`, at each step boundary; between saves it does not communicate. `preempted`
-    is local.
+    same steps. Collectives, which all ranks must call: `load`, `save`, `async_save`, `export`,
+    `async_export`, `latest`, `steps`, `pin`, `unpin`, `close`, `finish`, entering the block and
+    leaving it without an error. All ranks must also call `step`, at each step boundary; between
+    saves it does not communicate. `preempted` is local.
 
-    Leaving the block saves the last step, if `step` did not, waits for the save under way, and
-    raises its error. So do not change the state after that step, or pass `save_last=False`. If the
-    body raises an error, such as Ctrl-C, leaving the block only waits for the save under way, on
-    this rank alone. The body's error is raised; if that save fails, too, the error gets a note. A
-    second Ctrl-C ends the wait, but the program still does not end before the save has. If a
-    manager was used to train and is not closed before it is collected or the program ends, it
-    prints a message on standard error.
+    Leaving the block saves the last step, if `step` did not, waits for the save and the export that
+    are under way, and raises their errors. So do not change the state after that step, or pass
+    `save_last=False`. If the body raises an error, such as Ctrl-C, leaving the block only waits for
+    what is under way, on this rank alone. The body's error is raised; if the save or export fails,
+    too, the error gets a note. A second Ctrl-C ends the wait, but the program still does not end
+    before the save has. If a manager was used to train and is not closed before it is collected or
+    the program ends, it prints a message on standard error.
 
     Args:
         url: URL of the run.
@@ -225,6 +241,7 @@ class CheckpointManager:
             self._run, as_policy(keep), remove_objects=remove_objects, sweeps=sweep
         )
         self._saves: RunSaves | None = None
+        self._exports = RunExports(self._url, self._retainer)
         self._consensus: StepConsensus | None = None
         self._group: dist.ProcessGroup | None  # set by `_begin`
         self._closed = False
@@ -266,30 +283,53 @@ class CheckpointManager:
             self._abandon(error)
 
     def close(self) -> None:
-        """Save the last step, if `save_last` is set; wait for the save under way and for deletions.
+        """Save the last step, if `save_last` is set; wait for what is under way and for deletions.
 
         A collective. The manager cannot be used after that. A second call does nothing.
 
         Raises:
-            DcpObjstoreError: the save of the last step, or the save under way, has failed. If only
-                the save under way fails, the last step is saved all the same.
+            DcpObjstoreError: the save of the last step, or the save or export under way, has
+                failed. If only the save under way fails, the last step is saved all the same.
         """
         if self._closed:
             return
         try:
             if self._saves is not None:
-                self._save_last()
-                self._saves.end()
+                try:
+                    self._save_last()
+                    self._saves.end()
+                except BaseException as error:
+                    self._exports.abandon(error)
+                    raise
+                self._exports.settle(self._group)
         finally:
             self._end()
         self._preemption.raise_held()
 
+    def finish(self) -> None:
+        """Close the manager, and note in the run that it is finished: `follow` ends. A collective.
+
+        Call it when the last step of the training is done, not when this job must end and another
+        one goes on. A job that claims the run later takes the note back.
+
+        Raises:
+            ConfigError: the manager does not claim the run, or was closed.
+            SupersededError: another job has claimed the run.
+            DcpObjstoreError: `close` would raise it, or the store refused or failed. Then the run
+                is not finished.
+        """
+        if not self._claims_run:
+            raise ConfigError("with claim_run=False, no run can be finished", url=self._url)
+        self._own_run()
+        self.close()
+        claim = self.claim
+        assert claim is not None  # of `_own_run`, or of going back in the last save
+        on_first(lambda: run_claim.finish(self._run, claim), self._url, self._group)
+
     def _save_last(self) -> None:
         """Save the last step, unless it was saved or the settings forbid it."""
-        last, self._unsaved = self._unsaved, None
-        if last is None or not self._saves_last:
-            return
-        if self._preempted and not self._saves_preempted:
+        last, self._unsaved = self._wanted_last(), None
+        if last is None:
             return
         assert self._saves is not None
         failed = self._saves.settle_quietly()  # on all ranks, or on none
@@ -298,6 +338,11 @@ class CheckpointManager:
             self.save(step, state, **described)
         if failed is not None:
             raise failed
+
+    def _wanted_last(self) -> tuple[int, Mapping[str, Any], dict[str, Any]] | None:
+        """Return the arguments of the last call of `step`, if it is to be saved at the end."""
+        saves_last = self._saves_last and (not self._preempted or self._saves_preempted)
+        return self._unsaved if saves_last else None
 
     def _end(self) -> None:
         """Release everything. Local."""
@@ -319,6 +364,7 @@ class CheckpointManager:
                 self._consensus.close()  # now: other ranks may be waiting to agree with this one
             if self._saves is not None:
                 self._saves.abandon(error)
+            self._exports.abandon(error)
         finally:
             self._end()  # last, so that a signal does not cut the save short
 
@@ -579,6 +625,107 @@ class CheckpointManager:
         self._saves.resume(report.step, went_back=went_back)
         self._last_step = report.step
         self.last_resume = report
+
+    # --- exporting
+
+    def export(
+        self,
+        step: int | None,
+        out: str | os.PathLike[str],
+        keys: Patterns = None,
+        **options: Any,
+    ) -> ExportReport:
+        """Write a step as safetensors or a `torch.save` file, with all ranks. A collective.
+
+            run.export(None, "s3://bucket/model", "model.*", rename=[(r"^model\\.", "")])
+
+        Waits for the save of that step, if it is under way. The step is not deleted meanwhile.
+
+        Args:
+            step: number of the step. With None, the last one that `step` was called with, which is
+                saved first if it was not (unless `save_last` is False); otherwise the newest that
+                this job has saved or loaded, or that the run has.
+            out: path or URL to write to, as for `dcp_objstore.export_checkpoint`.
+            keys: the keys to write. Default: all.
+            options: further arguments of `dcp_objstore.export_checkpoint`, such as `rename`,
+                `dtype`, `copied_files` and `overwrite`. Credentials and settings are the manager's.
+
+        Raises:
+            CheckpointNotFoundError: the step is not committed, or the run has none.
+            DcpObjstoreError: the save of the step has failed, or any error of `export_checkpoint`.
+        """
+        saves = self._begin()
+        number = self._step_to_export(saves, step)
+        return self._prepare_export(saves, number, self._group, (out, keys), options)()
+
+    def async_export(
+        self,
+        step: int | None,
+        out: str | os.PathLike[str],
+        keys: Patterns = None,
+        **options: Any,
+    ) -> Future[ExportReport]:
+        """Do the same as `export` in the background, once the step is saved. A collective.
+
+            with dos.CheckpointManager(url, save_every=500) as run:
+                train(run)
+                run.async_export(None, "s3://bucket/model", "model.*")  # of the last step
+                evaluate()
+
+        Exports in the background follow one another: this waits for the one before, and raises its
+        error. Leaving the block waits, too. An export takes some 400 MiB of memory on each rank.
+
+        Args:
+            step: number of the step, or None, as for `export`.
+            out: path or URL to write to.
+            keys: the keys to write. Default: all.
+            options: further arguments of `dcp_objstore.export_checkpoint`.
+
+        Returns:
+            A future of the report. It cannot be cancelled.
+
+        Raises:
+            DcpObjstoreError: the step could not be saved, or the export before has failed. The
+                error of this one is raised by the future's `result`, and by the next call of this
+                or `close`.
+        """
+        saves = self._begin()
+        self._exports.settle(self._group)
+        with meeting(self._url, self._group_given or world_group()):
+            group = own_group(EXPORTS, self._group_given, self._run.config)
+        number = self._step_to_export(saves, step)
+        return self._exports.begin(self._prepare_export(saves, number, group, (out, keys), options))
+
+    def _prepare_export(
+        self,
+        saves: RunSaves,
+        step: int,
+        group: dist.ProcessGroup | None,
+        arguments: tuple[str | os.PathLike[str], Patterns],
+        options: Mapping[str, Any],
+    ) -> Callable[[], ExportReport]:
+        settings = {name: value for name, value in self._loading.items() if name != "local"}
+        settings |= {"progress": False, **options, "process_group": group}
+        export = partial(export_checkpoint, step_url(self._url, step), *arguments, **settings)
+        return self._exports.prepare(step, saves.under_way(step), export, group)
+
+    def _step_to_export(self, saves: RunSaves, step: int | None) -> int:
+        """Return the step to export; begin to save the last one, if it is that and not saved."""
+        _, refused = capture(lambda: None if step is None else check_step(step))
+        raise_on_all(refused, self._url, self._group, same={"step": step})
+        if step is not None:
+            return step
+        last = self._wanted_last()
+        if last is not None:
+            number, state, described = last
+            if not saves.knows(number):
+                self.async_save(number, state, on_busy="wait", **described)
+            return number
+        newest = saves.newest()
+        newest = self.latest() if newest is None else newest
+        if newest is None:
+            raise CheckpointNotFoundError("the run has no step to export", url=self._url)
+        return newest
 
     # --- the run
 

@@ -179,17 +179,26 @@ class RunSaves:
         }
 
     def _base(self) -> str | None:
-        """Return the base of the next save; for "latest" the newest step that this job knows of.
-
-        That is what the first rank knows: another may not have seen the end of a save.
-        """
+        """Return the base of the next save; for "latest" the newest step that this job knows of."""
         base: str | None = self._saving.get("base")
         if base != LATEST:
             return base
+        newest = self.newest()
+        return base if newest is None else step_url(self._url, newest)
+
+    def newest(self) -> int | None:
+        """Return the newest step that this job has saved or resumed from, or None.
+
+        That is what the first rank knows: another may not have seen the end of a save.
+        """
         resumed = self._retainer.resumed
         known = self._saved if resumed is None else {*self._saved, resumed}
-        newest = step_url(self._url, max(known)) if known else base
-        return from_first(newest, self._url, self._group)
+        return from_first(max(known, default=None), self._url, self._group)
+
+    def under_way(self, step: int) -> async_api.AsyncSaveHandle | None:
+        """Return the save of a step that is not settled yet, or None. Local."""
+        pending = self._pending
+        return pending.handle if pending is not None and pending.step == step else None
 
     def _leave_later_steps(self, step: int) -> None:
         """Before the first save, and the first after going back: drop later steps that count.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dcp_objstore.checkpoint.catalogue import Catalogue, list_run
+from dcp_objstore.checkpoint.catalogue import Catalogue, ReadEntry, list_run, read_entry
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.transfer.workers import wait_for
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
 
 
-def catalogue(run: StoreSpec, newest: int | None = None) -> Catalogue:
+def catalogue(run: StoreSpec, newest: int | None = None, read: ReadEntry = read_entry) -> Catalogue:
     """List a run and its steps that count, or the newest of them, as `list_run` does."""
-    return wait_for(list_run, run.open(), run.open_child, newest=newest)
+    return wait_for(list_run, run.open(), run.open_child, newest=newest, read=read)
 
 
 def check_step(step: object) -> None:
@@ -30,9 +30,14 @@ def check_step(step: object) -> None:
         raise ConfigError(f"a step must be a whole number, 0 or more, got {step!r}")
 
 
+def step_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"step-{step}"
+
+
 def step_url(run_url: str, step: int) -> str:
     """Return the URL of a step's checkpoint."""
-    return f"{run_url.rstrip('/')}/step-{step}"
+    return f"{run_url.rstrip('/')}/{step_name(step)}"
 
 
 def step_number(name: str) -> int | None:

@@ -36,16 +36,16 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from itertools import count
-from mmap import MAP_PRIVATE, mmap
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dcp_objstore.config import AUTO_MOST, at_most, processors
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
-from dcp_objstore.stores.admission.limiter import AdmissionSlot, Limiter, admission_slot, limiter_of
+from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
 from dcp_objstore.threads import Spawned, spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from dcp_objstore.transfer.pages import new_memory
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
@@ -165,11 +165,11 @@ def fetch_ranges(
         concurrency=config.download_concurrency,
         request_bytes=max((request.end - request.start for request in from_store), default=0),
     )
-    copies_slot = AdmissionSlot(Limiter(), judged=False, concurrency=AUTO_MOST)
 
     # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
-    depth = _depth(slot.concurrency, reading) if admit is None else 1
+    # A copy on this machine is there at once.
+    depth = _depth(slot.concurrency, reading) if admit is None and from_store else 1
     most_workers = worker_count(
         requests,
         at_most(config.download_concurrency),
@@ -185,8 +185,8 @@ def fetch_ranges(
         explain=explain,
         admit=admit,
         progress=progress,
-        store_waits=_Waits(slot, Stragglers(len(from_store))),
-        local_waits=_Waits(copies_slot, Stragglers(len(requests) - len(from_store))),
+        store_waits=_Waits(len(from_store), slot),
+        local_waits=_Waits(len(requests) - len(from_store), _Unlimited()),
         local=local,
         depth=depth,
         most_workers=most_workers,
@@ -259,11 +259,29 @@ class _Fetch(Generic[T]):
     is_handed_over: bool = False
 
 
-class _Waits(NamedTuple, Generic[T]):
+class _Unlimited:
+    """Stands for an `AdmissionSlot` where any number of requests may be in flight."""
+
+    concurrency = AUTO_MOST
+
+    def begin(self, *_: object, **__: object) -> bool:
+        """Let a request begin."""
+        return True
+
+    def moved(self, _size_bytes: int) -> None:
+        """Learn nothing."""
+
+    def end(self, *_: object, **__: object) -> None:
+        """Learn nothing."""
+
+
+class _Waits(Generic[T]):
     """What is known of the requests to one place: how many may be in flight, how long they take."""
 
-    slot: AdmissionSlot
-    stragglers: Stragglers[_Fetch[T]]
+    def __init__(self, requests: int, slot: AdmissionSlot | _Unlimited) -> None:
+        self.requests = requests
+        self.slot = slot
+        self.stragglers: Stragglers[_Fetch[T]] = Stragglers(requests)
 
 
 @dataclass(kw_only=True)
@@ -308,8 +326,10 @@ class _Shared(Generic[T]):
         if self._workers == self.most_workers:
             return
         with self.staffing:
-            wanted = -(-self.store_waits.slot.concurrency // self.depth)
-            wanted = min(self.most_workers, max(wanted, processors() if self.local else 0))
+            store, copies = self.store_waits, self.local_waits
+            of_store = -(-store.slot.concurrency // self.depth) if store.requests else 0
+            of_copies = processors() if copies.requests else 0
+            wanted = min(self.most_workers, max(of_store, of_copies))
             while self._workers < wanted and self.tasks:
                 self.start(self._workers)
 
@@ -521,5 +541,5 @@ class _Worker(Generic[T]):
         each arena, of which there may be one for each thread, would keep a piece.
         """
         if len(self._scratch) < size_bytes:
-            self._scratch = memoryview(mmap(-1, size_bytes, MAP_PRIVATE))
+            self._scratch = memoryview(new_memory(size_bytes))
         return self._scratch[:size_bytes]

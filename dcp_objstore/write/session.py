@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.checkpoint.clock import Clock
     from dcp_objstore.checkpoint.commit import BeginToken
+    from dcp_objstore.local.copies import SaveCopies
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.state.stored import StoredObject
     from dcp_objstore.stores import ObjectStore, StoreSpec
@@ -47,6 +48,7 @@ class Save:
         nonce: the random part of the names of this save's objects and of its commit.
         begin: the state of the URL before the save; None until the coordinator has read it.
         fenced: whether the store keeps two writers of one checkpoint apart.
+        copies: the copies of its objects on this node.
     """
 
     spec: StoreSpec
@@ -57,6 +59,7 @@ class Save:
     begin: BeginToken | None = None
     fenced: bool = True
     world_size: int = 1
+    copies: SaveCopies | None = None
 
     def open(self) -> ObjectStore:
         """Open the store, rooted at the checkpoint."""
@@ -142,7 +145,12 @@ class Save:
         return index
 
     def abandon(self, error: BaseException) -> None:
-        """Report that the save has failed, and remove its beacon."""
+        """Report that the save has failed, and remove its beacon.
+
+        The next save writes over its copies, and not over those of the one before.
+        """
+        if self.copies is not None:
+            self.copies.give_up()
         if self.begin is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
             # If the store may not answer, a sweep removes the beacon.
             wait_for(commit.remove_beacon, self.open(), self.begin.beacon)

@@ -115,7 +115,7 @@ def upload_items(
     if copied_bytes > COPIED_MOST_BYTES:
         most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
     numbers = itertools.count(len(unchanged.objects))
-    copies = None if local is None else SaveCopies(local, save.spec, save.channel)
+    save.copies = copies = None if local is None else SaveCopies(local, save.spec, save.channel)
     with DaemonPool(config.hash_threads, "hash") as hashers:
         progress = Progress(config.stall_timeout_seconds, save.channel)
         outbound = Outbound(part_plan, config, progress.check_stopped)

@@ -756,6 +756,78 @@ def listed_names(run: MemoryStore, **settings: Any) -> list[str]:
     return [step.name for step in steps]
 
 
+# --- the end
+
+
+def finish(job: Job) -> None:
+    rule.finish(job.process.at(""), job.number, clock=TickingClock())
+
+
+def is_finished(run: MemoryStore) -> bool:
+    process = Process(run)
+    claim = list_run(process.at(""), process.at, clock=TickingClock()).claim
+    return claim is not None and claim.finished
+
+
+@pytest.mark.parametrize("fate", [None, LOST, UNANSWERED])
+def test_a_job_finishes_its_run_until_the_next_claim(run: MemoryStore, fate: Fate | None) -> None:
+    job = Job(run)
+    steps = {"step-1": job.save("step-1")}
+    run.on_put = in_turn(CLAIM_KEY, *([] if fate is None else [fate]))
+    finish(job)
+    assert is_finished(run)
+    steps["step-2"] = job.save("step-2")  # no rule looks at it
+    assert listed(run) == steps
+    assert Job(run).number == 2
+    assert not is_finished(run)
+    assert listed(run) == steps
+
+
+def test_the_note_that_a_run_is_finished_does_not_keep_the_next_job_from_it(
+    run: MemoryStore,
+) -> None:
+    """It comes before each request of the claim, in turn; only as long as the old job owns it."""
+    for moment in range(20):
+        world = MemoryStore("memory://test/run")
+        old = Job(world)
+        steps = {"step-1": old.save("step-1")}
+        process = Process(world)
+        finished: list[bool] = []
+
+        def note(old: Job = old, finished: list[bool] = finished) -> None:
+            with contextlib.suppress(SupersededError):
+                finish(old)
+                finished.append(True)
+
+        process.meet(moment, note)
+        number = rule.claim_run(process.at(""), process.at, clock=TickingClock())
+        assert number == 2
+        assert not is_finished(world)
+        assert listed(world) == steps
+        assert bool(finished) == (moment <= 1), moment
+        if process._meeting is not None:
+            return
+    raise AssertionError("the claim sends more requests than these")
+
+
+def test_a_job_that_is_superseded_meanwhile_finishes_nothing(run: MemoryStore) -> None:
+    for before_put in (False, True):
+        old = Job(run)
+        old.process.meet(1 if before_put else 0, lambda: Job(run))
+        with pytest.raises(SupersededError):
+            finish(old)
+        assert not is_finished(run)
+
+
+def test_an_older_version_reads_the_claim_of_a_finished_run() -> None:
+    record = ClaimRecord(number=3, base=3, finished=True, write_id=new_id())
+    assert decode_claim(encode_claim(record)).finished
+    without = msgspec.json.decode(msgspec.json.encode(record))
+    assert (without.pop("format"), without.pop("finished")) == (1, True)
+    body = with_checksum(msgspec.json.encode({"format": 1, **without}))
+    assert decode_claim(body) == msgspec.structs.replace(record, finished=False)
+
+
 # --- `_CLAIM` itself
 
 

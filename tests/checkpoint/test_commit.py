@@ -254,8 +254,9 @@ def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: Memory
     token = commits.begin(store, overwrite=False)
     index, nonce = upload(store), new_nonce()
     store.on_put = lambda put: DELAYED if put.key == MARKER_KEY else None
-    with pytest.raises(CommitUnknownError):
+    with pytest.raises(CommitUnknownError) as caught:
         finish(store, token, index, nonce=nonce, clock=clock)
+    assert caught.value.url == store.url
     assert 60 <= clock.now < 70
     assert len(marker_puts(store)) > 5
     assert ("delete", MARKER_KEY) not in store.requests
@@ -319,11 +320,24 @@ def test_refusal_of_the_first_put_is_raised_at_once(
     clock = TickingClock()
     token = commits.begin(store, overwrite=False)
     store.on_put = in_turn(MARKER_KEY, kind("no"), kind("no"))
-    with pytest.raises(kind):
+    with pytest.raises(kind) as caught:
         finish(store, token, clock=clock)
+    assert (caught.value.object_key, caught.value.url) == (MARKER_KEY, store.url)
     assert len(marker_puts(store)) == 1
     assert clock.now == 0
     assert MARKER_KEY not in store.objects
+
+
+def test_a_conflict_with_nobody_is_neither_final_nor_an_answer_that_may_come(
+    store: MemoryStore,
+) -> None:
+    store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"))
+    save(store)
+    assert len(marker_puts(store)) == 2
+    token = commits.begin(store, overwrite=True)
+    store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"), CredentialsError("expired"))
+    with pytest.raises(CredentialsError):  # nothing that was sent can land any more
+        finish(store, token)
 
 
 def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
@@ -339,19 +353,22 @@ def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
     assert open_committed(store)[1] == ix.encode(index)
 
 
-def test_unreadable_marker_after_a_lost_answer_is_unknown(store: MemoryStore) -> None:
+@pytest.mark.parametrize(("body", "why"), [(b"{}", "damaged"), (b'{"format":99}', "upgrade")])
+def test_unreadable_marker_after_a_lost_answer_is_unknown(
+    store: MemoryStore, body: bytes, why: str
+) -> None:
     token = commits.begin(store, overwrite=False)
 
     def damaged(put: Put) -> Fate:
-        store.put(MARKER_KEY, b"{}")
+        store.put(MARKER_KEY, body)
         return LOST
 
     store.on_put = in_turn(MARKER_KEY, damaged)
     clock = TickingClock()
-    with pytest.raises(CommitUnknownError, match="damaged"):
+    with pytest.raises(CommitUnknownError, match=why):
         finish(store, token, clock=clock)
     assert clock.now == 0  # asking again would not help
-    assert store.body(MARKER_KEY) == b"{}"
+    assert store.body(MARKER_KEY) == body
 
 
 def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:

@@ -33,7 +33,7 @@ from dcp_objstore.cli.ranks import Outcome
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import StoreSpec, open_store
-from tests.support.command_line import environment, examples
+from tests.support.command_line import environment, examples, run_here
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET
 
@@ -162,14 +162,7 @@ def test_ctrl_c_ends_everything_and_empties_the_users_prefix(
 def test_a_place_that_cannot_be_used_is_one_line_before_any_rank_starts(
     seaweed: SeaweedServer, url: str, change: dict[str, str], status: int, error: str
 ) -> None:
-    done = subprocess.run(
-        [*COMMAND, "--url", url],
-        env={**environment_of(seaweed), **change},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_here("demo", "--url", url, **{**environment(seaweed.storage_options), **change})
     assert done.returncode == status
     assert error in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -27,6 +27,7 @@ STATUSES = {"diff": 1}  # the steps differ
 WITHOUT_TENSORS = (
     "ls {run}",
     "ls --all {run}",
+    "follow --until 2 {run}",
     "inspect {run}/step-1",
     "inspect {run}/step-1 model.* --json",
     "inspect {run}/hub",

@@ -82,7 +82,7 @@ def by_turns(every: int) -> list[Any]:
     return params
 
 
-@pytest.mark.parametrize("case_id", by_turns(6))
+@pytest.mark.parametrize("case_id", by_turns(12))
 def test_it_is_refused_and_nothing_else_happens(case_id: str, worker: Worker) -> None:
     case, result = hostile.CASES[case_id], worker.run(case_id)
     assert (result["fired"], result["events"]) == (0, [])

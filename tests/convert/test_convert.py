@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.convert import import_checkpoint
-from dcp_objstore.convert.export import _staged
 from dcp_objstore.convert.sources import TensorInfo
+from dcp_objstore.convert.together import appearing_together
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -138,7 +138,7 @@ def test_shards_of_safetensors_hold_the_model_under_its_own_names(url: str, tmp_
         ["config.json", "model.safetensors.index.json", *shards]
     )
     assert report.files == tuple(
-        str(out / name) for name in (*shards, "config.json", "model.safetensors.index.json")
+        str(out / name) for name in ("config.json", *shards, "model.safetensors.index.json")
     )
     found = {key: load_file(out / name)[key] for key, name in index["weight_map"].items()}
     saved = training_state()["model"]
@@ -473,12 +473,12 @@ def test_the_next_export_removes_what_a_killed_one_left_and_no_other(
 ) -> None:
     out = tmp_path / "new" / "hf"
     if not (child := os.fork()):
-        with _staged(StoreSpec(out.as_uri())) as staging:
+        with appearing_together(StoreSpec(out.as_uri())) as staging:
             Path(staging.url.removeprefix("file://"), "half").write_bytes(b"x")
             os._exit(0)  # as if killed: nothing is cleaned up
     os.waitpid(child, 0)
     assert [path.name for path in out.rglob("half")] == ["half"]
-    with _staged(StoreSpec(out.as_uri())) as staging:
+    with appearing_together(StoreSpec(out.as_uri())) as staging:
         mine = Path(staging.url.removeprefix("file://"))
         assert list(out.iterdir()) == [mine]
         (mine / "mine").write_bytes(b"x")

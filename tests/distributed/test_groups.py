@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import uuid
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import dcp_objstore as dos
 from dcp_objstore import torch_private
 from dcp_objstore.distributed import groups
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_alone, run_ranks
 
 
 def again(backend: str, prefix: str) -> None:
@@ -123,24 +122,19 @@ def test_a_load_in_a_thread_makes_its_group_without_a_collective_of_the_default_
     assert run_ranks(2, trained_while_a_thread_loads, meeting) == [True, True]
 
 
-SAVES_AND_DESTROYS = """
-import sys, dcp_objstore as dos, torch, torch.distributed as dist
-from pathlib import Path
+def threads_of_gloo_after(url: str) -> int:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    import torch.distributed.nn  # as DDP does, and keeps the default group as a default argument
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-import torch.distributed.nn  # as DDP does, and keeps the default group as a default argument
-state = {"w": torch.ones(2)}
-dos.save(state, sys.argv[1])
-dos.async_save(state, sys.argv[1], overwrite=True).result()
-dos.load(state, sys.argv[1])
-dist.destroy_process_group()
-print(sum("gloo" in comm.read_text() for comm in Path("/proc/self/task").glob("*/comm")))
-"""
+    state = {"w": torch.ones(2)}
+    dos.save(state, url)
+    dos.async_save(state, url, overwrite=True).result()
+    dos.load(state, url)
+    dist.destroy_process_group()
+    return sum("gloo" in comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_thread_of_gloo_outlives_destroy_process_group(tmp_path: Path) -> None:
     """Such a thread now and then aborts Python at its end, though all work was done."""
-    command = [sys.executable, "-c", SAVES_AND_DESTROYS, f"file://{tmp_path}/run"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
-    assert done.stdout.splitlines()[-1] == "0"  # gloo of torch 2.9 prints, too
+    assert run_alone(threads_of_gloo_after, f"file://{tmp_path}/run") == 0

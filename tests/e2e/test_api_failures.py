@@ -6,10 +6,9 @@ import concurrent.futures
 import dataclasses
 import datetime
 import logging
+import os
 import pickle
 import secrets
-import subprocess
-import sys
 import threading
 from itertools import product
 from pathlib import Path
@@ -34,7 +33,7 @@ from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.staging.state import Staging
 from tests.support.campaign import cases
 from tests.support.checkpoints import cause, memory_url
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import run_alone, run_ranks, try_ranks
 
 
 def call(kind: str, state: dict[str, Any], url: Any, **arguments: Any) -> Any:
@@ -671,30 +670,26 @@ def test_a_rank_that_calls_alone_is_told_within_the_groups_time_out_that_all_mus
     assert not list(tmp_path.glob("*"))
 
 
-_FORKS = """
-import os, sys, threading, torch, dcp_objstore as dos
-from dcp_objstore.write import async_save as async_api, planner as write_planner
-root, go_on, run_save = sys.argv[1], threading.Event(), async_api.run_save
-async_api.run_save = lambda *args: go_on.wait(60) and run_save(*args)
-first = dos.async_save({"w": torch.ones(2)}, root + "/parent")
-pid = os.fork()
-if pid == 0:
+def save_and_save_in_a_child(root: str) -> int:
+    go_on, run_save = threading.Event(), async_api.run_save
+    async_api.run_save = lambda *args: go_on.wait(60) and run_save(*args)
+    first = dos.async_save({"w": torch.ones(2)}, f"{root}/parent")
+    pid = os.fork()
+    if pid == 0:
+        go_on.set()
+        try:
+            dos.async_save({"w": torch.ones(2)}, f"{root}/child", on_busy="raise").result(30)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
     go_on.set()
-    try:
-        dos.async_save({"w": torch.ones(2)}, root + "/child", on_busy="raise").result(30)
-        os._exit(0)
-    finally:
-        os._exit(1)
-status = os.waitpid(pid, 0)[1]
-go_on.set()
-first.result(30)
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
+    first.result(30)
+    return os.waitstatus_to_exitcode(status)
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
-    alone = [sys.executable, "-c", _FORKS, f"file://{tmp_path}"]
-    subprocess.run(alone, check=True, timeout=90)
+    assert run_alone(save_and_save_in_a_child, f"file://{tmp_path}") == 0
     for name in ("parent", "child"):
         state = {"w": torch.zeros(2)}
         dos.load(state, f"file://{tmp_path}/{name}")

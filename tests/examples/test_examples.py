@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,27 @@ def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run: Run, buck
     held = re.findall(r"stage (\d) held the loop for \d+\.\d+ s", run(command, warm=True))
     assert held == ["0", "1", "2", "3"]
     assert_whole(bucket, *(f"run/step-{stage}" for stage in held))
+
+
+@pytest.mark.backends("seaweed")
+def test_an_evaluator_follows_a_trainer_that_deletes_its_old_steps(
+    run: Run, bucket: Bucket
+) -> None:
+    train, evaluate = commands("follow_run.py")
+    with ThreadPoolExecutor() as pool:
+        evaluated = pool.submit(run, evaluate)
+        run(train, warm=True)
+        printed = evaluated.result()
+    found = re.findall(r"step-(\d+): loss (\S+), (\S+) when", printed)
+    steps = [int(step) for step, _, _ in found]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 12
+    assert all(loss == saved for _, loss, saved in found), found
+    left = dos.steps(bucket.at("run"), storage_options=bucket.storage_options)
+    assert [step.name for step in left][-2:] == ["step-11", "step-12"]
+    assert len(left) <= 3  # the last deletion may have met a pin
+    assert not any(step.pins for step in left)
+    assert bucket.uploads() == []
 
 
 def test_every_example_is_short_and_listed_with_a_command_that_starts_it() -> None:

@@ -17,13 +17,20 @@ from tests.crash.jobs import in_memory
 from tests.crash.judging import Verdict, cuts, quiet, verdicts
 from tests.crash.process import Cut, KilledError, Process
 from tests.crash.scenes import OLD, OURS, ROOT, STOCK, Scene, Shape
+from tests.support.campaign import cases
 from tests.support.memory_store import Bucket
 
-_OURS = [one for one in scenes.scenes() if one.writer == OURS]
-_LONG = {("save over another", 2), ("sweep: .metadata is old", 1)}
-SMALL = [one for one in _OURS if (one.name, one.ranks) not in _LONG]
-LARGE = [one for one in _OURS if one not in SMALL]
-LARGE += [one for one in scenes.large_scenes() if one.writer == OURS]
+SMALL = [one for one in scenes.scenes() if one.writer == OURS]
+LARGE = [one for one in scenes.large_scenes() if one.writer == OURS]
+# Two ranks, parts of an upload, all that an overwrite, a sweep and a deletion go through.
+_DEFAULT = {
+    ("save", 2),
+    ("save over another", 1),
+    ("sweep what was replaced", 1),
+    ("delete now", 1),
+    ("repair .metadata", 1),
+}
+DEFAULT = [one for one in SMALL if (one.name, one.ranks) in _DEFAULT]
 
 
 @pytest.fixture(autouse=True)
@@ -40,19 +47,15 @@ def harm(scene: Scene) -> dict[str, Verdict]:
     return {str(where): verdict for where, verdict in found if verdict != Verdict()}
 
 
-@pytest.mark.parametrize("scene", SMALL, ids=lambda one: f"{one.name}-{one.ranks}")
+@pytest.mark.parametrize(
+    "scene", cases(SMALL + LARGE, default=DEFAULT), ids=lambda one: f"{one.name}-{one.ranks}"
+)
 def test_crash_at_any_request_leaves_the_old_or_the_new_and_no_rest(scene: Scene) -> None:
     assert harm(scene) == {}
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("scene", LARGE, ids=lambda one: f"{one.name}-{one.ranks}")
-def test_crash_at_any_request_of_larger_jobs_leaves_the_old_or_the_new(scene: Scene) -> None:
-    assert harm(scene) == {}
-
-
 def test_saves_are_cut_between_the_parts_of_an_upload() -> None:
-    scene = next(one for one in SMALL if one.shape.large_rank == 0)
+    scene = next(one for one in DEFAULT if one.shape.large_rank == 0)
     verbs = [where.verb for where in cuts(scene, scene.begin())]
     assert verbs.count("part") == 4  # two parts, each cut before and after
     assert {"begin", "complete"} <= set(verbs)

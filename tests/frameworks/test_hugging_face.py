@@ -595,19 +595,19 @@ def test_from_pretrained_loads_an_exported_step(bucket: Bucket, tmp_path: Path) 
         trainer = make_trainer(At(2, stop))
         with_object_store(trainer, bucket.url, storage_options=options).train()
         trained = {key: value.clone() for key, value in trainer.model.state_dict().items()}
-    url, folder = bucket.at("step-2"), tmp_path / "hub"
-    files = dos.load_state_dict(url, "files.0", storage_options=options)["files"]["0"][0]
-    (tmp_path / "config.json").write_bytes(files["config.json"])
+    folder = tmp_path / "hub"
     dos.export_checkpoint(
-        url,
+        bucket.at("step-2"),
         folder,
         "model.*",
         rename=[(r"^model\.", "")],
         max_shard_size_bytes=8000,
-        copied_files=[tmp_path / "config.json"],
         storage_options=options,
     )
     assert len(list(folder.glob("model-*.safetensors"))) > 1
+    # Those that the Trainer has saved, and nothing else of it.
+    small = {path.name for path in folder.iterdir() if path.suffix != ".safetensors"}
+    assert small == {"config.json", "generation_config.json", "model.safetensors.index.json"}
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert isinstance(loaded, GPT2LMHeadModel)
     assert_same(loaded.state_dict(), trained)

@@ -7,6 +7,8 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ import pytest
 import dcp_objstore as dos
 from benchmarks.sink import Sink
 from dcp_objstore.errors import CorruptDataError
-from dcp_objstore.local.copies import LoadCopies
+from dcp_objstore.local.copies import LoadCopies, LocalFirst
 from dcp_objstore.local.settings import Local
 from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.stores import StoreSpec
 from tests.support.campaign import cases
+from tests.support.meeting_number import MeetingNumber
 from tests.support.node_copies import Node, assert_of_step, restart, state_of
 from tests.support.ranks import run_ranks
 from tests.support.wrapped_stores import ChangingStore, RecordingStore, Request, Through
@@ -205,15 +208,32 @@ def test_damage_in_the_copy_and_in_an_answer_of_the_store(
     assert report.local_bytes == report.total_bytes - rest.bytes >= 8 * MIB
 
 
-def test_a_fetch_that_comes_late_counts_no_byte_twice(node: Node) -> None:
-    """A worker that was left to wait fetches its piece after another one has fetched all."""
+@pytest.fixture
+def local_first(node: Node) -> tuple[LocalFirst, str, int]:
+    """A store that reads copies first, and the key and the size of the only object."""
     node.save(1)
     (key,) = (key.removeprefix("step-1/") for key in node.copies)
     spec = StoreSpec(f"{node.run}/step-1")
-    store = LoadCopies(Local(str(node.folder)), spec, Channel("load", spec.url), [key]).before(
-        spec.open()
-    )
-    end = node.copy_of(1).stat().st_size
+    copies = LoadCopies(Local(str(node.folder)), spec, Channel("load", spec.url), [key])
+    return copies.before(spec.open()), key, node.copy_of(1).stat().st_size
+
+
+def test_ranges_of_several_threads_are_all_counted(
+    local_first: tuple[LocalFirst, str, int],
+) -> None:
+    store, key, _ = local_first
+    for counted in (40, 40, 0):  # the second time, what is asked for again; then it is fetched
+        store.local_bytes = MeetingNumber(store.local_bytes)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(partial(store.open_range, key), (0, 20), (20, 40)))
+        assert store.local_bytes == counted
+
+
+def test_a_fetch_that_comes_late_counts_no_byte_twice(
+    local_first: tuple[LocalFirst, str, int],
+) -> None:
+    """A worker that was left to wait fetches its piece after another one has fetched all."""
+    store, key, end = local_first
     store.open_range(key, 0, end).close()
     late = store.open_range(key, 0, end)
     store.open_range(key, 0, end).close()

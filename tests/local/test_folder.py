@@ -7,22 +7,24 @@ import gc
 import os
 import secrets
 import shutil
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import dcp_objstore as dos
+from dcp_objstore.cli.ranks import Job, say
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import ConfigError, PermissionDeniedError
 from dcp_objstore.local import copies, folder as run_folder
 from dcp_objstore.local.folder import LocalError, RunFolder, remove_abandoned, remove_run
 from dcp_objstore.local.settings import Local
 from tests.support.node_copies import Node, open_files, restart
+from tests.support.ranks import start_workers, wait_for
 from tests.support.wrapped_stores import Fault, FaultStore, Through
 
 DAY = 24 * 3600
@@ -220,6 +222,8 @@ def test_two_states_stay_after_any_number_of_saves_and_restarts(node: Node) -> N
     assert node.steps == [10, 11]
     (folder,) = copies._folders.here.opened.values()
     assert folder._written == {path.name for path in node.files}  # no more in a job of weeks
+    folder.remove(folder.spares())
+    assert folder._written == {path.name for path in node.files}
 
 
 def test_a_crash_in_any_save_leaves_the_copies_of_the_newest_step(node: Node) -> None:
@@ -253,7 +257,9 @@ def failing(through: Through) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("where", [".distcp", "index", "_COMMIT"])
-def test_two_states_stay_after_failed_saves(node: Node, through: Through, where: str) -> None:
+def test_two_states_stay_after_failed_saves_one_of_them_the_newest(
+    node: Node, through: Through, where: str
+) -> None:
     fail = failing(through)
     for step in range(1, 4):
         fail("none")
@@ -263,6 +269,7 @@ def test_two_states_stay_after_failed_saves(node: Node, through: Through, where:
             with pytest.raises(dos.errors.DcpObjstoreError):
                 node.save(2 * step + 1)
             assert len(node.files) <= 2
+            assert node.load(2 * step).fetched_bytes == 0  # the newest committed one
         fail("none")
     restart()
     node.save(9)
@@ -327,46 +334,22 @@ def test_two_runs_in_one_folder_have_a_state_each(node: Node) -> None:
 
 # --- other processes
 
-SCRIPT = """
-import sys
-import dcp_objstore as dos
-from tests.support.node_copies import Node
-from pathlib import Path
-node = Node(Path(sys.argv[1]), sys.argv[2], rows=int(sys.argv[3]))
-exec(sys.argv[4])
-"""
+
+def do_and_wait(rank: int, world: int, node: Node, statements: str) -> None:
+    """Another job on the node, which runs a few statements, says "ready" and waits for its end."""
+    exec(statements, {"node": node})
+    ready_for_good()
 
 
-class Process:
-    """Another job on the node, which runs a few statements, prints "ready" and waits for more."""
+def ready_for_good() -> None:
+    say("ready")
+    threading.Event().wait()
 
-    def __init__(self, node: Node, statements: str) -> None:
-        arguments = str(node.folder), node.run, str(node.rows)
-        statements += "\nprint('ready', flush=True); sys.stdin.read()"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *arguments, statements],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
 
-    def wait(self) -> None:
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline().strip() == "ready"
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
+@contextmanager
+def other_job(node: Node, statements: str) -> Iterator[Job]:
+    with start_workers() as crew:
+        yield crew.start(1, do_and_wait, node, statements, grouped=False)
 
 
 @pytest.fixture
@@ -419,15 +402,16 @@ def test_abandoned_folders_are_removed_after_a_day(node: Node) -> None:
 
 
 def test_a_folder_that_a_process_uses_is_never_removed(shared: Node) -> None:
-    with Process(shared, "node.save(1)") as process:
-        process.wait()
+    with other_job(shared, "node.save(1)") as job:
+        wait_for(job, "ready")
         used = run_of(shared)
         make_old(used, 9 * DAY)
         other = Node(shared.folder, f"{shared.run}-other", max_bytes=150 << 10)
         other.save(1)  # there is no room for it
         assert len(other.unused) == 1
         assert shared.steps == [1]
-        process.kill()
+        job.kill()
+        job.end()
         restart()
         gc.collect()
         make_old(used, 60)
@@ -535,8 +519,8 @@ def test_what_a_killed_save_leaves_is_written_over_and_never_read(shared: Node) 
         "RunFolder.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "node.load(1); node.save(2)"
     )
-    with Process(shared, dies) as process:
-        process._process.wait()
+    with other_job(shared, dies) as job:
+        assert job.end()[0].exit_signal == signal.SIGKILL
     (left,) = set(shared.files) - set(shared.copies.values())
     assert left.stat().st_size > 8 << 20
     number = left.stat().st_ino
@@ -553,11 +537,12 @@ def test_two_jobs_of_one_run_do_not_take_what_the_other_writes(shared: Node) -> 
     shared.save(1)
     pauses = (
         "from dcp_objstore.local.folder import RunFolder\n"
-        "RunFolder.finish = lambda *_: (print('ready', flush=True), sys.stdin.read())\n"
+        "from tests.local.test_folder import ready_for_good\n"
+        "RunFolder.finish = lambda *_: ready_for_good()\n"
         "node.save(2)"
     )
-    with Process(shared, pauses) as process:
-        process.wait()
+    with other_job(shared, pauses) as job:
+        wait_for(job, "ready")
         (being_written,) = set(shared.files) - set(shared.copies.values())
         content = being_written.read_bytes()
         restart()

@@ -47,7 +47,7 @@ _jobs = st.lists(st.lists(_row(), max_size=12).map(_needs), min_size=1, max_size
 
 
 @given(_jobs, st.integers(1, 400), st.integers(1, 1000), st.sampled_from([0, 64, 1000]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_shared_blocks_are_fetched_once_and_reach_every_rank_that_needs_them(
     needs: list[Needs], request_size_bytes: int, round_size_bytes: int, gap_bytes: int
 ) -> None:
@@ -138,7 +138,7 @@ _holdings = st.tuples(
 
 
 @given(_jobs, _holdings, st.integers(1, 400), st.integers(1, 1000))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_a_node_has_is_read_there_once_for_its_ranks_and_once_for_all_others(
     needs: list[Needs],
     holdings: tuple[list[bytes | None], dict[bytes, frozenset[int]]],
@@ -184,7 +184,7 @@ def test_what_a_node_has_is_read_there_once_for_its_ranks_and_once_for_all_other
 
 
 @given(_jobs)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_without_copies_the_plan_is_as_if_there_were_no_nodes(needs: list[Needs]) -> None:
     sizes = {"request_size_bytes": 200, "round_size_bytes": 400}
     plans = plan_exchange(needs, **sizes)
@@ -193,7 +193,7 @@ def test_without_copies_the_plan_is_as_if_there_were_no_nodes(needs: list[Needs]
 
 
 @given(_jobs, st.integers(64, 1000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_round_has_no_more_bytes_than_its_bound(needs: list[Needs], bound: int) -> None:
     plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=bound)
     for number in range(len(plans[0].rounds)):

@@ -47,6 +47,7 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.transfer.progress import Progress
 from tests.support.checkpoints import cause, memory_url
+from tests.support.meeting_number import MeetingNumber
 from tests.support.states import same_bits, seeded
 from tests.support.wrapped_stores import Request, WatchedStore
 
@@ -389,20 +390,27 @@ def test_a_value_is_whole_whose_first_blocks_arrive_at_once(
 
 
 def test_a_value_is_complete_whose_last_blocks_arrive_at_once() -> None:
-    meeting = threading.Barrier(2)
-
-    class Met(int):
-        def __sub__(self, size_bytes: int) -> int:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                meeting.wait(0.2)  # for another thread that counts from the same number
-            return int(self) - size_bytes
-
     arrived: list[ItemRead] = []
     read = gathered(8, arrived.append)
-    read._missing_bytes = Met(8)
+    read._missing_bytes = MeetingNumber(8)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(read.accept, (0, 4), (b"aaaa", b"bbbb")))
     assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
+
+
+def test_values_that_are_complete_at_once_all_count_in_the_queue() -> None:
+    queue = CompletionQueue(15)
+    reads = [gathered(8, queue.add) for _ in range(3)]
+    queue._waiting_bytes = MeetingNumber(0)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda read: read.accept(0, bytes(8)), reads[:2]))
+    assert queue.is_full
+    queue._waiting_bytes = MeetingNumber(16)
+    with ThreadPoolExecutor(2) as pool:  # one is complete as others are taken
+        pool.submit(queue.drain, lambda _: None)
+        pool.submit(reads[2].accept, 0, bytes(8))
+    queue.drain(lambda _: None)
+    assert queue._waiting_bytes == 0
 
 
 def test_a_queue_of_values_is_full_above_its_limit() -> None:

@@ -309,13 +309,13 @@ def test_of_a_checkpoint_whose_index_goes_meanwhile_nothing_is_called_left_over(
     url = memory_url()
     for _ in range(2):
         dos.save({"w": torch.ones(5)}, url, overwrite=True)
-    read_index = listing.read_index
+    named_keys = listing.named_keys
 
-    def remove_then_read(store: Any, marker: Any) -> bytes:
+    def remove_then_read(store: Any, marker: Any) -> list[str]:
         dos.delete(url, allow_newest=True, remove_objects=True)
-        return read_index(store, marker)
+        return named_keys(store, marker)
 
-    monkeypatch.setattr(listing, "read_index", remove_then_read)
+    monkeypatch.setattr(listing, "named_keys", remove_then_read)
     (found,) = dos.list_checkpoints(url, everything=True).checkpoints
     assert found.leftovers == dos.reports.Leftovers()
 
@@ -326,14 +326,14 @@ def test_a_commit_that_replaces_another_meanwhile_is_not_called_left_over(
 ) -> None:
     for _ in range(2):
         save(bucket, 1, overwrite=True)
-    read = listing.read_index
+    read = listing.named_keys
 
-    def read_then_replace(store: Any, marker: Any) -> bytes:
+    def read_then_replace(store: Any, marker: Any) -> list[str]:
         found = read(store, marker)
         save(bucket, 1, overwrite=True)
         return found
 
-    monkeypatch.setattr(listing, "read_index", read_then_replace)
+    monkeypatch.setattr(listing, "named_keys", read_then_replace)
     left = listed(bucket, everything=True)["step-1"].leftovers
     assert left is not None
     assert left.objects == 2  # of the first save alone

@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,6 +213,15 @@ def test_of_checkpoints_of_one_second_by_the_stores_clock_the_host_tells_the_new
     with pytest.raises(dos.errors.InputError, match="newest"):
         dos.delete(f"{run}/a")
     dos.delete(f"{run}/z")
+    really_then = commits.datetime
+    monkeypatch.setattr(commits, "datetime", SimpleNamespace(now=lambda _: then))
+    for name in ("y", "b"):  # nor does the host
+        dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
+    monkeypatch.setattr(commits, "datetime", really_then)
+    dos.delete(f"{run}/a", allow_newest=True)
+    for name in ("y", "b"):
+        with pytest.raises(dos.errors.InputError, match="newest"):
+            dos.delete(f"{run}/{name}")
 
 
 def test_a_step_whose_marker_is_damaged_is_not_the_newer_one(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent
 from dcp_objstore.stores.s3.upload import MultipartUpload
 from tests.contract import PART, BucketContract, StoreContract
 from tests.support.proxy import Asked, Cut, NetworkProxy
-from tests.support.ranks import run_ranks, start_workers
+from tests.support.ranks import run_alone, run_ranks
 from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, SideDoor
 from tests.support.states import fill, tensor_state, wrong_keys
@@ -379,7 +379,7 @@ def exits_by_itself() -> Iterator[None]:
         os._exit(1)
 
 
-def fork_and_check(rank: int, world_size: int, url: str, options: Mapping[str, object]) -> None:
+def fork_and_check(url: str, options: Mapping[str, object]) -> None:
     save_and_load_in_a_child(url, {**options, **BOTO3}, "/step-2", b"child")
     # The child has a copy of a bucket that is mocked, which the parent does not see.
     with mock_aws():
@@ -390,10 +390,7 @@ def fork_and_check(rank: int, world_size: int, url: str, options: Mapping[str, o
 @pytest.mark.backends("seaweed")
 def test_a_forked_child_saves_and_loads(bucket: Bucket) -> None:
     """From a server, and under `mock_aws`; in a process of its own, as `test_spec` forks."""
-    with start_workers() as crew:
-        job = crew.start(1, fork_and_check, bucket.url, bucket.storage_options, grouped=False)
-        (ended,) = job.end()
-    assert not ended.failed, str(ended)
+    run_alone(fork_and_check, bucket.url, bucket.storage_options)
 
 
 # --- which transport

@@ -34,6 +34,7 @@ from dcp_objstore.stores.obstore.tls import TlsSocket
 from dcp_objstore.stores.ranges import Answer, Range, RangeSource, read_range
 from tests.support import tampering
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite, Identity
+from tests.support.meeting_number import MeetingNumber
 from tests.support.servers import BUCKET, Bucket
 from tests.support.tampering import TamperingProxy
 from tests.support.tls import Certificate, make_certificate, speak_tls
@@ -404,6 +405,28 @@ def test_a_lane_is_left_alone_only_after_failures_in_a_row(
         assert (read(lane) is not None) is (how == "right")
     server.how = "right"
     assert read(lane) is not None
+
+
+def test_failures_of_two_threads_at_once_are_two(lane: DirectLane) -> None:
+    lane._failures = MeetingNumber(0)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lane.failed, ("one", "another")))
+    assert lane._failures == 2
+
+
+def test_a_connection_over_which_nothing_could_be_sent_is_closed(
+    lane: DirectLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Any] = []
+
+    def send(connection: Any, *_: object) -> None:
+        used.append(connection)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(direct, "_send", send)
+    with pytest.raises(LaneError):
+        lane.ask("key", 0, 400_000)
+    assert [connection.sock for connection in used] == [None]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What a store may guarantee, and a table of who keeps it, made from the outcomes of the tests.
 
-`pytest -n 0 tests/stores --guarantees-table docs/stores.md` writes the rows of the
-endpoints that ran between the two marks in that file and leaves the other rows. This is a pytest
-plugin.
+`pytest -n 0 tests/stores --guarantees-table docs/stores.md` writes the rows of the endpoints that
+ran (others run with `-m campaign`) between the two marks in that file and leaves the other rows.
+This is a pytest plugin.
 """
 
 from __future__ import annotations

@@ -81,6 +81,15 @@ def try_ranks(
     return job.end()
 
 
+def run_alone(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call `fn(*args)` in a new process that has imported torch; for one that forks or ends."""
+    with start_workers() as crew:
+        (outcome,) = crew.start(1, _call_alone, fn, args, grouped=False).end()
+    if outcome.failed:
+        raise RanksFailedError([outcome])
+    return outcome.value
+
+
 def start_workers(*, reuse: bool = True) -> Ranks:
     """Workers apart from those of `run_ranks`; use them in a `with` block."""
     return Ranks(preload=PRELOAD, reuse=reuse, store_port=_store().port)
@@ -138,6 +147,10 @@ def _call(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, .
         return fn(rank, world_size, *args)
     finally:
         _end_checkpoint_child()
+
+
+def _call_alone(_rank: int, _world: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return fn(*args)
 
 
 def _end_checkpoint_child() -> None:

@@ -63,7 +63,7 @@ def shapes_and_indices(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Any, ...
     return shape, index
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=150)
 @given(shapes_and_indices())
 def test_an_index_selects_what_it_selects_of_a_tensor(
     drawn: tuple[tuple[int, ...], tuple[Any, ...]],
@@ -94,7 +94,7 @@ def test_arrays_and_steps_are_no_part() -> None:
 Chunks = list[tuple[tuple[int, int], tuple[int, int]]]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_a_box_that_the_chunks_do_not_fill_is_refused(data: st.DataObject) -> None:
     def box(what: str) -> tuple[tuple[int, int], tuple[int, int]]:

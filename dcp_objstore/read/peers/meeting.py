@@ -180,7 +180,7 @@ def _worthwhile(plans: Sequence[ExchangePlan], needs: Sequence[Needs]) -> bool:
 
 
 def open_once(
-    open_it: Callable[[], StoredCheckpoint], group: dist.ProcessGroup, url: str
+    open_it: Callable[[], StoredCheckpoint], group: dist.ProcessGroup | None, url: str
 ) -> StoredCheckpoint:
     """Open the checkpoint on the group's first rank, and return it on all ranks. A collective.
 

@@ -7,10 +7,8 @@ overwritten, however their save may have ended.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import mmap
 import queue
 import threading
 import weakref
@@ -23,7 +21,8 @@ import numpy as np
 import torch
 
 from dcp_objstore.state.device import warn_of_pageable_memory
-from dcp_objstore.state.memory import byte_memory, lend
+from dcp_objstore.state.memory import lend
+from dcp_objstore.transfer.pages import new_memory
 
 if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
@@ -121,29 +120,13 @@ class StagingMemory:
         self._idle = kept
 
     def _allocate(self, size_bytes: int, *, pinned: bool) -> _Slab:
-        array = _new_memory(size_bytes)
+        array = np.frombuffer(new_memory(size_bytes), dtype=np.uint8)
         memory = torch.from_numpy(array)
         self.allocations += 1
         self.allocated_bytes += size_bytes
         if pinned:
             _pin(memory)
         return _Slab(memory, array, pinned)
-
-
-def _new_memory(size_bytes: int) -> ByteArray:
-    """Allocate memory that starts at a page, in huge pages if the system gives them.
-
-    (Linux: madvise(2).) With huge pages the first copy takes a third of the time, because most of
-    that time goes into making pages.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        array = byte_memory(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
-        assert array is not None
-        return array
-    mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapped, dtype=np.uint8)
 
 
 def _pin(memory: torch.Tensor) -> None:

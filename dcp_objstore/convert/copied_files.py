@@ -1,0 +1,146 @@
+"""The small files beside exported weights: configurations, a tokenizer, a chat template.
+
+They come from disk, from a store, or from the checkpoint itself, if a Trainer of Hugging Face saved
+it (`integrations.hf`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dcp_objstore.convert.files import PlannedFile
+from dcp_objstore.convert.names import folder_and_name
+from dcp_objstore.errors import InputError, ObjectNotFoundError, UntrustedPickleError
+from dcp_objstore.inspect.slabs import ahead
+from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.stores.wrappers import PinnedStore
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from dcp_objstore.transfer.interruptible import InterruptibleStore
+
+if TYPE_CHECKING:
+    from dcp_objstore.convert.files import TensorBytes
+    from dcp_objstore.inspect.checkpoint import Checkpoint
+    from dcp_objstore.stores import ObjectStore, StoreSpec
+    from dcp_objstore.stores.protocol import ObjectMeta
+    from dcp_objstore.transfer.upload import ByteArray
+
+# What no folder, pattern or checkpoint of a Trainer brings: weights in any format, the rest of a
+# training's state, and hidden files.
+_WEIGHTS = (
+    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"),
+    *(".onnx", ".pkl"),
+)
+_TRAINER_STATE = "trainer_state.json"
+# The value with the files that the first rank of a Trainer has written, and a file that is there if
+# the model is one of transformers.
+_TRAINER_KEY = "files.0"
+_CONFIG = "config.json"
+# Memory for these many blocks is in use while an object is copied.
+_BLOCKS_AT_ONCE = 8
+
+
+def named_files(
+    paths: Iterable[str | os.PathLike[str]], spec_of: Callable[[str], StoreSpec]
+) -> list[PlannedFile]:
+    """Return the files that paths and URLs name: of a file, a folder, or a shell pattern.
+
+    Args:
+        paths: the paths and URLs. The last segment of one may be a pattern.
+        spec_of: returns how to open the store at a URL.
+
+    Raises:
+        InputError: there is nothing to copy under one of the names.
+    """
+    files: list[PlannedFile] = []
+    for path in paths:
+        url = folder_and_name(path, ())[0].rstrip("/")
+        named = _object(url, spec_of) or _in_folder(url, spec_of) or _matching(url, spec_of)
+        if not named:
+            raise InputError(
+                "nothing to copy: no file is there, no folder or pattern that has a file directly"
+                " below it that is neither hidden nor weights (name such a file itself)",
+                url=url,
+            )
+        files += named
+    return files
+
+
+def _object(url: str, spec_of: Callable[[str], StoreSpec]) -> list[PlannedFile]:
+    folder, _, name = url.rpartition("/")
+    if folder.endswith("/"):  # a bucket
+        return []
+    store = InterruptibleStore(spec_of(folder).open())
+    try:
+        return [_copy_of(store, store.head(name))]
+    except ObjectNotFoundError:
+        return []
+
+
+def _in_folder(
+    url: str, spec_of: Callable[[str], StoreSpec], pattern: str = "*"
+) -> list[PlannedFile]:
+    """Return copies of what lies directly below a URL, without weights."""
+    spec = spec_of(url)
+    store = InterruptibleStore(spec.open())
+    if spec.parsed.scheme == "file":  # `list` would go through all folders below
+        folder = Path(spec.url.removeprefix("file://"))
+        entries = sorted(folder.iterdir()) if folder.is_dir() else []
+        keys: Iterable[str] = (entry.name for entry in entries if entry.is_file())
+    else:
+        keys = (meta.key for meta in store.list())
+    names = [key for key in keys if _is_wanted(key) and fnmatchcase(key, pattern)]
+    return [_copy_of(store, store.head(name)) for name in names]
+
+
+def _matching(url: str, spec_of: Callable[[str], StoreSpec]) -> list[PlannedFile]:
+    folder, _, pattern = url.rpartition("/")
+    return [] if folder.endswith("/") else _in_folder(folder, spec_of, pattern)
+
+
+def _is_wanted(name: str) -> bool:
+    is_small = not name.endswith(_WEIGHTS) and name != _TRAINER_STATE
+    return is_small and "/" not in name and not name.startswith(".")
+
+
+def _copy_of(store: ObjectStore, meta: ObjectMeta) -> PlannedFile:
+    """Return a file with the bytes of an object, which it reads while it is written."""
+
+    def buffers(_: TensorBytes) -> Iterator[ByteArray]:
+        pinned = PinnedStore(store, {meta.key: meta.version})
+        starts = range(0, meta.size_bytes, BLOCK_SIZE_BYTES)
+        ends = [*starts[1:], meta.size_bytes]
+        read = partial(_read, pinned, meta.key)
+        with closing(ahead(zip(starts, ends, strict=False), read, _BLOCKS_AT_ONCE)) as blocks:
+            yield from blocks
+
+    return PlannedFile(meta.key, meta.size_bytes, buffers)
+
+
+def _read(store: ObjectStore, key: str, span: tuple[int, int]) -> ByteArray:
+    return np.frombuffer(read_range(store, key, *span), np.uint8)
+
+
+def trainer_files(checkpoint: Checkpoint) -> list[PlannedFile]:
+    """Return the small files of the model in a checkpoint that a Trainer saved; none in another."""
+    if _TRAINER_KEY not in checkpoint:
+        return []
+    try:
+        value: Any = checkpoint[_TRAINER_KEY].read()
+    except UntrustedPickleError:  # it is no Trainer's
+        return []
+    files = value[0] if isinstance(value, tuple) and len(value) == 1 else None
+    if not isinstance(files, Mapping) or _CONFIG not in files:
+        return []
+    return [
+        PlannedFile.of(name, body)
+        for name, body in files.items()
+        if isinstance(name, str) and isinstance(body, bytes) and _is_wanted(name)
+    ]

@@ -1,0 +1,148 @@
+"""The files of an export: which tensors each holds, how its bytes come about, which rank writes it.
+
+This stands alone so that what a format needs can be added without the code that writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from dcp_objstore.compat import safetensors
+from dcp_objstore.convert.torch_file import plan_file
+
+if TYPE_CHECKING:
+    from dcp_objstore.convert.sources import TensorInfo
+    from dcp_objstore.transfer.upload import ByteArray
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Shards are not cut smaller than this for the sake of more ranks.
+_LEAST_SHARD_BYTES = 250_000_000
+
+# What yields the memory of the tensor with a key, in the dtype in which it is written.
+TensorBytes: TypeAlias = Callable[[str], Iterator["ByteArray"]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file to be written.
+
+    Attributes:
+        name: its name in the folder.
+        size_bytes: about how large it gets.
+        buffers: yields its bytes; is called with what yields those of one tensor.
+        keys: keys of the tensors in it, in their order.
+    """
+
+    name: str
+    size_bytes: int
+    buffers: Callable[[TensorBytes], Iterator[ByteArray]]
+    keys: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, name: str, body: bytes) -> PlannedFile:
+        """Return a small file with these bytes."""
+        return cls(name, len(body), lambda _: iter([np.frombuffer(body, np.uint8)]))
+
+
+def tensor_bytes(info: TensorInfo) -> int:
+    """Return the size of a tensor."""
+    return math.prod(info.shape) * info.dtype.itemsize
+
+
+def torch_file(
+    name: str,
+    tensors: Mapping[str, TensorInfo],
+    nest: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> PlannedFile:
+    """Return a file of `torch.save`; `nest` returns the object to save, given the tensors."""
+    planned = plan_file(tensors, nest)
+    size_bytes = sum(map(tensor_bytes, tensors.values()))
+    return PlannedFile(name, size_bytes, planned.buffers, planned.keys)
+
+
+def safetensors_file(
+    name: str, keys: Sequence[str], tensors: Mapping[str, TensorInfo], names: Mapping[str, str]
+) -> PlannedFile:
+    """Return a file of safetensors with these keys, each under its name in `names`."""
+    # As the library orders them: the widest elements first, so that all are aligned.
+    keys = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, names[key]))
+    for key in keys:
+        safetensors.check(key, names[key], tensors[key].dtype)
+    header = safetensors.header_bytes(
+        (names[key], tensors[key].dtype, tensors[key].shape) for key in keys
+    )
+
+    def buffers(tensor: TensorBytes) -> Iterator[ByteArray]:
+        yield np.frombuffer(header, np.uint8)
+        for key in keys:
+            yield from tensor(key)
+
+    size_bytes = len(header) + sum(tensor_bytes(tensors[key]) for key in keys)
+    return PlannedFile(name, size_bytes, buffers, keys)
+
+
+def shards(
+    tensors: Mapping[str, TensorInfo], names: Mapping[str, str], most_bytes: int, ranks: int = 1
+) -> tuple[list[PlannedFile], PlannedFile | None]:
+    """Return the shards of safetensors that a folder gets, and the index if there are several.
+
+    Args:
+        tensors: the tensors by key.
+        names: the name of each tensor in the files.
+        most_bytes: size at which another shard begins.
+        ranks: the number of ranks that write. For several, shards are made equal, and as many as
+            each rank can have the same number of, but for that none is cut below 250 MB.
+    """
+    groups = _groups(tensors, most_bytes)
+    if ranks > 1:
+        total = sum(map(tensor_bytes, tensors.values()))
+        for_all = ranks * -(-len(groups) // ranks)
+        count = max(len(groups), min(for_all, total // _LEAST_SHARD_BYTES))
+        sizes = range(min(most_bytes, total))
+        fits = bisect_left(sizes, True, key=lambda size: len(_groups(tensors, size)) <= count)
+        groups = _groups(tensors, fits)
+    count = len(groups)
+    if count == 1:
+        return [safetensors_file(ONE_FILE, groups[0], tensors, names)], None
+    files = [
+        safetensors_file(f"model-{n:05d}-of-{count:05d}.safetensors", keys, tensors, names)
+        for n, keys in enumerate(groups, 1)
+    ]
+    index = {
+        "metadata": {"total_size": sum(map(tensor_bytes, tensors.values()))},
+        "weight_map": {names[key]: file.name for file in files for key in file.keys},
+    }
+    return files, PlannedFile.of(INDEX, json.dumps(index, indent=2).encode())
+
+
+def _groups(tensors: Mapping[str, TensorInfo], most_bytes: int) -> list[list[str]]:
+    """Return the keys of each shard: another one begins at the size `most_bytes`."""
+    groups: list[list[str]] = [[]]
+    filled_bytes = 0
+    for key, info in tensors.items():
+        size_bytes = tensor_bytes(info)
+        filled_bytes += size_bytes
+        if groups[-1] and filled_bytes > most_bytes:
+            groups.append([])
+            filled_bytes = size_bytes
+        groups[-1].append(key)
+    return groups
+
+
+def share_out(files: Sequence[PlannedFile], ranks: int) -> list[list[PlannedFile]]:
+    """Return which files each rank writes: the largest first, to the rank that has least."""
+    shares: list[list[PlannedFile]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for file in sorted(files, key=lambda file: -file.size_bytes):
+        rank = loads.index(min(loads))
+        shares[rank].append(file)
+        loads[rank] += file.size_bytes
+    return shares

@@ -1,0 +1,319 @@
+"""`follow`: yield the steps of a run as they are committed, for a job that evaluates them.
+
+It needs no process group and no torch. Rule C3 of `checkpoint.claim` says which steps count.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import TYPE_CHECKING, TypeAlias
+
+from dcp_objstore import errors
+from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Objects, base_of, read_entry
+from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
+from dcp_objstore.checkpoint.pins import check_name
+from dcp_objstore.run import upkeep
+from dcp_objstore.run.listing import ListedCheckpoint, as_listed
+from dcp_objstore.run.steps import catalogue, check_step, step_name
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.waiting import wait_until
+
+if TYPE_CHECKING:
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores import ObjectStore
+
+logger = logging.getLogger("dcp_objstore")
+
+_Order: TypeAlias = list[tuple[int, int, str]]  # what `natural_order` returns
+_LEAST_SECONDS = {"timeout_seconds": 0.0, "poll_seconds": 0.001}
+
+
+def follow(
+    url: str,
+    *,
+    after: int | str | None = None,
+    until: int | str | None = None,
+    skip_to_newest: bool = False,
+    timeout_seconds: float | None = None,
+    poll_seconds: float = 30.0,
+    pin: str | None = None,
+    on_dropped: Callable[[ListedCheckpoint], object] | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+) -> Generator[ListedCheckpoint, None, None]:
+    """Yield the committed steps of a run that count, and wait for the next ones. One process.
+
+        for step in dos.follow("s3://bucket/run", pin="evaluator", until=2000):
+            weights = dos.load_state_dict(step.url, "model.*")
+
+    Steps come in the order of `steps`. Each commit comes once; a step that is saved again, after
+    the job went back or with `overwrite`, is a new commit and comes again. A step that is deleted
+    before its turn does not come, and one that does not count never does.
+
+    It ends when the run is finished (`CheckpointManager.finish`), at `until`, or after
+    `timeout_seconds`. Leaving the loop ends it, too. It begins with a run that does not exist yet.
+
+    A step may be deleted while it is read, if it is not pinned: then the load raises
+    CheckpointGoneError, or CheckpointNotFoundError if it had not begun, and both say which step is
+    next. To go on is to `continue`.
+
+    The run is listed when the loop asks for a step and the listing is older than `poll_seconds`.
+    That takes two requests for the run's `_CLAIM`, one listing (a page for each 1,000 objects), and
+    one request for each marker that is new or was written again. If the store does not answer, a
+    warning is logged and the next poll tries again; the first poll raises the error.
+
+    Args:
+        url: URL of the run; its steps are the checkpoints directly below.
+        after: the number of a step, or its name if it is not `step-N`. Neither this step nor any
+            before it comes, not even if it is saved again. Default: all come.
+        until: number or name of the last step that may come. The iteration ends when that step or
+            a later one counts. Default: there is no last one.
+        skip_to_newest: of several steps that are new, yield only the newest; the others never
+            come.
+        timeout_seconds: end if the loop has waited so long for a step; the time in its body does
+            not count. 0: yield what is there. Default: no limit.
+        poll_seconds: the least time from the end of one poll to the beginning of the next.
+        pin: name of a pin that each step has while the body of the loop uses it, so that no
+            deletion takes it. If the program is killed, the pin stays until a follower with this
+            name begins, which removes it. So each follower needs a name of its own. A pinned step
+            cannot be saved again: a job that goes back past it gets CheckpointExistsError there.
+            Default None: nothing is written.
+        on_dropped: called with each step that was yielded and no longer counts, because the job
+            went back or the step was saved again; its state is then `superseded`. A step that was
+            deleted is not one. Called when the loop asks for the next step. Default: log a warning.
+        storage_options: credentials and endpoint, as for `save`.
+        config: time-outs and retries.
+
+    Raises:
+        ConfigError: an argument is wrong.
+        PermissionDeniedError: these credentials may not read or list the run, or with `pin`, not
+            write.
+        CheckpointCorruptError: the run's `_CLAIM` is damaged.
+        UnsupportedError: a newer version wrote the run; with `pin`, the store has no conditional
+            writes.
+        RetryableError: the store does not answer: at the first poll, or still after
+            `timeout_seconds`.
+        DcpObjstoreError: the store refused or failed.
+    """
+    follower = _Follower(
+        run=StoreSpec(url, storage_options, config),
+        after=_order(after),
+        until=_order(until),
+        skip_to_newest=skip_to_newest,
+        timeout_seconds=math.inf if timeout_seconds is None else timeout_seconds,
+        poll_seconds=poll_seconds,
+        pin=pin,
+        on_dropped=on_dropped or _log_dropped,
+    )
+    return follower.steps()
+
+
+def _order(bound: int | str | None) -> _Order | None:
+    """Return the sort key of a bound, by which names are compared."""
+    if bound is None or isinstance(bound, str):
+        return None if bound is None else natural_order(bound)
+    check_step(bound)
+    return natural_order(step_name(bound))
+
+
+def _log_dropped(step: ListedCheckpoint) -> None:
+    logger.warning(
+        "%s was yielded and no longer counts: its job went back, or the step was saved again",
+        step.url,
+    )
+
+
+def _sleep(seconds: float) -> None:
+    wait_until(threading.Event(), seconds)
+
+
+@dataclass(kw_only=True)
+class _Follower:
+    """A job that follows a run. The settings are those of `follow`.
+
+    Attributes:
+        poll_at: no poll begins earlier, by `monotonic`.
+        listed: the latest listing; None before the first one.
+        markers: the markers that were read, by the names of their steps.
+        seen: the ids of the commits that have come, or never will.
+        yielded: the steps that have come and count, by commit_id.
+    """
+
+    run: StoreSpec
+    after: _Order | None
+    until: _Order | None
+    skip_to_newest: bool
+    timeout_seconds: float
+    poll_seconds: float
+    pin: str | None
+    on_dropped: Callable[[ListedCheckpoint], object]
+    poll_at: float = -math.inf
+    listed: Catalogue | None = None
+    markers: dict[str, Entry] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    yielded: dict[str, ListedCheckpoint] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.pin is not None:
+            check_name(self.pin)
+        for name, least in _LEAST_SECONDS.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+                raise errors.ConfigError(f"{name} must be a number from {least:g}, got {value!r}")
+
+    def steps(self) -> Generator[ListedCheckpoint, None, None]:
+        """Yield the steps, each pinned until the next one is asked for."""
+        while (step := self._next()) is not None:
+            try:
+                yield step
+            finally:
+                if self.pin is not None:
+                    self._unpin(step.url)
+
+    def _next(self) -> ListedCheckpoint | None:
+        """Wait for the next step and return it; None at the end."""
+        give_up_at = monotonic() + self.timeout_seconds
+        failure = None
+        while True:
+            try:
+                if monotonic() >= self.poll_at:
+                    self._poll()
+                    failure = None
+                step = self._take()
+                if step is not None or self._is_over():
+                    return step
+            except errors.RetryableError as error:
+                if self.listed is None:
+                    raise
+                logger.warning("%s: the next poll tries again: %s", self.run.url, error)
+                failure = error
+            now = monotonic()
+            if now >= give_up_at:
+                if failure is not None:
+                    raise failure
+                logger.info("%s: no new step in %g s", self.run.url, self.timeout_seconds)
+                return None
+            _sleep(min(self.poll_at, give_up_at) - now)
+
+    def _poll(self) -> None:
+        """List the run."""
+        is_first = self.listed is None
+        try:
+            self.listed = catalogue(self.run, read=self._read)
+        finally:
+            self.poll_at = monotonic() + self.poll_seconds
+        for name in self.markers.keys() - self.listed.places.keys():
+            del self.markers[name]
+        self._report_dropped(self.listed)
+        if is_first and self.pin is not None:
+            self._unpin_stale(self.pin)
+
+    def _read(self, name: str, store: ObjectStore, objects: Objects) -> Entry:
+        """Read a marker, unless the listing shows that it was not written since it was read."""
+        known = self.markers.get(name)
+        if known is None or known.objects[MARKER_KEY] != objects[MARKER_KEY]:
+            known = self.markers[name] = read_entry(name, store, objects)
+        return known
+
+    def _report_dropped(self, listed: Catalogue) -> None:
+        """Report the steps that have come and no longer count, unless they were deleted."""
+        counting = {step.marker.commit_id for step in listed.steps}
+        for commit_id in [one for one in self.yielded if one not in counting]:
+            step = self.yielded.pop(commit_id)
+            now = self.markers.get(step.name)
+            if now is None or now.stored is None or not now.marker.is_committed:
+                continue
+            # The markers of deleted steps are not read once their objects are gone.
+            if now.objects[MARKER_KEY] == listed.places[step.name].get(MARKER_KEY):
+                self.on_dropped(replace(step, state="superseded"))
+
+    # --- the next step
+
+    def _wanted(self) -> list[Entry]:
+        """Return the steps of the latest listing that have yet to come."""
+        assert self.listed is not None
+        return [
+            step
+            for step in self.listed.steps
+            if step.marker.commit_id not in self.seen and self._is_within(natural_order(step.name))
+        ]
+
+    def _is_within(self, order: _Order) -> bool:
+        return (self.after is None or order > self.after) and (
+            self.until is None or order <= self.until
+        )
+
+    def _chosen(self, wanted: list[Entry]) -> Entry:
+        return wanted[-1 if self.skip_to_newest else 0]
+
+    def _take(self) -> ListedCheckpoint | None:
+        """Return the next step of the latest listing, pinned; None if there is none."""
+        while wanted := self._wanted():
+            step = self._chosen(wanted)
+            is_there = self.pin is None or self._pin(step.store.url, self.pin)
+            passed = wanted if is_there and self.skip_to_newest else [step]
+            self.seen |= {one.marker.commit_id for one in passed}
+            if is_there:
+                assert self.listed is not None
+                listed = as_listed(step, base_of(self.listed.claim))
+                self.yielded[step.marker.commit_id] = listed
+                return listed
+        return None
+
+    def _is_over(self) -> bool:
+        """Return whether no more steps come, by the latest listing."""
+        assert self.listed is not None
+        claim, until = self.listed.claim, self.until
+        if claim is not None and claim.finished:
+            return True
+        return until is not None and any(
+            natural_order(step.name) >= until for step in self.listed.steps
+        )
+
+    # --- pins
+
+    def _pin(self, url: str, name: str) -> bool:
+        """Pin a step; return False if it was deleted meanwhile."""
+        try:
+            upkeep.pin(url, name, storage_options=self.run.storage_options, config=self.run.config)
+        except errors.CheckpointNotFoundError:
+            return False
+        except errors.PermissionDeniedError as error:
+            error.message += (
+                "; a pin is written into the step's marker, so to follow with a pin takes the right"
+                " to write there (s3:PutObject); without one nothing is written"
+            )
+            raise
+        return True
+
+    def _unpin(self, url: str) -> None:
+        """Remove the pin of a step; an error is logged."""
+        assert self.pin is not None
+        try:
+            upkeep.unpin(
+                url, self.pin, storage_options=self.run.storage_options, config=self.run.config
+            )
+        except errors.CheckpointNotFoundError:
+            pass  # and with it the pin
+        except errors.DcpObjstoreError as error:
+            logger.warning(
+                "%s is still pinned as %r, until the next follower with this name begins: %s",
+                url,
+                self.pin,
+                error,
+            )
+
+    def _unpin_stale(self, name: str) -> None:
+        """Remove the pins that a follower with this name left when it was killed."""
+        wanted = self._wanted()
+        for step in self.markers.values():
+            if step.stored is None or name not in step.marker.pins:
+                continue
+            if not wanted or step is not self._chosen(wanted):
+                self._unpin(step.store.url)

@@ -1,0 +1,148 @@
+"""Files beside exported weights: from disk, from a store, and from a Trainer's checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.config import MIB
+from dcp_objstore.errors import InputError, PreconditionFailedError
+from tests.support.command_line import run_here
+from tests.support.servers import Bucket
+
+# What a folder of a model on the hub may hold besides weights.
+SMALL = {
+    "config.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "tokenizer.model": bytes(range(256)),
+    "vocab.txt": b"",
+}
+LEFT_OUT = (
+    *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "tf_model.h5"),
+    *(".gitattributes", "optimizer.pt", "trainer_state.json", "original/params.json"),
+)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    place = (tmp_path / "run" / "step-7").as_uri()
+    dos.save({"w": torch.ones(3)}, place, progress=False)
+    return place
+
+
+def exported(url: str, out: Path, *copied: str | os.PathLike[str], **settings: Any) -> set[str]:
+    dos.export_checkpoint(url, out, "w", copied_files=copied, progress=False, **settings)
+    found = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert {name: found[name] for name in SMALL if name in found} == {
+        name: SMALL[name] for name in SMALL if name in found
+    }
+    return set(found) - {"model.safetensors"}
+
+
+def test_files_come_from_a_path_a_folder_or_a_pattern(url: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    for name in (*SMALL, *LEFT_OUT):
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_bytes(SMALL.get(name, b"no"))
+    # As in the cache of the hub's library.
+    (tmp_path / "blob").write_bytes(b"{}")
+    (base / "config.json").unlink()
+    (base / "config.json").symlink_to(tmp_path / "blob")
+    (base / "odd[1].txt").write_bytes(b"x")
+    assert exported(url, tmp_path / "1", base) == {*SMALL, "odd[1].txt"}
+    assert exported(url, tmp_path / "2", f"{base}/*.json", f"{base}/voc*") == {
+        "config.json",
+        "vocab.txt",
+    }
+    # A file that is named is copied, whatever it is.
+    assert exported(url, tmp_path / "3", base / "pytorch_model.bin", base / "odd[1].txt") == {
+        "pytorch_model.bin",
+        "odd[1].txt",
+    }
+    for nothing in (base / "none.json", base / "*.bin", tmp_path / "empty", base / "*.none"):
+        with pytest.raises(InputError, match="nothing to copy"):
+            exported(url, tmp_path / "4", nothing)
+    with pytest.raises(InputError, match=r"two files would be called config\.json"):
+        exported(url, tmp_path / "4", base, base / "config.json")
+    assert not (tmp_path / "4").exists()
+
+
+def test_files_come_from_a_bucket_large_ones_in_pieces(
+    url: str, bucket: Bucket, tmp_path: Path
+) -> None:
+    for name in (*SMALL, *LEFT_OUT):
+        bucket.put(f"base/{name}", SMALL.get(name, b"no"))
+    options = {"out_storage_options": bucket.storage_options}
+    large = os.urandom(9 * MIB + 1)
+    bucket.put("large/tokenizer.json", large)
+    dos.export_checkpoint(
+        url,
+        bucket.at("hf"),
+        copied_files=[bucket.at("base"), bucket.at("large/*.json")],
+        progress=False,
+        **options,
+    )
+    assert set(bucket.keys("hf")) == {*SMALL, "tokenizer.json", "model.safetensors"}
+    assert bucket.get("hf/tokenizer.json") == large
+    assert bucket.get("hf/vocab.txt") == b""
+
+
+def test_a_file_that_is_replaced_while_it_is_copied_is_not_copied(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcp_objstore.convert import copied_files
+
+    file, read = tmp_path / "tokenizer.json", copied_files._read
+    file.write_bytes(bytes(40 * MIB))
+
+    def replacing(*args: Any) -> Any:
+        found = read(*args)
+        if args[-1][0] == 0:
+            other = tmp_path / "other"
+            other.write_bytes(bytes(40 * MIB))
+            other.replace(file)
+        return found
+
+    monkeypatch.setattr(copied_files, "_read", replacing)
+    with pytest.raises(PreconditionFailedError):
+        exported(url, tmp_path / "hf", file)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_the_files_of_a_trainer_come_from_its_checkpoint(tmp_path: Path) -> None:
+    place = (tmp_path / "run").as_uri()
+    files = {name: SMALL.get(name, b"no") for name in (*SMALL, *LEFT_OUT, "rng_state_0.pth")}
+    state = {"w": torch.ones(3), "files": dos.PerRank(files), "other": {"files": 1}}
+    dos.save(state, place, progress=False)
+    assert exported(place, tmp_path / "1") == set(SMALL)
+    # One that is named counts instead.
+    mine = tmp_path / "chat_template.jinja"
+    mine.write_bytes(SMALL[mine.name])
+    assert exported(place, tmp_path / "2", mine) == set(SMALL)
+    dos.export_checkpoint(place, tmp_path / "3" / "one.safetensors", "w", progress=False)
+    assert [path.name for path in (tmp_path / "3").iterdir()] == ["one.safetensors"]
+
+
+@pytest.mark.parametrize("value", [{"a": b""}, {"config.json": "{}"}, Path("x"), 3])
+def test_values_of_that_name_that_are_no_files_are_left_alone(value: Any, tmp_path: Path) -> None:
+    place = (tmp_path / "run").as_uri()
+    dos.save({"w": torch.ones(3), "files": dos.PerRank(value)}, place, progress=False)
+    assert exported(place, tmp_path / "hf") == set()
+
+
+def test_the_command_copies_files(url: str, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    for name, body in SMALL.items():
+        (tmp_path / "base" / name).write_bytes(body)
+    done = run_here(
+        *("export", url, f"{tmp_path}/hf", "--files", f"{tmp_path}/base/*.json"),
+        *("--files", f"{tmp_path}/base/vocab.txt"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert found == {"config.json", "vocab.txt", "model.safetensors"}

@@ -1,0 +1,590 @@
+"""`dos.follow`: each commit that counts comes once, in order, whatever happens to the run.
+
+Time stands still but for the waits of the follower, in which the run goes on as a test says.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
+from dcp_objstore.cli.seaweedfs import SeaweedServer
+from dcp_objstore.errors import (
+    CheckpointGoneError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CredentialsError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    SupersededError,
+)
+from dcp_objstore.run import follow as following
+from dcp_objstore.stores import StoreSpec
+from tests.support.servers import READ_ONLY, Bucket
+from tests.support.upkeep import save as save_bytes
+from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
+
+NEXT = r"deleted.*next step of the run is step-%d"
+NO_NEXT = r"was deleted \["  # then comes the URL
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{secrets.token_hex(6)}/run"
+
+
+class Time:
+    """The time of the follower: `later` happens, one after the other, at its waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits: list[float] = []
+        self.later: list[Callable[[], object]] = []
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.waits.append(seconds)
+        self.now += seconds
+        assert self.later or len(self.waits) < 100, "it waits for ever"
+        if self.later:
+            self.later.pop(0)()
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    clock = Time()
+    monkeypatch.setattr(following, "_sleep", clock.sleep)
+    monkeypatch.setattr(following, "monotonic", lambda: clock.now)
+    return clock
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((4,), float(step)), "step": step}
+
+
+def train(url: str, steps: Iterable[int], *, back_to: int | None = None, **settings: Any) -> None:
+    """A job that saves these steps, after it went back, and leaves the run open."""
+    with dos.CheckpointManager(url, sweep=False, **settings) as run:
+        run.load(state(0), back_to)
+        for step in steps:
+            run.save(step, state(step))
+
+
+def finish(url: str, **settings: Any) -> None:
+    with dos.CheckpointManager(url, **settings) as run:
+        run.finish()
+
+
+def names(steps: Iterable[dos.reports.ListedCheckpoint]) -> list[str]:
+    return [step.name for step in steps]
+
+
+def pins(url: str, **settings: Any) -> dict[str, tuple[str, ...]]:
+    listed = dos.list_checkpoints(url, **settings).checkpoints
+    return {one.name: one.pins for one in listed if one.pins}
+
+
+# --- order and end
+
+
+def test_each_step_comes_once_in_order_until_the_run_is_finished(url: str, time: Time) -> None:
+    time.later = [
+        lambda: train(url, [1, 9]),
+        lambda: None,
+        lambda: train(url, [10, 11]),
+        lambda: finish(url),
+    ]
+    steps = list(dos.follow(url))
+    assert names(steps) == ["step-1", "step-9", "step-10", "step-11"]
+    assert {step.state for step in steps} == {"committed"}
+    assert [dos.load_state_dict(step.url)["step"] for step in steps] == [1, 9, 10, 11]
+    assert names(dos.follow(url)) == names(steps)
+    assert len(time.waits) == 4  # of a finished run, nothing is waited for
+
+
+def test_a_job_that_claims_a_finished_run_opens_it_again(url: str, time: Time) -> None:
+    train(url, [1])
+    finish(url)
+    assert names(dos.follow(url)) == ["step-1"]
+    dos.claim_run(url)
+    time.later = [lambda: train(url, [2]), lambda: finish(url)]
+    assert names(dos.follow(url)) == ["step-1", "step-2"]
+    assert len(time.waits) == 2
+
+
+def test_a_job_that_was_superseded_or_has_no_claim_finishes_nothing(url: str, time: Time) -> None:
+    old = dos.CheckpointManager(url)
+    old.save(1, state(1))
+    train(url, [2])
+    with pytest.raises(SupersededError):
+        old.finish()
+    with (
+        pytest.raises(ConfigError, match="claim_run"),
+        dos.CheckpointManager(url, claim_run=False) as run,
+    ):
+        run.finish()
+    assert names(dos.follow(url, timeout_seconds=10)) == ["step-1", "step-2"]
+    assert sum(time.waits) == 10
+
+
+def test_finishing_saves_the_last_step_first(url: str, time: Time) -> None:
+    with dos.CheckpointManager(url, save_every=2) as run:
+        for step in (1, 2, 3):
+            run.step(step, state(step))
+        run.finish()
+        run.close()
+        with pytest.raises(ConfigError, match="closed"):
+            run.finish()
+    assert names(dos.follow(url)) == ["step-2", "step-3"]
+
+
+def test_leaving_the_block_or_a_failed_save_is_no_end(
+    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(url, [1])
+    run = dos.CheckpointManager(url)
+    run.load(state(0))
+    run.step(2, state(2))
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreUnavailableError("down")
+
+    monkeypatch.setattr("dcp_objstore.write.api.run_save", fail)
+    with pytest.raises(StoreUnavailableError):
+        run.finish()
+    assert names(dos.follow(url, timeout_seconds=1)) == ["step-1"]
+    assert time.waits == [1]
+
+
+def test_bounds_are_numbers_or_names(url: str, time: Time) -> None:
+    train(url, [5, 10, 15, 20])
+    for name in ("epoch-9", "epoch-10"):
+        save_bytes(StoreSpec(f"{url}/{name}").open())
+    first = next(dos.follow(url))
+    assert first.name == "step-5"  # the two have no claim, so they do not count
+    assert names(dos.follow(url, after=5, until=15)) == ["step-10", "step-15"]
+    assert names(dos.follow(url, after="step-5", until="step-17")) == ["step-10", "step-15"]
+    assert names(dos.follow(url, after=20, until=20)) == []
+    assert time.waits == []
+    other = f"{url}-2"
+    for name in ("epoch-9", "epoch-10"):
+        save_bytes(StoreSpec(f"{other}/{name}").open())
+    assert names(dos.follow(other, after="epoch-9", until="epoch-10")) == ["epoch-10"]
+    time.later = [lambda: train(url, [30], back_to=15)]
+    assert names(dos.follow(url, after=20, until=25)) == []
+    time.later = [lambda: train(url, [31])]
+    assert names(dos.follow(url, after=20, until=31)) == ["step-30", "step-31"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"poll_seconds": 0},
+        {"poll_seconds": float("nan")},
+        {"poll_seconds": True},
+        {"timeout_seconds": -1},
+        {"timeout_seconds": "1h"},
+        {"after": -1},
+        {"until": 1.5},
+        {"pin": ""},
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_first_request(
+    url: str, requests: list[Request], wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError):
+        dos.follow(url, **wrong)
+    assert requests == []
+
+
+def test_only_the_newest_of_the_new_steps_comes_if_that_is_asked_for(url: str, time: Time) -> None:
+    train(url, [1, 2, 3])
+    time.later = [lambda: train(url, [4, 5]), lambda: train(url, [6]), lambda: finish(url)]
+    assert names(dos.follow(url, skip_to_newest=True)) == ["step-3", "step-5", "step-6"]
+
+
+def test_the_time_out_is_that_of_a_wait_and_not_of_the_body(url: str, time: Time) -> None:
+    train(url, [1])
+    time.later = [lambda: train(url, [2])]
+    came = []
+    for step in dos.follow(url, timeout_seconds=100, poll_seconds=60):
+        came.append(step.name)
+        time.now += 1000
+    assert came == ["step-1", "step-2"]
+    # Polled when the body was left, and then in the middle of the wait.
+    assert time.waits == [60, 60, 40]
+    assert names(dos.follow(url, timeout_seconds=0)) == ["step-1", "step-2"]
+    assert len(time.waits) == 3
+
+
+# --- requests
+
+
+def test_a_poll_sends_one_listing_and_reads_only_markers_that_are_new(
+    url: str, time: Time, requests: list[Request]
+) -> None:
+    def step(number: int) -> None:
+        save_bytes(StoreSpec(f"{url}/step-{number}").open())
+        requests.clear()
+
+    for number in range(1, 101):
+        step(number)
+    sent = []
+
+    def count() -> None:
+        verbs = [one.verb for one in requests]
+        keys = [one.key for one in requests if one.verb == "get"]
+        sent.append((verbs.count("list"), keys.count(CLAIM_KEY), keys.count(MARKER_KEY)))
+        assert len(requests) == sum(sent[-1])
+        requests.clear()
+
+    time.later = [
+        count,
+        count,
+        lambda: (count(), step(101)),
+        lambda: (count(), dos.delete(f"{url}/step-7"), requests.clear()),
+        count,
+        count,
+    ]
+    came = names(dos.follow(url, timeout_seconds=150))
+    assert came == [f"step-{number}" for number in range(1, 102)]
+    assert sent == [(1, 2, 100), (1, 2, 0), (1, 2, 0), (1, 2, 1), (1, 2, 1), (1, 2, 0)]
+    assert set(time.waits) == {30}
+
+
+def test_a_body_that_takes_no_time_causes_no_polls(
+    url: str, time: Time, requests: list[Request]
+) -> None:
+    train(url, range(1, 6))
+    requests.clear()
+    assert len(names(dos.follow(url, timeout_seconds=0))) == 5
+    assert [one.verb for one in requests].count("list") == 1
+
+
+def test_a_slow_body_gets_what_is_there_when_it_asks(url: str, time: Time) -> None:
+    """What was deleted meanwhile does not come; nor does what the trainer went back from."""
+    train(url, [1, 2, 3])
+    came = []
+    for step in dos.follow(url, timeout_seconds=1):
+        came.append(step.name)
+        if step.name == "step-1":
+            train(url, [4, 5], keep=dos.KeepLatest(2))
+        elif step.name == "step-4":
+            train(url, [6], back_to=4)
+        time.now += 31
+    assert came == ["step-1", "step-3", "step-4", "step-6"]
+
+
+# --- deletions, claims, faults
+
+
+def test_deletions_and_a_run_that_goes_away_end_nothing(url: str, time: Time) -> None:
+    def remove_all() -> None:
+        store = StoreSpec(url).open()
+        for meta in list(store.list()):
+            store.delete(meta.key)
+
+    dropped: list[dos.reports.ListedCheckpoint] = []
+    train(url, [1, 2, 3])
+    time.later = [
+        lambda: dos.delete(f"{url}/step-1", remove_objects=True),
+        lambda: dos.delete(f"{url}/step-2"),
+        remove_all,
+        lambda: train(url, [2, 3]),
+        lambda: finish(url),
+    ]
+    steps = dos.follow(url, on_dropped=dropped.append)
+    assert names(steps) == ["step-1", "step-2", "step-3", "step-2", "step-3"]
+    assert dropped == []
+
+
+def test_a_new_job_and_a_sweep_yield_nothing_again(url: str, time: Time) -> None:
+    train(url, [1, 2])
+    dropped: list[dos.reports.ListedCheckpoint] = []
+    time.later = [
+        lambda: dos.claim_run(url),
+        lambda: dos.pin(f"{url}/step-1", "paper"),
+        lambda: dos.sweep(url),
+        lambda: finish(url),
+    ]
+    assert names(dos.follow(url, on_dropped=dropped.append)) == ["step-1", "step-2"]
+    assert dropped == []
+
+
+def test_what_was_yielded_and_stopped_counting_is_said_once(
+    url: str, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(url, [1, 2, 3, 4])
+    ids = {step.name: step.commit_id for step in dos.steps(url)}
+    dropped: list[dos.reports.ListedCheckpoint] = []
+    time.later = [
+        lambda: train(url, [3], back_to=1),
+        lambda: train(url, [4]),
+        lambda: finish(url),
+    ]
+    steps = dos.follow(url, on_dropped=dropped.append)
+    assert names(steps) == ["step-1", "step-2", "step-3", "step-4", "step-3", "step-4"]
+    assert [(step.name, step.state) for step in dropped] == [
+        ("step-2", "superseded"),
+        ("step-3", "superseded"),
+        ("step-4", "superseded"),
+    ]
+    assert all(step.commit_id == ids[step.name] for step in dropped)
+    dos.claim_run(url)
+    time.later = [lambda: train(url, [], back_to=3), lambda: train(url, [5], back_to=3)]
+    with caplog.at_level(logging.WARNING, "dcp_objstore"):
+        assert names(dos.follow(url, until=5)) == ["step-1", "step-3", "step-4", "step-5"]
+    said = [record.getMessage() for record in caplog.records if "was yielded" in record.msg]
+    assert [text.split()[0] for text in said] == [f"{url}/step-4"]
+
+
+def test_what_a_superseded_job_commits_late_does_not_come(url: str, time: Time) -> None:
+    train(url, [1])
+    late = dos.CheckpointManager(url)
+    late.load(state(0))
+
+    def commit_late() -> None:
+        with pytest.raises(SupersededError):
+            late.save(7, state(7))
+
+    def commit_in_spite() -> None:
+        save_bytes(StoreSpec(f"{url}/step-8").open())
+
+    time.later = [lambda: train(url, [2]), commit_late, commit_in_spite, lambda: finish(url)]
+    assert names(dos.follow(url)) == ["step-1", "step-2"]
+
+
+class Outage:
+    """Some listings fail."""
+
+    def __init__(self, through: Through, error: Exception, numbers: Iterable[int]) -> None:
+        self.listings = 0
+
+        def fail(verb: str, *_: object) -> Fault | None:
+            self.listings += verb == "list"
+            return Fault("before", error) if verb == "list" and self.listings in numbers else None
+
+        through(lambda store: FaultStore(store, fail))
+
+
+def test_an_outage_is_waited_for_and_the_first_poll_must_succeed(
+    url: str, time: Time, through: Through, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        save_bytes(StoreSpec(f"{url}/step-{number}").open())
+    Outage(through, StoreUnavailableError("slow down"), (1, 3, 4))
+    with pytest.raises(StoreUnavailableError):
+        next(dos.follow(url))
+    time.later = [
+        lambda: None,
+        lambda: None,
+        lambda: save_bytes(StoreSpec(f"{url}/step-3").open()),
+    ]
+    with caplog.at_level(logging.WARNING, "dcp_objstore"):
+        assert names(dos.follow(url, until=3)) == ["step-1", "step-2", "step-3"]
+    assert [record.msg for record in caplog.records].count("%s: the next poll tries again: %s") == 2
+    assert time.waits == [30, 30, 30]
+
+
+def test_an_outage_that_outlasts_the_time_out_is_raised(
+    url: str, time: Time, through: Through
+) -> None:
+    save_bytes(StoreSpec(f"{url}/step-1").open())
+    Outage(through, StoreUnavailableError("down"), range(2, 100))
+    with pytest.raises(StoreUnavailableError):
+        list(dos.follow(url, timeout_seconds=100))
+    assert time.waits == [30, 30, 30, 10]
+    Outage(through, StoreUnavailableError("down"), [2])  # over before the time is
+    assert names(dos.follow(url, timeout_seconds=100)) == ["step-1"]
+
+
+def test_credentials_that_expire_are_no_outage(url: str, time: Time, through: Through) -> None:
+    save_bytes(StoreSpec(f"{url}/step-1").open())
+    Outage(through, CredentialsError("expired"), [2])
+    with pytest.raises(CredentialsError):
+        list(dos.follow(url))
+    assert time.waits == [30]
+
+
+# --- a step that goes while it is read
+
+
+def test_the_error_of_a_step_that_is_gone_names_the_next_one(
+    url: str, time: Time, through: Through
+) -> None:
+    train(url, [1, 2, 3, 10])
+    steps = dos.follow(url, until=10)
+    opened = dos.open(next(steps).url)
+    for number in (1, 2):
+        dos.delete(f"{url}/step-{number}", remove_objects=True)
+    with pytest.raises(CheckpointGoneError, match=NEXT % 3):
+        opened.read()
+    step = next(steps)
+    assert step.name == "step-2"
+    with pytest.raises(CheckpointNotFoundError, match=NEXT % 3):
+        dos.load(state(0), step.url, progress=False)
+
+    def delete_first(verb: str, *_: object) -> None:
+        if verb == "open_range":
+            dos.delete(f"{url}/step-3", remove_objects=True)
+
+    step = next(steps)
+    through(lambda store: FaultStore(store, delete_first))
+    with pytest.raises(CheckpointGoneError, match=NEXT % 10):
+        dos.load(state(0), step.url, progress=False)
+    assert names(steps) == ["step-10"]
+    dos.delete(f"{url}/step-10", allow_newest=True)
+    with pytest.raises(CheckpointNotFoundError, match=NO_NEXT):
+        dos.open(f"{url}/step-10")
+
+
+def test_no_prefix_is_listed_for_a_hint_that_was_never_claimed(
+    url: str, requests: list[Request]
+) -> None:
+    """It may hold a million objects that have nothing to do with checkpoints."""
+    for number in (1, 2):
+        dos.save(state(number), f"{url}/step-{number}", progress=False)
+    dos.delete(f"{url}/step-1")
+    requests.clear()
+    with pytest.raises(CheckpointNotFoundError, match=NO_NEXT):
+        dos.open(f"{url}/step-1")
+    assert [one.key for one in requests if one.verb == "list"] == []
+
+
+# --- pins
+
+
+def test_a_step_is_pinned_as_long_as_the_body_uses_it(url: str, time: Time) -> None:
+    train(url, [1, 2])
+    for step in dos.follow(url, pin="evaluator", until=2):
+        assert pins(url) == {step.name: ("evaluator",)}
+    assert pins(url) == {}
+    for _ in dos.follow(url, pin="evaluator"):
+        break
+    assert pins(url) == {}
+    with pytest.raises(ZeroDivisionError):
+        for _ in dos.follow(url, pin="evaluator"):
+            _ = 1 / 0
+    assert pins(url) == {}
+    steps = dos.follow(url, pin="evaluator")
+    next(steps)
+    dos.pin(f"{url}/step-1", "paper")
+    steps.close()
+    assert pins(url) == {"step-1": ("paper",)}
+
+
+def test_a_pin_that_a_killed_follower_left_is_removed_at_the_next_start(
+    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(url, [1, 2, 3])
+    for step, name in ((1, "evaluator"), (1, "other"), (2, "evaluator")):
+        dos.pin(f"{url}/step-{step}", name)
+    unpinned, unpin = [], following.upkeep.unpin
+    monkeypatch.setattr(
+        following.upkeep,
+        "unpin",
+        lambda at, *args, **settings: unpinned.append(at) or unpin(at, *args, **settings),
+    )
+    steps = dos.follow(url, pin="evaluator", after=1)
+    assert next(steps).name == "step-2"
+    assert unpinned == [f"{url}/step-1"]  # a deletion must not find the other without a pin
+    assert pins(url) == {"step-1": ("other",), "step-2": ("evaluator",)}
+    steps.close()
+    assert pins(url) == {"step-1": ("other",)}
+    dos.pin(f"{url}/step-3", "evaluator")
+    assert names(dos.follow(url, pin="evaluator", after=3, timeout_seconds=0)) == []
+    assert pins(url) == {"step-1": ("other",)}
+
+
+def test_a_step_that_is_deleted_before_it_is_pinned_does_not_come(url: str, time: Time) -> None:
+    train(url, [1, 2, 3, 4])
+    steps = dos.follow(url, pin="evaluator", timeout_seconds=0)
+    assert next(steps).name == "step-1"
+    dos.delete(f"{url}/step-2")
+    assert names(steps) == ["step-3", "step-4"]
+    steps = dos.follow(url, pin="evaluator", timeout_seconds=0, skip_to_newest=True)
+    assert next(steps).name == "step-4"
+    train(url, [5, 6])
+    time.now += 30
+    through_listing = following.upkeep.pin
+
+    def pin(step: str, *args: Any, **settings: Any) -> Any:
+        if step.endswith("step-6"):
+            dos.delete(step, allow_newest=True)
+        return through_listing(step, *args, **settings)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(following.upkeep, "pin", pin)
+        assert names(steps) == ["step-5"]
+
+
+def test_retention_leaves_a_pinned_step_and_deletes_it_when_it_is_no_longer_used(
+    url: str, time: Time
+) -> None:
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(1), sweep=False) as run:
+        run.save(1, state(1))
+        steps = dos.follow(url, pin="evaluator")
+        assert next(steps).name == "step-1"
+        for step in (2, 3):
+            run.save(step, state(step))
+        run._saves.end()  # type: ignore[union-attr]
+        assert run.steps() == (1, 3)
+        dos.load(state(0), f"{url}/step-1", progress=False)
+        steps.close()
+        run.save(4, state(4))
+        run._saves.end()  # type: ignore[union-attr]
+        assert run.steps() == (4,)
+
+
+def test_a_pin_that_cannot_be_removed_is_said(
+    url: str, time: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(url, [1])
+
+    def fail(*_: object, **__: object) -> None:
+        raise StoreUnavailableError("down")
+
+    monkeypatch.setattr(following.upkeep, "unpin", fail)
+    with caplog.at_level(logging.WARNING, "dcp_objstore"):
+        assert names(dos.follow(url, pin="evaluator", until=1)) == ["step-1"]
+    assert "still pinned" in caplog.text
+
+
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
+def test_a_follower_follows_on_a_server(bucket: Bucket, time: Time) -> None:
+    options = {"storage_options": bucket.storage_options}
+    url = bucket.at("run")
+    time.later = [
+        lambda: train(url, [9, 10], **options),
+        lambda: train(url, [10, 11], back_to=9, keep=dos.KeepLatest(2), **options),
+        lambda: finish(url, **options),
+    ]
+    dropped: list[dos.reports.ListedCheckpoint] = []
+    came = []
+    for step in dos.follow(url, pin="evaluator", on_dropped=dropped.append, **options):
+        assert pins(url, **options) == {step.name: ("evaluator",)}
+        came.append(dos.load_state_dict(step.url, **options)["step"])
+    assert came == [9, 10, 10, 11]
+    assert names(dropped) == ["step-10"]
+    assert pins(url, **options) == {}
+    assert bucket.uploads() == []
+
+
+@pytest.mark.backends("seaweed")
+def test_without_a_pin_the_right_to_read_is_enough(
+    bucket: Bucket, seaweed: SeaweedServer, time: Time
+) -> None:
+    train(bucket.url, [1], storage_options=bucket.storage_options)
+    options = {**bucket.storage_options, **READ_ONLY}
+    before = bucket.keys()
+    assert names(dos.follow(bucket.url, until=1, storage_options=options)) == ["step-1"]
+    with pytest.raises(PermissionDeniedError, match="without one nothing is written"):
+        next(dos.follow(bucket.url, pin="evaluator", storage_options=options))
+    assert bucket.keys() == before
