@@ -214,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--rounds", type=_positive, default=5)
         command.add_argument("--ranks", type=_positive, default=ranks, help="of the job")
         _add_settings(command)
+    Conditions.add_options(command, latency_ms=30.0, rate_mib_per_connection=60.0)
     _add_weights(commands.add_parser("weights", help="Hugging Face weights into a job's model"))
     command = commands.add_parser("stage", help="copies of a state by several stagers")
     command.add_argument("--rounds", type=_positive, default=3)

@@ -1,8 +1,8 @@
 """`export`: a checkpoint as a folder of safetensors, by one process and by several ranks.
 
 The checkpoint lies on one sink and the folder on another, which discards it: both on loopback as it
-is, and both like S3 (30 ms, 60 MiB/s a connection). A measurement has fresh processes, and takes
-from when all ranks are there to the end of the last one.
+is, and both under conditions, by default like S3 (30 ms, 60 MiB/s a connection). A measurement has
+fresh processes, and takes from when all ranks are there to the end of the last one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ from benchmarks.table import Result, Table
 from benchmarks.targets import Place, open_target
 
 _PRELOAD = ["benchmarks.export", "torch.distributed.checkpoint"]
-_PLACES = {
-    "loopback": Conditions(),
-    "like S3": Conditions(latency_ms=30.0, rate_mib_per_connection=60.0),
-}
 _COLUMNS = {
     "seconds": ("seconds", ".2f"),
     "times one": ("speed", ".2f"),
@@ -81,19 +77,22 @@ def export_rank(rank: int, world_size: int, job: _Job) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start, "cpu_seconds": cpu_seconds() - cpu}
 
 
-def export(settings: Settings, rounds: int, ranks: int) -> tuple[Table, Result]:
+def export(
+    settings: Settings, conditions: Conditions, rounds: int, ranks: int
+) -> tuple[Table, Result]:
     """Measure every row once per round; ratios are medians of those of each round."""
+    places = {"loopback": Conditions(), conditions.described("sink"): conditions}
     problems: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         jobs: dict[str, _Job] = {}
-        for name, conditions in _PLACES.items():
+        for name, kept_to in places.items():
             saved, out = (
-                stack.enter_context(open_target("sink", keep=keep, conditions=conditions))
+                stack.enter_context(open_target("sink", keep=keep, conditions=kept_to))
                 for keep in (True, False)
             )
             jobs[name] = _Job(saved=saved, out=out, settings=settings)
             run_ranks(1, save_rank, jobs[name], preload=_PRELOAD, seconds=600)
-        rows = {f"{name}, {n} ranks": (job, n) for name, job in jobs.items() for n in (1, ranks)}
+        rows = {f"{n} ranks, {name}": (job, n) for name, job in jobs.items() for n in (1, ranks)}
 
         def measure(row: str, turn: int) -> dict[str, float]:
             job, count = rows[row]
@@ -108,14 +107,15 @@ def export(settings: Settings, rounds: int, ranks: int) -> tuple[Table, Result]:
         measured = in_turns(rows, rounds, measure, problems)
     figures: dict[str, dict[str, float | None]] = {}
     for row, own in measured.items():
-        alone = measured.get(f"{row.partition(',')[0]}, 1 ranks", [])
+        alone = measured.get(f"1 ranks, {row.partition(', ')[2]}", [])
         pairs = zip(alone, own, strict=False)
         figures[row] = {key: median(each[key] for each in own) for key in own[0]}
         figures[row]["speed"] = median(one["seconds"] / each["seconds"] for one, each in pairs)
     title = f"export: {settings.gib:g} GiB in {settings.tensors} tensors, medians of {rounds}"
     notes = [f"{row}: {problem}" for row, problem in problems.items()]
-    return Table.of(title, "where, by how many", _COLUMNS, figures, notes), {
+    return Table.of(title, "by how many, where", _COLUMNS, figures, notes), {
         "command": "export",
+        "conditions": dataclasses.asdict(conditions),
         "settings": dataclasses.asdict(settings),
         "ranks": ranks,
         "rows": figures,

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
 )
+from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.nn import functional as dist_functions
 from torch.distributed.tensor import DTensor
 
@@ -172,6 +173,16 @@ def non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
     return module._non_persistent_buffers_set
 
 
+def all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield each name that `get_model_state_dict` gives a parameter, with it. torch 2.9 to 2.15.
+
+    A parameter that is shared has several names, and a flat one of FSDP1 stands for several.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        for saved_name in _get_fqns(module, name):
+            yield saved_name, parameter
+
+
 class StagesAtOnce:
     """Base of an `AsyncStager` whose `stage` copies everything. torch 2.9 to 2.15.
 
@@ -213,6 +224,7 @@ __all__ = [
     "StagesAtOnce",
     "StorageInfo",
     "ThreadExecutor",
+    "all_parameters",
     "count_groups",
     "default_store",
     "dtensor",

@@ -134,6 +134,7 @@ def test_the_sink_ends_with_its_process() -> None:
     assert done.returncode == 3
 
 
+@pytest.mark.campaign  # .ci/run starts it
 def test_the_save_benchmark_prints_its_table() -> None:
     sizes = ["--gib", "0.05", "--rounds", "1", "--peers", "dcp_objstore"]
     table = printed_by_benchmark("save", *sizes)
@@ -172,6 +173,14 @@ def test_steps_that_follow_one_another_are_compared(command: list[str], steps: s
     assert result["problems"] == {}
     assert steps <= set(result["steps"])
     assert all(one["gib_per_second"] > 0 for one in result["steps"].values())
+
+
+@pytest.mark.campaign  # ten ranks import torch
+def test_the_export_benchmark_compares_one_rank_with_several() -> None:
+    small = ["--gib", "0.03", "--rounds", "1", "--ranks", "2", "--json"]
+    rows = json.loads(printed_by_benchmark("export", *small))["rows"]
+    assert [row.partition(",")[0] for row in rows] == ["1 ranks", "2 ranks"] * 2
+    assert all(row["speed"] > 0 for row in rows.values())
 
 
 @pytest.mark.campaign  # four processes import torch

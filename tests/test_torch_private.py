@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import (
     StorageWriter,
 )
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_grad
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -55,6 +56,15 @@ def test_functions_that_keep_the_default_group_get_none_in_its_place(
     monkeypatch.setattr(all_reduce_with_grad, "__defaults__", (op, world))
     torch_private.unbind_default_group()
     assert all_reduce_with_grad.__defaults__ == (op, None)
+
+
+def test_all_parameters_have_the_names_of_their_state_dict() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    compiled = torch.compile(model, backend="eager")
+    names = dict(torch_private.all_parameters(compiled))
+    assert names.keys() == get_model_state_dict(compiled).keys() == model.state_dict().keys()
+    assert names["a.weight"] is names["b.weight"]
 
 
 def test_the_default_store_is_that_of_the_default_group(world: dist.ProcessGroup) -> None:

@@ -59,11 +59,11 @@ class DeleteReport:
     commit_id: str
     objects: int
     total_bytes: int
-    removed_objects: int = 0
-    finished: bool = False
-    superseded: bool = False
-    index_damaged: bool = False
-    dry_run: bool = False
+    removed_objects: int
+    finished: bool
+    superseded: bool
+    index_damaged: bool
+    dry_run: bool
 
 
 def delete(

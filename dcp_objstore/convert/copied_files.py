@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dcp_objstore.convert.adapters import DESCRIPTION_KEY
 from dcp_objstore.convert.files import PlannedFile
 from dcp_objstore.convert.names import folder_and_name
 from dcp_objstore.errors import InputError, ObjectNotFoundError, UntrustedPickleError
@@ -40,7 +41,7 @@ _WEIGHTS = (
 )
 _TRAINER_STATE = "trainer_state.json"
 # The value with the files that the first rank of a Trainer has written, and a file that is there if
-# the model is one of transformers.
+# the model is one of transformers. (Adapters of PEFT are there without it.)
 _TRAINER_KEY = "files.0"
 _CONFIG = "config.json"
 # Memory for these many blocks is in use while an object is copied.
@@ -137,7 +138,7 @@ def trainer_files(checkpoint: Checkpoint) -> list[PlannedFile]:
     except UntrustedPickleError:  # it is no Trainer's
         return []
     files = value[0] if isinstance(value, tuple) and len(value) == 1 else None
-    if not isinstance(files, Mapping) or _CONFIG not in files:
+    if not isinstance(files, Mapping) or not (_CONFIG in files or DESCRIPTION_KEY in checkpoint):
         return []
     return [
         PlannedFile.of(name, body)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import xxhash
 
 from dcp_objstore.config import COPIED_MOST_BYTES
+from dcp_objstore.convert.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
 from dcp_objstore.convert.copied_files import named_files, trainer_files
 from dcp_objstore.convert.files import (
     INDEX,
@@ -120,8 +121,11 @@ def export_checkpoint(
         out: the path or URL to write to. A name that ends in .pt, .pth, .bin or .ckpt gets one
             `torch.save` file, and one in .safetensors a single file of that format. Otherwise it is
             a folder: it gets model.safetensors, or several shards and their index, as
-            `from_pretrained` reads them.
+            `from_pretrained` reads them. Of a checkpoint of `peft_state`, or of a Trainer with a
+            PEFT model, it gets what PEFT writes of an adapter.
         keys: one or several shell patterns such as `"model.*"`, or exact keys. Default: all keys.
+            PEFT's folder has all tensors of an adapter, under PEFT's names; there the keys only say
+            of which one. Default: of "default", or of the first one.
         rename: pairs of a regular expression and its replacement, applied to each key in turn, as
             `re.sub` does. `[(r"^model\\.", "")]` takes a prefix away. A `torch.save` file then
             holds a flat dict; otherwise it holds the nested dict that was saved.
@@ -132,7 +136,8 @@ def export_checkpoint(
             the tokenizer's. The last part of one may be a shell pattern, or it may be a folder: of
             both, files of weights, hidden files and further folders are left out. A folder of
             safetensors also gets the small files that a Trainer of `with_object_store` has saved in
-            the checkpoint, except where one of the same name is copied.
+            the checkpoint, except where one of the same name is copied. A URL is opened with the
+            options of `url` or of `out`, if it has the scheme of one of them.
         overwrite: replace files that exist. Default False: refuse.
         process_group: the ranks that export together, such as `torch.distributed.group.WORLD`; all
             of them make this call. Each writes some of the files, and if one fails, all do. A local
@@ -158,8 +163,9 @@ def export_checkpoint(
 
     Raises:
         InputError: a file exists, two files would get the same name, there is nothing to copy under
-            a name of `copied_files`, or a value is wrong.
-        UnsupportedError: the format lacks the dtype of a tensor.
+            a name of `copied_files`, a value is wrong, or the keys are of several adapters of PEFT.
+        UnsupportedError: the format lacks the dtype of a tensor, or PEFT computes what it writes of
+            an adapter (that of a prompt encoder).
         DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`; of
             several ranks, that of the lowest rank that failed.
         RankFailedError: a rank died, or did not make this call.
@@ -167,7 +173,9 @@ def export_checkpoint(
     began_at = time.monotonic()
     advice = every_rank("dcp_objstore.export_checkpoint")
 
-    def make() -> tuple[StoreSpec, StoreSpec, str | None, EventSettings]:
+    def check() -> tuple[StoreSpec, StoreSpec, str | None, EventSettings]:
+        if not isinstance(verify, bool):
+            raise ConfigError(f"verify must be True or False, got {verify!r}")
         if dtype is not None and not dtype.is_floating_point:
             text = f"dtype={dtype} would lose what is behind the point; give a float dtype"
             raise ConfigError(text)
@@ -179,11 +187,11 @@ def export_checkpoint(
     with watching(url, process_group, advice):
         with typed_failures(url, process_group, advice):
             group = _group(process_group, config)
-        made, refused = capture(make)
-        same: dict[str, object] = {"url": url, "out": os.fspath(out), "overwrite": overwrite}
+        checked, refused = capture(check)
+        same = {"url": url, "out": checked and checked[1].url, "overwrite": overwrite}
         raise_on_all(refused, None, group, advice, same)
-        assert made is not None
-        source, target, name, events = made
+        assert checked is not None
+        source, target, name, events = checked
         stored = open_once(
             partial(open_stored_checkpoint, source, verify=verify), group, source.url
         )
@@ -287,11 +295,17 @@ def _plan(
         group: the ranks that write.
     """
     is_torch = name is not None and name.endswith(TORCH_SUFFIXES)
-    source = CheckpointSource(checkpoint, keys, values=is_torch and is_first(group))
-    names = renamed(source.keys, rename)
+    selected = None if keys is None else checkpoint.matching(keys)
+    adapter = adapter_folder(checkpoint, selected) if name is None else None
+    if adapter:
+        selected = list(adapter.names)
+    source = CheckpointSource(checkpoint, selected, values=is_torch and is_first(group))
+    names = adapter.names if adapter else renamed(source.keys, rename)
     tensors = {key: _as_dtype(info, dtype) for key, info in source.tensors.items()}
     index = None
-    if name is None:
+    if adapter:
+        files = [safetensors_file(WEIGHTS_FILE, list(tensors), tensors, names)]
+    elif name is None:
         files, index = shards(tensors, names, most_bytes, count_ranks(group))
     elif not is_first(group):
         files = []
@@ -305,7 +319,10 @@ def _plan(
         small = copied()
         named = {file.name for file in small}
         if name is None:
-            small += [file for file in trainer_files(checkpoint) if file.name not in named]
+            own_files = trainer_files(checkpoint)
+            if adapter:
+                own_files += [PlannedFile.of(CONFIG_FILE, adapter.config.encode())]
+            small += [file for file in own_files if file.name not in named]
         files, own = small + files, small + own
     dtypes = [str(info.dtype) for info in tensors.values()]
     return _Plan(

@@ -264,7 +264,10 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
 
     @property
     def user_metadata(self) -> dict[str, Any] | None:
-        """The `user_metadata` passed to `save`; None if another library wrote the checkpoint."""
+        """The `user_metadata` passed to `save`; None if another library wrote the checkpoint.
+
+        Of a state with `trainable`, it also counts what was left out, as `left_out`.
+        """
         return None if self._stored.marker is None else dict(self._stored.marker.user_metadata)
 
     @property

@@ -34,6 +34,7 @@ from dcp_objstore.errors import (
     StateMismatchError,
     UnsupportedError,
 )
+from dcp_objstore.integrations.peft import is_peft, peft_state
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.manager import CheckpointManager
@@ -183,8 +184,9 @@ def with_object_store(trainer: T, url: str, *, background: bool = False, **optio
         trainer = with_object_store(Trainer(model, args, ...), "s3://bucket/run")
         trainer.train(resume_from_checkpoint=True)
 
-    When the Trainer would save, it saves the step `url/step-N`, in one commit: `model`,
-    `optimizer`, and under `files` everything else. A `CheckpointManager` looks after the run while
+    When the Trainer would save, it saves the step `url/step-N`, in one commit: `model` (of a PEFT
+    model, its adapters alone, as `peft_state` describes), `optimizer`, and under `files` everything
+    else. A `CheckpointManager` looks after the run while
     `train` runs:
 
     - `resume_from_checkpoint=True` goes on with the newest committed step, on any machine, with any
@@ -314,6 +316,8 @@ class _TrainerRun:
         self._last_step: int | None = None
         self._best: str | None = None
         self._pending: AsyncSaveHandle | None = None
+        self._adapted: tuple[Any, ...] = ()
+        self._adapters: dict[str, Any] = {}
 
     @contextmanager
     def training(self, wanted: str | bool | None) -> Iterator[str | None]:
@@ -386,25 +390,34 @@ class _TrainerRun:
     def load_tensors(self) -> None:
         """Load the model and the optimizer, once they are wrapped."""
         assert self.loads is not None
-        self._load(self._tensors(), self.loads)
+        state = {"model": self._model()["model"], "optimizer": self._optimizer()}
+        self._load(state, self.loads)
         self._trainer.state.best_model_checkpoint = self._best
 
     def load_model(self, url: str) -> None:
         """Load the model alone from a step, which may be the one that is being saved."""
         if self._pending is not None:
             self._pending.result()
-        self._load({"model": self._trainer.model}, url)
+        self._load({"model": self._model()["model"]}, url)
 
     def _load(self, state: dict[str, Any], url: str) -> None:
         names = ("storage_options", "config", "verify", "trust_pickle", "on_event", "local")
         options = {name: self._options[name] for name in names if name in self._options}
         load(state, url, progress=False, **options)
 
-    def _tensors(self) -> dict[str, Any]:
+    def _model(self) -> dict[str, Any]:
+        """Return the state of the model; of a PEFT model, of the adapters alone."""
+        model = self._trainer.model
+        if not is_peft(model):
+            return {"model": model}
+        known = model, tuple(model.peft_config)
+        if self._adapted != known:  # for each description, PEFT may ask the Hub
+            self._adapted, self._adapters = known, peft_state(model)
+        return self._adapters
+
+    def _optimizer(self) -> Any:
         optimizer = self._trainer.optimizer
-        # accelerate wraps it.
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        return {"model": self._trainer.model, "optimizer": optimizer}
+        return getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
 
     def save(self, write: Callable[[], None]) -> None:
         """Save the current step, unless it is saved or was resumed from.
@@ -423,10 +436,10 @@ class _TrainerRun:
             trainer.state.best_model_checkpoint = step_url(self.manager.url, step)
             if trainer.args.should_save:
                 trainer.state.save_to_json(str(folder / _TRAINER_STATE))
-        state = {"files": PerRank(_read_files(folder)), **self._tensors()}
+        state = {"files": PerRank(_read_files(folder)), **self._model()}
         shutil.rmtree(folder, ignore_errors=True)
-        if trainer.args.save_only_model:
-            del state["optimizer"]
+        if not trainer.args.save_only_model:
+            state["optimizer"] = self._optimizer()
         metrics = self._metrics(step)
         if self._background:
             is_best = trainer.state.best_global_step == step
@@ -494,7 +507,8 @@ class _ObjectStoreTrainer:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         elif trainer.args.should_save:
             Path(output_dir or "").mkdir(parents=True, exist_ok=True)
-            parts = [getattr(trainer.model, name, None) for name in ("config", "generation_config")]
+            names = () if is_peft(trainer.model) else ("config", "generation_config")
+            parts = [getattr(trainer.model, name, None) for name in names]
             for part in (*parts, trainer.processing_class):
                 if hasattr(part, "save_pretrained"):
                     part.save_pretrained(output_dir)

@@ -102,9 +102,8 @@ class SaveCopies(_Copies):
         super().__init__(local, spec, channel)
         self._keys: list[str] = []
         self._spares: list[Spare] = []
-        self._needed_before: frozenset[str] = frozenset()
         if self._folder is not None:
-            self._needed_before = self._folder.needed
+            self._before = self._folder.needed, self._folder.has_saved
             with self._excused():
                 self._spares = self._folder.spares()
 
@@ -153,7 +152,7 @@ class SaveCopies(_Copies):
     def give_up(self) -> None:
         """Keep the copies that were kept before: the save has failed."""
         if self._folder is not None:
-            self._folder.needed = self._needed_before
+            self._folder.needed, self._folder.has_saved = self._before
 
 
 class _Beside:

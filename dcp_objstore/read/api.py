@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -20,11 +20,11 @@ from dcp_objstore.distributed.failures import (
 from dcp_objstore.distributed.groups import count_ranks, sync_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
 from dcp_objstore.distributed.ranks import current_rank
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError, StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
-from dcp_objstore.state.state_dict import ConvertedState
+from dcp_objstore.state.state_dict import ConvertedState, Place
 
 if TYPE_CHECKING:
     import os
@@ -160,6 +160,24 @@ def load(
         raise
 
 
+def _advice(left_out: Iterable[str], parts: Iterable[Place], asked: Iterable[str]) -> str:
+    """Return what to add to a mismatch with a checkpoint that has only a part of some modules.
+
+    Args:
+        left_out: names of these modules.
+        parts: place of each `trainable` in the state.
+        asked: keys of the state.
+    """
+    for name in left_out:
+        if not any(key.startswith(f"{name}.") for key in asked):
+            continue
+        text = f"\nof {name!r} the checkpoint has only what trained when it was saved; load it "
+        if tuple(name.split(".")) in parts:
+            return f"{text}into a model in which the same parameters train"
+        return f"{text}as dos.trainable(...), into a model that has the frozen weights"
+    return ""
+
+
 def _run_load(
     reader: ObjectStoreReader,
     converted: ConvertedState,
@@ -171,7 +189,12 @@ def _run_load(
     """Run `dcp.load`, then restore the user's state; raise the same typed error on all ranks."""
     url = str(reader.checkpoint_id)
     planner = AgreeingLoadPlanner(
-        url, converted.optimizers, converted.per_rank, strict=strict, on_dtype=on_dtype
+        url,
+        converted.optimizers,
+        converted.per_rank,
+        converted.left_out,
+        strict=strict,
+        on_dtype=on_dtype,
     )
     try:
         single_process_is_fine()
@@ -186,9 +209,14 @@ def _run_load(
         _, failed = capture(lambda: converted.restore(planner.without_state, planner.unknown))
         raise_on_all(failed, url, group)
     except DcpObjstoreError as error:
-        if not planner.reading:
+        note = _PARTLY if planner.reading else ""
+        if isinstance(error, StateMismatchError):
+            # Before they are set up, the planner has no keys.
+            asked = getattr(planner, "state_dict", {})
+            note += _advice(reader._left_out(), converted.left_out, asked)
+        if not note:
             raise
-        raise extended(error, _PARTLY).with_traceback(error.__traceback__) from error.__cause__
+        raise extended(error, note).with_traceback(error.__traceback__) from error.__cause__
     if strict:
         # One that had not stepped at all when it was saved has lost nothing.
         lacking = [name for at, name in sorted(planner.without_state) if at in planner.stepped]

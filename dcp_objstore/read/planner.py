@@ -32,11 +32,14 @@ class _LocalItems(NamedTuple):
     Attributes:
         missing: number of keys that the rank asks for in vain.
         items: number of its items.
+        unasked: positions of the saved keys that belong to a `trainable` of the rank's state, which
+            does not ask for them; None if it has none.
     """
 
     url: str
     missing: int
     items: int
+    unasked: frozenset[int] | None = None
 
 
 class _OwnPlan(LoadPlan):
@@ -59,6 +62,8 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         optimizers: place of each optimizer in the state, mapped to the place of its module.
         per_rank: place of each `PerRank` in the state, mapped to whether the values of all ranks
             are requested.
+        parts: place of each `trainable` in the state. If `strict`, the ranks together must ask for
+            all that was saved there.
         strict: refuse a state that has keys which the checkpoint does not have. If False, their
             values stay as they are. Shapes must fit in either case.
         on_dtype: what to do if a tensor of the state has another dtype than the stored one.
@@ -79,6 +84,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         url: str,
         optimizers: Mapping[Place, Place] | None = None,
         per_rank: Mapping[Place, bool] | None = None,
+        parts: Collection[Place] = (),
         *,
         strict: bool = True,
         on_dtype: OnDtype = "warn",
@@ -91,6 +97,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self.unexpected: tuple[str, ...] = ()
         self._optimizers = optimizers or {}
         self._per_rank = per_rank or {}
+        self._parts = parts if strict else ()
         self.without_state: set[tuple[Place, str]] = set()
         self.unknown: set[tuple[Place, str]] = set()
         self.stepped: set[Place] = set()
@@ -106,8 +113,17 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         """
         with self._typed_errors():
             self._items = self._fitting_plan().items
-            local = _LocalItems(self._url, len(self.missing), len(self._items))
+            local = _LocalItems(self._url, len(self.missing), len(self._items), self._unasked())
             return _OwnPlan(self._items, planner_data=local)
+
+    def _unasked(self) -> frozenset[int] | None:
+        if not self._parts:
+            return None
+        places = tuple(".".join((*place, "")) for place in self._parts)
+        unexpected = {key for key in self.unexpected if key.startswith(places)}
+        assert self.metadata is not None
+        saved = enumerate(self.metadata.state_dict_metadata)
+        return frozenset(position for position, key in saved if key in unexpected)
 
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
@@ -151,7 +167,8 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         Raises:
             InvalidUrlError: the ranks load from different URLs. (The reader checks afterwards
                 that they have opened the same commit.)
-            StateMismatchError: the checkpoint has none of the keys that the ranks ask for.
+            StateMismatchError: the checkpoint has none of the keys that the ranks ask for; or it
+                has more at the place of a `trainable` than they ask for.
         """
         with self._typed_errors():
             of_ranks: list[_LocalItems] = [plan.planner_data for plan in global_plan]
@@ -162,6 +179,17 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                 raise StateMismatchError(
                     f"the checkpoint has none of the {missing} keys that the state asks for; check"
                     " that it is the right checkpoint and that the state is nested as it was saved"
+                )
+            # A pipeline's stage does not ask for what another one has.
+            unasked = [one.unasked for one in of_ranks if one.unasked is not None]
+            by_none = frozenset.intersection(*unasked) if len(unasked) == len(of_ranks) else ()
+            if by_none:
+                assert self.metadata is not None
+                keys = list(self.metadata.state_dict_metadata)
+                raise mismatch(
+                    "a dos.trainable(...) of the state does not ask for all that was saved there:"
+                    " this is frozen now, or not in the module (strict=False leaves it unread),",
+                    [keys[position] for position in sorted(by_none)],
                 )
         if not count:
             logger.warning(

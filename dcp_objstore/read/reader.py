@@ -49,6 +49,7 @@ from dcp_objstore.read.stored_checkpoint import (
     open_stored_checkpoint,
 )
 from dcp_objstore.read.tensor_read import is_value
+from dcp_objstore.state.trainable import LeftOut, left_out_of
 from dcp_objstore.stores.urls import is_supported_url
 
 if TYPE_CHECKING:
@@ -240,6 +241,12 @@ class ObjectStoreReader(StorageReader):
     def checkpoint_id(self) -> str | None:
         """The URL of the checkpoint that the next load reads."""
         return self._target.url
+
+    def _left_out(self) -> Mapping[str, LeftOut]:
+        """Return what the save of this thread's checkpoint has left out of its modules."""
+        load: _Load | None = getattr(self._of_thread, "load", None)
+        marker = None if load is None or load.checkpoint is None else load.checkpoint.marker
+        return {} if marker is None else left_out_of(marker.user_metadata)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -33,6 +33,7 @@ from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.per_rank import PerRank
+from dcp_objstore.state.trainable import LeftOut, Trainable, count_left_out
 
 # A path in the state: keys of dicts as the user has them, and numbers in lists.
 Path: TypeAlias = tuple[Any, ...]
@@ -50,7 +51,7 @@ class _Leaf:
     Attributes:
         original: the original state dict of the value, which has the types of its containers and
             keys; the value itself if it is a plain value or a tensor.
-        module: the module of an optimizer; otherwise None.
+        module: the module itself, or that of a `Trainable` or an optimizer; None for other values.
     """
 
     path: Path
@@ -76,6 +77,7 @@ class ConvertedState:
         state_dict: nested dicts with str keys, and lists, of tensors and plain values.
         optimizers: place of each optimizer, mapped to the place of its module.
         per_rank: place of each `PerRank`, mapped to whether it wants the values of all ranks.
+        left_out: place of each `Trainable`, mapped to what it leaves out of its module.
 
     Raises:
         StateMismatchError: the state cannot be converted; the message says what to pass instead.
@@ -96,10 +98,13 @@ class ConvertedState:
         # Sorted, because `state_dict` and `load_state_dict` may be collectives (FSDP1's are), and
         # the dicts of two ranks may differ in their order.
         leaves = sorted(_leaves(state), key=lambda leaf: _place(leaf[0]))
-        modules = {path: value for path, value in leaves if isinstance(value, torch.nn.Module)}
+        modules = {
+            path: value for path, value in leaves if isinstance(value, torch.nn.Module | Trainable)
+        }
         if loading:
             for path, module in modules.items():
-                _refuse_module_on_meta(path, module)
+                if isinstance(module, torch.nn.Module):
+                    _refuse_module_on_meta(path, module)
         # Optimizers that get a temporary state, with the state that they had.
         self._set_aside = [
             (value, dict(value.state))
@@ -110,6 +115,7 @@ class ConvertedState:
             optimizer.state.clear()
         self.optimizers: dict[Place, Place] = {}
         self.per_rank: dict[Place, bool] = {}
+        self.left_out: dict[Place, LeftOut] = {}
         self._loading = loading
         self._leaves: list[_Leaf] = []
         self.state_dict: dict[str, Any] = {}
@@ -131,14 +137,25 @@ class ConvertedState:
             self.undo()
             raise
 
-    def _convert(self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module]) -> _Leaf:
+    def _convert(
+        self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module | Trainable]
+    ) -> _Leaf:
         if isinstance(value, torch.nn.Module):
-            return _Leaf(path, value, _module_state(value))
+            return _Leaf(path, value, _module_state(value), value)
+        if isinstance(value, Trainable):
+            whole = _module_state(value.module)
+            part = value.part_of(whole)
+            self.left_out[_place(path)] = count_left_out(whole, part)
+            return _Leaf(path, value, part, value.module)
         if isinstance(value, torch.optim.Optimizer):
             place = _module_of(value, modules, path)
             self.optimizers[_place(path)] = _place(place)
-            original = _optimizer_state(value, modules[place], path, loading=self._loading)
-            return _Leaf(path, value, original, modules[place])
+            owner = modules[place]
+            module = _module_in(owner)
+            original = _optimizer_state(value, module, path, loading=self._loading)
+            if isinstance(owner, Trainable):
+                original["state"] = owner.part_of(original["state"])
+            return _Leaf(path, value, original, module)
         if isinstance(value, PerRank):
             return _Leaf(path, value, self._convert_per_rank(path, value))
         if _is_stateful(value):
@@ -205,7 +222,7 @@ class ConvertedState:
         """
         fresh = {id(optimizer) for optimizer, _ in self._set_aside}
         # Modules first: an optimizer's state is matched to its module's parameters.
-        kinds = torch.nn.Module, torch.optim.Optimizer
+        kinds = torch.nn.Module | Trainable, torch.optim.Optimizer
         leaves = sorted(
             self._leaves, key=lambda leaf: [not isinstance(leaf.value, kind) for kind in kinds]
         )
@@ -219,9 +236,12 @@ class ConvertedState:
     def _restore_one(
         self, leaf: _Leaf, loaded: Any, without_state: Collection[tuple[Place, str]]
     ) -> None:
-        if isinstance(leaf.value, torch.nn.Module):
+        if isinstance(leaf.value, torch.nn.Module | Trainable):
+            # Of a part, the planner has checked the names.
+            options = StateDictOptions(strict=leaf.value is leaf.module)
             if loaded:
-                set_model_state_dict(leaf.value, loaded)
+                assert leaf.module is not None
+                set_model_state_dict(leaf.module, loaded, options=options)
         elif isinstance(leaf.value, torch.optim.Optimizer):
             assert leaf.module is not None
             for optimizer, parameter in without_state:
@@ -285,6 +305,10 @@ def _on_meta(value: Any, path: Path) -> Iterator[str]:
             yield from _on_meta(item, (*path, number))
     elif isinstance(value, torch.Tensor) and value.device.type == "meta":
         yield _name(path)
+
+
+def _module_in(value: torch.nn.Module | Trainable) -> torch.nn.Module:
+    return value.module if isinstance(value, Trainable) else value
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, Any]:
@@ -367,11 +391,15 @@ def _trial_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _module_of(
-    optimizer: torch.optim.Optimizer, modules: Mapping[Path, torch.nn.Module], path: Path
+    optimizer: torch.optim.Optimizer,
+    modules: Mapping[Path, torch.nn.Module | Trainable],
+    path: Path,
 ) -> Path:
     """Return the place of the smallest module that has all of the optimizer's parameters."""
     wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    held = {place: {id(p) for p in module.parameters()} for place, module in modules.items()}
+    held = {
+        place: {id(p) for p in _module_in(module).parameters()} for place, module in modules.items()
+    }
     owners = [place for place, ids in held.items() if wanted <= ids]
     if owners:
         return min(owners, key=lambda place: len(held[place]))
@@ -403,7 +431,7 @@ def _has_parts(value: Any) -> bool:
         return any(_has_parts(item) for item in value)
     if isinstance(value, Mapping):
         return any(_has_parts(item) for item in value.values())
-    kinds = torch.nn.Module | torch.optim.Optimizer | DTensor | PerRank
+    kinds = torch.nn.Module | Trainable | torch.optim.Optimizer | DTensor | PerRank
     return isinstance(value, kinds) or _is_stateful(value)
 
 

@@ -132,7 +132,7 @@ def save(
             raise_on_all(refused or failed, url_of(writer), group, advice, same={"base": base})
         assert writer is not None
         assert converted is not None
-        return run_save(writer, converted.state_dict, group)
+        return run_save(writer, writer._describe(converted).state_dict, group)
 
 
 def run_save(

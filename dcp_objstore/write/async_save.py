@@ -407,7 +407,8 @@ class _StagedSave:
         self._began_at = time.monotonic()
 
         def begin() -> Staging:
-            return Staging(ConvertedState(state, loading=False).state_dict, staging_memory())
+            converted = self._writer._describe(ConvertedState(state, loading=False))
+            return Staging(converted.state_dict, staging_memory())
 
         self._staging, error = capture(begin)
         self._fail(error)

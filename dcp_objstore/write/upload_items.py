@@ -92,15 +92,8 @@ def upload_items(
             whole_only=not store.capabilities.range_copies,
         )
     order = upload_order(plan.items, unchanged.items)
-    sizes_bytes = [size_bytes for _, size_bytes in order]
     # For all of them: what cannot be copied after all is uploaded.
-    part_plan = plan_parts(
-        sum(sizes_bytes),
-        config.part_size_bytes,
-        max_object_size_bytes=config.max_object_size_bytes,
-        largest_item_bytes=max(sizes_bytes, default=0),
-        is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
-    )
+    part_plan = _plan_parts(order, store, config)
     _emit_planned(save, unchanged, order, part_plan)
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
@@ -115,9 +108,10 @@ def upload_items(
     if copied_bytes > COPIED_MOST_BYTES:
         most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
     numbers = itertools.count(len(unchanged.objects))
-    save.copies = copies = None if local is None else SaveCopies(local, save.spec, save.channel)
+    save.copies = None if local is None else SaveCopies(local, save.spec, save.channel)
+    progress = Progress(config.stall_timeout_seconds, save.channel)
+    upload = partial(_upload_object, save, config=config, progress=progress, most=most)
     with DaemonPool(config.hash_threads, "hash") as hashers:
-        progress = Progress(config.stall_timeout_seconds, save.channel)
         outbound = Outbound(part_plan, config, progress.check_stopped)
         while pending := next(filter(None, groups), None):
             layout = Layout(
@@ -129,35 +123,58 @@ def upload_items(
                 outbound=outbound,
                 known_digests=known_digests,
             )
-            key = data_key(save.rank, next(numbers), save.nonce)
-            source: AbstractContextManager[Iterable[ByteArray]] = nullcontext(layout.buffers())
-            if copies is not None:
-                size_bytes = sum(size for _, size in pending)
-                size_bytes = min(size_bytes, part_plan.max_object_size_bytes)
-                source = copies.beside(key, layout.buffers(), size_bytes)
-            try:
-                with source as buffers:
-                    uploaded = upload_object(
-                        store,
-                        key,
-                        buffers,
-                        plan=part_plan,
-                        config=config,
-                        progress=progress,
-                        most=most,
-                    )
-            finally:
-                layout.is_over = True
-            _check_changed(store, key, layout.changed)
-            entry = ix.ObjectEntry(
-                key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest
-            )
-            stored = StoredObject(entry, uploaded.parts, save.spec.url)
+            stored = upload(data_key(save.rank, next(numbers), save.nonce), layout)
             objects.append(stored)
             results.extend(placed.result(stored) for placed in layout.placed)
-    if copies is not None:
-        copies.end()
+    if save.copies is not None:
+        save.copies.end()
     return results, objects
+
+
+def _plan_parts(order: Sequence[SizedItem], store: ObjectStore, config: TransferConfig) -> PartPlan:
+    """Choose the sizes of parts, slices and objects for all of these items."""
+    sizes_bytes = [size_bytes for _, size_bytes in order]
+    return plan_parts(
+        sum(sizes_bytes),
+        config.part_size_bytes,
+        max_object_size_bytes=config.max_object_size_bytes,
+        largest_item_bytes=max(sizes_bytes, default=0),
+        is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
+    )
+
+
+def _upload_object(
+    save: Save,
+    key: str,
+    layout: Layout,
+    *,
+    config: TransferConfig,
+    progress: Progress,
+    most: int,
+) -> StoredObject:
+    """Upload one object, and write its copy on this node."""
+    store, copies = save.open(), save.copies
+    source: AbstractContextManager[Iterable[ByteArray]] = nullcontext(layout.buffers())
+    if copies is not None:
+        size_bytes = sum(size for _, size in layout.pending)
+        size_bytes = min(size_bytes, layout.plan.max_object_size_bytes)
+        source = copies.beside(key, layout.buffers(), size_bytes)
+    try:
+        with source as buffers:
+            uploaded = upload_object(
+                store,
+                key,
+                buffers,
+                plan=layout.plan,
+                config=config,
+                progress=progress,
+                most=most,
+            )
+    finally:
+        layout.is_over = True
+    _check_changed(store, key, layout.changed)
+    entry = ix.ObjectEntry(key, uploaded.size_bytes, uploaded.version.e_tag, layout.framing_digest)
+    return StoredObject(entry, uploaded.parts, save.spec.url)
 
 
 def _emit_planned(

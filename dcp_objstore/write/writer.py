@@ -41,6 +41,7 @@ from dcp_objstore.state.dcp_metadata import (
     describe,
     planned_index,
 )
+from dcp_objstore.state.trainable import LEFT_OUT
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.torch_private import ThreadExecutor
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.state.state_dict import ConvertedState
 
 T = TypeVar("T")
 
@@ -271,6 +273,15 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     @property
     def _clock(self) -> Clock:
         return Clock.of_job(self._target.config.stall_timeout_seconds)
+
+    def _describe(self, state: ConvertedState) -> ConvertedState:
+        """Note what the next save leaves out, for its marker; return the state."""
+        left_out = {
+            ".".join(place): count for place, count in state.left_out.items() if count["tensors"]
+        }
+        if left_out:
+            self._user_metadata = {LEFT_OUT: left_out, **self._user_metadata}
+        return state
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:
         self._of_thread.save = save = Save(self._target.begin(), rank, is_coordinator, channel)

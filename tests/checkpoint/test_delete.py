@@ -128,6 +128,23 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) 
     named(store)
 
 
+def test_a_deletion_that_another_deleter_has_ended_meanwhile_changes_nothing_more(
+    store: MemoryStore,
+) -> None:
+    save(store)
+    bodies: list[bytes] = []
+
+    def delete_first(_: Put) -> None:
+        go(store)
+        bodies.append(store.body(MARKER_KEY))
+
+    store.on_put = in_turn(MARKER_KEY, delete_first)
+    clock = TickingClock()
+    assert not delete(store, clock=clock).superseded
+    assert clock.now == 0
+    assert store.body(MARKER_KEY) == bodies[0]  # so a save that begins on it is not defeated
+
+
 def test_a_deletion_that_others_keep_changing_ends_at_the_deadline(store: MemoryStore) -> None:
     save(store)
 

@@ -105,14 +105,18 @@ def test_what_needs_no_tensor_imports_no_torch(tmp_path: Path, bucket: Bucket) -
     node = tmp_path / "node"
     leave_copies(node, f"file://{tmp_path}/other/step-1")
     commands = ["--version", "-h", *(f"{name} --help" for name in COMMANDS)]
-    for url, options in ((f"file://{tmp_path}", {}), (bucket.url, bucket.storage_options)):
+    over_a_server = [WITHOUT_TENSORS[at] for at in (0, 2, 4, 7, 8, 13, 14)]
+    for url, options, given in (
+        (f"file://{tmp_path}", {}, WITHOUT_TENSORS),
+        (bucket.url, bucket.storage_options, over_a_server),
+    ):
         for step in (1, 2):
             state = {"model": {"w": torch.full((3,), float(step))}, "step": step}
             at = f"{url}/step-{step}"
             dos.save(state, at, storage_options=options, stock_metadata=step > 1, progress=False)
         hub = {"w": torch.ones(3, dtype=torch.bfloat16)}
         open_store(f"{url}/hub", options).put("model.safetensors", safetensors.torch.save(hub))
-        commands += [command.format(run=url, node=node) for command in WITHOUT_TENSORS]
+        commands += [command.format(run=url, node=node) for command in given]
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS, *commands],
         capture_output=True,
@@ -121,7 +125,7 @@ def test_what_needs_no_tensor_imports_no_torch(tmp_path: Path, bucket: Bucket) -
         env={**os.environ, **environment(bucket.storage_options)},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(".metadata was written") == 2
+    assert done.stdout.count(".metadata was written") == 1
 
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "dcp-objstore"

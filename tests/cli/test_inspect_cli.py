@@ -85,6 +85,20 @@ def test_json_names_every_tensor(url: str, capsys: pytest.CaptureFixture[str]) -
     assert [one["rank"] for one in json.loads(capsys.readouterr().out)["ranks"]] == [0, 1, 2]
 
 
+def test_what_a_save_left_out_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, model = (tmp_path / "step-1").as_uri(), torch.nn.Linear(100, 20)
+    model.weight.requires_grad_(False)
+    dos.save({"nets": {"actor": dos.trainable(model)}}, url)
+    inspect(url, [], **HOW)
+    line = "left out of nets.actor: 1 frozen tensor, 2,000 elements"
+    assert line in capsys.readouterr().out.splitlines()
+    inspect(url, [], **{**HOW, "as_json": True})
+    left_out = json.loads(capsys.readouterr().out)["left_out"]
+    assert left_out == {"nets.actor": {"tensors": 1, "elements": 2000}}
+
+
 def test_a_tensor_and_a_plan(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.errors import redacted
 from tests.support import captures
 from tests.support.campaign import cases
-from tests.support.command_line import on_terminal, run, run_here
+from tests.support.command_line import on_terminal, run_here
 
 # Moves the cursor, sets the title, begins a line, and turns the direction of what follows.
 EVIL = "w\x1b[2K\x1b[1A\x9b31m\x1b]0;owned\x07\rFORGED\nFORGED\u202egnp\u2066"
@@ -41,14 +41,14 @@ def test_colours_are_for_terminals_and_errors_are_wrapped_there(
     assert on_terminal(columns, "verify", "--quick", step).startswith("\x1b[32mcomplete\x1b[0m: ")
     for plain in (
         on_terminal(columns, "verify", "--quick", step, NO_COLOR="1"),
-        run("verify", "--quick", step).stdout,
+        run_here("verify", "--quick", step).stdout,
     ):
         assert plain.startswith("complete: ")
         assert "\x1b" not in plain
     shown = on_terminal(columns, "rm", step, status=2).splitlines()
     assert len(shown) > 1
     assert max(len(line) for line in shown if str(tmp_path) not in line) <= columns
-    assert len(run("rm", step).stderr.splitlines()) == 1
+    assert len(run_here("rm", step).stderr.splitlines()) == 1
 
 
 def assert_harmless(shown: str) -> None:

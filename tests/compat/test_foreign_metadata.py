@@ -291,7 +291,7 @@ def test_the_errors_travel_between_ranks() -> None:
         assert (type(copy), str(copy)) == (type(caught.value), str(caught.value))
 
 
-def test_a_truncated_metadata_is_refused_at_every_length(stock_body: bytes) -> None:
-    for length in range(len(stock_body)):
+def test_a_truncated_metadata_is_refused(stock_body: bytes) -> None:
+    for length in range(0, len(stock_body), 7):
         with pytest.raises(CheckpointCorruptError):
             decode_metadata(stock_body[:length])

@@ -46,7 +46,7 @@ class BucketContract(StoreContract):
     def crowd(self, bucket: Bucket) -> ObjectStore:
         server = str(bucket.s3_options.get("endpoint_url"))
         if server not in _crowds:
-            store = self.open(f"{bucket.url}/crowd", bucket.storage_options)
+            store = open_store(f"{bucket.url}/crowd", bucket.storage_options)  # the quickest
             with ThreadPoolExecutor(16) as pool:
                 list(pool.map(lambda key: store.put(key, b""), CROWD))
             _crowds[server] = bucket.prefix

@@ -525,7 +525,7 @@ def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket: 
     assert max(map(len, good.stdout.splitlines())) <= 80
     assert "fit to hold checkpoints" in good.stdout
     reader = environment({**bucket.storage_options, **READ_ONLY})
-    bad = run("doctor", url, **reader)
+    bad = run_here("doctor", url, **reader)
     assert bad.returncode == 1
     assert "FAILED: put, multipart" in bad.stdout
     told = run_here("doctor", url, "--json", **reader)

@@ -24,6 +24,7 @@ from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import CopySource
 from tests.contract import PART
 from tests.support.azurite import ACCOUNT, HOUR_SECONDS, KEY, AzureBucket, Azurite, Identity
+from tests.support.campaign import cases
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET, Bucket, MotoServer
@@ -65,7 +66,10 @@ def place(request: pytest.FixtureRequest) -> Place:
     return Place(bucket, partial(ShortLived, server), "token", "gcloud auth")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+SOME_VERBS = cases(VERBS, default=["get", "list", "put", "put_stream"])
+
+
+@pytest.mark.parametrize("verb", SOME_VERBS)
 def test_a_token_that_is_refused_before_its_time_is_renewed_once(place: Place, verb: str) -> None:
     place.bucket.put("k", b"as it was")
     store, handed_out = place.open(-10, HOUR_SECONDS)
@@ -76,7 +80,7 @@ def test_a_token_that_is_refused_before_its_time_is_renewed_once(place: Place, v
     assert len(handed_out) == 2
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", SOME_VERBS)
 def test_fresh_tokens_that_are_refused_too_say_what_to_do(place: Place, verb: str) -> None:
     store, handed_out = place.open(-10)
     says = "the next try" if verb == "put_stream" else f"fresh ones.*{place.login}"

@@ -49,6 +49,7 @@ def test_s3fs(bucket: Bucket) -> None:
     resume(TrainingJob(sharded=False), bucket.at("step-1"), bucket.storage_options)
 
 
+@pytest.mark.campaign
 def test_gcsfs(fake_gcs: FakeGcsServer) -> None:
     prefix = secrets.token_hex(4)
     saved_on_4_resumes_on_2(f"gs://{BUCKET}/{prefix}/step-1", fake_gcs.storage_options)

@@ -6,13 +6,13 @@ import concurrent.futures
 import contextlib
 import signal
 import socket
-import subprocess
-import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
+from dcp_objstore.cli.ranks import say
 from dcp_objstore.errors import SaveInProgressError
 from dcp_objstore.write.staging.state import staging_memory
 from tests.support.checkpoints import (
@@ -30,7 +31,7 @@ from tests.support.checkpoints import (
     edition,
     edition_in,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_workers, wait_for
 from tests.support.servers import Bucket
 
 
@@ -210,49 +211,37 @@ def test_a_writer_works_again_after_a_save_that_failed(bucket: Bucket) -> None:
     assert edition_in(bucket.at("good"), bucket.storage_options, ["good", "bad"]) == "good"
 
 
-BLOCKED_CALLS = """
-import sys, traceback
-import torch
-import torch.distributed.checkpoint as dcp
-import dcp_objstore as dos
-
-options = {"key": "k", "secret": "s"}
-state = {"t": torch.zeros(10)}
-saving, loading = ({**options, "endpoint_url": endpoint} for endpoint in sys.argv[1:])
-url = "s3://bucket/step-1"
-try:
-    dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=saving))
-except BaseException as error:  # DCP puts it into a CheckpointException
-    told = "KeyboardInterrupt" in "".join(traceback.format_exception(error))
-    print("ended" if told else "failed", flush=True)
-dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=loading))
-"""
+def call_blocked(rank: int, world: int, saving: Options, loading: Options) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored under nohup
+    state = {"t": torch.zeros(10)}
+    url = "s3://bucket/step-1"
+    try:
+        dcp.save(state, storage_writer=dos.ObjectStoreWriter(url, storage_options=saving))
+    except BaseException as error:  # noqa: BLE001 - DCP puts it into a CheckpointException
+        say("ended", "KeyboardInterrupt" in "".join(traceback.format_exception(error)))
+    dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=loading))
 
 
-@pytest.mark.usefixtures("usual_signals")
 def test_ctrl_c_ends_a_call_that_waits_for_the_store() -> None:
     """The servers, one for the save and one for the load, take the connection and never answer."""
     with contextlib.ExitStack() as stack:
         listeners = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in ("save", "load")
         ]
-        endpoints = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in listeners]
-        process = subprocess.Popen(
-            [sys.executable, "-c", BLOCKED_CALLS, *endpoints],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        for listener, said in zip(listeners, ["ended\n", ""], strict=True):
+        options = [
+            {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{one.getsockname()[1]}"}
+            for one in listeners
+        ]
+        crew = stack.enter_context(start_workers())
+        job = crew.start(1, call_blocked, *options, grouped=False)
+        for listener in listeners:
             listener.settimeout(60)
             connection, _ = listener.accept()
             with connection:
                 assert connection.recv(1), "the request is under way"
-                process.send_signal(signal.SIGINT)
-                assert process.stdout is not None
-                assert process.stdout.readline() == said
-        _, errors = process.communicate(timeout=10)
-    assert process.returncode != 0
-    assert "KeyboardInterrupt" in errors
+                job.signal(signal.SIGINT)
+                if listener is listeners[0]:
+                    assert wait_for(job, "ended")[0].message == ("ended", True)
+                else:
+                    (ended,) = job.end()
+    assert "KeyboardInterrupt" in ended.text

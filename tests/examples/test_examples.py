@@ -124,6 +124,7 @@ def test_the_naive_loop_loses_its_last_checkpoint_and_succeeds(run: Run, bucket:
     assert_whole(bucket, "naive/step-10")
 
 
+@pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run: Run, bucket: Bucket) -> None:
     (command,) = commands("async_save.py")

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from tests.support.checkpoints import Options
+from tests.support.checkpoints import Options, memory_url
 from tests.support.left_copies import lose_objects
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -41,6 +41,7 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -53,11 +54,13 @@ from transformers import (
 
 from dcp_objstore.integrations import hf
 from dcp_objstore.integrations.hf import accelerator_state, with_object_store
+from dcp_objstore.integrations.peft import peft_state
 from dcp_objstore.run.saves import RunSaves
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "hf_trainer.py"
 PAGE = ROOT / "docs" / "frameworks" / "hugging-face.md"
+ADAPTERS = ROOT / "docs" / "adapters.md"
 pytestmark = [pytest.mark.backends("seaweed"), pytest.mark.filterwarnings("ignore")]
 
 
@@ -411,7 +414,14 @@ def make_trainer(*callbacks: Any, model: Any = None, **arguments: Any) -> Any:
 
 
 def trainer_job(
-    rank: int, world: int, kind: str, folder: str, url: str, last: int, options: Options
+    rank: int,
+    world: int,
+    kind: str,
+    folder: str,
+    url: str,
+    last: int,
+    options: Options,
+    make_model: Any = None,
 ) -> dict[str, Any]:
     """Resume, train to a step, save it; what was found, and what was saved."""
     with a_machine(folder, kind, rank, world):
@@ -434,6 +444,7 @@ def trainer_job(
             At(0, lambda _: look("found")),
             At(last, stop),
             At(last, lambda _: look("saved")),
+            model=make_model and make_model(),
             **sharded,
         )
         with_object_store(trainer, url, storage_options=options)
@@ -742,6 +753,187 @@ def test_a_url_where_they_want_a_folder_is_an_error_when_installed(tmp_path: Pat
         trainer.args.output_dir = "s3://bucket/run"
         with pytest.raises(dos.errors.ConfigError, match="local folder"):
             with_object_store(trainer, "s3://bucket/run")
+
+
+# --- PEFT
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft")
+
+
+def adapted(**settings: Any) -> Any:
+    """A model with a frozen base, and adapters that do something from the beginning."""
+    import peft
+
+    settings = {"target_modules": ["c_attn"], "modules_to_save": ["ln_f"], **settings}
+    return peft.get_peft_model(gpt2(), peft.LoraConfig(init_lora_weights=False, **settings))
+
+
+def get_peft_state(model: Any) -> dict[str, Any]:
+    import peft
+
+    return dict(peft.get_peft_model_state_dict(model))
+
+
+def saved_by_peft(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    model.save_pretrained(folder)
+    tensors: dict[str, torch.Tensor] = load_file(folder / "adapter_model.safetensors")
+    return tensors
+
+
+def test_a_trainer_saves_the_adapters_alone_under_every_wrapper(
+    bucket: Bucket, tmp_path: Path, peft: Any
+) -> None:
+    jobs = [("single", 1), ("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("single", 1)]
+    before: dict[str, Any] = {}
+    for number, (kind, world) in enumerate(jobs, 1):
+        rest: Any = kind, str(tmp_path), bucket.url, number, bucket.storage_options, adapted
+        alone = kind == "single"
+        ranks = [trainer_job(0, 1, *rest)] if alone else run_ranks(world, trainer_job, *rest)
+        for one in ranks if before else []:
+            assert_same(one["found"], before["saved"])
+            assert one["found_at"] == before["saved_at"]
+        before = ranks[0]
+    assert_only_commits(bucket, *(f"step-{number}" for number in range(1, len(jobs) + 1)))
+    trained = {name for name in adapted().state_dict() if re.search(r"lora_|modules_to_save", name)}
+    for kind, number in (("single", 1), ("fsdp1", 3)):
+        ckpt = dos.open(bucket.at(f"step-{number}"), storage_options=bucket.storage_options)
+        keys = {key for key in ckpt if key.startswith("model.")}
+        assert keys == {f"model.{name}" for name in trained}, kind
+        states = {key.rpartition(".")[0] for key in ckpt if key.startswith("optimizer.state.")}
+        assert states == {f"optimizer.state.{name}" for name in trained}
+        assert ckpt.user_metadata["left_out"]["model"]["tensors"] > 20
+        assert "config.json" not in ckpt["files.0"].read()[0]  # that of the base
+        described = json.loads(ckpt["peft"].read())["default"]
+        assert {*described["names"].values()} == trained
+
+
+def test_peft_reads_what_is_exported_of_a_step(bucket: Bucket, tmp_path: Path, peft: Any) -> None:
+    options = bucket.storage_options
+    with a_machine(str(tmp_path / "machine")):
+        trainer = make_trainer(At(2, stop), model=adapted())
+        with_object_store(trainer, bucket.url, storage_options=options).train()
+        trained = trainer.model.eval()
+    expected = saved_by_peft(trained, tmp_path / "peft")
+    report = dos.export_checkpoint(bucket.at("step-2"), tmp_path / "ours", storage_options=options)
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
+    assert {Path(file).name for file in report.files} == {weights, config}
+    assert_same(load_file(tmp_path / "ours" / weights), expected)
+    ours, theirs = (json.loads((tmp_path / by / config).read_text()) for by in ("ours", "peft"))
+    del ours["auto_mapping"], theirs["auto_mapping"]  # the class of the model, only for AutoPeft
+    assert ours == theirs
+    loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "ours").eval()
+    rows = data()[0]["input_ids"][None]
+    assert torch.equal(loaded(rows).logits, trained(rows).logits)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"use_dora": True},
+        {"bias": "all", "target_modules": ["wte", "c_attn"], "modules_to_save": None},
+        {"trainable_token_indices": [1, 2], "modules_to_save": None},
+    ],
+    ids=["dora", "biases and an embedding", "tokens"],
+)
+def test_each_of_several_adapters_is_saved_loaded_and_exported(
+    tmp_path: Path, peft: Any, settings: dict[str, Any]
+) -> None:
+    url, model = memory_url(), adapted(**settings)
+    tokens = settings.get("trainable_token_indices")
+    second = peft.LoraConfig(
+        target_modules=["c_proj"], init_lora_weights=False, trainable_token_indices=tokens
+    )
+    model.add_adapter("second", second)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dos.save({**peft_state(model), "optimizer": optimizer}, url)
+    expected = saved_by_peft(model, tmp_path / "peft")
+    dos.export_checkpoint(url, tmp_path / "default")
+    assert_same(load_file(tmp_path / "default" / "adapter_model.safetensors"), expected)
+    dos.export_checkpoint(url, tmp_path / "second", "model.*.second.*")
+    assert_same(
+        load_file(tmp_path / "second" / "adapter_model.safetensors"),
+        load_file(tmp_path / "peft" / "second" / "adapter_model.safetensors"),
+    )
+    with pytest.raises(dos.errors.InputError, match="default and second"):
+        dos.export_checkpoint(url, tmp_path / "both", "model.*")
+
+    other = adapted(**settings)
+    other.add_adapter("second", second)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if parameter.requires_grad or ".second." in name:
+                parameter.zero_()
+    dos.load(peft_state(other), url)
+    assert_same(other.state_dict(), model.state_dict())
+
+
+def test_a_prompt_encoder_resumes_and_is_left_to_peft_to_export(tmp_path: Path, peft: Any) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model, other = (peft.get_peft_model(gpt2(), config) for _ in range(2))
+    dos.save(peft_state(model), url := memory_url())
+    dos.load(peft_state(other), url)
+    assert_same(other.state_dict(), model.state_dict())
+    with pytest.raises(dos.errors.UnsupportedError, match="save_pretrained"):
+        dos.export_checkpoint(url, tmp_path / "prompts")
+    assert not (tmp_path / "prompts").exists()
+
+
+def test_the_best_adapters_are_loaded_at_the_end(bucket: Bucket, tmp_path: Path, peft: Any) -> None:
+    options = bucket.storage_options
+    with a_machine(str(tmp_path)):
+        trainer = make_trainer(
+            At(3, stop),
+            model=adapted(),
+            save_strategy="steps",
+            eval_strategy="steps",
+            save_steps=1,
+            eval_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="eval_loss",
+        )
+        evaluate, losses = trainer.evaluate, iter([3.0, 1.0, 2.0])
+        trainer.evaluate = lambda *args, **settings: {
+            **evaluate(*args, **settings),
+            "eval_loss": next(losses),
+        }
+        with_object_store(trainer, bucket.url, storage_options=options).train()
+        assert trainer.state.best_model_checkpoint == bucket.at("step-2")
+        best, last = (
+            dos.load_state_dict(
+                bucket.at(f"step-{step}"), "model.*", nested=False, storage_options=options
+            )
+            for step in (2, 3)
+        )
+        found = {f"model.{name}": value for name, value in trainer.model.state_dict().items()}
+        assert_same({name: found[name] for name in best}, best)
+        assert not all(torch.equal(value, last[name]) for name, value in best.items())
+
+
+@pytest.mark.usefixtures("credentials")
+def test_what_the_page_says_of_peft_runs_with_accelerate_too(
+    bucket: Bucket, tmp_path: Path, peft: Any
+) -> None:
+    (block,) = re.findall(r"^```py\n(.*?)^```", ADAPTERS.read_text(), re.M | re.S)
+    model = adapted()
+    names = {"optimizer": torch.optim.AdamW(model.parameters()), "base": gpt2()}
+    names |= {"dos": dos, "PeftModel": peft.PeftModel, "model": model}
+    with a_machine(str(tmp_path)):
+        exec(block.replace("s3://bucket/run", bucket.url), names)
+        assert_same(get_peft_state(names["model"]), get_peft_state(model))
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model, names["optimizer"])
+        state = {**accelerator_state(accelerator), **peft_state(model)}
+        dos.save(state, bucket.at("step-11"))
+        dos.load(state, bucket.at("step-11"))
+    assert {"peft", "files.0"} <= {*dos.open(bucket.at("step-11"))}
+
+
+def test_no_other_model_has_the_state_of_one_of_peft(peft: Any) -> None:
+    with pytest.raises(dos.errors.ConfigError, match="GPT2LMHeadModel"):
+        peft_state(gpt2())
 
 
 # --- the page and the example

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -30,20 +28,6 @@ from tests.support.wrapped_stores import ChangingStore, RecordingStore, Request,
 
 MIB = 1024 * 1024
 PIECE = 4 * MIB + 4096  # and small tensors beside it
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    restart()
-    yield
-    restart()
-    gc.collect()
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    (tmp_path / "node").mkdir()
-    return Node(tmp_path / "node", f"memory://{secrets.token_hex(6)}/run")
 
 
 def flip(path: Path, *positions: int) -> None:

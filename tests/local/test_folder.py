@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -12,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,25 +26,12 @@ from dcp_objstore.errors import ConfigError, PermissionDeniedError
 from dcp_objstore.local import copies, folder as run_folder
 from dcp_objstore.local.folder import LocalError, RunFolder, remove_abandoned, remove_run
 from dcp_objstore.local.settings import Local
+from tests.support.campaign import cases
 from tests.support.node_copies import Node, open_files, restart
 from tests.support.ranks import start_workers, wait_for
 from tests.support.wrapped_stores import Fault, FaultStore, Through
 
 DAY = 24 * 3600
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    restart()
-    yield
-    restart()
-    gc.collect()
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    (tmp_path / "node").mkdir()
-    return Node(tmp_path / "node", f"memory://{secrets.token_hex(6)}/run")
 
 
 def run_of(node: Node) -> Path:
@@ -53,6 +43,8 @@ def run_of(node: Node) -> Path:
 
 
 def give_away(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root gives folders away")
     os.chown(path, 12345, -1)
 
 
@@ -80,19 +72,15 @@ WHERE: dict[str, Callable[[Node], Path]] = {
     "run": run_of,
     "objects": lambda node: run_of(node) / "objects",
 }
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+WAYS = (give_away, open_to_all, link_instead, file_instead, fifo_instead)
 
 
-@pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize(
-    "spoil",
-    [
-        pytest.param(give_away, marks=root_only),
-        open_to_all,
-        link_instead,
-        file_instead,
-        fifo_instead,
-    ],
+    ("where", "spoil"),
+    cases(
+        product(WHERE, WAYS),
+        default=[*product(("home",), WAYS), ("run", open_to_all), ("objects", link_instead)],
+    ),
 )
 def test_a_folder_that_others_could_have_made_is_not_used(
     node: Node, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None], where: str
@@ -189,7 +177,7 @@ def as_folder(copy: Path) -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [as_fifo, as_link, as_second_name, as_folder, pytest.param(give_away, marks=root_only)],
+    [as_fifo, as_link, as_second_name, as_folder, give_away],
 )
 def test_a_copy_that_is_no_file_of_ours_is_neither_read_nor_written(
     node: Node, spoil: Callable[[Path], None]
@@ -198,7 +186,9 @@ def test_a_copy_that_is_no_file_of_ours_is_neither_read_nor_written(
     spoil(node.copy_of(1))
     elsewhere = run_of(node) / "elsewhere"
     before = elsewhere.read_bytes() if elsewhere.exists() else b""
+    opened = open_files()
     assert node.load(1).local_bytes == 0
+    assert open_files() == opened
     for step in (2, 3, 4, 5):
         node.save(step)
         report = node.load(step)
@@ -291,6 +281,22 @@ def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
     gc.collect()
     assert node.files == files
     assert open_files() == opened
+
+
+def test_a_copy_of_which_one_write_fails_is_given_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.rows = 12 * 1024  # more than one write
+    write, errors = os.pwrite, [OSError(errno.EIO, "once")]
+
+    def fail_once(*args: Any) -> int:
+        if errors:
+            raise errors.pop()
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", fail_once)
+    node.save(1)
+    assert (node.files, len(node.unused)) == ([], 1)
 
 
 def test_one_url_that_is_overwritten_has_two_states(node: Node) -> None:

@@ -174,11 +174,12 @@ class Rack:
 
 def kill_often(bucket: Bucket, path: Path, seed: int, kills: int) -> Counter[str]:
     rng = random.Random(f"node {seed}")
-    rack = Rack(path, bucket, bucket.at("run"), losses(MOST_STEPS))
+    most_steps = min(1000 * kills, MOST_STEPS)
+    rack = Rack(path, bucket, bucket.at("run"), losses(most_steps))
     rack.run(None, WORLDS[0], 7)
     for _ in range(kills):
-        rack.run(rng, rng.choice(WORLDS), MOST_STEPS)
-    rack.run(None, WORLDS[0], rack.last_step + 7)
+        rack.run(rng, rng.choice(WORLDS), most_steps)
+    rack.run(None, WORLDS[0], min(rack.last_step + 7, most_steps))
     print(f"\n{kills} kills, {rack.last_step} steps: {dict(sorted(rack.counts.items()))}")
     return rack.counts
 

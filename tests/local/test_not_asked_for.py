@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,17 +14,9 @@ import pytest
 
 import dcp_objstore as dos
 from dcp_objstore.local import copies, folder, room
-from tests.support.node_copies import Node, restart, state_of
+from tests.support.node_copies import Node, state_of
 from tests.support.ranks import run_ranks
 from tests.support.wrapped_stores import Request
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    restart()
-    yield
-    restart()
-    gc.collect()
 
 
 def forbid(patched: pytest.MonkeyPatch, *modules: ModuleType) -> None:

@@ -26,20 +26,6 @@ from tests.support.node_copies import Node, restart
 KIB, MIB = 1024, 1024 * 1024
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    restart()
-    yield
-    restart()
-    gc.collect()
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Node:
-    (tmp_path / "node").mkdir()
-    return Node(tmp_path / "node", f"memory://{secrets.token_hex(6)}/run")
-
-
 @pytest.fixture
 def tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 16 MiB."""

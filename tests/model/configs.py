@@ -66,21 +66,6 @@ QUICK = [
     _config("overwrite, deleter, reader", COMMITTED, *_writers(1), _deleter(faults=1), _reader),
     _config("create, overwrite, deleter", ABSENT, *_writers(1, 0, overwrite="2"), _deleter()),
     _config(
-        "overwrite, sweeper twice, reader",
-        COMMITTED,
-        *(*_writers(1, beacon=True), _sweeper(faults=1, rounds=2), _reader),
-    ),
-    _config(
-        "create, sweeper of an orphan",
-        ORPHAN,
-        *(*_writers(1, overwrite="", beacon=True), _sweeper(faults=1, rounds=2)),
-    ),
-    _config(
-        "two create where a deletion was left, reader",
-        DELETING,
-        *(*_writers(1, 1, overwrite=""), _reader),
-    ),
-    _config(
         "create where a deletion is under way, deleter",
         DELETING,
         *(*_writers(2, overwrite=""), _deleter(faults=1)),
@@ -101,17 +86,11 @@ QUICK = [
         *(_incremental(), _sweeper(rounds=2), Stranger),
     ),
     _config(
-        "two copies, owner of the source, sweeper",
-        ABSENT,
-        *(_copy(1, beacon=False), _copy(2, beacon=False), Owner, _sweeper()),
-    ),
-    _config(
         "save, copy, streamed copy of a rotten source",
         ABSENT._replace(rotten=1 << 5),
         *(*_writers(0), _copy(2, faults=1), _copy(3, streamed=True)),
     ),
     _config("a sweep mends .metadata", STALE, _sweeper()),
-    _config("overwrite, deleter, sweeper", COMMITTED, *_writers(1), _deleter(), _sweeper()),
     Config(
         "overwrite, patient sweeper, stock reader",
         COMMITTED,
@@ -126,6 +105,27 @@ QUICK = [
     _config("patient sweeper of a tombstone, stock reader", STALE, _patient(rounds=3), *_stock),
 ]
 LARGE = [
+    _config(
+        "overwrite, sweeper twice, reader",
+        COMMITTED,
+        *(*_writers(1, beacon=True), _sweeper(faults=1, rounds=2), _reader),
+    ),
+    _config(
+        "create, sweeper of an orphan",
+        ORPHAN,
+        *(*_writers(1, overwrite="", beacon=True), _sweeper(faults=1, rounds=2)),
+    ),
+    _config(
+        "two create where a deletion was left, reader",
+        DELETING,
+        *(*_writers(1, 1, overwrite=""), _reader),
+    ),
+    _config(
+        "two copies, owner of the source, sweeper",
+        ABSENT,
+        *(_copy(1, beacon=False), _copy(2, beacon=False), Owner, _sweeper()),
+    ),
+    _config("overwrite, deleter, sweeper", COMMITTED, *_writers(1), _deleter(), _sweeper()),
     _config(
         "two copies with faults, owner of the source, sweeper",
         ABSENT,

@@ -197,6 +197,33 @@ def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
     assert names(url) == ["step-1", "step-2"]
 
 
+def test_the_time_until_the_next_save_begins_anew_with_a_load(url: str) -> None:
+    with dos.CheckpointManager(url, save_every=timedelta(hours=1), save_last=False) as run:
+        run.save(1, state(1))
+        assert run._saves is not None
+        run._saves.begun_at -= 7200
+        loaded(run)
+        assert run._ask() == frozenset()
+
+
+def test_a_step_can_be_saved_again_after_a_load_that_found_none(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        run.save(1, state(1))
+        dos.delete(f"{url}/step-1", allow_newest=True)
+        assert run.load(state(0)) is None
+        run.save(1, state(1))
+    assert names(url) == ["step-1"]
+
+
+def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    watch = PreemptionWatch(dos.Preemption())
+    watch.install()
+    watch.install()
+    watch.restore()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 @pytest.mark.parametrize("on_busy", ["skip", "raise"])
 def test_a_save_that_is_due_by_time_waits_for_ranks_that_have_not_seen_the_last_one_end(
     url: str, on_busy: str, monkeypatch: pytest.MonkeyPatch

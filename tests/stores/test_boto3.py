@@ -45,9 +45,8 @@ BOTO3 = {"transport": "boto3"}
 ONCE = TransferConfig(max_retries=0, transport="boto3")
 
 
-@pytest.mark.backends("seaweed")
 class TestBucket(BucketContract):
-    """SeaweedFS (or `--bucket-url`)."""
+    """SeaweedFS and moto (or `--bucket-url`)."""
 
     endpoint = {  # noqa: RUF012
         "seaweed": "SeaweedFS (boto3)",
@@ -64,12 +63,6 @@ class TestBucket(BucketContract):
     def store_at(self, endpoint_url: str) -> ObjectStore:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
         return open_store("s3://bucket/run", {**options, **BOTO3}, ONCE)
-
-
-@pytest.mark.campaign
-@pytest.mark.backends("moto")
-class TestBucketOnMoto(TestBucket):
-    """moto's server."""
 
 
 @pytest.fixture(scope="module")

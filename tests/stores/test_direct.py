@@ -407,6 +407,16 @@ def test_a_lane_is_left_alone_only_after_failures_in_a_row(
     assert read(lane) is not None
 
 
+def test_a_connection_that_was_idle_for_long_is_closed(
+    lane: DirectLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read(lane) is not None
+    ((connection, *_),) = lane._idle
+    monkeypatch.setattr(direct, "_IDLE_SECONDS", -1.0)
+    assert read(lane) is not None
+    assert connection.sock is None
+
+
 def test_failures_of_two_threads_at_once_are_two(lane: DirectLane) -> None:
     lane._failures = MeetingNumber(0)
     with ThreadPoolExecutor(2) as pool:

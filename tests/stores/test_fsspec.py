@@ -158,7 +158,7 @@ def test_a_prefix_of_other_keys_is_not_taken_for_an_object_that_was_put(tmp_path
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
-@pytest.mark.backends("seaweed")
+@pytest.mark.backends("seaweed", "moto")
 class TestS3fs(BucketContract):
     endpoint = {"seaweed": "SeaweedFS (s3fs)"}  # noqa: RUF012
     lacks = {"seaweed": frozenset()}  # noqa: RUF012
@@ -177,12 +177,6 @@ class TestS3fs(BucketContract):
     def store_at(self, endpoint_url: str) -> ObjectStore:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
         return open_store("s3://bucket/run", options, ONCE)
-
-
-@pytest.mark.campaign
-@pytest.mark.backends("moto")
-class TestS3fsOnMoto(TestS3fs):
-    """moto's server."""
 
 
 class TestGcsfs(StoreContract):

@@ -226,6 +226,10 @@ def _earlier(window: Window) -> Window:
     return msgspec.structs.replace(window, round=moved, cut_at=-600.0)
 
 
+TOGETHER = [0.0] * 8
+ONE_BY_ONE = [0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1]
+
+
 def _shares(ranks: list[Rank]) -> list[float]:
     """Return each rank's part of a fair share, while all are under way."""
     since = max(rank.starts_at for rank in ranks) + 0.5
@@ -235,7 +239,7 @@ def _shares(ranks: list[Rank]) -> list[float]:
 
 
 @pytest.mark.parametrize("noise", cases([0.0, 0.4], default=[0.4]))
-@pytest.mark.parametrize("starts", [[0.0] * 8, [0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1]])
+@pytest.mark.parametrize("starts", cases([TOGETHER, ONE_BY_ONE], default=[ONE_BY_ONE]))
 def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(
     starts: list[float], noise: float
 ) -> None:

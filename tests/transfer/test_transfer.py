@@ -503,6 +503,25 @@ def test_a_part_under_way_has_the_lowest_number_that_is_free():
     assert of(PartUploaded, heard)[0].part == 1
 
 
+def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
+    progress = Progress(60)
+
+    class Slot:
+        def begin(self, part, check=lambda: None):
+            progress.stop(KeyboardInterrupt())
+            check()
+
+        def end(self, part, size_bytes):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        next(_Tracked([np.zeros(10, np.uint8)], progress, 5, "o", Slot()))
+
+
+def test_an_object_has_no_more_parts_than_stores_take_however_little_is_planned() -> None:
+    assert plan_parts(0, 5 * MIB).max_object_size_bytes == MAX_PARTS * 5 * MIB
+
+
 @pytest.mark.parametrize(
     ("sizes", "released"),
     [([10, 10, 10], [[0], [1], [2]]), ([4, 6, 10], [[0], [0], [1]]), ([15, 5], [[0, 1], [1]])],

@@ -172,6 +172,13 @@ def test_views_that_overlap_in_the_midst_of_a_storage_share_memory_in_the_copy()
     assert staged["a"].untyped_storage().nbytes() < 200
 
 
+def test_memory_that_a_view_spans_is_copied_once_whatever_views_lie_within() -> None:
+    memory = torch.arange(100.0)
+    staged = stage({"all": memory, "few": memory[10:20], "more": memory[50:90]})
+    assert staged.size_bytes == memory.nbytes
+    assert torch.equal(staged["more"], memory[50:90])
+
+
 class Anything:
     def __init__(self) -> None:
         self.tensor, self.names = torch.ones(3), ["a"]

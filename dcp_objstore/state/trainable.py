@@ -1,0 +1,115 @@
+"""`trainable`: the part of a module that trains, for checkpoints without the frozen rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeGuard, TypeVar
+
+import torch
+
+from dcp_objstore import torch_private
+from dcp_objstore.errors import ConfigError
+
+T = TypeVar("T")
+
+# The entry of `user_metadata` that says what a save has left out.
+LEFT_OUT = "left_out"
+
+
+class LeftOut(TypedDict):
+    """What a save has left out of a module: the number of tensors, and of elements in all ranks."""
+
+    tensors: int
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """A module of which only a part is saved and loaded; `trainable` makes it.
+
+    Attributes:
+        module: the module.
+        buffers: whether what is no parameter belongs to the part.
+        frozen: names of entries of its state dict that belong to the part although they are frozen.
+    """
+
+    module: torch.nn.Module
+    buffers: bool = True
+    frozen: Collection[str] = ()
+
+    def part_of(self, entries: Mapping[str, T]) -> dict[str, T]:
+        """Return those entries that belong to the part, of a dict by the module's names."""
+        trains = {name: p.requires_grad for name, p in torch_private.all_parameters(self.module)}
+
+        def belongs(name: str) -> bool:
+            # Quantized parameters have entries of their own below their name.
+            owner = next((prefix for prefix in _prefixes(name) if prefix in trains), None)
+            return name in self.frozen or (self.buffers if owner is None else trains[owner])
+
+        return {name: entry for name, entry in entries.items() if belongs(name)}
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Yield `a`, `a.b` and `a.b.c` of `a.b.c`."""
+    return itertools.accumulate(name.split("."), "{}.{}".format)
+
+
+def trainable(module: torch.nn.Module, *, buffers: bool = True) -> Trainable:
+    """Stand for the part of a module that trains, in a state to save or to load.
+
+        state = {"model": dos.trainable(model), "optimizer": optimizer}
+        dos.save(state, "s3://bucket/run/step-1560")
+        dos.load(state, "s3://bucket/run/step-1560")  # into a model that has the frozen weights
+
+    It has the parameters with `requires_grad` at the time of the save or load, under the names that
+    they have in the whole module, and buffers. The other parameters are not written; the commit
+    marker counts them, and `dcp-objstore inspect` shows that. Of an optimizer of the module, the
+    state of frozen parameters is left out, too.
+
+    It works in the state of `dcp_objstore.save`, `async_save`, `load` and `CheckpointManager`, on
+    any number of ranks and under any wrapper (FSDP, DDP, torch.compile). A load needs the very set
+    that was saved: a parameter that trains now and was frozen then is an error, and so is one that
+    was saved and is frozen, or missing in the module, now. `strict=False` leaves both kinds as they
+    are.
+
+    Args:
+        module: the module.
+        buffers: save the persistent buffers of the whole module (and what `get_extra_state`
+            returns), also those beside frozen parameters: the running statistics of a BatchNorm
+            change without gradients. False saves no buffer, for a base model that keeps its
+            quantized weights in them. Default True.
+
+    Raises:
+        ConfigError: `module` is not a module.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(f"trainable takes a torch.nn.Module, got {type(module).__name__}")
+    return Trainable(module, buffers)
+
+
+def count_left_out(whole: Mapping[str, Any], part: Mapping[str, Any]) -> LeftOut:
+    """Count the tensors of a state dict that a part of it lacks."""
+    sizes = [
+        torch_private.size_in_checkpoint(entry).numel()
+        for name, entry in whole.items()
+        if name not in part and isinstance(entry, torch.Tensor)
+    ]
+    return LeftOut(tensors=len(sizes), elements=sum(sizes))
+
+
+def left_out_of(user_metadata: Mapping[str, object]) -> dict[str, LeftOut]:
+    """Return what a save has left out of its modules, by their names in the state."""
+    noted = user_metadata.get(LEFT_OUT)
+    counts = noted.items() if isinstance(noted, dict) else ()
+    return {name: count for name, count in counts if _is_count(count)}
+
+
+def _is_count(count: object) -> TypeGuard[LeftOut]:
+    """Whether a save has written it, and not the user."""
+    return (
+        isinstance(count, dict)
+        and count.keys() == LeftOut.__annotations__.keys()
+        and all(isinstance(number, int) for number in count.values())
+    )
