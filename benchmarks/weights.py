@@ -203,6 +203,8 @@ def _of_runai(state: State, place: Place) -> None:
     os.environ |= {
         "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
         "RUNAI_STREAMER_DIST": "1",
+        # Its default of a second is too little for a server that shares two cores with the ranks.
+        "RUNAI_STREAMER_S3_REQUEST_TIMEOUT_MS": "30000",
         "RUNAI_STREAMER_LOG_LEVEL": "ERROR",
         "AWS_EC2_METADATA_DISABLED": "true",
     }

@@ -236,8 +236,10 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     for read in reads:
         location = read.location
         is_verified = verify and location.digests is not None
-        is_cut = whole_blocks and read.selection is not None and len(read.selection.shape) > 1
-        for start, end, number in _pieces(read, whole_blocks=is_verified or is_cut):
+        is_cut = read.selection is not None and len(read.selection.shape) > 1
+        is_small = location.payload_length <= DEFAULT_GAP_BYTES
+        is_shared = whole_blocks and (is_cut or is_small)
+        for start, end, number in _pieces(read, whole_blocks=is_verified or is_shared):
             place = (
                 location.object_number,
                 location.payload_offset + start,

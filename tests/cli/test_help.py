@@ -10,11 +10,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
 import dcp_objstore as dos
 from dcp_objstore.cli.app import app
+from dcp_objstore.stores import open_store
 from tests.support.command_line import environment, examples
 from tests.support.left_copies import leave_copies
 from tests.support.servers import Bucket
@@ -28,6 +30,8 @@ WITHOUT_TENSORS = (
     "follow --until 2 {run}",
     "inspect {run}/step-1",
     "inspect {run}/step-1 model.* --json",
+    "inspect {run}/hub",
+    "inspect {run}/hub/model.safetensors --json",
     "diff {run}/step-1 {run}/step-2 --keys model.*",
     "verify --deep {run}/step-1",
     "verify --quick --run {run}",
@@ -111,6 +115,8 @@ def test_what_needs_no_tensor_imports_no_torch(tmp_path: Path, bucket: Bucket) -
             state = {"model": {"w": torch.full((3,), float(step))}, "step": step}
             at = f"{url}/step-{step}"
             dos.save(state, at, storage_options=options, stock_metadata=step > 1, progress=False)
+        hub = {"w": torch.ones(3, dtype=torch.bfloat16)}
+        open_store(f"{url}/hub", options).put("model.safetensors", safetensors.torch.save(hub))
         commands += [command.format(run=url, node=node) for command in given]
     done = subprocess.run(
         [sys.executable, "-c", IMPORTS, *commands],

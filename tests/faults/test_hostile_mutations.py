@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import math
 import pickletools
 import random
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -31,7 +33,7 @@ from dcp_objstore.checkpoint.marker import Marker, decode_marker
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.compat.transforms import check_archive
 from dcp_objstore.compat.values import check_safe
-from dcp_objstore.read.stored_checkpoint import open_rooted
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_rooted
 from tests.support import hostile, pickles as p
 from tests.support.memory_store import MemoryStore
 from tests.support.stock_checkpoints import check_promises
@@ -45,6 +47,11 @@ METADATA = p.metadata(
     meta=p.made(p.METADATA, "StorageMeta", checkpoint_id=p.text("x")),
 )
 OURS = hostile.ours()
+WEIGHTS = safetensors.torch.save(
+    {"a": torch.ones(2, 3), "b": torch.ones(4).half(), "c": torch.tensor(1), "d": torch.ones(0, 2)},
+    {"format": "pt"},
+)
+HEADER = WEIGHTS[8 : 8 + int.from_bytes(WEIGHTS[:8], "little")]
 VALUES = [
     hostile.saved(value)
     for value in (
@@ -235,7 +242,44 @@ def try_value(seed: int) -> None:
     checked(load)
 
 
-KINDS = {"index": try_index, "marker": try_marker, "metadata": try_metadata, "value": try_value}
+def try_safetensors(seed: int) -> None:
+    chance = random.Random(seed)
+    body = spliced(WEIGHTS, chance)
+    if chance.random() < 0.7:
+        plain = json.loads(HEADER)
+        for _ in range(chance.randint(1, 2)):
+            plain = restructured(plain, chance)
+        with contextlib.suppress(TypeError):  # of bytes, which JSON has not
+            header = json.dumps(plain).encode()
+            body = len(header).to_bytes(8, "little") + header + WEIGHTS[8 + len(HEADER) :]
+    store = MemoryStore()
+    store.put("model.safetensors", body)
+    found = checked(lambda: open_rooted(store))
+    if found is None:
+        return
+    assert isinstance(found, StoredCheckpoint)
+    taken = [(0, 0)]
+    for key in found.items.keys:
+        tensor = found.items.tensor(key)
+        assert tensor is not None
+        place = found.items.find(key, (0,) * len(tensor.shape), 0)
+        assert place is not None
+        if tensor.dtype in ix.ITEM_SIZE_BYTES:
+            size_bytes = math.prod(tensor.shape) * ix.ITEM_SIZE_BYTES[tensor.dtype]
+            assert place.payload_length == size_bytes
+        if place.payload_length:
+            taken.append((place.payload_offset, place.payload_offset + place.payload_length))
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(taken)))
+    assert max(taken)[1] <= len(body)
+
+
+KINDS = {
+    "index": try_index,
+    "marker": try_marker,
+    "metadata": try_metadata,
+    "value": try_value,
+    "safetensors": try_safetensors,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -666,15 +666,22 @@ def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
     assert store.looked == min(others + 1, 2)
 
 
-@pytest.mark.parametrize(("shared_bytes", "together"), [(100, False), (700, True)])
+@pytest.mark.parametrize(
+    ("shared_bytes", "count", "together"),
+    [(MIB, 1, False), (7 * MIB, 1, True), (1, 10, False), (1, 30, True)],
+)
 def test_ranks_load_together_only_if_that_saves_more_than_three_percent(
-    shared_bytes: int, together: bool
+    shared_bytes: int, count: int, together: bool
 ) -> None:
+    """Of bytes, and of requests, each of which costs as much as 256 KiB."""
     offers = []
     for rank in (0, 1):
-        of_both = (0, 0, shared_bytes, 0, shared_bytes, 0, -1)
-        of_one = (1 + rank, 0, 10_000, 0, 10_000, 0, -1)
-        needs = np.array([of_both, of_one], dtype=NEED)
+        of_both = [
+            (0, start, start + shared_bytes, start, start + shared_bytes, 0, -1)
+            for start in range(0, count * 8 * MIB, 8 * MIB)
+        ]
+        of_one = (1 + rank, 0, 100 * MIB, 0, 100 * MIB, 0, -1)
+        needs = np.array([*of_both, of_one], dtype=NEED)
         offers.append(
             Offer(
                 "url",

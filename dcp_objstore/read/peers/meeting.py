@@ -26,6 +26,7 @@ from dcp_objstore.observe.report import logger
 from dcp_objstore.read.peers.exchange import Share, needs_of
 from dcp_objstore.read.peers.plan import Held, plan_exchange
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
+from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
@@ -170,8 +171,9 @@ def _worthwhile(plans: Sequence[ExchangePlan], needs: Sequence[Needs]) -> bool:
     A resharded state shares the blocks at the borders of shards, and a sharded state shares its few
     values. For these few percent every round would cost more than it saves.
     """
+    # A request costs as much as the gap that is read to spare one.
     saved_bytes = sum(
-        (request.end - request.start) * len(request.messages)
+        (request.end - request.start + DEFAULT_GAP_BYTES) * len(request.messages)
         for number, plan in enumerate(plans)
         for request in plan.fetched_by(number)
     )
