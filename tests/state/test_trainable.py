@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_objstore as dos
-from dcp_objstore.errors import ConfigError, StateMismatchError
-from dcp_objstore.stores import open_store
+from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
 from tests.support.campaign import cases
 from tests.support.checkpoints import Options, memory_url
 from tests.support.left_copies import lose_objects
@@ -212,11 +211,12 @@ def test_what_is_no_module_or_stands_in_a_tuple_is_refused() -> None:
         dos.save({"models": (dos.trainable(Net()),)}, memory_url())
 
 
-def test_torchs_own_save_refuses_it_and_does_not_store_the_whole_module() -> None:
+def test_torchs_own_save_refuses_it_and_commits_nothing() -> None:
     writer = dos.ObjectStoreWriter(url := memory_url())
     with pytest.raises(CheckpointException, match="torch's own"):
         dcp.save({"model": dos.trainable(Net())}, storage_writer=writer)
-    assert list(open_store(url).list()) == []
+    with pytest.raises(CheckpointNotFoundError):
+        dos.open(url)
 
 
 def test_values_of_the_user_under_the_same_name_stay() -> None:
