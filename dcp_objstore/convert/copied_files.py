@@ -49,19 +49,20 @@ _BLOCKS_AT_ONCE = 8
 
 
 def named_files(
-    paths: Iterable[str | os.PathLike[str]], spec_of: Callable[[str], StoreSpec]
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    spec_of: Callable[[str], StoreSpec],
 ) -> list[PlannedFile]:
     """Return the files that paths and URLs name: of a file, a folder, or a shell pattern.
 
     Args:
-        paths: the paths and URLs. The last segment of one may be a pattern.
+        paths: one path or URL, or several. The last segment of one may be a pattern.
         spec_of: returns how to open the store at a URL.
 
     Raises:
         InputError: there is nothing to copy under one of the names.
     """
     files: list[PlannedFile] = []
-    for path in paths:
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         url = folder_and_name(path, ())[0].rstrip("/")
         named = _object(url, spec_of) or _in_folder(url, spec_of) or _matching(url, spec_of)
         if not named:

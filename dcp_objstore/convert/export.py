@@ -96,7 +96,7 @@ def export_checkpoint(
     rename: Rename = (),
     dtype: torch.dtype | None = None,
     max_shard_size_bytes: int = 5_000_000_000,
-    copied_files: Iterable[str | os.PathLike[str]] = (),
+    copied_files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] = (),
     overwrite: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, object] | None = None,
@@ -133,12 +133,12 @@ def export_checkpoint(
         dtype: convert tensors of floating-point numbers to this floating-point dtype. Default: as
             saved.
         max_shard_size_bytes: size at which another safetensors shard begins. Default 5 GB.
-        copied_files: paths and URLs of files to copy beside the weights, such as config.json and
-            the tokenizer's. The last part of one may be a shell pattern, or it may be a folder: of
-            both, files of weights, hidden files and further folders are left out. A folder of
-            safetensors also gets the small files that a Trainer of `with_object_store` has saved in
-            the checkpoint, except where one of the same name is copied. A URL is opened with the
-            options of `url` or of `out`, if it has the scheme of one of them.
+        copied_files: one or several paths and URLs of files to copy beside the weights, such as
+            config.json and the tokenizer's. The last part of one may be a shell pattern, or it may
+            be a folder: of both, files of weights, hidden files and further folders are left out. A
+            folder of safetensors also gets the small files that a Trainer of `with_object_store`
+            has saved in the checkpoint, except where one of the same name is copied. A URL is
+            opened with the options of `url` or of `out`, if it has the scheme of one of them.
         overwrite: replace files that exist, and remove the shards that an earlier export wrote into
             the folder: some servers read every shard that is there. Default False: refuse.
         process_group: the ranks that export together, such as `torch.distributed.group.WORLD`; all

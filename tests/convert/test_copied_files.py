@@ -72,6 +72,14 @@ def test_files_come_from_a_path_a_folder_or_a_pattern(url: str, tmp_path: Path) 
     assert not (tmp_path / "4").exists()
 
 
+def test_a_single_path_needs_no_list(url: str, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_bytes(b"{}")
+    for number, path in enumerate((tmp_path / "base", f"{tmp_path}/base/*.json")):
+        dos.export_checkpoint(url, out := tmp_path / str(number), "w", copied_files=path)
+        assert (out / "config.json").read_bytes() == b"{}"
+
+
 def test_files_come_from_a_bucket_large_ones_in_pieces(
     url: str, bucket: Bucket, tmp_path: Path
 ) -> None:
