@@ -76,7 +76,7 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Change how long collectives of an existing group wait. Public from torch 2.15 on."""
+    """Change how long collectives of an existing group wait. torch 2.9 to 2.15, public in 2.15."""
     name = "set_timeout" if hasattr(dist.distributed_c10d, "set_timeout") else "_set_pg_timeout"
     getattr(dist.distributed_c10d, name)(timeout, group)
 

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -16,9 +16,7 @@ from dcp_objstore.cli.options import Checkpoint, Json, chosen
 from dcp_objstore.cli.terminal import aligned, columns, say
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import counted, size_text
-
-if TYPE_CHECKING:
-    from dcp_objstore.state.trainable import LeftOut
+from dcp_objstore.state.left_out import left_out_of
 
 _Entry: TypeAlias = "dos.reports.TensorEntry | dos.reports.ValueEntry"
 _Module: TypeAlias = "dos.reports.Module[_Entry]"
@@ -155,7 +153,7 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
         ],
         "total_bytes": root.total_bytes,
         "bytes_by_dtype": root.bytes_by_dtype(),
-        "left_out": _left_out(checkpoint),
+        "left_out": left_out_of(checkpoint.user_metadata or {}),
     }
     print(json.dumps(report))
 
@@ -187,7 +185,7 @@ def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
         say(f"commit {checkpoint.commit_id}")
         if checkpoint.user_metadata:
             say(f"metadata {json.dumps(checkpoint.user_metadata)}")
-    for name, count in _left_out(checkpoint).items():
+    for name, count in left_out_of(checkpoint.user_metadata or {}).items():
         tensors = counted(count["tensors"], "frozen tensor")
         say(f"left out of {name}: {tensors}, {count['elements']:,} elements")
     by_dtype = root.bytes_by_dtype()
@@ -200,12 +198,6 @@ def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
     width = max(len(dtype) for _, dtype, *_ in lines)
     for size, dtype, shards, name in lines:
         say(f"{size.rjust(_SIZE_WIDTH)}  {dtype.ljust(width)}  {shards.rjust(6)}  {name}")
-
-
-def _left_out(checkpoint: dos.Checkpoint) -> dict[str, LeftOut]:
-    from dcp_objstore.state.trainable import left_out_of
-
-    return left_out_of(checkpoint.user_metadata or {})
 
 
 def _tree_lines(

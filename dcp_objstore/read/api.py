@@ -193,6 +193,7 @@ def _run_load(
         converted.optimizers,
         converted.per_rank,
         converted.left_out,
+        converted.modules,
         strict=strict,
         on_dtype=on_dtype,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -17,13 +19,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from dcp_objstore import torch_private
 from dcp_objstore.distributed.plugin import same_url
 from dcp_objstore.errors import StateMismatchError
-from dcp_objstore.observe.report import logger
+from dcp_objstore.observe.report import counted, first_few, logger
 from dcp_objstore.read.mismatch import SHOWN_KEYS, OnDtype, mismatch, refuse_other_dtypes
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.state.memory import same_memory
 from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.state_dict import AgreeingPlanner, Place
 from dcp_objstore.state.stored import constant_name
+
+# The keys of `optimizer.state_dict()`: torch numbers parameters there, and has no names.
+_NUMBERED_STATE = re.compile(r"(?:^|\.)state\.\d+\.")
+_OF_TORCH = "; optimizer.state_dict() numbers the parameters: pass the optimizer itself, as saved,"
 
 
 class _LocalItems(NamedTuple):
@@ -32,14 +38,13 @@ class _LocalItems(NamedTuple):
     Attributes:
         missing: number of keys that the rank asks for in vain.
         items: number of its items.
-        unasked: positions of the saved keys that belong to a `trainable` of the rank's state, which
-            does not ask for them; None if it has none.
+        unasked: a bit for each saved key, set if the rank does not ask for it.
     """
 
     url: str
     missing: int
     items: int
-    unasked: frozenset[int] | None = None
+    unasked: bytes = b""
 
 
 class _OwnPlan(LoadPlan):
@@ -64,6 +69,8 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             are requested.
         parts: place of each `trainable` in the state. If `strict`, the ranks together must ask for
             all that was saved there.
+        modules: place of each module in the state. Keys that were saved there and that no rank asks
+            for are warned of.
         strict: refuse a state that has keys which the checkpoint does not have. If False, their
             values stay as they are. Shapes must fit in either case.
         on_dtype: what to do if a tensor of the state has another dtype than the stored one.
@@ -85,6 +92,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         optimizers: Mapping[Place, Place] | None = None,
         per_rank: Mapping[Place, bool] | None = None,
         parts: Collection[Place] = (),
+        modules: Collection[Place] = (),
         *,
         strict: bool = True,
         on_dtype: OnDtype = "warn",
@@ -98,6 +106,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self._optimizers = optimizers or {}
         self._per_rank = per_rank or {}
         self._parts = parts if strict else ()
+        self._modules = modules
         self.without_state: set[tuple[Place, str]] = set()
         self.unknown: set[tuple[Place, str]] = set()
         self.stepped: set[Place] = set()
@@ -116,14 +125,25 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             local = _LocalItems(self._url, len(self.missing), len(self._items), self._unasked())
             return _OwnPlan(self._items, planner_data=local)
 
-    def _unasked(self) -> frozenset[int] | None:
-        if not self._parts:
-            return None
-        places = tuple(".".join((*place, "")) for place in self._parts)
-        unexpected = {key for key in self.unexpected if key.startswith(places)}
+    def _unasked(self) -> bytes:
         assert self.metadata is not None
-        saved = enumerate(self.metadata.state_dict_metadata)
-        return frozenset(position for position, key in saved if key in unexpected)
+        unexpected = set(self.unexpected)
+        bits = [key in unexpected for key in self.metadata.state_dict_metadata]
+        return np.packbits(np.array(bits, bool)).tobytes()
+
+    def _unasked_by_all(
+        self, of_ranks: Sequence[_LocalItems], places: Iterable[Place]
+    ) -> list[str]:
+        """Return the saved keys below these places that no rank asks for.
+
+        A pipeline's stage does not ask for what another one has.
+        """
+        assert self.metadata is not None
+        begins = tuple(".".join((*place, "")) for place in places)
+        masks = [np.frombuffer(local.unasked, np.uint8) for local in of_ranks]
+        unasked = np.unpackbits(np.bitwise_and.reduce(masks))
+        saved = zip(self.metadata.state_dict_metadata, unasked, strict=False)
+        return [key for key, is_unasked in saved if is_unasked and key.startswith(begins)]
 
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
@@ -150,9 +170,10 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
+                advice = _OF_TORCH if any(map(_NUMBERED_STATE.search, missing)) else ""
                 raise mismatch(
                     "the checkpoint does not have what the state asks for (with strict=False such"
-                    " values stay as they are)",
+                    f" values stay as they are){advice}",
                     missing,
                 ) from None
             raise
@@ -180,17 +201,22 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                     f"the checkpoint has none of the {missing} keys that the state asks for; check"
                     " that it is the right checkpoint and that the state is nested as it was saved"
                 )
-            # A pipeline's stage does not ask for what another one has.
-            unasked = [one.unasked for one in of_ranks if one.unasked is not None]
-            by_none = frozenset.intersection(*unasked) if len(unasked) == len(of_ranks) else ()
-            if by_none:
-                assert self.metadata is not None
-                keys = list(self.metadata.state_dict_metadata)
+            unasked = self._unasked_by_all(of_ranks, self._parts)
+            if unasked:
                 raise mismatch(
                     "a dos.trainable(...) of the state does not ask for all that was saved there:"
                     " this is frozen now, or not in the module (strict=False leaves it unread),",
-                    [keys[position] for position in sorted(by_none)],
+                    unasked,
                 )
+            unasked = self._unasked_by_all(of_ranks, self._modules)
+        if unasked:
+            logger.warning(
+                "%s has %s of modules of the state which these do not have, and which stay unread"
+                " (%s): is the model smaller than the one that was saved?",
+                self._url,
+                counted(len(unasked), "key"),
+                first_few(unasked, 5),
+            )
         if not count:
             logger.warning(
                 "%s: nothing is loaded, because the state is empty on every rank; pass the modules,"

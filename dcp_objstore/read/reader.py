@@ -49,7 +49,7 @@ from dcp_objstore.read.stored_checkpoint import (
     open_stored_checkpoint,
 )
 from dcp_objstore.read.tensor_read import is_value
-from dcp_objstore.state.trainable import LeftOut, left_out_of
+from dcp_objstore.state.left_out import LeftOut, left_out_of
 from dcp_objstore.stores.urls import is_supported_url
 
 if TYPE_CHECKING:

@@ -32,8 +32,9 @@ from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.observe.report import first_few
+from dcp_objstore.state.left_out import LeftOut
 from dcp_objstore.state.per_rank import PerRank
-from dcp_objstore.state.trainable import LeftOut, Trainable, count_left_out
+from dcp_objstore.state.trainable import Trainable, count_left_out
 
 # A path in the state: keys of dicts as the user has them, and numbers in lists.
 Path: TypeAlias = tuple[Any, ...]
@@ -76,6 +77,7 @@ class ConvertedState:
     Attributes:
         state_dict: nested dicts with str keys, and lists, of tensors and plain values.
         optimizers: place of each optimizer, mapped to the place of its module.
+        modules: place of each module, and of each that is `Trainable`.
         per_rank: place of each `PerRank`, mapped to whether it wants the values of all ranks.
         left_out: place of each `Trainable`, mapped to what it leaves out of its module.
 
@@ -101,6 +103,7 @@ class ConvertedState:
         modules = {
             path: value for path, value in leaves if isinstance(value, torch.nn.Module | Trainable)
         }
+        self.modules = [_place(path) for path in modules]
         if loading:
             for path, module in modules.items():
                 if isinstance(module, torch.nn.Module):

@@ -5,24 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from dcp_objstore import torch_private
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.state.left_out import LeftOut
 
 T = TypeVar("T")
-
-# The entry of `user_metadata` that says what a save has left out.
-LEFT_OUT = "left_out"
-
-
-class LeftOut(TypedDict):
-    """What a save has left out of a module: the number of tensors, and of elements in all ranks."""
-
-    tensors: int
-    elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +88,3 @@ def count_left_out(whole: Mapping[str, Any], part: Mapping[str, Any]) -> LeftOut
         if name not in part and isinstance(entry, torch.Tensor)
     ]
     return LeftOut(tensors=len(sizes), elements=sum(sizes))
-
-
-def left_out_of(user_metadata: Mapping[str, object]) -> dict[str, LeftOut]:
-    """Return what a save has left out of its modules, by their names in the state."""
-    noted = user_metadata.get(LEFT_OUT)
-    counts = noted.items() if isinstance(noted, dict) else ()
-    return {name: count for name, count in counts if _is_count(count)}
-
-
-def _is_count(count: object) -> TypeGuard[LeftOut]:
-    """Whether a save has written it, and not the user."""
-    return (
-        isinstance(count, dict)
-        and count.keys() == LeftOut.__annotations__.keys()
-        and all(isinstance(number, int) for number in count.values())
-    )

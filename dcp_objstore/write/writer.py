@@ -41,7 +41,7 @@ from dcp_objstore.state.dcp_metadata import (
     describe,
     planned_index,
 )
-from dcp_objstore.state.trainable import LEFT_OUT
+from dcp_objstore.state.left_out import LEFT_OUT
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.torch_private import ThreadExecutor
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from dcp_objstore.checkpoint import commit as commits
+from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
@@ -24,8 +24,10 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CheckpointPinnedError,
     DcpObjstoreError,
+    LostRaceError,
     RetryableError,
     StoreUnavailableError,
+    UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore
 from tests.support.memory_store import (
@@ -128,6 +130,34 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) 
     named(store)
 
 
+def test_a_marker_that_is_removed_by_hand_meanwhile_is_no_deletion(store: MemoryStore) -> None:
+    save(store)
+    store.on_put = in_turn(MARKER_KEY, lambda _: store.delete(MARKER_KEY))
+    with pytest.raises(LostRaceError):
+        go(store)
+
+
+def test_a_deletion_pauses_before_it_tries_again_and_goes_on_where_one_has_begun(
+    store: MemoryStore,
+) -> None:
+    save(store)
+    clock = TickingClock()
+    store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper") and unpin(store, "paper"))
+    store.on_delete = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        delete(store, clock=clock)
+    assert clock.now > 0
+    assert state(store) == "deleting"
+    store.on_delete = None
+    before = len(store.puts)
+    assert go(store).finished
+    assert len(store.puts) == before + 1  # the tombstone
+
+
+def interrupt(key: str) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_deletion_that_another_deleter_has_ended_meanwhile_changes_nothing_more(
     store: MemoryStore,
 ) -> None:
@@ -189,6 +219,20 @@ def test_damaged_index_does_not_keep_it_from_being_deleted(store: MemoryStore) -
     assert set(store.objects) == {MARKER_KEY, *data}
 
 
+def test_an_index_of_a_newer_format_does_not_keep_it_from_being_deleted(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store)
+
+    def newer(_: bytes) -> None:
+        raise UnsupportedError("upgrade")
+
+    monkeypatch.setattr(ix, "decode", newer)
+    report = go(store, remove_objects=True)
+    assert (report.index_damaged, report.removed_objects) == (True, 0)
+    assert state(store) == "deleted"
+
+
 def test_keys_that_are_not_of_our_form_are_never_removed(store: MemoryStore) -> None:
     """Also where an index, which anybody with the right to write could make, names them."""
     index = upload(store)
@@ -215,6 +259,7 @@ def test_dry_run_changes_nothing_and_says_what_would_go(store: MemoryStore) -> N
     before = dict(store.objects)
     report = go(store, remove_objects=True, dry_run=True)
     assert (report.dry_run, report.objects, report.removed_objects) == (True, 2, 3)
+    assert not report.superseded
     assert store.objects == before
 
 

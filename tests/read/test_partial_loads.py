@@ -174,3 +174,44 @@ def test_a_load_is_called_empty_only_if_no_rank_loads_anything(
         assert not plans[-1].items, "they stay on their rank"
     planner.create_global_plan(plans)
     assert ("nothing is loaded" in caplog.text) is ("full" not in ranks)
+
+
+def test_a_model_that_is_smaller_than_the_saved_one_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = tmp_path.as_uri()
+    saved(url)
+    dos.load({"model": model(2)}, url)
+    assert caplog.records == []  # that the optimizer is left unread is no surprise
+    dos.load({"model": model(1)}, url)
+    (record,) = caplog.records
+    assert "2 keys" in record.getMessage() and "model.1.weight" in record.getMessage()
+
+
+def load_stage(rank: int, _world: int, url: str) -> list[str]:
+    """Load the layer of this rank, as a stage of a pipeline does, at the place of the model."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dcp_objstore").addHandler(handler)
+    dos.load({"model": nn.ModuleDict({str(rank): nn.Linear(4, 4)})}, url)
+    logging.getLogger("dcp_objstore").removeHandler(handler)
+    return messages
+
+
+def test_what_another_rank_asks_for_is_not_warned_of(tmp_path: Path) -> None:
+    for layers, warned in ((2, False), (3, True)):
+        url = f"{tmp_path.as_uri()}/{layers}"
+        dos.save({"model": model(layers)}, url)
+        first, second = run_ranks(2, load_stage, url)
+        assert any("model.2.weight" in message for message in first) == warned
+        assert second == []
+
+
+def test_who_asks_for_torchs_optimizer_state_is_told_to_pass_the_optimizer(
+    tmp_path: Path,
+) -> None:
+    url = tmp_path.as_uri()
+    _, optimizer = saved(url)
+    with pytest.raises(StateMismatchError, match="pass the optimizer itself"):
+        dos.load({"optim": optimizer.state_dict()}, url)

@@ -514,8 +514,10 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
         def end(self, part, size_bytes):
             pass
 
+    pieces = [np.zeros(10, np.uint8)]
+    tracked = _Tracked(pieces, progress, part_size_bytes=5, key="o", slot=Slot())
     with pytest.raises(KeyboardInterrupt):
-        next(_Tracked([np.zeros(10, np.uint8)], progress, 5, "o", Slot()))
+        next(tracked)
 
 
 def test_an_object_has_no_more_parts_than_stores_take_however_little_is_planned() -> None:
