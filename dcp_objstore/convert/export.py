@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from dcp_objstore.inspect.selection import Patterns
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
+    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.transfer.upload import ByteArray
 
 
@@ -164,8 +165,9 @@ def export_checkpoint(
         What was written. safetensors holds tensors only: `left_out` names the values.
 
     Raises:
-        InputError: a file exists, two files would get the same name, there is nothing to copy under
-            a name of `copied_files`, a value is wrong, or the keys are of several adapters of PEFT.
+        InputError: a file exists, or is one of a bucket that the export reads; two files would get
+            the same name, there is nothing to copy under a name of `copied_files`, a value is
+            wrong, or the keys are of several adapters of PEFT.
         UnsupportedError: the format lacks the dtype of a tensor, or PEFT computes what it writes of
             an adapter (that of a prompt encoder).
         DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`; of
@@ -218,6 +220,8 @@ def export_checkpoint(
                 group=group,
             )
         )
+        if plan is not None and overwrite:
+            _, refused = capture(partial(_refuse_to_replace, stored, source, target, plan.names))
         raise_on_all(refused, source.url, group, same={_SHAPING: plan and plan.digest})
         assert plan is not None
         channel = events.channel("export", target.url, *rank_and_world_size())
@@ -243,6 +247,24 @@ def _group(
         return None
     everyone = process_group is dist.group.WORLD  # which may be NCCL's, and is the training's
     return sync_group(None if everyone else process_group, config)
+
+
+def _refuse_to_replace(
+    stored: StoredCheckpoint, source: StoreSpec, target: StoreSpec, names: Iterable[str]
+) -> None:
+    """Raise if files of a bucket would be replaced or removed that the export reads.
+
+    A local folder gets the new ones when all are written.
+    """
+    folder = source.parent()[0] if stored.is_file else source
+    if folder is None or folder.url != target.url or target.parsed.scheme == "file":
+        return
+    replaced = {*names}
+    if {ONE_FILE, INDEX} & replaced:
+        replaced |= {ONE_FILE, *filter(SHARD.fullmatch, stored.object_keys)}
+    if own := replaced & {*stored.object_keys}:
+        text = f"the export reads {min(own)}, and would replace or remove it; write elsewhere"
+        raise InputError(text, url=target.url)
 
 
 def _of_copied(known: Iterable[StoreSpec], url: str) -> StoreSpec:

@@ -467,6 +467,21 @@ def test_what_overwrites_an_export_leaves_none_of_its_shards(
         assert {meta.key for meta in store.list()} - theirs == written
 
 
+def test_an_export_replaces_no_file_of_a_bucket_that_it_reads(url: str, tmp_path: Path) -> None:
+    for out in (memory_url(), (tmp_path / "hf").as_uri()):
+        dos.export_checkpoint(url, out, max_shard_size_bytes=24_000)
+        before = dos.load_state_dict(out)
+        settings: dict[str, Any] = {"max_shard_size_bytes": 12_000, "overwrite": True}
+        if out.startswith("memory"):
+            with pytest.raises(InputError, match="write elsewhere"):
+                dos.export_checkpoint(out, out, **settings)
+        else:
+            dos.export_checkpoint(out, out, **settings)
+        after = dos.load_state_dict(out)
+        assert all(same_bits(after[key], tensor) for key, tensor in before.items())
+        dos.export_checkpoint(out, f"{out}/all.pt", overwrite=True)
+
+
 def test_ctrl_c_ends_an_export_and_leaves_no_file(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
