@@ -200,7 +200,7 @@ def coordinate_save(state: ScaledState, url: str) -> Found:
                 bodies += [pickle.dumps(plan) for plan in plans]
             bodies.clear()
             if known is None:
-                kept = [plan.storage_data.kept for plan in plans]
+                kept = [plan.storage_data.own for plan in plans]
             known = _KnownLayout(0, planner._planned, kept[0])
             objects.clear()
             pretended.clear()

@@ -7,6 +7,7 @@ releases that have it. The names of classes in pickles are data, not API; they a
 
 from __future__ import annotations
 
+import copy
 import datetime
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import (
+    # What FSDP1 shards without a device mesh. torch 2.9 to 2.15.
+    ShardedTensor,
+)
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint._async_process_executor import (
     # Saves in a spawned child for `dcp.async_save`, in process mode. torch 2.9 to 2.15.
     _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
@@ -30,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.nn import functional as dist_functions
+from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore.contexts import contextmanager
@@ -113,6 +120,22 @@ def untyped_storage(storage: torch.TypedStorage | torch.UntypedStorage) -> torch
 def storage_number(tensor: torch.Tensor) -> int:
     """Return what tells storages apart, also empty ones, while they live. torch 2.9 to 2.15."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def copied_to_host(value: ShardedTensor) -> ShardedTensor:
+    """Copy this rank's shards of a ShardedTensor (FSDP1) to host memory. torch 2.9 to 2.15."""
+    metadata = copy.deepcopy(value.metadata())
+    for shard in metadata.shards_metadata:
+        rank = None if shard.placement is None else shard.placement.rank()
+        shard.placement = None if rank is None else _remote_device(f"rank:{rank}/cpu")
+    at = {tuple(shard.shard_offsets): shard for shard in metadata.shards_metadata}
+    shards = [
+        Shard(shard.tensor.detach().to("cpu", copy=True), at[tuple(shard.metadata.shard_offsets)])
+        for shard in value.local_shards()
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, metadata, process_group=value._process_group
+    )
 
 
 def local_tensor(value: DTensor) -> torch.Tensor:
@@ -221,10 +244,12 @@ def legacy_classes() -> tuple[type, ...]:
 __all__ = [
     "MemoryFormatEncoding",
     "ProcessExecutor",
+    "ShardedTensor",
     "StagesAtOnce",
     "StorageInfo",
     "ThreadExecutor",
     "all_parameters",
+    "copied_to_host",
     "count_groups",
     "default_store",
     "dtensor",

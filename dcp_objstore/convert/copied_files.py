@@ -91,14 +91,17 @@ def _in_folder(
     """Return copies of what lies directly below a URL, without weights."""
     spec = spec_of(url)
     store = InterruptibleStore(spec.open())
+    names = [key for key in names_in(spec, store) if _is_wanted(key) and fnmatchcase(key, pattern)]
+    return [_copy_of(store, store.head(name)) for name in names]
+
+
+def names_in(spec: StoreSpec, store: ObjectStore) -> list[str]:
+    """Return the names of the files that lie directly below a URL, which `store` has open."""
     if spec.parsed.scheme == "file":  # `list` would go through all folders below
         folder = Path(spec.url.removeprefix("file://"))
         entries = sorted(folder.iterdir()) if folder.is_dir() else []
-        keys: Iterable[str] = (entry.name for entry in entries if entry.is_file())
-    else:
-        keys = (meta.key for meta in store.list())
-    names = [key for key in keys if _is_wanted(key) and fnmatchcase(key, pattern)]
-    return [_copy_of(store, store.head(name)) for name in names]
+        return [entry.name for entry in entries if entry.is_file()]
+    return [meta.key for meta in store.list() if "/" not in meta.key]
 
 
 def _matching(url: str, spec_of: Callable[[str], StoreSpec]) -> list[PlannedFile]:

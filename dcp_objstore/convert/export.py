@@ -15,10 +15,11 @@ import xxhash
 
 from dcp_objstore.config import COPIED_MOST_BYTES
 from dcp_objstore.convert.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
-from dcp_objstore.convert.copied_files import named_files, trainer_files
+from dcp_objstore.convert.copied_files import named_files, names_in, trainer_files
 from dcp_objstore.convert.files import (
     INDEX,
     ONE_FILE,
+    SHARD,
     PlannedFile,
     safetensors_file,
     shards,
@@ -138,7 +139,8 @@ def export_checkpoint(
             safetensors also gets the small files that a Trainer of `with_object_store` has saved in
             the checkpoint, except where one of the same name is copied. A URL is opened with the
             options of `url` or of `out`, if it has the scheme of one of them.
-        overwrite: replace files that exist. Default False: refuse.
+        overwrite: replace files that exist, and remove the shards that an earlier export wrote into
+            the folder: some servers read every shard that is there. Default False: refuse.
         process_group: the ranks that export together, such as `torch.distributed.group.WORLD`; all
             of them make this call. Each writes some of the files, and if one fails, all do. A local
             folder is one that all ranks share. For the ranks to have equal work, shards are equal,
@@ -176,6 +178,9 @@ def export_checkpoint(
     def check() -> tuple[StoreSpec, StoreSpec, str | None, EventSettings]:
         if not isinstance(verify, bool):
             raise ConfigError(f"verify must be True or False, got {verify!r}")
+        if not isinstance(max_shard_size_bytes, int) or max_shard_size_bytes < 1:
+            text = f"max_shard_size_bytes must be a number of bytes, got {max_shard_size_bytes!r}"
+            raise ConfigError(text)
         if dtype is not None and not dtype.is_floating_point:
             text = f"dtype={dtype} would lose what is behind the point; give a float dtype"
             raise ConfigError(text)
@@ -380,7 +385,7 @@ class _Export:
             try:
                 _, failed = capture(self._write_own)
                 raise_on_all(failed, url, group)
-                return on_first(lambda: self._finish(present), url, group)
+                return on_first(lambda: self._finish(present, overwrite=overwrite), url, group)
             except BaseException as error:
                 self._remove(present, error)
                 raise
@@ -429,8 +434,11 @@ class _Export:
         for file in own:
             self._write(file)
 
-    def _finish(self, present: set[str]) -> dict[str, int]:
-        """Write the index, now that all other files are there; return the sizes of all files."""
+    def _finish(self, present: set[str], *, overwrite: bool) -> dict[str, int]:
+        """Write the index, now that all other files are there; return the sizes of all files.
+
+        What an earlier export has beside them goes before it.
+        """
         names = [name for name in self._plan.names if name != INDEX]
         try:
             sizes = {meta.key: meta.size_bytes for meta in in_waves(self._store.head, names)}
@@ -440,7 +448,10 @@ class _Export:
                 " ranks need one folder or object store that they share",
                 url=self._folder.url,
             ) from error
-        for name in present & {ONE_FILE, INDEX} - {*names}:
+        others = present & {ONE_FILE, INDEX}
+        if overwrite and {ONE_FILE, INDEX} & {*self._plan.names}:
+            others |= {*filter(SHARD.fullmatch, wait_for(names_in, self._spec, self._folder))}
+        for name in others - {*names}:
             wait_for(self._folder.delete, name)
         if self._plan.index is not None:
             sizes[INDEX] = self._write(self._plan.index)

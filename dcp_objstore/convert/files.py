@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # Shards are not cut smaller than this for the sake of more ranks.
 _LEAST_SHARD_BYTES = 250_000_000
 

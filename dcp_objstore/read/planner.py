@@ -170,7 +170,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
-                advice = _OF_TORCH if any(map(_NUMBERED_STATE.search, missing)) else ""
+                advice = _OF_TORCH if self._asks_by_number(missing) else ""
                 raise mismatch(
                     "the checkpoint does not have what the state asks for (with strict=False such"
                     f" values stay as they are){advice}",
@@ -181,6 +181,12 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self.missing = tuple(key for key in keys if key not in saved)
         self.unexpected = tuple(key for key in saved if key not in keys and key not in others)
         return plan
+
+    def _asks_by_number(self, keys: Iterable[str]) -> bool:
+        """Return whether some keys are of torch's own state dict of an optimizer."""
+        # In an `nn.Sequential`, the names of parameters begin with a number, too.
+        named = tuple(".".join((*place, "")) for place in self._optimizers)
+        return any(_NUMBERED_STATE.search(key) and not key.startswith(named) for key in keys)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Override `DefaultLoadPlanner.create_global_plan`; check that all ranks load the same.

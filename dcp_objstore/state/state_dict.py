@@ -77,7 +77,7 @@ class ConvertedState:
     Attributes:
         state_dict: nested dicts with str keys, and lists, of tensors and plain values.
         optimizers: place of each optimizer, mapped to the place of its module.
-        modules: place of each module, and of each that is `Trainable`.
+        modules: place of each module that is not `Trainable`.
         per_rank: place of each `PerRank`, mapped to whether it wants the values of all ranks.
         left_out: place of each `Trainable`, mapped to what it leaves out of its module.
 
@@ -103,7 +103,9 @@ class ConvertedState:
         modules = {
             path: value for path, value in leaves if isinstance(value, torch.nn.Module | Trainable)
         }
-        self.modules = [_place(path) for path in modules]
+        self.modules = [
+            _place(path) for path, value in modules.items() if isinstance(value, torch.nn.Module)
+        ]
         if loading:
             for path, module in modules.items():
                 if isinstance(module, torch.nn.Module):

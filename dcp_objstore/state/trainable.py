@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from dcp_objstore import torch_private
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.state.left_out import LeftOut
 
 T = TypeVar("T")
@@ -29,6 +29,17 @@ class Trainable:
     module: torch.nn.Module
     buffers: bool = True
     frozen: Collection[str] = ()
+
+    def __reduce__(self) -> str:
+        """Refuse to be pickled, as `dcp.save` would: the value would be the whole module.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "dos.trainable stands for a part of a module only in the states of dcp_objstore.save,"
+            " async_save, load and CheckpointManager, not in those of torch's own dcp.save"
+        )
 
     def part_of(self, entries: Mapping[str, T]) -> dict[str, T]:
         """Return those entries that belong to the part, of a dict by the module's names."""
@@ -59,11 +70,11 @@ def trainable(module: torch.nn.Module, *, buffers: bool = True) -> Trainable:
     marker counts them, and `dcp-objstore inspect` shows that. Of an optimizer of the module, the
     state of frozen parameters is left out, too.
 
-    It works in the state of `dcp_objstore.save`, `async_save`, `load` and `CheckpointManager`, on
-    any number of ranks and under any wrapper (FSDP, DDP, torch.compile). A load needs the very set
-    that was saved: a parameter that trains now and was frozen then is an error, and so is one that
-    was saved and is frozen, or missing in the module, now. `strict=False` leaves both kinds as they
-    are.
+    It works in the state of `dcp_objstore.save`, `async_save`, `load` and `CheckpointManager` (not
+    in that of `dcp.save`), on any number of ranks and under any wrapper (FSDP, DDP, torch.compile).
+    A load needs the very set that was saved: a parameter that trains now and was frozen then is an
+    error, and so is one that was saved and is frozen, or missing in the module, now. `strict=False`
+    leaves both kinds as they are.
 
     Args:
         module: the module.

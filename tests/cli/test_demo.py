@@ -342,7 +342,7 @@ def test_no_line_is_wider_than_the_terminal(
     lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
     table = " ".join(" ".join(lines).split())
-    for cell in ("save, killed", "32.0", "0.062"):
+    for cell in ("save, killed", "32.0", "0.50"):
         assert cell in table
 
 

@@ -30,8 +30,6 @@ WITHOUT_TENSORS = (
     "follow --until 2 {run}",
     "inspect {run}/step-1",
     "inspect {run}/step-1 model.* --json",
-    "inspect {run}/hub",
-    "inspect {run}/hub/model.safetensors --json",
     "diff {run}/step-1 {run}/step-2 --keys model.*",
     "verify --deep {run}/step-1",
     "verify --quick --run {run}",
@@ -45,6 +43,8 @@ WITHOUT_TENSORS = (
     "sweep --yes {run}",
     "local ls {node}",
     "local rm {node}",
+    "inspect {run}/hub",
+    "inspect {run}/hub/model.safetensors --json",
 )
 ON_A_SERVER = {"ls", "inspect", "doctor", "cp", "rm", "sweep"}
 WITH_TENSORS = {"demo", "bench", "export", "import"}

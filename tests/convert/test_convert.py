@@ -41,6 +41,7 @@ from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
+from tests.support.checkpoints import memory_url
 from tests.support.command_line import run, run_here
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
@@ -397,6 +398,9 @@ def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(
         dos.export_checkpoint(url, out, "model.half", rename=[(".*half", "__metadata__")])
     with pytest.raises(ConfigError, match="float"):
         dos.export_checkpoint(url, out, "model.*", dtype=torch.int8)
+    for size in ("5GB", 0, -1):
+        with pytest.raises(ConfigError, match="number of bytes"):
+            dos.export_checkpoint(url, out, max_shard_size_bytes=size)  # type: ignore[arg-type]
     with pytest.raises(CheckpointNotFoundError, match="safetensors"):
         dos.import_checkpoint(tmp_path, f"{url}-new")
     with pytest.raises(ObjectNotFoundError):
@@ -447,6 +451,20 @@ def test_a_folder_never_holds_one_file_and_shards_of_another_export(
     dos.export_checkpoint(url, out, overwrite=True)
     assert (out / "model.safetensors").exists()
     assert not (out / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_what_overwrites_an_export_leaves_none_of_its_shards(
+    url: str, tmp_path: Path, where: str
+) -> None:
+    out = (tmp_path / "hf").as_uri() if where == "file" else memory_url()
+    store = open_store(out)
+    for name in (theirs := {"model-base.safetensors", "old/model-00001-of-00002.safetensors"}):
+        store.put(name, b"")
+    for size_bytes in (24_000, 1, 24_000, 10**9):  # a server may read all that is there
+        report = dos.export_checkpoint(url, out, max_shard_size_bytes=size_bytes, overwrite=True)
+        written = {file.rpartition("/")[2] for file in report.files}
+        assert {meta.key for meta in store.list()} - theirs == written
 
 
 def test_ctrl_c_ends_an_export_and_leaves_no_file(

@@ -215,3 +215,12 @@ def test_who_asks_for_torchs_optimizer_state_is_told_to_pass_the_optimizer(
     _, optimizer = saved(url)
     with pytest.raises(StateMismatchError, match="pass the optimizer itself"):
         dos.load({"optim": optimizer.state_dict()}, url)
+
+
+def test_an_optimizer_that_was_passed_is_not_said_to_be_torchs_state(tmp_path: Path) -> None:
+    url = tmp_path.as_uri()
+    saved(url)
+    larger = model(3)  # its parameters have names such as 2.weight
+    with pytest.raises(StateMismatchError, match=r"optim\.state\.2\.weight") as caught:
+        dos.load({"model": larger, "optim": torch.optim.AdamW(larger.parameters())}, url)
+    assert "pass the optimizer itself" not in str(caught.value)

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_objstore as dos
-from dcp_objstore.errors import ConfigError, StateMismatchError
+from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
 from tests.support.campaign import cases
 from tests.support.checkpoints import Options, memory_url
 from tests.support.left_copies import lose_objects
@@ -188,13 +190,16 @@ def test_a_load_wants_the_set_that_was_saved(
     dos.load(state, url, strict=False)
 
 
-def test_of_a_whole_checkpoint_a_part_is_loaded_only_without_strict() -> None:
+def test_of_a_whole_checkpoint_a_part_is_loaded_only_without_strict(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     dos.save({"model": (saved := Net(1))}, url := memory_url())
     state = {"model": dos.trainable(model := Net(2))}
     with pytest.raises(StateMismatchError, match="base"):
         dos.load(state, url)
     report = dos.load(state, url, strict=False)
     assert "model.base.weight" in report.unexpected
+    assert "smaller" not in caplog.text
     assert torch.equal(model.adapter.weight, saved.adapter.weight)
     assert not torch.equal(model.base.weight, saved.base.weight)
 
@@ -204,6 +209,14 @@ def test_what_is_no_module_or_stands_in_a_tuple_is_refused() -> None:
         dos.trainable(Net().state_dict())  # type: ignore[arg-type]
     with pytest.raises(StateMismatchError, match="tuple"):
         dos.save({"models": (dos.trainable(Net()),)}, memory_url())
+
+
+def test_torchs_own_save_refuses_it_and_commits_nothing() -> None:
+    writer = dos.ObjectStoreWriter(url := memory_url())
+    with pytest.raises(CheckpointException, match="torch's own"):
+        dcp.save({"model": dos.trainable(Net())}, storage_writer=writer)
+    with pytest.raises(CheckpointNotFoundError):
+        dos.open(url)
 
 
 def test_values_of_the_user_under_the_same_name_stay() -> None:

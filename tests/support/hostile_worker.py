@@ -188,7 +188,7 @@ def conversions(url: str) -> dict[str, str]:
     if outcome(lambda: opened.append(dos.open(url))) != "value":
         return found
     (checkpoint,) = opened
-    found["modules"] = outcome(lambda: list(_tree_lines(checkpoint.modules(), "")))
+    found["modules"] = outcome(lambda: list(_tree_lines(checkpoint.modules(), "", {})))
     found["plan"] = outcome(lambda: checkpoint.plan(4))
     found["diff"] = outcome(lambda: dos.diff(url, url, stats=True, progress=False))
     with tempfile.TemporaryDirectory(prefix="hostile-") as out:

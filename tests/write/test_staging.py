@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import dcp_objstore as dos
 from dcp_objstore.state import device
@@ -33,6 +35,7 @@ from dcp_objstore.write.staging.state import StagedState, Staging, stage
 from tests.support.campaign import cases
 from tests.support.checkpoints import HookPlanner, memory_url
 from tests.support.lanes import LateLane, use_lane
+from tests.support.ranks import run_ranks
 
 MIB = 1 << 20
 
@@ -918,3 +921,43 @@ def test_memory_that_cuda_does_not_pin_is_told_of(
     monkeypatch.setattr(device, "_warned", threading.Event())
     pinned._pin(torch.empty(3 << 20, dtype=torch.uint8))
     assert "cannot allocate 3 MiB of pinned memory (cudaHostRegister returned 2)" in caplog.text
+
+
+def background_save_of_fsdp1(rank: int, _world: int, url: str) -> bool:
+    """Save in the background, train on meanwhile, and load into another model."""
+
+    def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = FullyShardedDataParallel(
+            nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 4)),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        return model, optimizer
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def whole(model: nn.Module) -> list[torch.Tensor]:
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    model, optimizer = trained(0)
+    before = whole(model)
+    handle = dos.async_save({"model": model, "optimizer": optimizer}, url)
+    train(model, optimizer)
+    handle.result()
+    other, its_optimizer = trained(1)
+    dos.load({"model": other, "optimizer": its_optimizer}, url)
+    return all(map(torch.equal, whole(other), before)) and not all(
+        map(torch.equal, whole(model), before)
+    )
+
+
+def test_fsdp1_without_a_mesh_is_saved_in_the_background_as_it_was(tmp_path: Path) -> None:
+    """Its tensors are ShardedTensors, which torch's own stager refuses."""
+    assert run_ranks(2, background_save_of_fsdp1, tmp_path.as_uri()) == [True, True]

@@ -27,7 +27,7 @@ from dcp_objstore.cli.serve import print_exports, wait_for_ctrl_c
 from dcp_objstore.cli.terminal import aligned, coloured, columns, say, wrapped
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
-from dcp_objstore.observe.report import GIB, counted
+from dcp_objstore.observe.report import counted
 from dcp_objstore.stores import ObjectStore, StoreSpec
 
 _STEPS = (4, 8, 12)
@@ -51,7 +51,7 @@ _LOCAL_BYTES = 1 << 30
 _LISTING_PAUSE_SECONDS = 0.1
 _LOG_TAIL_CHARACTERS = 2000
 _WIDEST = 100
-_HEAD = ("phase", "ranks", "step", "MiB", "s", "GiB/s")
+_HEAD = ("phase", "ranks", "step", "MiB", "s")  # too small for rates to say anything
 # Before any rank starts, a store that does not answer is an error to report at once.
 _IMPATIENT = TransferConfig(
     connect_timeout_seconds=5.0,
@@ -386,8 +386,7 @@ class Story:
         """Add a line to the table; `total_bytes` are those of all ranks together."""
         size = f"{total_bytes / MIB:.1f}" if total_bytes else "-"
         duration = f"{seconds:.2f}" if seconds else "-"
-        rate = f"{total_bytes / GIB / seconds:.3f}" if total_bytes and seconds else "-"
-        self._rows.append((phase, str(ranks), str(step), size, duration, rate))
+        self._rows.append((phase, str(ranks), str(step), size, duration))
 
     def print_table(self) -> None:
         """Print what was saved and loaded."""

@@ -301,7 +301,9 @@ class ObstoreStore(BaseStore[str]):
                     listed_keys.add(meta["path"])
                 if self._url.scheme == "az":
                     meta["e_tag"] = f'"{meta["e_tag"]}"'
-                yield self._meta(meta)
+                # Consoles make an empty object with the folder's name; obstore has cut off its "/".
+                if meta["path"] != prefix:
+                    yield self._meta(meta)
             page = ask()
 
     def _prove(self) -> None:

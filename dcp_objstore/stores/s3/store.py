@@ -328,7 +328,10 @@ class S3Store(BaseStore["dict[str, str]"]):
             send = partial(self._send, "list", "list_objects_v2")
             for page in pages(send, {**target, "Prefix": start}, marks):
                 for entry in page.get("Contents", ()):
-                    yield self._listed(entry, start)
+                    if not entry["Key"].endswith(
+                        "/"
+                    ):  # empty objects that consoles make of folders
+                        yield self._listed(entry, start)
 
     def _listed(self, entry: Mapping[str, Any], start: str) -> ObjectMeta:
         key: str = entry["Key"]

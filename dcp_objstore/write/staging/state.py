@@ -292,15 +292,16 @@ def _deep_copies(values: list[Any]) -> list[Any]:
 
     The memory of these copies is not kept for the next save.
     """
-    # DCP's stager would lose the scale and the zero point, and torch cannot clone every kind.
-    quantized = {
-        number: torch.load(io.BytesIO(pickled_blob(value)), weights_only=True)
-        for number, value in enumerate(values)
-        if type(value) in _PLAIN and value.is_quantized
-    }
-    others = [value for number, value in enumerate(values) if number not in quantized]
+    own: dict[int, Any] = {}
+    for number, value in enumerate(values):
+        if type(value) in _PLAIN and value.is_quantized:
+            # DCP's stager would lose the scale and the zero point; torch cannot clone every kind.
+            own[number] = torch.load(io.BytesIO(pickled_blob(value)), weights_only=True)
+        elif isinstance(value, torch_private.ShardedTensor):  # which DCP's stager refuses
+            own[number] = torch_private.copied_to_host(value)
+    others = [value for number, value in enumerate(values) if number not in own]
     copies = _copies_by_dcp(others) if others else []
-    for number, copied in quantized.items():  # in ascending order
+    for number, copied in own.items():  # in ascending order
         copies.insert(number, copied)
     return copies
 
