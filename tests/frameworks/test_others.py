@@ -5,12 +5,13 @@ Each test skips unless `PYTHONPATH` has a checkout with the patch of docs/framew
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -171,37 +172,23 @@ def megatron(url: str) -> None:
 
 
 class Door(NamedTuple):
-    """A framework: its module, a name that the patch adds to it, and what it does with a URL."""
+    """A framework: its package, what it does with a URL, and what is committed then."""
 
-    module: str
-    added: str
+    package: str
     train: Callable[[str], None]
     committed: tuple[str, ...]
 
 
 DOORS = {
-    "verl": Door(
-        "verl.utils.checkpoint.fsdp_checkpoint_manager",
-        "FSDPCheckpointManager._bucket_state",
-        verl,
-        ("global_step_9", "global_step_10", "data/step-9", "data/step-10"),
-    ),
-    "prime-rl": Door(
-        "prime_rl.trainer.ckpt", "CheckpointManager._url", prime_rl, ("checkpoints/step_10",)
-    ),
-    "SkyRL": Door(
-        "skyrl.backends.skyrl_train.distributed.fsdp_strategy",
-        "FSDPStrategy._bucket_state",
-        skyrl,
-        ("global_step_10/policy",),
-    ),
+    "verl": Door("verl", verl, ("global_step_9", "global_step_10", "data/step-9", "data/step-10")),
+    "prime-rl": Door("prime_rl", prime_rl, ("checkpoints/step_10",)),
+    "SkyRL": Door("skyrl", skyrl, ("global_step_10/policy",)),
     "Automodel": Door(
-        "nemo_automodel.components.checkpoint.utils",
-        "is_bucket_url",
+        "nemo_automodel",
         automodel,
         tuple(f"epoch_0_step_10/{part}" for part in ("model", "optim", "dataloader")),
     ),
-    "Megatron-Core": Door("megatron.core", "", megatron, ("iter_10",)),
+    "Megatron-Core": Door("megatron", megatron, ("iter_10",)),
 }
 
 
@@ -236,7 +223,7 @@ class StandIns:
 
     def find_spec(self, name: str, *_: Any) -> Any:
         is_below = any(name == top or name.startswith(f"{top}.") for top in self.names)
-        return importlib.machinery.ModuleSpec(name, self) if is_below else None  # type: ignore[arg-type]
+        return ModuleSpec(name, self) if is_below else None  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> ModuleType:
         return StandIn(spec.name)
@@ -270,7 +257,7 @@ def test_its_own_checkpoint_code_saves_to_a_bucket_and_resumes_from_it(
     bucket: Bucket, name: str
 ) -> None:
     door = DOORS[name]
-    if importlib.util.find_spec(door.module.partition(".")[0]) is None:
+    if importlib.util.find_spec(door.package) is None:
         pytest.skip(f"no checkout of {name} on PYTHONPATH")
     run_ranks(2, save_and_load, name, bucket.url, environment(bucket), timeout_seconds=300)
     for step in door.committed:
