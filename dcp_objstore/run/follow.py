@@ -211,6 +211,8 @@ class _Follower:
         for name in self.markers.keys() - self.listed.places.keys():
             del self.markers[name]
         self._report_dropped(self.listed)
+        if is_first and not self.listed.places:
+            logger.warning("%s: there is no step yet; waiting for the first", self.run.url)
         if is_first and self.pin is not None:
             self._unpin_stale(self.pin)
 

@@ -224,6 +224,17 @@ def test_the_time_out_is_that_of_a_wait_and_not_of_the_body(url: str, time: Time
     assert len(time.waits) == 3
 
 
+def test_a_run_without_steps_is_waited_for_and_said_to_have_none(
+    url: str, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The URL may be mistyped, and nothing else would ever tell."""
+    time.later = [lambda: train(url, [1]), lambda: finish(url)]
+    with caplog.at_level(logging.WARNING, "dcp_objstore"):
+        assert names(dos.follow(url)) == ["step-1"]
+    (record,) = caplog.records
+    assert url in record.getMessage() and "no step yet" in record.getMessage()
+
+
 # --- requests
 
 
