@@ -170,7 +170,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         except Exception:
             missing = _missing(self.state_dict, self.metadata)
             if missing:
-                advice = _OF_TORCH if self._asks_by_number(missing) else ""
+                advice = _OF_TORCH if self._asks_by_number(missing) else _renaming(asked, saved)
                 raise mismatch(
                     "the checkpoint does not have what the state asks for (with strict=False such"
                     f" values stay as they are){advice}",
@@ -336,6 +336,18 @@ def _tied(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
         return []
     filled = {same_memory(value) for key, value in state_dict.items() if key in saved}
     return [key for key in missing if same_memory(state_dict[key]) in filled - {None}]
+
+
+def _renaming(asked: Iterable[str], saved: Collection[str]) -> str:
+    """Return which `rename=` makes the checkpoint fit, if it has the keys without their first part.
+
+    So it is for a module under a name in the state, and weights that have no such name.
+    """
+    for key in asked:
+        head, _, rest = key.partition(".")
+        if key not in saved and rest in saved:
+            return f'; rename=[("^", "{head}.")] finds the keys that it has without {head!r},'
+    return ""
 
 
 def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:

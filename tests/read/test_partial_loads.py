@@ -224,3 +224,13 @@ def test_an_optimizer_that_was_passed_is_not_said_to_be_torchs_state(tmp_path: P
     with pytest.raises(StateMismatchError, match=r"optim\.state\.2\.weight") as caught:
         dos.load({"model": larger, "optim": torch.optim.AdamW(larger.parameters())}, url)
     assert "pass the optimizer itself" not in str(caught.value)
+
+
+def test_who_names_a_model_that_was_saved_without_a_name_is_told_the_rename(
+    tmp_path: Path,
+) -> None:
+    url = tmp_path.as_uri()
+    dos.save(dict(model(2).state_dict()), url)
+    with pytest.raises(StateMismatchError, match=r'rename=\[\("\^", "model\."\)\]'):
+        dos.load({"model": model(2)}, url)
+    dos.load({"model": model(2)}, url, rename=[("^", "model.")])
