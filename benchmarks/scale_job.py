@@ -53,8 +53,8 @@ _PAGE = 1000  # keys in one answer to a LIST
 _IN_FINISH = (
     (writer_module, "build_index", "build_index"),
     (session_module, "_read_back", "encode_index"),
-    (session_module, "commit_save", "commit"),
-    (session_module, "publish_for_stock_readers", "dot_metadata"),
+    (session_module, "_commit", "commit"),
+    (session_module, "_publish", "dot_metadata"),
 )
 
 
@@ -279,8 +279,6 @@ def coordinate_load(state: ScaledState, url: str) -> Found:
     bodies.clear()
     with stages.stage("share_out"):
         plans = reader.prepare_global_plan(planner.create_global_plan(plans))
-    # Each then makes the requests that were counted.
-    assert all(plan.storage_data is None for plan in plans)
     with stages.stage("scatter_read_plans"):
         bodies += [pickle.dumps(plan) for plan in plans]
     return {

@@ -415,14 +415,14 @@ def test_a_background_save_that_cannot_start_does_not_block_the_next(
 def test_ctrl_c_as_a_save_takes_its_turn_does_not_block_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wait_for_turn = dos.AsyncSaveHandle._wait_for_turn
+    begin_after_earlier = async_api._begin_after_earlier
 
-    def interrupted(handle: dos.AsyncSaveHandle) -> None:
-        wait_for_turn(handle)
+    def interrupted(*args: Any) -> None:
+        begin_after_earlier(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(dos.AsyncSaveHandle, "_wait_for_turn", interrupted)
+        patched.setattr(async_api, "_begin_after_earlier", interrupted)
         with pytest.raises(KeyboardInterrupt):
             dos.async_save({"w": torch.ones(2)}, memory_url())
     with pytest.raises(dos.errors.RankFailedError, match="KeyboardInterrupt"):
