@@ -69,8 +69,9 @@ def read_plain_values(
     config = spec.config
     requests = plan_requests(spans, request_size_bytes=config.request_size_bytes)
     progress = Progress(config.stall_timeout_seconds)
+    store = stored.open_store(spec)
     for _ in fetch_ranges(
-        spec.open(), stored.object_keys, requests, decode, config=config, progress=progress
+        store, stored.object_keys, requests, decode, config=config, progress=progress
     ):
         pass
     return values

@@ -29,7 +29,7 @@ from dcp_objstore.state.stored import constant_name
 
 # The keys of `optimizer.state_dict()`: torch numbers parameters there, and has no names.
 _NUMBERED_STATE = re.compile(r"(?:^|\.)state\.\d+\.")
-_OF_TORCH = "; optimizer.state_dict() numbers the parameters: pass the optimizer itself, as saved,"
+_OF_TORCH = "\noptimizer.state_dict() numbers the parameters: pass the optimizer itself, as saved"
 
 
 class _LocalItems(NamedTuple):
@@ -171,11 +171,13 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             missing = _missing(self.state_dict, self.metadata)
             if missing:
                 advice = _OF_TORCH if self._asks_by_number(missing) else _renaming(asked, saved)
-                raise mismatch(
+                error = mismatch(
                     "the checkpoint does not have what the state asks for (with strict=False such"
-                    f" values stay as they are){advice}",
+                    " values stay as they are)",
                     missing,
-                ) from None
+                )
+                error.message += advice
+                raise error from None
             raise
         keys = asked if before is self.state_dict else self.state_dict
         self.missing = tuple(key for key in keys if key not in saved)
@@ -346,7 +348,7 @@ def _renaming(asked: Iterable[str], saved: Collection[str]) -> str:
     for key in asked:
         head, _, rest = key.partition(".")
         if key not in saved and rest in saved:
-            return f'; rename=[("^", "{head}.")] finds the keys that it has without {head!r},'
+            return f'\nthe checkpoint has such keys without {head!r}: rename=[("^", "{head}.")]'
     return ""
 
 
