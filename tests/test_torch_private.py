@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -126,6 +128,19 @@ def test_a_dtensor_is_taken_apart_and_made_again(
     assert made.stride() == tensor.stride()
     assert not made.requires_grad
     assert torch.equal(made.full_tensor(), whole + 1)
+
+
+def test_the_shards_of_a_sharded_tensor_are_copied_with_their_places(
+    world: dist.ProcessGroup,
+) -> None:
+    local = torch.arange(6.0).view(3, 2)
+    place = ShardMetadata([0, 0], [3, 2], "rank:0/cpu")
+    value = sharded_tensor.init_from_local_shards([sharded_tensor.Shard(local, place)], 3, 2)
+    copied = torch_private.copied_to_host(value)
+    local.zero_()
+    (shard,) = copied.local_shards()
+    assert shard.tensor.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert (shard.metadata, copied.size()) == (place, value.size())
 
 
 def test_all_that_dcp_asks_a_tensor_how_it_is_sharded_is_kept() -> None:
