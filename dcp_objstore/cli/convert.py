@@ -59,7 +59,14 @@ def export(
             metavar="FILE",
         ),
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace files that exist. In a folder, delete model.safetensors, shards (model-*)"
+            " and index of an earlier export.",
+        ),
+    ] = False,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:

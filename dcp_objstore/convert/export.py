@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ from dcp_objstore.convert.copied_files import named_files, names_in, trainer_fil
 from dcp_objstore.convert.files import (
     INDEX,
     ONE_FILE,
-    SHARD,
     PlannedFile,
+    has_weights,
+    replaced_by,
     safetensors_file,
     shards,
     share_out,
@@ -34,13 +35,21 @@ from dcp_objstore.distributed.arrivals import watching
 from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
+    from_all,
     on_first,
     raise_on_all,
     typed_failures,
 )
 from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group
 from dcp_objstore.distributed.ranks import rank_and_world_size
-from dcp_objstore.errors import ConfigError, DcpObjstoreError, InputError, ObjectNotFoundError
+from dcp_objstore.errors import (
+    ConfigError,
+    DcpObjstoreError,
+    InputError,
+    LostRaceError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
 from dcp_objstore.inspect.checkpoint import Checkpoint
 from dcp_objstore.inspect.slabs import cut, read_ahead, stop
 from dcp_objstore.observe.dispatch import EventSettings
@@ -50,6 +59,7 @@ from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import upload_object
@@ -61,6 +71,7 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
+    from dcp_objstore.stores.protocol import Version
     from dcp_objstore.transfer.upload import ByteArray
 
 
@@ -140,8 +151,9 @@ def export_checkpoint(
             folder of safetensors also gets the small files that a Trainer of `with_object_store`
             has saved in the checkpoint, except where one of the same name is copied. A URL is
             opened with the options of `url` or of `out`, if it has the scheme of one of them.
-        overwrite: replace files that exist, and remove the shards that an earlier export wrote into
-            the folder: some servers read every shard that is there. Default False: refuse.
+        overwrite: replace files that exist. A folder of safetensors also loses the weights of an
+            earlier export that are not replaced (model.safetensors, its shards and their index),
+            because some servers read every shard that is there. Default False: refuse.
         process_group: the ranks that export together, such as `torch.distributed.group.WORLD`; all
             of them make this call. Each writes some of the files, and if one fails, all do. A local
             folder is one that all ranks share. For the ranks to have equal work, shards are equal,
@@ -172,6 +184,8 @@ def export_checkpoint(
             an adapter (that of a prompt encoder).
         DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`; of
             several ranks, that of the lowest rank that failed.
+        LostRaceError: another export has written to the folder meanwhile. What it wrote stays, and
+            what this one wrote is removed.
         RankFailedError: a rank died, or did not make this call.
     """
     began_at = time.monotonic()
@@ -250,7 +264,7 @@ def _group(
 
 
 def _refuse_to_replace(
-    stored: StoredCheckpoint, source: StoreSpec, target: StoreSpec, names: Iterable[str]
+    stored: StoredCheckpoint, source: StoreSpec, target: StoreSpec, names: Collection[str]
 ) -> None:
     """Raise if files of a bucket would be replaced or removed that the export reads.
 
@@ -259,10 +273,7 @@ def _refuse_to_replace(
     folder = source.parent()[0] if stored.is_file else source
     if folder is None or folder.url != target.url or target.parsed.scheme == "file":
         return
-    replaced = {*names}
-    if {ONE_FILE, INDEX} & replaced:
-        replaced |= {ONE_FILE, *filter(SHARD.fullmatch, stored.object_keys)}
-    if own := replaced & {*stored.object_keys}:
+    if own := replaced_by(names, stored.object_keys):
         text = f"the export reads {min(own)}, and would replace or remove it; write elsewhere"
         raise InputError(text, url=target.url)
 
@@ -377,6 +388,10 @@ def _flat(names: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, Any]:
 class _Export:
     """Writes files, and removes them again if that fails on any rank.
 
+    Another export may write to the same folder at the same time. Before this one writes its index,
+    it looks for files that have appeared since it began, and for files that are no longer in the
+    version that it has written.
+
     Args:
         spec: the folder.
         plan: what to write.
@@ -389,31 +404,41 @@ class _Export:
     ) -> None:
         self._spec = spec
         self._folder = spec.open()
-        self._store = self._folder
+        self._store = self._folder  # where to write: of a local folder, a temporary one inside it
         self._plan = plan
         self._channel = channel
         self._group = group
         self._progress = Progress(spec.config.stall_timeout_seconds, channel)
-        self._begun: set[str] = set()  # one that Ctrl-C has not stopped in time arrives yet
-        self._written: set[str] = set()
+        # The version of each file; None while it is written. (One that Ctrl-C has not stopped in
+        # time arrives yet.)
+        self._written: dict[str, Version | None] = {}
 
     def run(self, *, overwrite: bool) -> dict[str, int]:
         """Write the files; return the sizes of those of all ranks, by name. A collective."""
         url, group = self._spec.url, self._group
         present = on_first(lambda: self._make_room(overwrite=overwrite), url, group)
+        clear = partial(self._clear, present)
         # What makes the others count appears last.
-        with appearing_together(self._spec, group, last=(ONE_FILE, INDEX)) as staging:
-            self._store = staging.open()
+        with appearing_together(self._spec, group, clear, last=(ONE_FILE, INDEX)) as staging:
+            if staging is not self._spec:
+                self._store = staging.open()
             try:
                 _, failed = capture(self._write_own)
+                for written in from_all(self._written, url, group):
+                    self._written |= written
                 raise_on_all(failed, url, group)
-                return on_first(lambda: self._finish(present, overwrite=overwrite), url, group)
+                return on_first(lambda: self._finish(clear), url, group)
             except BaseException as error:
                 self._remove(present, error)
                 raise
 
+    @property
+    def _is_staged(self) -> bool:
+        """Whether files appear together, at the end."""
+        return self._store is not self._folder
+
     def _make_room(self, *, overwrite: bool) -> set[str]:
-        """Return which files exist; refuse to replace any, unless that is wanted.
+        """Return which files are going to go; refuse if there are some, unless that is wanted.
 
         The index of an earlier export goes now: it must not name files of both.
         """
@@ -421,18 +446,22 @@ class _Export:
         for name in names:
             if names.count(name) > 1:
                 raise InputError(f"two files would be called {name}", url=self._folder.url)
-        # A folder with both would be read by the one that this export does not write.
-        others = {ONE_FILE, INDEX} if {ONE_FILE, INDEX} & {*names} else set()
-        known = list(dict.fromkeys((*names, *sorted(others))))
-        exist = in_waves(self._exists, known)
-        present = [name for name, exists in zip(known, exist, strict=True) if exists]
+        present = self._present()
         if present and not overwrite:
-            text = f"{present[0]} exists there already; overwrite=True replaces it"
+            text = f"{min(present)} exists there already; overwrite=True replaces or removes it"
             raise InputError(text, url=self._folder.url)
         if INDEX in present and self._spec.parsed.scheme != "file":
             wait_for(self._folder.delete, INDEX)
             present.remove(INDEX)
-        return {*present}
+        return present
+
+    def _present(self) -> set[str]:
+        """Return which of the files in the folder this export replaces or removes."""
+        names = self._plan.names
+        if has_weights(names):
+            return replaced_by(names, wait_for(names_in, self._spec, self._folder))
+        exist = in_waves(self._exists, names)
+        return {name for name, exists in zip(names, exist, strict=True) if exists}
 
     def _exists(self, name: str) -> bool:
         try:
@@ -456,33 +485,66 @@ class _Export:
         for file in own:
             self._write(file)
 
-    def _finish(self, present: set[str], *, overwrite: bool) -> dict[str, int]:
-        """Write the index, now that all other files are there; return the sizes of all files.
+    def _clear(self, present: set[str]) -> None:
+        """Remove the index of an earlier export, and what this one does not replace.
 
-        What an earlier export has beside them goes before it.
+        Args:
+            present: what was there when this export began.
+
+        Raises:
+            LostRaceError: something has appeared since.
         """
+        own = set() if self._is_staged else self._written.keys()
+        if new := self._present() - present - own:
+            raise self._lost(min(new))
+        for name in present - ({*self._plan.names} - {INDEX}):
+            wait_for(self._folder.delete, name)
+
+    def _lost(self, name: str) -> LostRaceError:
+        return LostRaceError(
+            f"another export has written or removed {name} there meanwhile; export again when none"
+            " is under way (what this one has written is removed)",
+            url=self._folder.url,
+        )
+
+    def _finish(self, clear: Callable[[], None]) -> dict[str, int]:
+        """Write the index, now that all other files are there; return the sizes of all files."""
+        if not self._is_staged:
+            clear()
         names = [name for name in self._plan.names if name != INDEX]
         try:
-            sizes = {meta.key: meta.size_bytes for meta in in_waves(self._store.head, names)}
+            heads = in_waves(self._unchanged().head, names)
+            sizes = {meta.key: meta.size_bytes for meta in heads}
+        except PreconditionFailedError as error:
+            raise self._lost(str(error.object_key)) from error
         except ObjectNotFoundError as error:
+            if error.object_key in [file.name for file in self._plan.own]:
+                raise self._lost(str(error.object_key)) from error
             raise InputError(
                 f"another rank has written {error.object_key}, and this one does not see it: all"
                 " ranks need one folder or object store that they share",
                 url=self._folder.url,
             ) from error
-        others = present & {ONE_FILE, INDEX}
-        if overwrite and {ONE_FILE, INDEX} & {*self._plan.names}:
-            others |= {*filter(SHARD.fullmatch, wait_for(names_in, self._spec, self._folder))}
-        for name in others - {*names}:
-            wait_for(self._folder.delete, name)
         if self._plan.index is not None:
             sizes[INDEX] = self._write(self._plan.index)
         return sizes
 
+    def _unchanged(self) -> PinnedStore:
+        """Return the store, which refuses files that are not as this export has written them."""
+        told = self._store.capabilities.conditional_update
+        versions = {name: version for name, version in self._written.items() if version and told}
+        return PinnedStore(self._store, versions)
+
     def _write(self, file: PlannedFile) -> int:
-        """Write one file from slabs that are read ahead; return its size in bytes."""
+        """Write one file from slabs that are read ahead; return its size in bytes.
+
+        Raises:
+            LostRaceError: another export has ended, whose shards this one would replace.
+        """
+        if self._plan.index and not self._is_staged and wait_for(self._exists, INDEX):
+            raise self._lost(INDEX)
         source, tensors = self._plan.source, self._plan.tensors
-        self._begun.add(file.name)
+        self._written[file.name] = None
         slabs = (
             slab
             for key in file.keys
@@ -513,23 +575,28 @@ class _Export:
             )
         finally:
             stop(parts)
-        self._written.add(file.name)
+        self._written[file.name] = uploaded.version
         return uploaded.size_bytes
 
     def _remove(self, present: set[str], error: BaseException) -> None:
         """Remove what this rank has written; the first removes what a dead one has, too.
 
-        The index is removed first, and by every rank.
+        The index is removed first, and by every rank. What may be of another export stays.
         """
-        names = {*self._begun}
-        if self._group is not None:
+        names = {*self._written}
+        if self._group is not None and not isinstance(error, LostRaceError):
             names |= {*self._plan.names} if is_first(self._group) else {INDEX}
         unremoved = []
         for name in sorted(names, key=lambda name: name != INDEX):
-            if name in present and name not in self._written:
+            is_written = self._written.get(name) is not None
+            if name in present and not is_written:
                 continue
             try:
+                if is_written:
+                    self._unchanged().head(name)
                 self._store.delete(name)
+            except (ObjectNotFoundError, PreconditionFailedError):
+                continue
             except DcpObjstoreError:
                 unremoved.append(name)
         if unremoved:

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 # Shards are not cut smaller than this for the sake of more ranks.
 _LEAST_SHARD_BYTES = 250_000_000
 
@@ -137,6 +137,23 @@ def _groups(tensors: Mapping[str, TensorInfo], most_bytes: int) -> list[list[str
             filled_bytes = size_bytes
         groups[-1].append(key)
     return groups
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    """Return whether a folder with files of these names has weights, or a part of them."""
+    return any(map(_WEIGHTS.fullmatch, names))
+
+
+def replaced_by(names: Collection[str], present: Iterable[str]) -> set[str]:
+    """Return which files of a folder go if an export writes some there.
+
+    Args:
+        names: the names of the files that it writes. If weights are among them, all weights of
+            earlier exports go: some servers read every shard that is there.
+        present: the names of the files in the folder.
+    """
+    weights_go = has_weights(names)
+    return {name for name in present if name in names or (weights_go and has_weights([name]))}
 
 
 def share_out(files: Sequence[PlannedFile], ranks: int) -> list[list[PlannedFile]]:

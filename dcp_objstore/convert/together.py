@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
 _OWN_PREFIX = ".dcp-objstore."
 # A file of this name in a temporary folder is locked while its export runs.
 _ALIVE = f"{_OWN_PREFIX}alive"
+# A file of this name in the folder itself is locked while files are moved there.
+_MOVING = f"{_OWN_PREFIX}moving"
 
 
 @contextmanager
 def appearing_together(
     spec: StoreSpec,
     group: dist.ProcessGroup | None = None,
+    before: Callable[[], object] = lambda: None,
     last: Sequence[str] = (),
 ) -> Iterator[StoreSpec]:
     """Return where to write: the folder itself, or if it is local a temporary one inside it.
@@ -44,6 +47,8 @@ def appearing_together(
     Args:
         spec: the folder.
         group: the ranks that write; None if this process is alone.
+        before: is called before files are moved, on the first rank. No other export moves files
+            into the folder between the call and the last of these. If it raises, none is moved.
         last: names of the files that are moved after the others.
 
     Raises:
@@ -62,11 +67,14 @@ def appearing_together(
         )
         raise_on_all(None if temporary.is_dir() else unseen, spec.url, group)
         yield spec.at(f"file://{temporary}")
-        on_first(partial(_move_files, temporary, folder, last), spec.url, group)
+        on_first(partial(_move_files, temporary, folder, before, last), spec.url, group)
 
 
-def _move_files(temporary: Path, folder: Path, last: Sequence[str]) -> None:
-    with _writing(folder):
+def _move_files(
+    temporary: Path, folder: Path, before: Callable[[], object], last: Sequence[str]
+) -> None:
+    with _writing(folder), _moving_alone(folder / _MOVING):
+        before()
         for path in sorted(temporary.iterdir(), key=lambda path: path.name in last):
             if not path.name.startswith(_OWN_PREFIX):  # locks
                 path.replace(folder / path.name)
@@ -106,8 +114,7 @@ def _temporary(folder: Path) -> Iterator[Path]:
         while True:
             path = Path(tempfile.mkdtemp(prefix=_OWN_PREFIX, dir=folder))
             with suppress(FileNotFoundError):  # an export that began just then has removed it
-                lock = stack.enter_context(_locked(path, fcntl.LOCK_EX))
-                if os.path.samestat(os.fstat(lock), (path / _ALIVE).stat()):
+                if stack.enter_context(_locked(path / _ALIVE, fcntl.LOCK_EX)):
                     break
         stack.callback(shutil.rmtree, path, ignore_errors=True)
         yield path
@@ -117,15 +124,26 @@ def _remove_left(folder: Path) -> None:
     """Remove what killed exports have left in a folder: the system has given their locks back."""
     for path in folder.glob(f"{_OWN_PREFIX}*"):
         if path.is_dir() and not path.is_symlink():
-            with suppress(OSError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with suppress(OSError), _locked(path / _ALIVE, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
-def _locked(temporary: Path, how: int) -> Iterator[int]:
-    lock = os.open(temporary / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _moving_alone(lock: Path) -> Iterator[None]:
+    """Wait for exports that move files under the same lock; the last one removes it."""
+    with ExitStack() as stack:
+        while not stack.enter_context(_locked(lock, fcntl.LOCK_EX)):
+            pass
+        stack.callback(lock.unlink)
+        yield
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[bool]:
+    """Lock a file; yield False if the one that held the lock before has removed the file."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(lock, how)
-        yield lock
+        yield os.fstat(lock).st_nlink > 0
     finally:
         os.close(lock)

@@ -215,23 +215,24 @@ def on_first(make: Callable[[], T], url: str | None, group: dist.ProcessGroup | 
         return cast(T, from_first(result, url, group))
 
 
+def from_all(value: T, url: str | None, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the values of all ranks of the group, in their order. A collective."""
+    values = [value]
+    if group is not None:
+        values *= dist.get_world_size(group)
+        with meeting(url, group):
+            dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> bool:
     """Return whether `holds` is true on any rank of the group. A collective."""
-    if group is None:
-        return holds
-    answers = [False] * dist.get_world_size(group)
-    with meeting(url, group):
-        dist.all_gather_object(answers, holds, group=group)
-    return any(answers)
+    return any(from_all(holds, url, group))
 
 
 def same_on_all(number: int | None, url: str | None, group: dist.ProcessGroup | None) -> bool:
     """Return whether all ranks of the group give the same number, and not None. A collective."""
-    numbers = [number]
-    if group is not None:
-        numbers *= dist.get_world_size(group)
-        with meeting(url, group):
-            dist.all_gather_object(numbers, number, group=group)
+    numbers = from_all(number, url, group)
     return number is not None and all(other == number for other in numbers)
 
 

@@ -446,7 +446,7 @@ def test_a_folder_never_holds_one_file_and_shards_of_another_export(
 ) -> None:
     out = tmp_path / "hf"
     dos.export_checkpoint(url, out, max_shard_size_bytes=24_000)
-    with pytest.raises(InputError, match="index"):
+    with pytest.raises(InputError, match="exists"):
         dos.export_checkpoint(url, out)
     dos.export_checkpoint(url, out, overwrite=True)
     assert (out / "model.safetensors").exists()

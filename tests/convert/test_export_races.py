@@ -1,0 +1,183 @@
+"""Exports to one folder at the same time: what an index names is of one of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dcp_objstore as dos
+from dcp_objstore.convert import export
+from dcp_objstore.errors import InputError, LostRaceError
+from dcp_objstore.stores import open_store
+from dcp_objstore.threads import spawn
+from tests.support.campaign import cases
+from tests.support.checkpoints import memory_url
+from tests.support.ranks import run_ranks
+from tests.support.servers import Bucket
+
+INDEX = "model.safetensors.index.json"
+# A shard for each of three tensors; one for two of them and one for the third; one file.
+EACH, TWO, ONE = 400, 800, 10**9
+SHARDS = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+
+
+def saved(url: str, number: float, **settings: Any) -> str:
+    state = {f"w{key}": torch.full((10, 10), number) for key in range(3)}
+    dos.save(state, url, progress=False, **settings)
+    return url
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    return saved((tmp_path / "mine").as_uri(), 1.0)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> str:
+    return saved((tmp_path / "other").as_uri(), 2.0)
+
+
+def to(url: str, out: str, most: int = EACH, **settings: Any) -> None:
+    dos.export_checkpoint(url, out, max_shard_size_bytes=most, progress=False, **settings)
+
+
+def numbers_in(out: str) -> set[float]:
+    """Of which checkpoints the exported weights are."""
+    state = dos.load_state_dict(out, progress=False)
+    assert len(state) == 3
+    return {value for tensor in state.values() for value in tensor.flatten().tolist()}
+
+
+def names_in(out: str) -> set[str]:
+    return {meta.key for meta in open_store(out).list()}
+
+
+def before_file(monkeypatch: pytest.MonkeyPatch, number: int, call: Callable[[], object]) -> None:
+    """Make the first export that writes its file of this number, from 1, call something first."""
+    write, names = export._Export._write, list[str]()
+
+    def interrupted(self: Any, file: Any) -> Any:
+        names.append(file.name)
+        if len(names) == number:
+            call()
+        return write(self, file)
+
+    monkeypatch.setattr(export._Export, "_write", interrupted)
+
+
+def new_folder(where: str, tmp_path: Path) -> str:
+    return (tmp_path / "hf").as_uri() if where == "file" else memory_url()
+
+
+@pytest.mark.parametrize("where", ["file", "memory"])
+@pytest.mark.parametrize("most", [EACH, TWO, ONE])
+@pytest.mark.parametrize("before", cases([1, 2, 3], default=[3]))
+def test_an_export_that_ends_meanwhile_stays_whole_and_the_slower_one_fails(
+    mine: str,
+    other: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    where: str,
+    most: int,
+    before: int,
+) -> None:
+    out = new_folder(where, tmp_path)
+    # In a bucket it replaces what the slower one has written so far.
+    before_file(monkeypatch, before, lambda: to(other, out, most, overwrite=True))
+    with pytest.raises(LostRaceError, match="another export"):
+        to(mine, out)
+    assert numbers_in(out) == {2.0}
+    left = names_in(out)
+    assert len(left) == {EACH: 4, TWO: 3, ONE: 1}[most]
+    to(mine, out, overwrite=True)
+    assert numbers_in(out) == {1.0}
+
+
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_both_may_replace_an_earlier_export_and_what_is_left_is_of_one(
+    mine: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    out = new_folder(where, tmp_path)
+    to(other, out)
+    before_file(monkeypatch, 2, lambda: to(other, out, overwrite=True))
+    if where == "file":  # all of its files are replaced together
+        to(mine, out, overwrite=True)
+        assert numbers_in(out) == {1.0}
+    else:
+        with pytest.raises(LostRaceError):
+            to(mine, out, overwrite=True)
+        assert numbers_in(out) == {2.0}
+    assert names_in(out) == {*SHARDS, INDEX}
+
+
+def test_what_the_slower_one_has_replaced_is_noticed_and_left_alone(
+    mine: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, write = memory_url(), export._Export._write
+    reached, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def export_slowly() -> None:
+        to(other, out, overwrite=True)
+        ended.set()
+
+    def wait_at_the_last(self: Any, file: Any) -> Any:
+        if threading.current_thread() is not main and file.name == SHARDS[2]:
+            reached.set()
+            assert go_on.wait(120)
+        elif threading.current_thread() is main and file.name == SHARDS[2]:
+            spawn(export_slowly, "slow")
+            assert reached.wait(120)
+        return write(self, file)
+
+    main = threading.current_thread()
+    monkeypatch.setattr(export._Export, "_write", wait_at_the_last)
+    with pytest.raises(LostRaceError, match="another export"):
+        to(mine, out)
+    assert names_in(out) == {*SHARDS[:2]}
+    go_on.set()
+    assert ended.wait(120)
+    assert numbers_in(out) == {2.0}
+
+
+def test_shards_without_an_index_are_of_an_export_that_runs_or_died(mine: str) -> None:
+    out = memory_url()
+    open_store(out).put("model-00001-of-00002.safetensors", b"")
+    with pytest.raises(InputError, match="overwrite"):
+        to(mine, out)
+    to(mine, out, overwrite=True)
+    assert names_in(out) == {*SHARDS, INDEX}
+
+
+def lose_a_race(rank: int, world: int, url: str, out: str, options: Mapping[str, Any]) -> str:
+    write = export._Export._write
+
+    def then_another(self: Any, file: Any) -> Any:
+        size_bytes = write(self, file)
+        if rank == 1:
+            open_store(out, options).put(SHARDS[1], b"of another export")
+        return size_bytes
+
+    export._Export._write = then_another  # type: ignore[method-assign]
+    try:
+        with pytest.raises(LostRaceError, match="another export") as caught:
+            to(url, out, storage_options=options, process_group=dist.group.WORLD)
+    finally:
+        export._Export._write = write  # type: ignore[method-assign]
+    return str(caught.value)
+
+
+def test_all_ranks_lose_a_race_together(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    url = saved(bucket.at("step-1"), 1.0, storage_options=options)
+    first, second = run_ranks(2, lose_a_race, url, bucket.at("hf"), options)
+    assert first == second
+    assert SHARDS[1] in first
+    assert bucket.keys("hf") == [SHARDS[1]]
+    assert bucket.get(f"hf/{SHARDS[1]}") == b"of another export"
