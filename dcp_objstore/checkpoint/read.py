@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOOK_AROUND_LIMIT = 1000  # one page on S3
+_WEIGHTS_ADVICE = (
+    "dos.load, inspect, diff and export read it as it is, but it has no commit to list, pin, copy or"
+    " delete; 'dcp-objstore import' makes a checkpoint of it"
+)
 
 
 class Stored(NamedTuple, Generic[T]):
@@ -234,12 +238,18 @@ def explain_keys(url: str, keys: Collection[str]) -> str:
         if DOT_METADATA_KEY in keys:
             why += f"; or it was committed, and its marker ({MARKER_KEY}) was removed"
         return f"a save began here but was never committed: {why}; load another checkpoint"
+    if DOT_METADATA_KEY not in keys and any(map(_is_weights, keys)):
+        return f"there is no checkpoint here, but a folder of safetensors: {_WEIGHTS_ADVICE}"
     if below:
         nearest = f"{url.rstrip('/')}/{below[-1]}"
         return f"there is no checkpoint here, but there is one below, for example {nearest}"
     if DOT_METADATA_KEY in keys:
         return "there is a '.metadata' here but no marker: not a checkpoint of dcp_objstore"
     return "there is no checkpoint here, only other objects"
+
+
+def _is_weights(key: str) -> bool:
+    return "/" not in key and key.endswith(".safetensors")
 
 
 def explain_object(spec: StoreSpec) -> str | None:
@@ -251,6 +261,8 @@ def explain_object(spec: StoreSpec) -> str | None:
         meta = wait_for(above.open().head, name)
     except DcpObjstoreError:
         return None
+    if _is_weights(name):
+        return f"there is no checkpoint here, but a file of safetensors: {_WEIGHTS_ADVICE}"
     return (
         f"there is no checkpoint here, but one object of {meta.size_bytes} bytes with exactly this"
         " key; a checkpoint is a prefix with objects below it. If torch.save wrote this object,"

@@ -634,6 +634,12 @@ def test_each_command_says_what_it_makes_of_weights(tmp_path: Path) -> None:
             refused = run_here(*command)
             assert refused.returncode == 2
             assert "without digests" in refused.stderr
+    for command in (("ls", url), ("rm", url), ("pin", url, "paper"), ("unpin", url, "paper")):
+        refused = run_here(*command)
+        assert refused.returncode == 2
+        assert "a folder of safetensors" in refused.stderr
+        assert "dcp-objstore import" in refused.stderr
+    assert "safetensors" in run_here("ls", f"{url}/model-00001-of-00002.safetensors").stderr
     assert run_here("import", url, f"{tmp_path.as_uri()}/new").returncode == 0
     assert run_here("diff", url, f"{tmp_path.as_uri()}/new").returncode == 0
     assert run_here("export", url, str(tmp_path / "out.safetensors")).returncode == 0
