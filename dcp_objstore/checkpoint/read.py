@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 _LOOK_AROUND_LIMIT = 1000  # one page on S3
 _WEIGHTS_ADVICE = (
-    "dos.load, inspect, diff and export read it as it is, but it has no commit to list, pin, copy or"
-    " delete; 'dcp-objstore import' makes a checkpoint of it"
+    "dos.load, inspect, diff and export read it as it is, but it has no commit to list, pin, copy"
+    " or delete; 'dcp-objstore import' makes a checkpoint of it"
 )
 
 

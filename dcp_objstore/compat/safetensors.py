@@ -63,6 +63,12 @@ _MOST_HEADER_BYTES = 100_000_000
 _MOST_INDEX_BYTES = 64 * MIB
 # The header of 2,500 tensors.
 _FIRST_READ_BYTES = MIB // 4
+# What git has in place of a large file, until `git lfs pull` fetches it.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_LFS_ADVICE = (
+    "it is the text that git-lfs leaves in place of a large file; run 'git lfs pull' where the"
+    " model was cloned, and copy the files again"
+)
 _MOST_DIMENSIONS = 64  # torch's own limit
 
 # msgspec does not wrap the decoder's error for a key that is not UTF-8.
@@ -203,12 +209,14 @@ def read_headers(store: ObjectStore, sizes_bytes: Mapping[str, int]) -> dict[str
         sizes_bytes: the size of each file.
 
     Raises:
-        CheckpointCorruptError: a file is shorter than its header, or the headers are impossibly
-            long.
+        CheckpointCorruptError: a file is shorter than its header or a pointer of git-lfs, or the
+            headers are impossibly long.
     """
 
     def read_first(name: str) -> tuple[int, bytes]:
         first = bytes(read_range(store, name, 0, min(sizes_bytes[name], _FIRST_READ_BYTES)))
+        if first.startswith(_LFS_POINTER):
+            raise _broken(store, name, _LFS_ADVICE)
         end = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
         if not _LENGTH_BYTES < end <= sizes_bytes[name]:
             raise _broken(store, name, f"its header would end at byte {end} of {sizes_bytes[name]}")

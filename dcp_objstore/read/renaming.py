@@ -22,7 +22,10 @@ def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
     names: dict[str, str] = {}
     taken: dict[str, str] = {}
     try:
-        rules = [(re.compile(pattern), replacement) for pattern, replacement in rename]
+        pairs = [*rename]
+        if any(isinstance(pair, str) for pair in pairs):  # of two letters, one could be unpacked
+            raise TypeError(f"write [('^module.', 'model.')], not {rename!r}")
+        rules = [(re.compile(pattern), replacement) for pattern, replacement in pairs]
         for key in keys:
             name = key
             for pattern, replacement in rules:

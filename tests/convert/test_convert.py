@@ -391,6 +391,9 @@ def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(
         dos.export_checkpoint(url, out, "model.head.*", rename=[(r"\d", "n")])
     with pytest.raises(ConfigError, match="regular expression"):
         dos.export_checkpoint(url, out, rename=[("(", "")])
+    for call, place in ((dos.export_checkpoint, out), (dos.import_checkpoint, f"{url}-new")):
+        with pytest.raises(ConfigError, match="pairs"):
+            call(url, place, rename=("ab", "cd"))  # type: ignore[operator]
     with pytest.raises(UnsupportedError, match="complex128"):
         dos.save({"z": torch.zeros(2, dtype=torch.complex128)}, f"{url}-z", progress=False)
         dos.export_checkpoint(f"{url}-z", out)

@@ -379,7 +379,7 @@ def test_rules_rename_the_keys_of_every_kind_of_checkpoint(tmp_path: Path, kind:
         dos.load({"new.aa": torch.zeros(6)}, url, rename=rules, progress=False)
 
 
-@pytest.mark.parametrize("rules", [[("(", "")], ["abc"], 3])
+@pytest.mark.parametrize("rules", [[("(", "")], ["abc"], 3, ("ab", "cd"), {"ab": "cd"}])
 def test_wrong_rules_are_refused_before_anything_is_read(
     requests: list[Request], rules: Any
 ) -> None:
@@ -528,6 +528,14 @@ BAD: dict[str, tuple[dict[str, bytes], type[DcpObjstoreError], str]] = {
         {"1.safetensors": safetensors.torch.save(W)[:20]},
         CheckpointCorruptError,
         "header",
+    ),
+    "a pointer of git-lfs": (
+        {
+            "model.safetensors": b"version https://git-lfs.github.com/spec/v1\n"
+            b"oid sha256:" + b"0" * 64 + b"\nsize 1976163472\n"
+        },
+        CheckpointCorruptError,
+        "git lfs pull",
     ),
     "an empty file": ({"1.safetensors": b""}, CheckpointCorruptError, "header"),
     "a header that takes all memory": (
