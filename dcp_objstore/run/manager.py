@@ -648,14 +648,17 @@ class CheckpointManager:
             out: path or URL to write to, as for `dcp_objstore.export_checkpoint`.
             keys: the keys to write. Default: all.
             options: further arguments of `dcp_objstore.export_checkpoint`, such as `rename`,
-                `dtype`, `copied_files` and `overwrite`. Credentials and settings are the manager's.
+                `dtype`, `copied_files`, `overwrite`, and `out_storage_options` if `out` needs other
+                credentials than the run. `storage_options` and `process_group` are the manager's;
+                other settings are the manager's by default.
 
         Raises:
+            ConfigError: `storage_options` or `process_group` was passed.
             CheckpointNotFoundError: the step is not committed, or the run has none.
             DcpObjstoreError: the save of the step has failed, or any error of `export_checkpoint`.
         """
         saves = self._begin()
-        number = self._step_to_export(saves, step)
+        number = self._step_to_export(saves, step, options)
         return self._prepare_export(saves, number, self._group, (out, keys), options)()
 
     def async_export(
@@ -693,7 +696,7 @@ class CheckpointManager:
         self._exports.settle(self._group)
         with meeting(self._url, self._group_given or world_group()):
             group = own_group(EXPORTS, self._group_given, self._run.config)
-        number = self._step_to_export(saves, step)
+        number = self._step_to_export(saves, step, options)
         return self._exports.begin(self._prepare_export(saves, number, group, (out, keys), options))
 
     def _prepare_export(
@@ -709,9 +712,9 @@ class CheckpointManager:
         export = partial(export_checkpoint, step_url(self._url, step), *arguments, **settings)
         return self._exports.prepare(step, saves.under_way(step), export, group)
 
-    def _step_to_export(self, saves: RunSaves, step: int | None) -> int:
+    def _step_to_export(self, saves: RunSaves, step: int | None, options: Mapping[str, Any]) -> int:
         """Return the step to export; begin to save the last one, if it is that and not saved."""
-        _, refused = capture(lambda: None if step is None else check_step(step))
+        _, refused = capture(partial(_check_export, step, options))
         raise_on_all(refused, self._url, self._group, same={"step": step})
         if step is not None:
             return step
@@ -786,6 +789,16 @@ class CheckpointManager:
         url = step_url(self._url, step)
         pins = on_first(lambda: change(url, name, **self._access), self._url, self._group)
         self._retainer.set_pinned(step, pinned=bool(pins))
+
+
+def _check_export(step: int | None, options: Mapping[str, Any]) -> None:
+    """Refuse a wrong step, and what the manager itself passes to an export."""
+    if step is not None:
+        check_step(step)
+    for name in ("storage_options", "process_group"):
+        if name in options:
+            text = f"export takes no {name}=: the manager has it. out_storage_options= is for `out`"
+            raise ConfigError(text)
 
 
 def _timer(saves: RunSaves) -> str:

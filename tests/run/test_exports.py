@@ -90,6 +90,11 @@ def test_what_cannot_be_exported_is_refused(url: str, out: Path) -> None:
             run.export(-1, out)
         with pytest.raises(CheckpointNotFoundError):
             run.export(7, out)
+        run.save(1, state(1))
+        for export in (run.export, run.async_export):
+            for name, advice in (("storage_options", "out_storage_options"), ("process_group", "")):
+                with pytest.raises(ConfigError, match=f"no {name}=.*{advice}"):
+                    export(1, out, **{name: None})
     assert not out.exists()
 
 
