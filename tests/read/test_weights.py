@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty as empty_dtensor
@@ -463,6 +464,13 @@ def test_tied_weights_that_the_file_leaves_out_are_what_the_model_ties(memory: s
     weight = torch.zeros(3, 8)
     dos.load({"head.weight": weight, "embed.weight": weight}, memory, progress=False)
     assert same_bits(weight, untied()["embed.weight"])
+
+
+def test_torchs_own_planner_knows_no_ties(memory: str) -> None:
+    """It raises before a reader sees what the state asks for, so docs/weights.md says it."""
+    put(memory, model=untied())
+    with pytest.raises(CheckpointException, match=r"Missing key in .*head\.weight"):
+        dcp.load(Tied().state_dict(), storage_reader=dos.ObjectStoreReader(memory, progress=False))
 
 
 @pytest.mark.parametrize("strict", [True, False])
