@@ -31,7 +31,7 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 
 
 def peft_state(model: Any) -> dict[str, Any]:
-    """Return the adapters of a PEFT model as a state for `save`, `load` and runs.
+    """Return the adapters of a model of PEFT as a state for `save`, `load` and runs.
 
         state = {**peft_state(model), "optimizer": optimizer}
         dos.save(state, "s3://bucket/run/step-10")
@@ -44,14 +44,17 @@ def peft_state(model: Any) -> dict[str, Any]:
     read when it is saved, so one can be used for a whole run, unless an adapter is added.
 
     Args:
-        model: a `PeftModel`, wrapped or not.
+        model: a `PeftModel`, or a model of transformers after its `add_adapter`, wrapped or not.
 
     Raises:
-        ConfigError: it is not a `PeftModel`.
+        ConfigError: it is neither.
     """
     inner = _unwrapped(model)
     if not is_peft(model):
-        raise ConfigError(f"peft_state takes a PeftModel, got {type(inner).__name__}")
+        raise ConfigError(
+            "peft_state takes a PeftModel, or a model of transformers after its add_adapter; got"
+            f" {type(inner).__name__}"
+        )
     # PEFT asks parts for their state dicts. FSDP1 would take the first that it asks for the root.
     get_model_state_dict(model)
     adapters = {
@@ -67,9 +70,15 @@ def peft_state(model: Any) -> dict[str, Any]:
 
 
 def is_peft(model: Any) -> bool:
-    """Return whether this is a `PeftModel`, wrapped or not."""
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(_unwrapped(model), peft.PeftModel)
+    """Return whether a model, wrapped or not, has adapters that a Trainer saves alone."""
+    if "peft" not in sys.modules:
+        return False
+    inner = _unwrapped(model)
+    return _is_peft_model(inner) or getattr(inner, "_hf_peft_config_loaded", False)
+
+
+def _is_peft_model(model: Any) -> bool:
+    return isinstance(model, sys.modules["peft"].PeftModel)
 
 
 def _unwrapped(model: Any) -> Any:
@@ -92,7 +101,9 @@ def _names(model: Any, adapter: str) -> dict[str, str | None]:
         # PEFT looks for some by the names of modules, and for some by those of the state dict.
         entries[name] = entries[saved_name] = entry
     saved = get_peft_model_state_dict(model, state_dict=dict(entries), adapter_name=adapter)
-    return {_without_wrappers(name): names.get(id(entry)) for name, entry in saved.items()}
+    # As `save_pretrained` of transformers names them.
+    begin = "" if _is_peft_model(model) else "base_model.model."
+    return {begin + _without_wrappers(name): names.get(id(entry)) for name, entry in saved.items()}
 
 
 def _without_wrappers(name: str) -> str:

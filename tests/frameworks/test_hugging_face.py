@@ -931,6 +931,39 @@ def test_what_the_page_says_of_peft_runs_with_accelerate_too(
     assert {"peft", "files.0"} <= {*dos.open(bucket.at("step-11"))}
 
 
+def injected() -> Any:
+    """A model with adapters that transformers itself has put into it: no `PeftModel`."""
+    import peft
+
+    model = gpt2()
+    model.add_adapter(peft.LoraConfig(target_modules=["c_attn"], init_lora_weights=False))
+    return model
+
+
+def test_adapters_that_transformers_has_added_are_saved_alone_as_the_trainer_does(
+    bucket: Bucket, tmp_path: Path, peft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers 5.24 wants PEFT 0.22 for this; 0.21 does, too.
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    options = bucket.storage_options
+    rest: Any = "single", str(tmp_path / "machine"), bucket.url
+    first = trainer_job(0, 1, *rest, 1, options, injected)
+    second = trainer_job(0, 1, *rest, 2, options, injected)
+    assert_same(second["found"], first["saved"])
+    ckpt = dos.open(bucket.at("step-2"), storage_options=options)
+    trained = {f"model.{name}" for name in injected().state_dict() if "lora_" in name}
+    assert {key for key in ckpt if key.startswith("model.")} == trained
+
+    dos.export_checkpoint(bucket.at("step-2"), tmp_path / "ours", storage_options=options)
+    model = injected()
+    dos.load({"model": dos.trainable(model)}, bucket.at("step-2"), storage_options=options)
+    expected = saved_by_peft(model.eval(), tmp_path / "theirs")
+    assert_same(load_file(tmp_path / "ours" / "adapter_model.safetensors"), expected)
+    rows = data()[0]["input_ids"][None]
+    loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "ours").eval()
+    assert torch.equal(loaded(rows).logits, model(rows).logits)
+
+
 def test_no_other_model_has_the_state_of_one_of_peft(peft: Any) -> None:
     with pytest.raises(dos.errors.ConfigError, match="GPT2LMHeadModel"):
         peft_state(gpt2())
