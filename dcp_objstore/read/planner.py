@@ -139,11 +139,23 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         A pipeline's stage does not ask for what another one has.
         """
         assert self.metadata is not None
-        begins = tuple(".".join((*place, "")) for place in places)
+        places = tuple(places)
         masks = [np.frombuffer(local.unasked, np.uint8) for local in of_ranks]
         unasked = np.unpackbits(np.bitwise_and.reduce(masks))
         saved = zip(self.metadata.state_dict_metadata, unasked, strict=False)
-        return [key for key, is_unasked in saved if is_unasked and key.startswith(begins)]
+        return [key for key, is_unasked in saved if is_unasked and self._is_below(key, places)]
+
+    def _is_below(self, key: str, places: Iterable[Place]) -> bool:
+        """Return whether a saved key stands below one of these places.
+
+        `model.ema.w` may be `state["model"]["ema.w"]` or `state["model.ema"]["w"]`.
+        """
+        assert self.metadata is not None
+        path = tuple(map(str, (self.metadata.planner_data or {}).get(key, ())))
+        return any(
+            key.startswith(".".join((*place, ""))) if len(path) < 2 else path[: len(place)] == place
+            for place in places
+        )
 
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""

@@ -176,6 +176,19 @@ def test_a_load_is_called_empty_only_if_no_rank_loads_anything(
     assert ("nothing is loaded" in caplog.text) is ("full" not in ranks)
 
 
+def test_a_value_whose_name_begins_like_that_of_a_module_is_none_of_its_keys(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = {"model": model(2), "model.ema": {"decay": torch.ones(1), "model": model(1)}}
+    dos.save(state, url := memory_url(), progress=False)
+    dos.load({"model": model(2)}, url, progress=False)
+    dos.load({"model": dos.trainable(model(2))}, url, progress=False)
+    assert "unread" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+        dos.load({"model": model(1)}, url, progress=False)
+    assert "2 keys" in caplog.text
+
+
 def test_a_model_that_is_smaller_than_the_saved_one_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
