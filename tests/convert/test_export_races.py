@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_objstore as dos
+from dcp_objstore.config import MIB
 from dcp_objstore.convert import export
 from dcp_objstore.errors import InputError, LostRaceError
 from dcp_objstore.stores import open_store
@@ -155,6 +156,17 @@ def test_shards_without_an_index_are_of_an_export_that_runs_or_died(mine: str) -
     assert names_in(out) == {*SHARDS, INDEX}
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
+def test_files_of_several_parts_are_known_to_be_the_exports_own(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    state = {f"w{key}": torch.ones(12 * MIB, dtype=torch.uint8) for key in range(2)}
+    dos.save(state, bucket.at("step-1"), storage_options=options, progress=False)
+    settings = {"config": dos.TransferConfig(part_size_bytes=5 * MIB), "storage_options": options}
+    for _ in range(2):
+        to(bucket.at("step-1"), bucket.at("hf"), 12 * MIB, overwrite=True, **settings)
+    assert len(bucket.keys("hf")) == 3
+
+
 def lose_a_race(rank: int, world: int, url: str, out: str, options: Mapping[str, Any]) -> str:
     write = export._Export._write
 
@@ -173,6 +185,7 @@ def lose_a_race(rank: int, world: int, url: str, out: str, options: Mapping[str,
     return str(caught.value)
 
 
+@pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_all_ranks_lose_a_race_together(bucket: Bucket) -> None:
     options = bucket.storage_options
     url = saved(bucket.at("step-1"), 1.0, storage_options=options)
