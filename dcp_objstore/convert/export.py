@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,7 @@ from dcp_objstore.errors import (
     LostRaceError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    RankFailedError,
 )
 from dcp_objstore.inspect.checkpoint import Checkpoint
 from dcp_objstore.inspect.slabs import cut, read_ahead, stop
@@ -405,40 +407,37 @@ class _Export:
         self._spec = spec
         self._folder = spec.open()
         self._store = self._folder  # where to write: of a local folder, a temporary one inside it
+        self._is_staged = spec.parsed.scheme == "file"
         self._plan = plan
         self._channel = channel
         self._group = group
         self._progress = Progress(spec.config.stall_timeout_seconds, channel)
-        # The version of each file; None while it is written. (One that Ctrl-C has not stopped in
-        # time arrives yet.)
+        # What was there before, and goes.
+        self._earlier: set[str] = set()
+        # The version of each file, on the first rank of those of all ranks; None while it is
+        # written. (One that Ctrl-C has not stopped in time arrives yet.)
         self._written: dict[str, Version | None] = {}
 
     def run(self, *, overwrite: bool) -> dict[str, int]:
         """Write the files; return the sizes of those of all ranks, by name. A collective."""
         url, group = self._spec.url, self._group
-        present = on_first(lambda: self._make_room(overwrite=overwrite), url, group)
-        clear = partial(self._clear, present)
+        self._earlier = on_first(lambda: self._make_room(overwrite=overwrite), url, group)
         # What makes the others count appears last.
-        with appearing_together(self._spec, group, clear, last=(ONE_FILE, INDEX)) as staging:
-            if staging is not self._spec:
-                self._store = staging.open()
+        with appearing_together(self._spec, group, self._clear, last=(ONE_FILE, INDEX)) as staging:
+            self._store = staging.open()
             try:
                 _, failed = capture(self._write_own)
-                for written in from_all(self._written, url, group):
-                    self._written |= written
+                of_ranks = from_all(self._written, url, group)
+                if is_first(group):
+                    self._written = dict(ChainMap(*of_ranks))
                 raise_on_all(failed, url, group)
-                return on_first(lambda: self._finish(clear), url, group)
+                return on_first(self._finish, url, group)
             except BaseException as error:
-                self._remove(present, error)
+                self._remove(error)
                 raise
 
-    @property
-    def _is_staged(self) -> bool:
-        """Whether files appear together, at the end."""
-        return self._store is not self._folder
-
     def _make_room(self, *, overwrite: bool) -> set[str]:
-        """Return which files are going to go; refuse if there are some, unless that is wanted.
+        """Return which files will go; refuse if there are some, unless that is wanted.
 
         The index of an earlier export goes now: it must not name files of both.
         """
@@ -450,7 +449,7 @@ class _Export:
         if present and not overwrite:
             text = f"{min(present)} exists there already; overwrite=True replaces or removes it"
             raise InputError(text, url=self._folder.url)
-        if INDEX in present and self._spec.parsed.scheme != "file":
+        if INDEX in present and not self._is_staged:
             wait_for(self._folder.delete, INDEX)
             present.remove(INDEX)
         return present
@@ -485,19 +484,16 @@ class _Export:
         for file in own:
             self._write(file)
 
-    def _clear(self, present: set[str]) -> None:
+    def _clear(self) -> None:
         """Remove the index of an earlier export, and what this one does not replace.
 
-        Args:
-            present: what was there when this export began.
-
         Raises:
-            LostRaceError: something has appeared since.
+            LostRaceError: something has appeared since this export began.
         """
         own = set() if self._is_staged else self._written.keys()
-        if new := self._present() - present - own:
+        if new := self._present() - self._earlier - own:
             raise self._lost(min(new))
-        for name in present - ({*self._plan.names} - {INDEX}):
+        for name in self._earlier - ({*self._plan.names} - {INDEX}):
             wait_for(self._folder.delete, name)
 
     def _lost(self, name: str) -> LostRaceError:
@@ -507,10 +503,10 @@ class _Export:
             url=self._folder.url,
         )
 
-    def _finish(self, clear: Callable[[], None]) -> dict[str, int]:
+    def _finish(self) -> dict[str, int]:
         """Write the index, now that all other files are there; return the sizes of all files."""
         if not self._is_staged:
-            clear()
+            self._clear()
         names = [name for name in self._plan.names if name != INDEX]
         try:
             heads = in_waves(self._unchanged().head, names)
@@ -578,18 +574,18 @@ class _Export:
         self._written[file.name] = uploaded.version
         return uploaded.size_bytes
 
-    def _remove(self, present: set[str], error: BaseException) -> None:
-        """Remove what this rank has written; the first removes what a dead one has, too.
+    def _remove(self, error: BaseException) -> None:
+        """Remove what this rank has written, and is still as it was written.
 
-        The index is removed first, and by every rank. What may be of another export stays.
+        If a rank has died, the first removes the files of all, and every rank the index.
         """
         names = {*self._written}
-        if self._group is not None and not isinstance(error, LostRaceError):
+        if self._group is not None and isinstance(error, RankFailedError):
             names |= {*self._plan.names} if is_first(self._group) else {INDEX}
         unremoved = []
         for name in sorted(names, key=lambda name: name != INDEX):
             is_written = self._written.get(name) is not None
-            if name in present and not is_written:
+            if name in self._earlier and not is_written:
                 continue
             try:
                 if is_written:
