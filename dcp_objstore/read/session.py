@@ -105,9 +105,7 @@ def run_load(
         *(() if exchange is None else exchange.requests),
         *plan_requests(
             alone,
-            request_size_bytes=config.request_size_bytes
-            if exchange is not None
-            else _request_size(store, alone, devices, config),
+            request_size_bytes=_request_size(store, alone, devices, config),
         ),
     ]
     total_bytes = sum(request.end - request.start for request in requests)
@@ -161,6 +159,7 @@ def run_load(
             local=() if copies is None else copies.numbers,
             budget_bytes=budget_bytes,
             admit=None if exchange is None and inbound is None else admit,
+            may_begin=exchange.may_begin if exchange is not None and inbound is None else None,
             explain=explain,
         )
         with closing(arriving):

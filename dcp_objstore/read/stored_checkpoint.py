@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -55,8 +54,8 @@ from dcp_objstore.read.items import (
 )
 from dcp_objstore.state.geometry import fills
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
-from dcp_objstore.stores.wrappers import PinnedStore
-from dcp_objstore.transfer.workers import wait_for
+from dcp_objstore.stores.wrappers import PinnedStore, is_same_state
+from dcp_objstore.transfer.workers import concurrently, wait_for
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -77,8 +76,7 @@ _LOST_MARKER = (
     f" {MARKER_KEY} here, too ('dcp-objstore cp' copies checkpoints as a whole), or load another"
     " checkpoint; verify=False reads what is here, unverified"
 )
-# A page of S3.
-_LISTED_KEYS = 1000
+_REPLACED = "another writer replaced the checkpoint while it was opened; load it again"
 # torch's FileSystemWriter writes this for rank 0 if dcp.save is called with
 # use_collectives=False.
 _RANK_METADATA_KEY = "__0.metadata"
@@ -282,28 +280,71 @@ def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredChe
 
 
 def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
-    try:
-        body, meta = store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)
-    except ObjectNotFoundError:
-        _check_no_rank_metadata(store)
-        return _open_folder(store, load_id)
+    """Open a checkpoint of another library. What else is there is listed at the same time."""
+    dot_metadata, listed = concurrently(partial(_dot_metadata, store), partial(_listed, store))
+    if dot_metadata is None:
+        return _open_folder(store, listed, load_id)
+    body, meta = dot_metadata
     stored = _stock(body, load_id)
     if verify and stored.object_keys and all(map(parse_data_key, stored.object_keys)):
         raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
-    versions, fingerprint = _present_state(store, body, meta, stored.object_keys)
-    return dataclasses.replace(stored, versions=versions, fingerprint=fingerprint)
+    # If they could not be listed, the first answers count.
+    metas = {} if isinstance(listed, DcpObjstoreError) or not _tells_versions(store) else listed
+    if not is_same_state(metas.get(DOT_METADATA_KEY, meta).version, meta.version):
+        raise CheckpointGoneError(_REPLACED, url=store.url)
+    # Another library replaces its objects in place, one after the other, and `.metadata` last. So
+    # an object that is first read late in a load may be newer than the others.
+    present = [metas[key] for key in stored.object_keys if key in metas]
+    return dataclasses.replace(
+        stored,
+        versions={meta.key: meta.version for meta in present},
+        fingerprint=_fingerprint(store, body, [meta, *present]),
+    )
 
 
-def _open_folder(store: ObjectStore, load_id: str | None) -> StoredCheckpoint:
-    """Open a folder of safetensors, of which one listing tells the files."""
-    versions: dict[str, Version] = {}
+def _dot_metadata(store: ObjectStore) -> tuple[bytes, ObjectMeta] | None:
+    try:
+        return store.get(DOT_METADATA_KEY, max_size_bytes=_MAX_DOT_METADATA_BYTES)
+    except ObjectNotFoundError:
+        return None
+
+
+def _listed(store: ObjectStore) -> dict[str, ObjectMeta] | CheckpointNotFoundError:
+    try:
+        return look_around(store)
+    except CheckpointNotFoundError as error:
+        return error
+
+
+def _tells_versions(store: ObjectStore) -> bool:
+    """Whether a listing tells in which state objects are, and reads can be held to it."""
+    return store.capabilities.listed_versions and store.capabilities.conditional_update
+
+
+def _open_folder(
+    store: ObjectStore,
+    listed: dict[str, ObjectMeta] | CheckpointNotFoundError,
+    load_id: str | None,
+) -> StoredCheckpoint:
+    """Open a folder of safetensors, of which a listing tells the files."""
+    if isinstance(listed, CheckpointNotFoundError):
+        raise listed
+    if _RANK_METADATA_KEY in listed:
+        raise UnsupportedError(
+            "every rank has its own .metadata here, as torch writes it with use_collectives=False;"
+            " only stock torch loads that, with the same number of ranks: save it again without"
+            " use_collectives=False",
+            object_key=_RANK_METADATA_KEY,
+            url=store.url,
+        )
+    metas = listed.values() if _tells_versions(store) else ()
+    versions = {meta.key: meta.version for meta in metas}
     pinned = PinnedStore(store, versions)
-    metas = look_around(pinned)
     with _in_one_state(store):
-        files = None if is_unfinished(metas) else safetensors.choose_files(pinned, metas)
+        files = None if is_unfinished(listed) else safetensors.choose_files(pinned, listed)
         if files is None:
-            raise CheckpointNotFoundError(explain_keys(store.url, metas), url=store.url)
-        return _open_files(pinned, files, [metas[name] for name in files.names], load_id, versions)
+            raise CheckpointNotFoundError(explain_keys(store.url, listed), url=store.url)
+        return _open_files(pinned, files, [listed[name] for name in files.names], load_id, versions)
 
 
 def _open_file(folder: ObjectStore, name: str, load_id: str | None) -> StoredCheckpoint:
@@ -348,43 +389,7 @@ def _in_one_state(store: ObjectStore) -> Iterator[None]:
             error.message, object_key=error.object_key, url=store.url
         ) from error
     except (PreconditionFailedError, ObjectNotFoundError) as error:
-        raise CheckpointGoneError(
-            "another writer replaced the checkpoint while it was opened; load it again",
-            url=store.url,
-        ) from error
-
-
-def _present_state(
-    store: ObjectStore, body: bytes, dot_metadata: ObjectMeta, keys: Iterable[str]
-) -> tuple[dict[str, Version], str]:
-    """Return the state of the objects, as far as a page of a listing says it; and a fingerprint.
-
-    Another library replaces its objects in place, one after the other, and `.metadata` last. So an
-    object that is first read late in a load may be newer than the others.
-
-    Args:
-        body: the `.metadata`.
-        dot_metadata: what the store says of it.
-        keys: of the objects that it names.
-
-    Raises:
-        CheckpointGoneError: the checkpoint was replaced just now.
-    """
-    versions = {DOT_METADATA_KEY: dot_metadata.version}
-    listed: dict[str, ObjectMeta] = {}
-    can = store.capabilities
-    if can.listed_versions and can.conditional_update:
-        listing = islice(PinnedStore(store, versions).list(), _LISTED_KEYS)
-        try:
-            with _in_one_state(store):
-                listed = {meta.key: meta for meta in listing}
-        except CheckpointGoneError:
-            raise
-        except DcpObjstoreError:  # not allowed, or no such call: the first answers count
-            listed = {}
-    metas = [listed[key] for key in keys if key in listed]
-    fingerprint = _fingerprint(store, body, [dot_metadata, *metas])
-    return {meta.key: meta.version for meta in metas}, fingerprint
+        raise CheckpointGoneError(_REPLACED, url=store.url) from error
 
 
 def _fingerprint(store: ObjectStore, body: bytes, metas: Iterable[ObjectMeta]) -> str:
@@ -393,21 +398,6 @@ def _fingerprint(store: ObjectStore, body: bytes, metas: Iterable[ObjectMeta]) -
     # Not the versions: on file:// hosts may number files differently.
     told = [(meta.key, meta.size_bytes, is_timed and meta.last_modified) for meta in metas]
     return xxhash.xxh3_128_hexdigest(body) + xxhash.xxh3_128_hexdigest(repr(told).encode())
-
-
-def _check_no_rank_metadata(store: ObjectStore) -> None:
-    """Raise for the only checkpoint that stock torch writes without a common `.metadata`."""
-    try:
-        store.head(_RANK_METADATA_KEY)
-    except ObjectNotFoundError:
-        return
-    raise UnsupportedError(
-        "every rank has its own .metadata here, as torch writes it with use_collectives=False;"
-        " only stock torch loads that, with the same number of ranks: save it again without"
-        " use_collectives=False",
-        object_key=_RANK_METADATA_KEY,
-        url=store.url,
-    )
 
 
 def _stock(body: bytes, load_id: str | None) -> StoredCheckpoint:

@@ -180,11 +180,11 @@ class PinnedStore(WrappedStore):
 
     def _check(self, key: str, version: Version) -> None:
         # `setdefault` of a dict is atomic.
-        if not _is_same_state(self._versions.setdefault(key, version), version):
+        if not is_same_state(self._versions.setdefault(key, version), version):
             raise PreconditionFailedError(REPLACED, object_key=key, url=self.url)
 
 
-def _is_same_state(version: Version, other: Version) -> bool:
+def is_same_state(version: Version, other: Version) -> bool:
     """Whether two tokens are of the same state, by ETag if both have one.
 
     Some servers send ETags with quotes in one kind of answer, and without them in another.

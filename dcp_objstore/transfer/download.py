@@ -31,11 +31,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dcp_objstore.config import AUTO_MOST, at_most, processors
@@ -71,26 +71,22 @@ _MOST_REPEATS = 2
 
 
 def worker_count(
-    requests: Sequence[RangeRequest[T]],
-    concurrency: int,
-    budget_bytes: int,
-    reading: RangeReading,
-    *,
-    depth: int = 1,
+    concurrency: int, piece_bytes: int, budget_bytes: int, reading: RangeReading, *, depth: int = 1
 ) -> int:
     """Return how many workers fit into the memory budget.
 
-    A worker takes the memory for the largest piece, and what the store takes for the one range that
-    it is reading. Ranges that are open and not read yet take none.
+    A worker takes the memory for a piece, and what the store takes for the one range that it is
+    reading. Ranges that are open and not read yet take none.
 
     Args:
+        concurrency: the number of requests that all workers have in flight.
+        piece_bytes: the size of the largest piece.
         budget_bytes: the memory budget. One worker is always allowed.
         reading: how the store reads ranges.
         depth: the number of requests that a worker has in flight.
     """
-    piece_bytes = max(map(_largest_piece, requests), default=0)
     fitting = max(1, budget_bytes // max(1, piece_bytes + reading.memory_bytes))
-    return min(-(-min(concurrency, len(requests)) // depth), fitting)
+    return min(-(-concurrency // depth), fitting)
 
 
 def _depth(concurrency: int, reading: RangeReading) -> int:
@@ -108,10 +104,10 @@ def _depth(concurrency: int, reading: RangeReading) -> int:
     return min(_MOST_AHEAD, max(_LEAST_AHEAD, share))
 
 
-def _largest_piece(request: RangeRequest[T]) -> int:
-    size_bytes = request.end - request.start
-    largest = max((span.end - span.start for span in request.spans), default=size_bytes)
-    return min(size_bytes, max(largest, BLOCK_SIZE_BYTES))
+def largest_piece(requests: Iterable[RangeRequest[T]]) -> int:
+    """Return the size of the largest piece that is read at once."""
+    pieces = chain.from_iterable(cut(request, BLOCK_SIZE_BYTES) for request in requests)
+    return max((piece.end - piece.start for piece in pieces), default=0)
 
 
 def fetch_ranges(
@@ -125,6 +121,7 @@ def fetch_ranges(
     local: Collection[int] = (),
     budget_bytes: int | None = None,
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None = None,
+    may_begin: Callable[[RangeRequest[T]], bool] | None = None,
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None = None,
 ) -> Generator[RangeRequest[T] | None, None, None]:
     """Fetch every request and yield it once `consume(request, body)` has returned for it.
@@ -147,6 +144,9 @@ def fetch_ranges(
         budget_bytes: memory for bodies. Default: `config.memory_budget_bytes`.
         admit: a function that a worker calls before a request is fetched. It may wait, and it may
             return the memory that the body must be read into.
+        may_begin: a function that says whether `admit` would return at once; once it does, it does
+            so until the request is admitted. Without it, a worker has only one request under way:
+            the memory for another may only be free once that was read.
         explain: a function that a worker calls with the error of a GET, and that returns the error
             to raise instead.
 
@@ -166,13 +166,14 @@ def fetch_ranges(
         request_bytes=max((request.end - request.start for request in from_store), default=0),
     )
 
-    # With `admit` a body waits for memory, which may only be free once the body before it was read.
     reading = store.range_reading
     # A copy on this machine is there at once.
-    depth = _depth(slot.concurrency, reading) if admit is None and from_store else 1
+    is_ahead = bool(from_store) and (admit is None or may_begin is not None)
+    depth = _depth(slot.concurrency, reading) if is_ahead else 1
+    piece_bytes = largest_piece(requests)
     most_workers = worker_count(
-        requests,
-        at_most(config.download_concurrency),
+        min(at_most(config.download_concurrency), len(requests)),
+        piece_bytes,
         config.memory_budget_bytes if budget_bytes is None else budget_bytes,
         reading,
         depth=depth,
@@ -184,11 +185,13 @@ def fetch_ranges(
         consume=consume,
         explain=explain,
         admit=admit,
+        may_begin=may_begin,
         progress=progress,
         store_waits=_Waits(len(from_store), slot),
         local_waits=_Waits(len(requests) - len(from_store), _Unlimited()),
         local=local,
         depth=depth,
+        piece_bytes=piece_bytes,
         most_workers=most_workers,
     )
     try:
@@ -302,11 +305,13 @@ class _Shared(Generic[T]):
     consume: Callable[[RangeRequest[T], Buffer], bool | None]
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None
+    may_begin: Callable[[RangeRequest[T]], bool] | None
     progress: Progress
     store_waits: _Waits[T]
     local_waits: _Waits[T]
     local: Collection[int]
     depth: int
+    piece_bytes: int
     most_workers: int
 
     def __post_init__(self, requests: Sequence[RangeRequest[T]]) -> None:
@@ -452,12 +457,16 @@ class _Worker(Generic[T]):
 
     def _begin(self, request: RangeRequest[T], row: int, *, wait: bool) -> _Fetch[T] | None:
         """Begin a request; put it back and return None if it has no place and `wait` is False."""
-        shared = self.shared
-        destination = None if shared.admit is None else shared.admit(request, shared.progress)
-        slot = shared.waits(request).slot
-        if not slot.begin(id(request), shared.progress.check_stopped, wait=wait):
+        shared, progress = self.shared, self.shared.progress
+        begin = partial(shared.waits(request).slot.begin, id(request), progress.check_stopped)
+        has_memory = wait or shared.may_begin is None or shared.may_begin(request)
+        if not wait and not (has_memory and begin(wait=False)):
             shared.tasks.appendleft(request)
             return None
+        # Only what was given a place is admitted, and what waits for memory takes no place.
+        destination = None if shared.admit is None else shared.admit(request, progress)
+        if wait:
+            begin(wait=True)
         body = shared.open(request, request.start)
         pieces = [request] if destination is not None else cut(request, BLOCK_SIZE_BYTES)
         now = time.monotonic()
@@ -536,10 +545,10 @@ class _Worker(Generic[T]):
     def _memory(self, size_bytes: int) -> memoryview:
         """Return memory for a piece.
 
-        It is kept for the next one, because memory that is new to the process costs as much as
-        copying into it. When the thread ends, it goes back to the system: of memory from malloc,
-        each arena, of which there may be one for each thread, would keep a piece.
+        It has room for the largest one and is kept, because memory that is new to the process costs
+        as much as copying into it. When the thread ends, it goes back to the system: of memory from
+        malloc, each arena, of which there may be one for each thread, would keep a piece.
         """
-        if len(self._scratch) < size_bytes:
-            self._scratch = memoryview(new_memory(size_bytes))
+        if not self._scratch:
+            self._scratch = memoryview(new_memory(self.shared.piece_bytes))
         return self._scratch[:size_bytes]

@@ -614,21 +614,6 @@ def test_threads_that_share_a_reader_each_load_what_they_asked_for() -> None:
             assert tensor.eq(n).all(), f"the load of step {n} got another step's"
 
 
-def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each body waits for memory of its own, it cannot."""
-    fetch, given = session.fetch_ranges, []
-
-    def watch(*args: Any, **settings: Any) -> Any:
-        given.append(settings["admit"])
-        return fetch(*args, **settings)
-
-    monkeypatch.setattr(session, "fetch_ranges", watch)
-    url = memory_url()
-    dos.save({"t": torch.ones(3)}, url)
-    dos.load({"t": torch.zeros(3)}, url)
-    assert given == [None]
-
-
 def test_a_block_that_two_reads_need_is_fetched_once_and_an_item_that_is_absent_is_not_found(
     tmp_path: Path,
 ) -> None:
@@ -657,6 +642,10 @@ class Shared:
 
     keep = advance = admit
 
+    def may_begin(self, _: object) -> bool:
+        """Whether it has."""
+        return True
+
 
 def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
     monkeypatch: pytest.MonkeyPatch,
@@ -671,8 +660,6 @@ def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
         return run(store, planned, *args, **{**settings, "exchange": Shared(planned)})
 
     monkeypatch.setattr(session, "fetch_ranges", watch)
-    # Alone, the requests of a large load grow.
-    monkeypatch.setattr(session, "_request_size", lambda *_: 9 * MIB)
     url = memory_url()
     dos.save({"t": torch.ones(9 * MIB // 4)}, url)
     for load in (run, share):
@@ -680,7 +667,27 @@ def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
         state = {"t": torch.zeros(9 * MIB // 4)}
         dos.load(state, url, config=SMALL)
         assert state["t"].eq(1).all()
-    assert planned == [(8 * MIB, 1), (5 * MIB, 3)]
+    assert planned == [(8 * MIB, 3), (5 * MIB, 3)]
+
+
+def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and with other ranks what need not wait for a slot."""
+    fetch, run, given = session.fetch_ranges, session.run_load, []
+
+    def watch(*args: Any, **settings: Any) -> Any:
+        given.append((settings["admit"] is not None, settings["may_begin"] is not None))
+        return fetch(*args, **settings)
+
+    def share(store: Any, planned: PlannedLoad, *args: Any, **settings: Any) -> Any:
+        return run(store, planned, *args, **{**settings, "exchange": Shared(planned)})
+
+    monkeypatch.setattr(session, "fetch_ranges", watch)
+    url = memory_url()
+    dos.save({"t": torch.ones(3)}, url)
+    for load in (run, share):
+        monkeypatch.setattr(reading, "run_load", load)
+        dos.load({"t": torch.zeros(3)}, url)
+    assert given == [(False, False), (True, True)]
 
 
 def test_streams_are_settled_if_any_destination_is_on_a_device(

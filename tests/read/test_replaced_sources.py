@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,11 +164,30 @@ def test_an_opened_checkpoint_stays_in_the_state_in_which_it_was_opened(
     assert dos.open(url)["a"][:2].tolist() == [2.0, 2.0]
 
 
+class ReplacedBetween(WatchedStore):
+    """Has objects replaced after `first`, of the two requests that are sent at the same time."""
+
+    def __init__(self, inner: ObjectStore, first: str, replace: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._first, self._replace, self._replaced = first, replace, threading.Event()
+
+    @contextmanager
+    def _around(self, request: Request) -> Iterator[None]:
+        is_one = request.verb == "list" or (request.verb, request.key) == ("get", ".metadata")
+        if is_one and request.verb != self._first:
+            assert self._replaced.wait(30)
+        yield
+        if is_one and request.verb == self._first:
+            self._replace()
+            self._replaced.set()
+
+
+@pytest.mark.parametrize("first", ["list", "get"])
 def test_one_that_is_replaced_while_it_is_opened_is_not_opened(
-    through: Through, stock: Editions, url: str
+    through: Through, stock: Editions, url: str, first: str
 ) -> None:
     write(url, stock[0])
-    replaced_at(through, "list", 0, lambda: write(url, stock[1]))
+    through(lambda store: ReplacedBetween(store, first, lambda: write(url, stock[1])))
     with pytest.raises(CheckpointGoneError, match="opened"):
         dos.open(url)
 

@@ -240,8 +240,8 @@ def test_opening_takes_one_range_of_each_file_and_one_listing(
     write_shards(tmp_path, every_kind(), 3)
     dos.open(tmp_path.as_uri())
     verbs = Counter(request.verb for request in requests)
-    # _COMMIT, .metadata and the index; __0.metadata.
-    assert verbs == {"get": 3, "head": 1, "list": 1, "open_range": 3}
+    # _COMMIT, .metadata and the index.
+    assert verbs == {"get": 3, "list": 1, "open_range": 3}
     del requests[:]
     dos.open(f"{tmp_path.as_uri()}/model-00002-of-00003.safetensors")
     assert [request.verb for request in requests] == ["head", "open_range"]
@@ -253,8 +253,9 @@ def test_what_is_absent_takes_no_more_requests_than_before(
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointNotFoundError, match="only other objects"):
         dos.open(tmp_path.as_uri())
-    # The last one asks whether the folder above is a run, whose next step the error would name.
-    assert [one.verb for one in requests] == ["get", "get", "head", "list", "head", "get"]
+    # The last two ask whether the folder above is a run, whose next step the error would name.
+    assert sorted(one.verb for one in requests[:3]) == ["get", "get", "list"]
+    assert [one.verb for one in requests[3:]] == ["head", "get"]
 
 
 @pytest.mark.parametrize("is_run", [True, False])

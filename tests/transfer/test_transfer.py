@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import secrets
 import threading
@@ -32,7 +33,7 @@ from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
-from dcp_objstore.transfer.download import fetch_ranges, worker_count
+from dcp_objstore.transfer.download import fetch_ranges, largest_piece, worker_count
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import (
@@ -197,7 +198,8 @@ def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib: int) -> None:
     ]
     requests = plan_requests(spans, request_size_bytes=size)
     reading = RangeReading(ahead=True, memory_bytes=4 * MIB)
-    workers = worker_count(requests, AUTO_MOST, settings.memory_budget_bytes, reading, depth=8)
+    piece_bytes = largest_piece(requests)
+    workers = worker_count(AUTO_MOST, piece_bytes, settings.memory_budget_bytes, reading, depth=8)
     assert 8 * workers == AUTO_MOST
 
 
@@ -270,6 +272,46 @@ def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
     assert store.seen.count(("open", starts[-1])) == 1
 
 
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_what_must_wait_for_memory_is_begun_when_nothing_before_it_is_unread(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a thread would wait for memory that only it can free."""
+    monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: 1)
+    monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
+    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
+    store.put("x", [bytes(range(40))])
+    requests = [RangeRequest(0, at, at + 4, [Span(0, at, at + 4, None)]) for at in range(0, 40, 4)]
+    in_slots = requests[:7]
+    free, filled = [memoryview(bytearray(4)) for _ in range(slots)], {}
+
+    def admit(request: RangeRequest[None], progress: Progress) -> memoryview | None:
+        if request not in in_slots:
+            return None
+        assert free, "it waits for ever"
+        filled[request.start] = free.pop()
+        return filled[request.start]
+
+    def consume(request: RangeRequest[None], body: Buffer) -> None:
+        assert bytes(body) == bytes(range(request.start, request.end))
+        if request in in_slots:
+            free.append(filled.pop(request.start))
+
+    fetched = fetch_ranges(
+        store,
+        ["x"],
+        requests,
+        consume,
+        TransferConfig(download_concurrency=8),
+        Progress(60),
+        admit=admit,
+        may_begin=lambda request: request not in in_slots or bool(free),
+    )
+    assert len([request for request in fetched if request is not None]) == len(requests)
+    opened = list(itertools.takewhile(lambda seen: seen[0] == "open", store.seen))
+    assert len(opened) == slots
+
+
 def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -301,20 +343,26 @@ def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
 
 
 def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker() -> None:
-    large = [
-        RangeRequest(
-            0, 0, 32 * MIB, [Span(0, at, at + 4 * MIB, None) for at in range(0, 32 * MIB, 4 * MIB)]
-        )
-    ]
     fetched, streamed = RangeReading(memory_bytes=16 * MIB), RangeReading(memory_bytes=4 * MIB)
-    assert worker_count(large * 9, 8, 128 * MIB, fetched) == 6
-    assert worker_count(large * 9, 8, 128 * MIB, streamed) == 8
-    assert worker_count(large * 9, 8, 40 * MIB, streamed) == 5
-    assert worker_count(large * 9, 8, 8 * MIB, fetched) == 1
-    assert worker_count(large * 9, 8, 128 * MIB, streamed, depth=2) == 4
-    assert worker_count(large * 3, 8, 128 * MIB, streamed, depth=2) == 2
-    one_span = [RangeRequest(0, 0, 32 * MIB, [Span(0, 0, 32 * MIB, None)])]
-    assert worker_count(one_span * 9, 8, 128 * MIB, streamed) == 3
+    assert worker_count(8, 4 * MIB, 128 * MIB, fetched) == 6
+    assert worker_count(8, 4 * MIB, 128 * MIB, streamed) == 8
+    assert worker_count(8, 4 * MIB, 40 * MIB, streamed) == 5
+    assert worker_count(8, 4 * MIB, 8 * MIB, fetched) == 1
+    assert worker_count(8, 4 * MIB, 128 * MIB, streamed, depth=2) == 4
+    assert worker_count(3, 4 * MIB, 128 * MIB, streamed, depth=2) == 2
+    assert worker_count(8, 32 * MIB, 128 * MIB, streamed) == 3
+
+
+def test_the_largest_piece_is_a_block_or_a_larger_span_with_the_gap_before_it() -> None:
+    def requests(*spans: tuple[int, int]) -> list[RangeRequest[None]]:
+        whole = [Span(0, start, end, None) for start, end in spans]
+        return [*plan_requests(whole, request_size_bytes=64 * MIB)]
+
+    blocks = [(at, at + 4 * MIB) for at in range(0, 32 * MIB, 4 * MIB)]
+    assert largest_piece(requests(*blocks)) == 4 * MIB
+    assert largest_piece(requests((0, 7 * MIB), (7 * MIB + 9, 8 * MIB))) == 7 * MIB
+    assert largest_piece(requests((0, 1), (9, 9 + 4 * MIB))) == 4 * MIB + 8
+    assert largest_piece([]) == 0
 
 
 def test_twenty_thousand_tiny_neighbours_need_a_handful_of_requests():

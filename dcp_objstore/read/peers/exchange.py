@@ -283,13 +283,17 @@ class Exchange:
         if planned is None:
             return None
         with self._changed:
-            may_begin = partial(self._changed.wait_for, partial(self._may_begin, planned))
-            wait_in_steps(may_begin, look=progress.check_stopped, step_seconds=STEP_SECONDS)
+            has_begun = partial(self._changed.wait_for, partial(self.may_begin, request))
+            wait_in_steps(has_begun, look=progress.check_stopped, step_seconds=STEP_SECONDS)
             self._admitted += 1
             self._changed.notify_all()
         return self._slot_of(planned)
 
-    def _may_begin(self, planned: SharedRequest) -> bool:
+    def may_begin(self, request: RangeRequest[Block]) -> bool:
+        """Whether `admit` does not wait for a slot. It stays so until the request is admitted."""
+        planned = self._fetched.get(id(request))
+        if planned is None:
+            return True
         slots = self._slots.size_bytes // self._slot_bytes
         return self._admitted == planned.sequence and planned.sequence < self._freed + slots
 
