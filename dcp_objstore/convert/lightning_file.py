@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,20 +19,26 @@ META_KEY = "meta.pt"
 _TRAINERS = "pytorch-lightning_version"
 
 
-def whole_of_lightning(nested: Mapping[str, Any], *, trust_pickle: bool) -> dict[str, Any]:
+def nest_for_lightning(
+    nest: Callable[[Mapping[str, Any]], dict[str, Any]],
+    flat: Mapping[str, Any],
+    *,
+    trust_pickle: bool,
+) -> dict[str, Any]:
     """Return what Lightning's `consolidate_checkpoint` writes of a checkpoint.
 
     Of a Trainer's, `Trainer.fit(ckpt_path=...)` resumes with any strategy, and
     `load_from_checkpoint` makes the module.
 
     Args:
-        nested: the checkpoint's nested dict, with Lightning's file under `META_KEY`.
+        nest: a function that makes the nested dict of a checkpoint.
+        flat: the checkpoint by its keys, with the bytes of Lightning's file under `META_KEY`.
         trust_pickle: as for `export_checkpoint`.
 
     Raises:
         UntrustedPickleError: Lightning's file has a value that could run code.
     """
-    parts = dict(nested)
+    parts = nest(flat)
     body = parts.pop(META_KEY)
     check_safe(body, META_KEY, trust_pickle=trust_pickle)
     meta = torch.load(io.BytesIO(body), map_location="cpu", weights_only=False)
