@@ -123,10 +123,10 @@ def export_checkpoint(
         url: URL of the checkpoint, which this or another library wrote.
         out: the path or URL to write to. A name that ends in .pt, .pth, .bin or .ckpt gets one
             `torch.save` file, and one in .safetensors a single file of that format. Of a checkpoint
-            of Lightning, .ckpt gets the file that Lightning reads. Otherwise it is
-            a folder: it gets model.safetensors, or several shards and their index, as
-            `from_pretrained` reads them. Of a checkpoint of `peft_state`, or of a Trainer with a
-            PEFT model, it gets what PEFT writes of an adapter.
+            of Lightning, .ckpt gets the file that Lightning reads. Otherwise it is a folder: it
+            gets model.safetensors, or several shards and their index, as `from_pretrained` reads
+            them. Of a checkpoint of `peft_state`, or of a Trainer with a PEFT model, it gets what
+            PEFT writes of an adapter.
         keys: one or several shell patterns such as `"model.*"`, or exact keys. Default: all keys.
             PEFT's folder has all tensors of an adapter, under PEFT's names; there the keys only say
             of which one. Default: of "default", or of the first one.
