@@ -13,6 +13,7 @@
     python -m benchmarks link save --gib 0.25       eight processes share a link of 0.25 GiB/s
     python -m benchmarks async-loop                 a Python loop's pace while async_save uploads
     python -m benchmarks restart                    a job that reads copies on its node
+    python -m benchmarks killed                     from SIGKILL of all ranks to the first step
     python -m benchmarks weights --gib 2            a job fills a model with Hugging Face weights
     python -m benchmarks stage                      how long async_save holds training up
     python -m benchmarks gpu --gib 20               CUDA tensors, and pinned copies
@@ -214,6 +215,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--rounds", type=_positive, default=5)
         command.add_argument("--ranks", type=_positive, default=ranks, help="of the job")
         _add_settings(command)
+    Conditions.add_options(command, latency_ms=30.0, rate_mib_per_connection=60.0)
+    command = commands.add_parser("killed", help="from SIGKILL of a job's ranks to its first step")
+    command.add_argument("--rounds", type=_positive, default=3)
+    command.add_argument("--ranks", type=_positive, default=8)
+    _add_settings(command)
     Conditions.add_options(command, latency_ms=30.0, rate_mib_per_connection=60.0)
     _add_weights(commands.add_parser("weights", help="Hugging Face weights into a job's model"))
     command = commands.add_parser("stage", help="copies of a state by several stagers")

@@ -183,6 +183,13 @@ def test_the_export_benchmark_compares_one_rank_with_several() -> None:
     assert all(row["speed"] > 0 for row in rows.values())
 
 
+@pytest.mark.campaign  # torchrun's two ranks import torch, twice
+def test_the_killed_benchmark_loads_what_the_killed_ranks_saved() -> None:
+    small = ["--gib", "0.01", "--tensors", "4", "--rounds", "1", "--ranks", "2"]
+    rows = json.loads(printed_by_benchmark("killed", *small))["rows"]
+    assert set(rows) == {"from the bucket", "from the node"}
+
+
 @pytest.mark.campaign  # four processes import torch
 def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
     scale = ["--ranks", "64", "--tensors", "80", "--rounds", "1"]
