@@ -27,8 +27,8 @@ def nest_for_lightning(
 ) -> dict[str, Any]:
     """Return what Lightning's `consolidate_checkpoint` writes of a checkpoint.
 
-    Of a Trainer's, `Trainer.fit(ckpt_path=...)` resumes with any strategy, and
-    `load_from_checkpoint` makes the module.
+    Of a Trainer's, `Trainer.fit(ckpt_path=...)` resumes, and `load_from_checkpoint` makes the
+    module.
 
     Args:
         nest: a function that makes the nested dict of a checkpoint.
