@@ -9,6 +9,7 @@
     ├── InputError            fix the call, the settings or the credentials
     │   ├── InvalidUrlError, ConfigError, UnsupportedError, ForkedProcessError
     │   ├── CredentialsError, PermissionDeniedError
+    │   ├── StoreFullError            the disk, the bucket or a quota is full: make room
     │   ├── BucketNotFoundError, ObjectNotFoundError
     │   ├── CheckpointExistsError, CheckpointNotFoundError, CheckpointPinnedError
     │   ├── StateMismatchError        the state asks for keys or shapes the checkpoint lacks
@@ -172,6 +173,10 @@ class PermissionDeniedError(InputError):
     """The credentials are known but do not allow this."""
 
     _doctor_helps = True
+
+
+class StoreFullError(InputError):
+    """The disk or the bucket is full, or a quota is reached: make room, then save again."""
 
 
 class BucketNotFoundError(InputError):

@@ -9,9 +9,11 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Json, chosen, size_bytes
 from dcp_objstore.cli.terminal import aligned, columns, print_json, say, wrapped
-from dcp_objstore.observe.report import counted, size_text
+from dcp_objstore.observe.report import GIB, counted, size_text
 
-_HEAD = ("GiB/s", "lowest", "highest", "CPU-s/GiB", "requests", "at once")
+_HEAD = ("GiB/s", "lowest", "highest", "CPU-s/GiB", "requests", "at a time")
+# From this share on, something is used up.
+_NEARLY = 0.8
 
 
 def measure(
@@ -45,32 +47,74 @@ def measure(
 
 
 def _print(report: dos.measure.BenchReport) -> None:
-    """Print the figures: what all depends on, then a table, then warnings."""
+    """Print what it comes to, then the figures, then warnings."""
     say(report.url)
     say(f"{size_text(report.size_bytes)} of tensors, one process, {report.seconds:.0f} s in all")
+    say()
+    directions = (
+        ("save", report.save, report.plain_puts, report.put_alone),
+        ("load", report.load, report.plain_gets, report.get_alone),
+    )
+    for name, whole, plain, alone in directions:
+        text = _in_words(name, whole, plain=plain, alone=alone, report=report)
+        say(*wrapped(text, columns(), "      "))
+    say()
     machine = f"{counted(report.processors, 'processor')}, copy"
     say(f"machine        {machine} {_spread(report.copy_gib_per_second)} GiB/s,")
     say(f"               hash {_spread(report.hash_gib_per_second)} GiB/s")
     say(f"small requests GET {_spread(report.get_ms)} ms, PUT {_spread(report.put_ms)} ms")
     say()
     lines: list[tuple[str, ...]] = [("", *_HEAD)]
-    for name, throughput in (
-        ("save", report.save),
-        ("plain PUTs", report.plain_puts),
-        ("one PUT at a time", report.put_alone),
-        ("load", report.load),
-        ("plain GETs", report.plain_gets),
-        ("one GET at a time", report.get_alone),
-    ):
-        speed = throughput.gib_per_second
-        figures = (speed.median, speed.lowest, speed.highest, throughput.cpu_seconds_per_gib)
-        counts = str(throughput.requests), str(throughput.connections)
-        lines.append((name, *map(_figure, figures), *counts))
+    for name, whole, plain, alone in directions:
+        verb = "PUT" if name == "save" else "GET"
+        lines.append((name, *_row(whole)))
+        lines.append((f"plain {verb}s", *_row(plain)))
+        lines.append((f"one {verb} at a time", *_row(alone)))
     say(*aligned(lines, _HEAD))
     if report.warnings:
         say()
     for warning in report.warnings:
         say(*wrapped(f"warning: {warning}", columns(), "  "))
+
+
+def _in_words(
+    name: str,
+    whole: dos.measure.Throughput,
+    *,
+    plain: dos.measure.Throughput,
+    alone: dos.measure.Throughput,
+    report: dos.measure.BenchReport,
+) -> str:
+    """Say how fast a save or load is, and what it waits for, if the figures are good enough."""
+    speed, plain_speed, alone_speed = (
+        throughput.gib_per_second.median for throughput in (whole, plain, alone)
+    )
+    seconds = 100 / speed
+    duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if report.warnings:
+        limit = "What limits it is not clear: see the warnings."
+    elif whole.cpu_seconds_per_gib * speed > _NEARLY * report.processors:
+        limit = "The processors are busy all the time: they limit it."
+    elif plain.connections > 1 and plain_speed > _NEARLY * plain.connections * alone_speed:
+        limit = "Each is as fast as one alone: more tensors or more ranks would get more."
+    else:
+        limit = "The store, or the way to it, gives no more to one process."
+    many = f", {plain.connections} at a time {_rate(plain_speed)}" if plain.connections > 1 else ""
+    return (
+        f"{name}  {_rate(speed)}: 100 GiB in {duration}. One request at a time gives"
+        f" {_rate(alone_speed)}{many}; this {name} reaches {speed / plain_speed:.0%} of that."
+        f" {limit}"
+    )
+
+
+def _row(throughput: dos.measure.Throughput) -> tuple[str, ...]:
+    speed = throughput.gib_per_second
+    figures = (speed.median, speed.lowest, speed.highest, throughput.cpu_seconds_per_gib)
+    return (*map(_figure, figures), str(throughput.requests), str(throughput.connections))
+
+
+def _rate(gib_per_second: float) -> str:
+    return f"{size_text(gib_per_second * GIB)}/s"
 
 
 def _spread(spread: dos.measure.Spread) -> str:

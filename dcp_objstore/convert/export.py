@@ -29,6 +29,7 @@ from dcp_objstore.convert.files import (
     tensor_bytes,
     torch_file,
 )
+from dcp_objstore.convert.lightning_file import META_KEY, nest_for_lightning
 from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.convert.together import appearing_together
@@ -134,10 +135,11 @@ def export_checkpoint(
     Args:
         url: URL of the checkpoint, which this or another library wrote.
         out: the path or URL to write to. A name that ends in .pt, .pth, .bin or .ckpt gets one
-            `torch.save` file, and one in .safetensors a single file of that format. Otherwise it is
-            a folder: it gets model.safetensors, or several shards and their index, as
-            `from_pretrained` reads them. Of a checkpoint of `peft_state`, or of a Trainer with a
-            PEFT model, it gets what PEFT writes of an adapter.
+            `torch.save` file, and one in .safetensors a single file of that format. Of a checkpoint
+            of Lightning, .ckpt gets the file that Lightning reads. Otherwise it is a folder: it
+            gets model.safetensors, or several shards and their index, as `from_pretrained` reads
+            them. Of a checkpoint of `peft_state`, or of a Trainer with a PEFT model, it gets what
+            PEFT writes of an adapter.
         keys: one or several shell patterns such as `"model.*"`, or exact keys. Default: all keys.
             PEFT's folder has all tensors of an adapter, under PEFT's names; there the keys only say
             of which one. Default: of "default", or of the first one.
@@ -234,6 +236,7 @@ def export_checkpoint(
                 most_bytes=max_shard_size_bytes,
                 copied=partial(named_files, copied_files, partial(_of_copied, (source, target))),
                 group=group,
+                trust_pickle=trust_pickle,
             )
         )
         if plan is not None and overwrite:
@@ -321,6 +324,7 @@ def _plan(
     most_bytes: int,
     copied: Callable[[], list[PlannedFile]],
     group: dist.ProcessGroup | None,
+    trust_pickle: bool,
 ) -> _Plan:
     """Plan the files. Their names come first, so that what cannot be written is refused at once.
 
@@ -333,6 +337,7 @@ def _plan(
         most_bytes: size at which another shard begins.
         copied: returns the files to copy; called on the first rank.
         group: the ranks that write.
+        trust_pickle: as for `export_checkpoint`.
     """
     is_torch = name is not None and name.endswith(TORCH_SUFFIXES)
     selected = None if keys is None else checkpoint.matching(keys)
@@ -351,6 +356,8 @@ def _plan(
         files = []
     elif is_torch:
         nest = partial(_flat, names) if rename else checkpoint.nested
+        if name.endswith(".ckpt") and META_KEY in source.values and not rename:
+            nest = partial(nest_for_lightning, checkpoint.nested, trust_pickle=trust_pickle)
         files = [torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
     else:
         files = [safetensors_file(name, list(tensors), tensors, names)]

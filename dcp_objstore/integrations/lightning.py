@@ -26,6 +26,7 @@ from dcp_objstore import errors
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.values import check_safe
+from dcp_objstore.convert.lightning_file import META_KEY
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.distributed.ranks import current_rank
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-META_KEY = "meta.pt"
 _FULL = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}
 _WEIGHTS_ONLY = "weights_only"
 

@@ -23,6 +23,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     PermissionDeniedError,
     PreconditionFailedError,
+    StoreFullError,
     StoreUnavailableError,
     UnsupportedError,
     printable,
@@ -72,6 +73,8 @@ _CODES: dict[type[DcpObjstoreError], str] = {
         " InvalidBucketState ServerBusy OperationTimedOut PendingCopyOperation"
     ),
     UnsupportedError: "NotImplemented",
+    # Of Ceph, and of MinIO (twice). Gateways in front of a file system have the status 507.
+    StoreFullError: "QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded",
     InputError: "EntityTooLarge KeyTooLongError KeyTooLong BlockCountExceedsLimit"
     " RequestBodyTooLarge",
 }
@@ -90,7 +93,7 @@ _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     416: CorruptDataError,
     429: StoreUnavailableError,
     501: UnsupportedError,
-    507: InputError,
+    507: StoreFullError,
 }
 # Where Python has no class of its own for the error.
 _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
@@ -99,11 +102,10 @@ _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
     errno.ENAMETOOLONG: InputError,
     errno.ENOSYS: UnsupportedError,
     errno.EOPNOTSUPP: UnsupportedError,
-    errno.ENOSPC: InputError,
-    errno.EDQUOT: InputError,
+    errno.ENOSPC: StoreFullError,
+    errno.EDQUOT: StoreFullError,
     errno.EFBIG: InputError,
 }
-FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
     (FileNotFoundError, ObjectNotFoundError),
     # A key may not be both an object and the prefix of another one in a tree of folders.
@@ -119,13 +121,6 @@ _BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
     (TypeError, InputError),
     (BufferError, InputError),
 )
-FULL = (
-    "the store is full, or a quota is reached: remove old checkpoints and incomplete multipart"
-    " uploads, or raise the quota"
-)
-# The codes of Ceph, of MinIO (twice), and of gateways in front of a file system.
-_FULL_CODES = ("QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
-_FULL_STATUS = 507
 # A HEAD's answer has no body, so these do not say whether the key or the bucket is missing, or
 # whether the secret is wrong or a right is missing.
 UNCLEAR_IN_HEAD = (400, 403, 404, 409)
@@ -141,6 +136,10 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
     PreconditionFailedError: "the object is not in the state that the write was conditioned on",
     StoreUnavailableError: "the store did not answer as it should, after all retries",
     UnsupportedError: "the store does not support this",
+    StoreFullError: (
+        "the store is full, or a quota is reached: remove old checkpoints (dcp-objstore rm) and"
+        " what failed saves left (dcp-objstore sweep), or raise the quota"
+    ),
     InputError: "the store refused the request",
 }
 # The codes that are looked for by name.
@@ -266,8 +265,7 @@ class Failure(NamedTuple):
         if facts.may_pass is not None:
             return facts.may_pass
         # What completed a lost upload may have been an earlier try.
-        is_final = is_full(facts.status, facts.code) or facts.code == NO_SUCH_UPLOAD
-        return isinstance(self.error, StoreUnavailableError) and not is_final
+        return isinstance(self.error, StoreUnavailableError) and facts.code != NO_SUCH_UPLOAD
 
     @property
     def throttled(self) -> bool:
@@ -314,7 +312,7 @@ def meaning_of(error: Exception, facts: Facts) -> Meaning:
     else:
         kind = kind_of_answer(facts.status, facts.code) or kind_of_builtin(error)
         words = None
-    words = words or advice_on(kind, facts.status, facts.code) or type(error).__name__
+    words = words or advice_on(kind) or type(error).__name__
     return Meaning(kind, words)
 
 
@@ -336,23 +334,14 @@ def kind_of_builtin(error: BaseException) -> type[DcpObjstoreError]:
     return next((ours for kind, ours in _BY_TYPE if isinstance(error, kind)), DcpObjstoreError)
 
 
-def is_full(status: int | None, code: str | None) -> bool:
-    """Whether an answer says that the store is full, or a quota reached."""
-    return status == _FULL_STATUS or code in _FULL_CODES
-
-
 def of_os(error: OSError) -> DcpObjstoreError:
     """Return the error for one of the operating system's, without the path of a file."""
-    text = error.strerror or str(error)
-    return kind_of_builtin(error)(f"{FULL}: {text}" if error.errno in FULL_ERRNOS else text)
+    text, kind = error.strerror or str(error), kind_of_builtin(error)
+    return kind(f"{advice_on(kind)}: {text}" if kind is StoreFullError else text)
 
 
-def advice_on(
-    kind: type[DcpObjstoreError], status: int | None = None, code: str | None = None
-) -> str | None:
+def advice_on(kind: type[DcpObjstoreError]) -> str | None:
     """Return what an error means to the user, for the beginning of its text; None if unknown."""
-    if is_full(status, code):
-        return FULL
     return _ADVICE.get(kind)
 
 

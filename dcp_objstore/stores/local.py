@@ -25,9 +25,11 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -36,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
+from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_range
 from dcp_objstore.stores.errors import kind_of_builtin, of_os
@@ -107,7 +110,11 @@ class LocalStore(BaseStore[Path]):
             return kind_of_builtin(error)(f"{type(error).__name__}: {error}")
         if error.errno in _IN_THE_WAY:
             return errors.InputError(error.strerror or str(error))
-        return of_os(error)
+        translated = of_os(error)
+        if isinstance(translated, errors.StoreFullError):
+            with suppress(OSError):
+                translated.message += f"; {size_text(_free_bytes(self._root))} are free there now"
+        return translated
 
     def _put(
         self,
@@ -440,6 +447,12 @@ def _opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
         yield fd, status
     finally:
         os.close(fd)
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return the room on a folder's file system; the folder need not exist yet."""
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    return shutil.disk_usage(place).free
 
 
 def _make_folder(folder: Path) -> None:

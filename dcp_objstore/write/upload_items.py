@@ -18,9 +18,10 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
 from dcp_objstore.config import AUTO_MOST, COPIED_MOST_BYTES
-from dcp_objstore.errors import InputError
+from dcp_objstore.errors import InputError, StoreFullError
 from dcp_objstore.local.copies import SaveCopies
 from dcp_objstore.observe.events import Hashed, Planned
+from dcp_objstore.observe.report import size_text
 from dcp_objstore.state.dcp_metadata import WriteResults
 from dcp_objstore.state.device import Outbound, settle_streams
 from dcp_objstore.state.stored import StoredObject
@@ -123,7 +124,12 @@ def upload_items(
                 outbound=outbound,
                 known_digests=known_digests,
             )
-            stored = upload(data_key(save.rank, next(numbers), save.nonce), layout)
+            try:
+                stored = upload(data_key(save.rank, next(numbers), save.nonce), layout)
+            except StoreFullError as error:
+                size_bytes = sum(size for _, size in order)
+                error.message += f"; this rank saves {size_text(size_bytes)}"
+                raise
             objects.append(stored)
             results.extend(placed.result(stored) for placed in layout.placed)
     if save.copies is not None:

@@ -27,7 +27,7 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     StoreUnavailableError,
 )
-from dcp_objstore.measure.api import CONFIG, _doubts, _Round
+from dcp_objstore.measure.api import CONFIG, Spread, Throughput, _doubts, _Round
 from tests.support.campaign import cases
 from tests.support.command_line import environment
 from tests.support.proxy import Asked, Meant, NetworkProxy, Refuse
@@ -292,6 +292,53 @@ def test_a_server_that_dies_ends_it_and_the_rest_is_named(
         assert f"remove everything below {bucket.url}/.bench-" in caplog.text
 
 
+def figures(gib_per_second: float, connections: int, cpu: float = 0.3) -> Throughput:
+    speed = Spread.of([gib_per_second] * 3)
+    return Throughput(
+        gib_per_second=speed,
+        cpu_seconds_per_gib=cpu,
+        requests=connections,
+        request_size_bytes=MIB,
+        connections=connections,
+    )
+
+
+@pytest.mark.parametrize(
+    ("whole", "plain", "alone", "says"),
+    [
+        (figures(0.3, 32), figures(0.35, 32), figures(0.05, 1), "gives no more"),
+        (figures(1.4, 32), figures(1.5, 32), figures(0.05, 1), "as fast as one alone"),
+        (figures(0.3, 32, cpu=6), figures(0.4, 32), figures(0.05, 1), "processors"),
+        (figures(0.3, 1), figures(0.3, 1), figures(0.3, 1), "gives no more"),
+    ],
+)
+def test_words_say_what_a_save_waits_for(
+    whole: Throughput, plain: Throughput, alone: Throughput, says: str
+) -> None:
+    spread = Spread.of([1.0])
+    report = dos.measure.BenchReport(
+        url="s3://b/run",
+        size_bytes=MIB,
+        seconds=1.0,
+        processors=2,
+        copy_gib_per_second=spread,
+        hash_gib_per_second=spread,
+        get_ms=spread,
+        put_ms=spread,
+        put_alone=alone,
+        get_alone=alone,
+        save=whole,
+        load=whole,
+        plain_puts=plain,
+        plain_gets=plain,
+        sent_bytes=1,
+        received_bytes=1,
+    )
+    text = cli._in_words("save", whole, plain=plain, alone=alone, report=report)
+    assert says in text
+    assert "100 GiB in" in text
+
+
 @pytest.mark.backends("seaweed")
 def test_the_table_fits_80_columns_and_json_has_all_of_it(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -302,8 +349,9 @@ def test_the_table_fits_80_columns_and_json_has_all_of_it(
     cli.measure(bucket.url, size="1MiB", seconds=0.1, as_json=False)
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    for word in ("save", "plain PUTs", "one GET at a time", "warning"):
-        assert word in shown
+    text = " ".join(shown.split())
+    for words in ("100 GiB in", "see the warnings", "plain PUTs", "one GET at a time", "warning:"):
+        assert words in text
     cli.measure(bucket.url, size="1MiB", seconds=0.1, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["size_bytes"] == MIB

@@ -24,6 +24,7 @@ from dcp_objstore.errors import (
     InputError,
     ObjectNotFoundError,
     PermissionDeniedError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores import IfAbsent, open_store
@@ -189,7 +190,7 @@ def test_a_full_store_is_not_asked_again(scripted: Scripted, transport: Any, cod
     body = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
     scripted.answer = lambda *_: (507, {}, body)
     store = scripted.store(TransferConfig(max_retries=2, transport=transport))
-    with pytest.raises(InputError, match="full"):
+    with pytest.raises(StoreFullError):
         store.put("k", b"x")
     assert len(scripted.requests) == 1
 

@@ -33,7 +33,7 @@ from dcp_objstore.errors import (
     InputError,
     PermissionDeniedError,
     PreconditionFailedError,
-    RetryableError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores import (
@@ -145,13 +145,14 @@ def test_a_full_disk_says_so_and_to_try_again_does_not_help(
     monkeypatch.setattr(os, "write", refuse)  # of both
     monkeypatch.setattr("fsspec.implementations.local.LocalFileOpener.write", refuse)
     store = open_store(f"file://{root}", config=TransferConfig(transport=transport))
-    with pytest.raises(InputError, match=r"full, or a quota is reached.*remove") as put:
+    with pytest.raises(StoreFullError, match=r"quota is reached.*remove") as put:
         store.put("k", b"x")
-    with pytest.raises(InputError, match=r"full, or a quota is reached.*remove") as streamed:
+    with pytest.raises(StoreFullError, match=r"quota is reached.*remove") as streamed:
         store.put_stream("k", iter([b"x"]), part_size_bytes=1, max_concurrency=1)
     for caught in (put, streamed):
-        assert not isinstance(caught.value, RetryableError)
+        assert isinstance(caught.value, InputError)
         assert caught.value.object_key == "k"
+        assert (" are free there now" in caught.value.message) == (transport == "native")
     assert names(root) == []
 
 

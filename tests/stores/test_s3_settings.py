@@ -266,3 +266,18 @@ def test_the_bucket_is_in_the_host_or_in_the_path(
     assert head.startswith(f"{line} ")
     host = line.removeprefix("CONNECT ").removeprefix("PUT http://").split("/")[0]
     assert f"\r\nhost: {host}\r\n" in head.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("name--x-s3", {}, "no zone"),
+        (EXPRESS, {"endpoint_url": "https://s3.eu-west-1.amazonaws.com"}, "leave out endpoint_url"),
+    ],
+)
+def test_a_directory_bucket_that_cannot_be_reached_is_refused_without_a_request(
+    gate: RawServer, name: str, options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_store(f"s3://{name}/x", {**KEY, **options}, ONCE).put("key", b"body")
+    assert gate.heads == []

@@ -14,6 +14,7 @@ from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
     PermissionDeniedError,
+    StoreFullError,
     StoreUnavailableError,
 )
 from dcp_objstore.stores import errors
@@ -46,10 +47,11 @@ def read_fsspec(error: Exception) -> Facts:
         return read_botocore(error)
     status = _http_status(error)
     kind = errors.kind_of_answer(status, None) or _kind(error)
-    text, words = str(error), type(error).__name__
+    text: str = str(error)
+    words: str | None = type(error).__name__
     connected, timed_out = not _is_from(error, *_UNREACHED), _is_from(error, _LATE)
-    if isinstance(error, OSError) and error.errno in errors.FULL_ERRNOS:
-        text, words = error.strerror or text, errors.FULL
+    if kind is StoreFullError:
+        text, words = getattr(error, "strerror", None) or text, None
     elif kind is StoreUnavailableError and status is None and (timed_out or not connected):
         text += "; check endpoint_url, that the server runs, and any proxy or firewall"
     return Facts(

@@ -26,6 +26,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     PermissionDeniedError,
     PreconditionFailedError,
+    StoreFullError,
     StoreUnavailableError,
     UnsupportedError,
 )
@@ -317,14 +318,14 @@ def _sign(signs: _Signs, text: str) -> Meaning | None:
 
 def _meaning(error: Exception, message: _Message) -> Meaning | None:
     """Return what an error means that status and code do not tell, if it is one."""
-    is_full = errors.is_full(message.status, message.code)
-    if not is_full and any(words in message.text for words in _WANTS_TLS):
+    kind = errors.kind_of_answer(message.status, message.code)
+    if kind is not StoreFullError and any(words in message.text for words in _WANTS_TLS):
         return errors.WANTS_TLS
     if message.is_of_instance:
         is_aws = f"{_INSTANCE_METADATA}latest/" in message.text
         return Meaning(CredentialsError, errors.NO_S3_CREDENTIALS if is_aws else None)
     meaning = None if message.request else _sign(_NO_REQUESTS, message.text)
-    if meaning is not None or errors.kind_of_answer(message.status, message.code) is not None:
+    if meaning is not None or kind is not None:
         return meaning
     kinds = (Meaning(kind) for name, kind in _BY_TYPE.items() if errors.is_of(type(error), name))
     return _sign(_NOT_THE_RANGE, message.dump) or next(kinds, None)

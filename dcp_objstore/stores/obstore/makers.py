@@ -19,6 +19,7 @@ from urllib.parse import quote
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.endpoint import (
+    is_aws,
     is_directory_bucket,
     is_virtual,
     s3_checksum,
@@ -128,7 +129,7 @@ def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Ma
         )
     if checksum is not None:
         config["checksum_algorithm"] = checksum
-    express = is_directory_bucket(url.bucket) and endpoint is None
+    express = _is_express(url.bucket, endpoint)
     if express:
         # Sessions (CreateSession) and the endpoint of its zone.
         config["s3_express"] = True
@@ -138,6 +139,26 @@ def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Ma
     make = _make(S3Store, config, credentials, endpoint=endpoint, verify=settings.verify)
     make = make if checksum is not None else _without_variable(make)
     return Maker(make, endpoint, sign, ordered=not is_directory_bucket(url.bucket))
+
+
+def _is_express(bucket: str, endpoint: str | None) -> bool:
+    """Whether a bucket is a directory bucket of AWS itself.
+
+    Raises:
+        ConfigError: its name has no zone, or the endpoint is named, which obstore takes for that of
+            an ordinary bucket.
+    """
+    if not is_directory_bucket(bucket) or not is_aws(endpoint):
+        return False
+    if endpoint is not None:
+        raise ConfigError(
+            f"{bucket!r} is a directory bucket, whose endpoint follows from its name and the"
+            f" region: leave out endpoint_url ({endpoint}; it may be set in the environment or the"
+            " profile), or use transport 'boto3'"
+        )
+    if bucket.count("--") < 2:
+        raise ConfigError(f"{bucket!r} has no zone in its name, as directory buckets do")
+    return True
 
 
 def gcs_maker(url: StoreUrl, options: GcsOptions, credentials: Credentials) -> Maker:

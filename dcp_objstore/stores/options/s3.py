@@ -60,7 +60,7 @@ class S3Options(Schema):
         called=("anonymous",),
     )
     endpoint_url: str | None = option(
-        "another server than AWS: `http(s)://host[:port]`",
+        "another server than AWS: `http(s)://host[:port][/path]`",
         also=("client_kwargs.endpoint_url",),
         native=("endpoint", "aws_endpoint", "aws_endpoint_url", "aws_endpoint_url_s3"),
         environment=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),

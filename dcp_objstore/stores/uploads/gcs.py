@@ -167,4 +167,4 @@ def _refused(status: int) -> DcpObjstoreError:
             " endpoint_url"
         )
     kind = kind_of_answer(status, None) or DcpObjstoreError
-    return kind(f"{advice_on(kind, status) or 'the bucket cannot be asked'} (status {status})")
+    return kind(f"{advice_on(kind) or 'the bucket cannot be asked'} (status {status})")
