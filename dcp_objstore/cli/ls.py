@@ -66,7 +66,7 @@ def print_checkpoints(
         deleted = sum(entry.state == "deleted" for entry in listing.checkpoints)
         if deleted and not everything:
             left = counted(deleted, "deleted checkpoint")
-            say(f"{left}; dcp-objstore sweep '{listing.url}' removes what is left of them")
+            say(f"{left}; dcp-objstore sweep '{listing.url}' removes what is left")
     if listing.uploads_unseen is not None:
         say(f"unfinished uploads are not listed: {listing.uploads_unseen}", to_errors=True)
     if listing.unread:

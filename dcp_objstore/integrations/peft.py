@@ -74,7 +74,7 @@ def is_peft(model: Any) -> bool:
     if "peft" not in sys.modules:
         return False
     inner = _unwrapped(model)
-    return _is_peft_model(inner) or getattr(inner, "_hf_peft_config_loaded", False)
+    return _is_peft_model(inner) or bool(getattr(inner, "peft_config", None))
 
 
 def _is_peft_model(model: Any) -> bool:
