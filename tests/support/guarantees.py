@@ -19,14 +19,15 @@ from tests.support.doc_tables import between, replaced
 
 MARK = "guarantees"
 KEPT, LACKING, FAILED, FOREIGN, UNTRIED = "✓", "–", "✗", "n/a", "?"  # noqa: RUF001
+_MARKS = f"({FAILED} failed, {FOREIGN}: there is no such thing there, {UNTRIED} not tried.)"
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """One column.
+    """One guarantee.
 
     Attributes:
-        name: heading of the column.
+        name: what it is called in the table.
         meaning: for the legend below the table.
         needs: the fields of `Capabilities` without which a store lacks it; none: every store has to
             keep it.
@@ -103,27 +104,44 @@ class Outcomes:
 
 
 def table(rows: Mapping[str, list[str]]) -> str:
-    """Markdown: a row for each endpoint, a column for each guarantee, and the legend."""
-    lines = [["store", *(one.name for one in GUARANTEES)]]
-    lines.append(["---", *(":-:" for _ in GUARANTEES)])
-    lines.extend([endpoint, *cells] for endpoint, cells in sorted(rows.items()))
-    legend = "\n".join(f"- *{one.name}*: {one.meaning}." for one in GUARANTEES)
+    """Markdown: for each endpoint what it lacks, and what each guarantee means.
+
+    Most endpoints keep most of them. A matrix of all would be wider than a page.
+    """
+    lines = [["store", "lacks"], ["---", "---"]]
+    lines.extend([endpoint, _exceptions(cells)] for endpoint, cells in sorted(rows.items()))
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return (
-        f"{text}\n\n{KEPT} kept; {LACKING} lacking, declared, and refused where it is asked for;"
-        f" {FOREIGN} no such thing there.\n\n{legend}"
-    )
+    legend = "\n".join(f"- *{one.name}*: {one.meaning}." for one in GUARANTEES)
+    return f"{text}\n\nThe guarantees are these. {_MARKS}\n\n{legend}"
+
+
+def _exceptions(cells: list[str]) -> str:
+    other = [
+        one.name if cell == LACKING else f"{one.name} {cell}"
+        for one, cell in zip(GUARANTEES, cells, strict=True)
+        if cell != KEPT
+    ]
+    return ", ".join(other) or "nothing"
 
 
 def parse(text: str) -> dict[str, list[str]]:
     """The rows of the table between the marks; none if there are no marks."""
-    lines = [line for line in (between(text, MARK) or "").splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    if not cells:
-        return {}
-    if cells[0][1:] != [one.name for one in GUARANTEES]:
-        return {}  # the columns have changed: only what runs now is known
-    return {row[0]: row[1:] for row in cells[2:]}
+    inside = between(text, MARK) or ""
+    if [line.split("*")[1] for line in inside.splitlines() if line.startswith("- *")] != [*BY_NAME]:
+        return {}  # the guarantees have changed: only what runs now is known
+    lines = [line.strip("| ").split(" | ") for line in inside.splitlines() if line.startswith("|")]
+    return {endpoint: _cells(exceptions) for endpoint, exceptions in lines[2:]}
+
+
+def _cells(exceptions: str) -> list[str]:
+    cells = dict.fromkeys(BY_NAME, KEPT)
+    for text in exceptions.split(", "):
+        name, _, cell = text.rpartition(" ")
+        if text in cells:
+            cells[text] = LACKING
+        elif name in cells:
+            cells[name] = cell
+    return [*cells.values()]
 
 
 def write_table(place: Path, rows: Mapping[str, list[str]]) -> None:
