@@ -81,7 +81,8 @@ def _one(settings: Settings, ranks: int, place: Place, local: str | None) -> dic
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={ranks}", "--max-restarts=1", "--monitor-interval=0.1"]
         command += ["-m", "benchmarks.killed_rank", json.dumps(job)]
-        # torchrun's advice for gloo on one machine, without a warning of its own.
+        # What torchrun would set with a warning, and what keeps new processes from waiting for the
+        # address of a dead rank.
         env = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -103,10 +103,7 @@ def run_load(
     alone = planned.spans if exchange is None else exchange.alone()
     requests = [
         *(() if exchange is None else exchange.requests),
-        *plan_requests(
-            alone,
-            request_size_bytes=_request_size(store, alone, devices, config),
-        ),
+        *plan_requests(alone, request_size_bytes=_request_size(store, alone, devices, config)),
     ]
     total_bytes = sum(request.end - request.start for request in requests)
     budget_bytes = config.memory_budget_bytes - shared_bytes
