@@ -114,6 +114,19 @@ class TensorRead:
         if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
             self._memory = byte_memory(self._view)
 
+    def memory_at(self, position: int, size_bytes: int) -> memoryview | None:
+        """Return the destination's memory for payload bytes that need no conversion, if it has it.
+
+        Args:
+            position: the place of the first byte in the payload.
+        """
+        if self._memory is None:
+            return None
+        low = position - self._selection.wanted.offsets[0] * self._dtype.itemsize
+        if low < 0 or low + size_bytes > self._memory.nbytes:
+            return None
+        return memoryview(self._memory[low : low + size_bytes])
+
     def send_through(self, inbound: Inbound) -> None:
         """Fill the bound tensor through the ring of its device, if `inbound` has a lane for it."""
         if not inbound.takes(self._destination.device):
@@ -306,6 +319,21 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
     for span, part in zip(request.spans, parts, strict=True):
         for read in span.tag.reads:
             read.accept(span.tag.position, part)
+
+
+def memory_for(request: RangeRequest[Block]) -> memoryview | None:
+    """Return the destination's own memory for a request whose bytes can be received in it.
+
+    That is so if they are a single stretch of one destination and there is no digest to check.
+    """
+    first, at = request.spans[0], request.start
+    for span in request.spans:
+        if span.start != at or span.tag.digest is not None or span.tag.reads != first.tag.reads:
+            return None
+        at = span.end
+    if len(first.tag.reads) != 1 or not isinstance(read := first.tag.reads[0], TensorRead):
+        return None
+    return read.memory_at(first.tag.position, request.end - request.start)
 
 
 def check_destination(item: ReadItem, destination: torch.Tensor) -> None:
