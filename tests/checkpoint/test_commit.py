@@ -96,7 +96,7 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     assert put.precondition == IfAbsent()
     assert put.retry is False
     marker = decode_marker(store.body(MARKER_KEY))
-    assert done == CommitResult(marker.commit_id, False, marker)
+    assert done == CommitResult(marker.commit_id, False, marker, 1, IfAbsent())
     assert marker.generation == 1
     assert marker.user_metadata == {"loss": 0.5}
     assert marker.index is not None
