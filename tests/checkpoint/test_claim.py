@@ -291,8 +291,8 @@ def test_a_put_that_a_superseded_job_beat_counts_as_an_attempt(run: MemoryStore)
         with pytest.raises(SupersededError):
             end()
 
-    run.on_put = in_turn(f"step-1/{MARKER_KEY}", beat)
-    assert late().attempts == 2
+    run.on_put = in_turn(f"step-1/{MARKER_KEY}", LOST, beat, None, LOST)
+    assert late().attempts == 4
 
 
 def test_a_pinned_step_of_a_superseded_job_is_left_alone(run: MemoryStore) -> None:
