@@ -526,6 +526,22 @@ def test_a_claim_that_meets_the_end_of_another_does_not_bring_back_what_does_not
     assert listed(run) == {}
 
 
+def test_a_claim_gives_up_where_another_has_begun_since_it_looked(run: MemoryStore) -> None:
+    """Even if the other has died: the next claim goes on from there."""
+    steps = {"step-1": Job(run).save("step-1")}
+
+    def begin_and_die() -> None:
+        with pytest.raises(Dead):
+            Job(run, last=3)
+
+    process = Process(run)
+    process.meet(1, begin_and_die)
+    with pytest.raises(SupersededError, match="claim 2"):
+        rule.claim_run(process.at(""), process.at, clock=TickingClock())
+    assert Job(run).number == 3
+    assert listed(run) == steps
+
+
 def test_a_claim_that_somebody_removes_in_the_middle_is_not_taken(run: MemoryStore) -> None:
     Job(run)
     puts = len(run.puts)
