@@ -402,6 +402,15 @@ def test_a_save_that_misses_an_object_looks_who_was_here(
     assert store.objects.get(MARKER_KEY) == marker
 
 
+def test_a_missing_object_is_told_even_if_the_index_is_refused(store: MemoryStore) -> None:
+    """It says that a sweep was here; that credentials have expired meanwhile does not."""
+    token, index = commits.begin(store, overwrite=False), upload(store)
+    store.delete(index.objects[0].key)
+    store.on_put = lambda _: CredentialsError("expired")
+    with pytest.raises(CheckpointCorruptError):
+        finish(store, token, index)
+
+
 def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
     for i in range(50):
         store.put(f"{i:02}/other", b"x")
