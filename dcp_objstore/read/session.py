@@ -116,7 +116,7 @@ def run_load(
         with nullcontext() if inbound is None else inbound.taking(request):
             consume(request, body)
         if exchange is not None:
-            exchange.keep(request)
+            exchange.keep(request, progress)
         return completed.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:

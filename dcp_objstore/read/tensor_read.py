@@ -259,7 +259,10 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
 
 
 def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]:
-    """Yield the pieces of payload `[start, end)` to read, each with the number of its block."""
+    """Yield the pieces of payload `[start, end)` to read, each with the number of its block.
+
+    Without `whole_blocks` they begin where the needed bytes do, so that there are few.
+    """
     size = read.location.payload_length
     if read.selection is None:
         runs = [(0, size)]
@@ -267,16 +270,18 @@ def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]
         # A gap shorter than a block skips no whole block.
         gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES
         runs = read.selection.runs(gap)
-    next_number = 0  # two runs may touch the same block
+    if not whole_blocks:
+        for low, high in runs:
+            for start in range(low, high, BLOCK_SIZE_BYTES):
+                yield start, min(start + BLOCK_SIZE_BYTES, high), start // BLOCK_SIZE_BYTES
+        return
+    next_number = 0
     for low, high in runs:
-        for number in range(low // BLOCK_SIZE_BYTES, -(-high // BLOCK_SIZE_BYTES)):
+        first = max(low // BLOCK_SIZE_BYTES, next_number)  # two runs may touch the same block
+        next_number = -(-high // BLOCK_SIZE_BYTES)
+        for number in range(first, next_number):
             start = number * BLOCK_SIZE_BYTES
-            end = min(start + BLOCK_SIZE_BYTES, size)
-            if not whole_blocks:
-                yield max(start, low), min(end, high), number
-            elif number >= next_number:
-                yield start, end, number
-                next_number = number + 1
+            yield start, min(start + BLOCK_SIZE_BYTES, size), number
 
 
 def consume(request: RangeRequest[Block], body: Buffer) -> None:
