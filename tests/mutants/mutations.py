@@ -14,7 +14,7 @@ import copy
 import hashlib
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -101,7 +101,13 @@ def mutants_of(file: str, module: str) -> list[Mutant]:
     found: dict[tuple[int, int, str], Mutant] = {}
     for mutant in finder.found:
         found.setdefault((mutant.start, mutant.end, mutant.text), mutant)
-    return sorted(found.values(), key=lambda mutant: mutant.start)
+    numbers: dict[str, int] = {}  # of those that would have the same name
+    mutants = []
+    for mutant in sorted(found.values(), key=lambda mutant: mutant.start):
+        number = numbers[mutant.name] = numbers.get(mutant.name, 0) + 1
+        change = mutant.change if number == 1 else f"{mutant.change} ({number})"
+        mutants.append(replace(mutant, change=change))
+    return mutants
 
 
 class _Finder(ast.NodeVisitor):

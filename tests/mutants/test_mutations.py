@@ -66,6 +66,12 @@ def test_a_mutant_keeps_its_name_while_its_function_and_line_stay() -> None:
     assert elsewhere.name != before.name
 
 
+def test_slips_that_read_the_same_have_names_of_their_own() -> None:
+    found = mutants_of("module.py", "def f():\n    if a:\n        pass\n    if a:\n        pass\n")
+    assert len({mutant.name for mutant in found}) == len(found) == 6
+    assert [mutant.change for mutant in found[1::3]] == ["a -> True", "a -> True (2)"]
+
+
 def test_what_is_run_at_import_is_reached_by_its_name_or_its_function() -> None:
     found = mutants("LIMIT = 3\ndef f(a=7):\n    return a\n")
     assert found["3 -> 4"].mentions == ("LIMIT",)
