@@ -95,7 +95,7 @@ def read_record(
 
 
 def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
-    """Read the marker of a committed checkpoint and its index; check size and SHA-256 (rule 7).
+    """Read the marker of a committed checkpoint and its index; check its SHA-256 (rule 7).
 
     Raises:
         CheckpointNotFoundError: nothing is committed here; the message says what is here instead.
@@ -125,16 +125,15 @@ def not_committed(store: ObjectStore, stored: Stored[Marker] | None) -> Checkpoi
 
 
 def read_index(store: ObjectStore, marker: Marker) -> bytes:
-    """Read the index that a marker names, in any state; check size and SHA-256. One GET.
+    """Read the index that a marker names, and check its SHA-256. One GET.
 
     Raises:
-        CheckpointCorruptError: the index is damaged, or the marker names none; or the index is
-            missing although the marker still says that this is committed.
+        CheckpointCorruptError: the index is damaged; or it is missing although the marker still
+            says that this is committed.
         CheckpointGoneError: it is missing, and the marker no longer says that this is committed.
     """
     ref = marker.index
-    if ref is None:  # `decode_marker` lets only a tombstone have none
-        raise CheckpointCorruptError("the marker names no index", url=store.url)
+    assert ref is not None  # `decode_marker` lets only a tombstone have none
     try:
         body, _ = store.get(ref.key, max_size_bytes=ref.size_bytes)
     except ObjectNotFoundError as error:
@@ -143,7 +142,7 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
         raise CheckpointCorruptError(
             f"the index is damaged: {error.message}", object_key=ref.key, url=store.url
         ) from error
-    if len(body) != ref.size_bytes or hashlib.sha256(body).hexdigest() != ref.sha256:
+    if hashlib.sha256(body).hexdigest() != ref.sha256:
         raise CheckpointCorruptError(
             f"the index is damaged: {len(body)} bytes that are not the {ref.size_bytes} bytes that"
             " were committed",
@@ -221,16 +220,16 @@ def is_unfinished(keys: Iterable[str]) -> bool:
 
 
 def explain_absence(store: ObjectStore) -> str:
-    """Say why there is no checkpoint here if there is no marker. One bounded listing."""
-    try:
-        return explain_keys(store.url, look_around(store))
-    except CheckpointNotFoundError as error:
-        return error.message
+    """Say why there is no checkpoint here if there is no marker. One bounded listing.
+
+    Raises:
+        CheckpointNotFoundError: the objects here could not be listed.
+    """
+    return explain_keys(store.url, look_around(store))
 
 
 def explain_keys(url: str, keys: Collection[str]) -> str:
     """Say why there is no checkpoint where these keys are and no marker is."""
-    below = sorted({key.removesuffix(f"/{MARKER_KEY}") for key in keys if f"/{MARKER_KEY}" in key})
     if not keys:
         return "there is nothing here: no object at all under this URL"
     if is_unfinished(keys):
@@ -240,8 +239,9 @@ def explain_keys(url: str, keys: Collection[str]) -> str:
         return f"a save began here but was never committed: {why}; load another checkpoint"
     if DOT_METADATA_KEY not in keys and any(map(_is_weights, keys)):
         return f"there is no checkpoint here, but a folder of safetensors: {_WEIGHTS_ADVICE}"
+    below = max((key for key in keys if key.endswith(f"/{MARKER_KEY}")), default="")
     if below:
-        nearest = f"{url.rstrip('/')}/{below[-1]}"
+        nearest = f"{url.rstrip('/')}/{below}".removesuffix(f"/{MARKER_KEY}")
         return f"there is no checkpoint here, but there is one below, for example {nearest}"
     if DOT_METADATA_KEY in keys:
         return "there is a '.metadata' here but no marker: not a checkpoint of dcp_objstore"
