@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 
@@ -67,13 +67,12 @@ class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
     write_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
 
-_encoder = msgspec.json.Encoder(order="deterministic")
 _decoder = msgspec.json.Decoder(ClaimRecord)
 
 
 def encode_claim(record: ClaimRecord) -> bytes:
     """Encode `_CLAIM` as it is stored."""
-    return with_checksum(_encoder.encode(record))
+    return with_checksum(msgspec.json.encode(record))
 
 
 def decode_claim(body: bytes) -> ClaimRecord:
@@ -131,7 +130,7 @@ class Entry:
 
     name: str
     store: ObjectStore
-    objects: Objects = field(default_factory=dict)
+    objects: Objects
     stored: Stored[Marker] | None = None
     error: CheckpointCorruptError | UnsupportedError | None = None
 
@@ -162,7 +161,8 @@ class CommitTime(NamedTuple):
 
 def commit_time(marker: Marker, objects: Objects) -> CommitTime:
     """Return the time of a commit; without its index, the host's twice."""
-    index = objects.get(marker.index.key) if marker.index is not None else None
+    assert marker.index is not None  # every commit has one
+    index = objects.get(marker.index.key)
     by_store = marker.created_at if index is None else index.last_modified
     return CommitTime(by_store, marker.created_at)
 
@@ -278,7 +278,7 @@ def list_run(
             format.
     """
     tries = clock.tries()
-    wave = WAVE if newest is None else max(1, min(newest, WAVE))
+    wave = WAVE if newest is None else min(newest, WAVE)
     while True:
         claim = read_claim_record(run)
         places = list_places(run)

@@ -32,8 +32,7 @@ _DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_(0|[1-9][0-9]{0,8})\.([0-9a-f]{16,64}
 _INDEX = re.compile(r"index\.([0-9a-f]{16,64})\.msgpack\Z")
 _BEACON = re.compile(r"\.save-[0-9a-f]{16,64}\Z")
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16,64}(-race)?\Z")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_FORBIDDEN = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 class DataName(NamedTuple):
@@ -118,12 +117,11 @@ def is_probe_key(key: str) -> bool:
     return _PROBE.match(key) is not None
 
 
-def natural_order(text: str) -> list[tuple[int, int, str]]:
+def natural_order(text: str) -> list[str | int]:
     """Return a sort key under which step-9 comes before step-10."""
+    # Texts and numbers in turn: two keys have the same kind at each place.
     return [
-        (0, int(part), "") if part.isdecimal() and part.isascii() else (1, 0, part)
-        for part in re.split(r"([0-9]+)", text)
-        if part
+        int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", text))
     ]
 
 
@@ -131,7 +129,8 @@ def check_object_key(key: str) -> str:
     """Check a key that was read from a marker or an index, and return it.
 
     A good key is relative to the checkpoint and stays inside it: `/`-separated segments, none of
-    them empty, `.` or `..`; no control characters, no backslash, no scheme; at most 1024 bytes.
+    them empty (so that no URL is one), `.` or `..`; no control characters, no backslash; at most
+    1024 bytes.
 
     Raises:
         CheckpointCorruptError: the key does not have that form.
@@ -143,18 +142,14 @@ def check_object_key(key: str) -> str:
 
 
 def _what_is_wrong(key: str) -> str | None:
-    if not key:
-        return "is empty"
     try:
         size = len(key.encode())
     except UnicodeEncodeError:
         return "is not valid Unicode"
-    checks = (
-        (size > MAX_KEY_SIZE_BYTES, f"is longer than {MAX_KEY_SIZE_BYTES} bytes"),
-        (_CONTROL.search(key) is not None, "contains a control character"),
-        ("\\" in key, "contains a backslash"),
-        (_SCHEME.match(key) is not None, "is a URL"),
-        (key.startswith("/"), "is not relative"),
-        (any(part in ("", ".", "..") for part in key.split("/")), "has an empty or dotted segment"),
-    )
-    return next((text for holds, text in checks if holds), None)
+    if size > MAX_KEY_SIZE_BYTES:
+        return f"is longer than {MAX_KEY_SIZE_BYTES} bytes"
+    if _FORBIDDEN.search(key):
+        return "contains a control character or a backslash"
+    if any(part in ("", ".", "..") for part in key.split("/")):
+        return "has an empty or dotted segment"
+    return None

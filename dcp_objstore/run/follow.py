@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_objstore")
 
-_Order: TypeAlias = list[tuple[int, int, str]]  # what `natural_order` returns
+_Order: TypeAlias = list[str | int]  # what `natural_order` returns
 _LEAST_SECONDS = {"timeout_seconds": 0.0, "poll_seconds": 0.001}
 
 

@@ -181,7 +181,7 @@ def list_checkpoints(
     spec = StoreSpec(url, storage_options, config)
     store = InterruptibleStore(spec.open())
     base_above, stored = _base_above(spec), read_marker(store)
-    itself = None if stored is None else Entry("", store, stored=stored)
+    itself = None if stored is None else Entry("", store, {}, stored)
     uploads: dict[str, list[UnfinishedUpload]] | None = None
     unseen = None
     if everything:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.catalogue import list_places
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK
 from dcp_objstore.checkpoint.commit import put_tombstone
 from dcp_objstore.checkpoint.names import (
-    MARKER_KEY,
     beacon_key,
     data_key,
     index_key,
@@ -28,7 +25,6 @@ from dcp_objstore.run import listing
 from dcp_objstore.stores import open_store
 from tests.support.checkpoints import memory_url
 from tests.support.command_line import environment
-from tests.support.memory_store import MemoryStore
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import READ_ONLY, Bucket
 from tests.support.unfinished_uploads import PART, begin_upload
@@ -123,17 +119,6 @@ def test_everything_in_a_run_is_listed_and_nothing_is_changed(run: Bucket) -> No
     assert {name: one.objects + one.saves for name, one in left.items() if one} == {
         name: number for name, number in objects.items() if number or name == "step-4"
     }
-
-
-def test_of_the_data_of_a_step_one_object_is_kept_in_memory_unless_all_are_asked_for() -> None:
-    store, nonce = MemoryStore(), new_nonce()
-    names = [MARKER_KEY, *(data_key(rank, 0, nonce) for rank in range(3))]
-    for step, name in product(("step-1", "step-2"), names):
-        store.put(f"{step}/{name}", b"")
-    kept = {step: sorted(places) for step, places in list_places(store).items()}
-    assert kept == {step: sorted(names[:2]) for step in ("step-1", "step-2")}
-    everything = list_places(store, all_data=True)
-    assert [len(places) for places in everything.values()] == [4, 4]
 
 
 @pytest.mark.backends("seaweed")
