@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -271,11 +272,8 @@ def test_a_sweep_aborts_uploads_to_the_keys_that_are_written_here_and_to_no_othe
 
 def test_the_numbers_in_names_are_ordered_as_numbers() -> None:
     """Digits come before all else; other scripts' digits are letters here."""
-    order = [
-        "",
-        *["1", "2a", "10", "10-1", "a", "a1", "a1-9", "a1-10", "a2", "a10", "a10b", "b", "٣"],
-    ]
-    assert sorted(order[::-1], key=names.natural_order) == order
+    order = ["", "1", "2a", "10", "10-1", "a", "a1", "a1-9", "a1-10", "a2", "a10", "a10b", "b", "٣"]
+    assert all(a < b for a, b in pairwise(map(names.natural_order, order)))
 
 
 BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a/.", "a\0", "a\n", "a\\b", "s3://b/k"]
