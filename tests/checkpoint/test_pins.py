@@ -16,9 +16,10 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CheckpointPinnedError,
     ConfigError,
+    RetryableError,
 )
 from dcp_objstore.stores import ObjectStore
-from tests.support.memory_store import MemoryStore, TickingClock, in_turn
+from tests.support.memory_store import MemoryStore, Put, TickingClock, in_turn
 from tests.support.upkeep import DESCRIBED, AgedStore, save, state, tear
 
 
@@ -90,6 +91,39 @@ def test_names_that_a_marker_cannot_hold_are_refused(store: MemoryStore, name: o
     with pytest.raises(ConfigError):
         pin(store, name)  # type: ignore[arg-type]
     assert store.objects == before
+
+
+def test_a_name_that_no_pin_can_have_is_refused_by_unpin_too(store: MemoryStore) -> None:
+    save(store)
+    with pytest.raises(ConfigError, match="control"):
+        unpin(store, "two\nlines")
+
+
+def test_the_longest_name_is_a_pin(store: MemoryStore) -> None:
+    save(store)
+    assert pin(store, "x" * 200) == pins_of(store) == ("x" * 200,)
+
+
+def test_a_pin_gives_up_at_the_deadline_where_others_keep_changing_the_marker(
+    store: MemoryStore,
+) -> None:
+    save(store)
+    pin(store, "other")
+    others = iter(range(1000))
+    clock = TickingClock(1)
+
+    def change_first(put: Put) -> None:
+        if b"mine" in put.data:
+            store.on_put = None
+            (pin if next(others) % 2 else unpin)(store, "other")
+            store.on_put = change_first
+
+    store.on_put = change_first
+    with pytest.raises(RetryableError, match="others kept changing") as caught:
+        pin(store, "mine", clock=clock)
+    assert caught.value.url == store.url
+    assert clock.now <= 1
+    assert "mine" not in pins_of(store)
 
 
 def test_too_many_pins_are_refused(store: MemoryStore) -> None:
