@@ -133,7 +133,7 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
         UnsupportedError: the store cannot replace an object conditionally (rule 11 of `commit`).
     """
     if not can_rewrite(store):
-        can_create = _capabilities(store, SYSTEM_CLOCK).conditional_create
+        can_create = _capabilities(store).conditional_create
         lacks = "replace" if can_create else "create or replace"
         raise UnsupportedError(
             f"{what} here: this store cannot {lacks} an object conditionally, so nothing would keep"
@@ -143,13 +143,12 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
         )
 
 
-def can_rewrite(store: ObjectStore, *, clock: Clock = SYSTEM_CLOCK) -> bool:
+def can_rewrite(store: ObjectStore) -> bool:
     """Return whether the store can create and replace objects conditionally."""
-    capabilities = _capabilities(store, clock)
-    return capabilities.conditional_create and capabilities.conditional_update
+    return _capabilities(store).conditional_update  # which `probe` finds only beside the other
 
 
-def _capabilities(store: ObjectStore, clock: Clock) -> Capabilities:
+def _capabilities(store: ObjectStore, clock: Clock = SYSTEM_CLOCK) -> Capabilities:
     """Return the result of `probe`, which is sent once per process and bucket."""
     bucket = bucket_of(store)
     claims = store.capabilities

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
+from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
 from dcp_objstore.checkpoint.commit import finish_deleting, rewrite_marker
 from dcp_objstore.checkpoint.probe import can_rewrite
 from dcp_objstore.checkpoint.publish import Change, DotMetadata, align_dot_metadata
@@ -29,9 +29,9 @@ class RepairReport:
     url: str
     state: str
     commit_id: str
-    finished_delete: bool = False
-    dot_metadata: Change | None = None
-    dry_run: bool = False
+    finished_delete: bool
+    dot_metadata: Change | None
+    dry_run: bool
 
 
 def repair(
@@ -68,16 +68,16 @@ def repair(
                 state="deleted",
                 commit_id=stored.record.commit_id,
                 finished_delete=True,
+                dot_metadata=None,
                 dry_run=True,
             )
         finish_deleting(store, stored.record.commit_id, tries)
-        pause_or_raise(store, tries)
     if stored is None:
         raise not_committed(store, stored)
     aligned = align_dot_metadata(store, stored, dot_metadata, tries=tries, dry_run=dry_run)
     # So that a sweep waits for readers of the old `.metadata`. A store without conditional writes
     # has no sweeps, and there this PUT might undo a save.
-    if aligned.change is not None and not dry_run and can_rewrite(store, clock=clock):
+    if aligned.change is not None and not dry_run and can_rewrite(store):
         rewrite_marker(store, aligned.stored, "the fence", tries)
     return RepairReport(
         url=store.url,

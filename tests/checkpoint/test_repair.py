@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,22 @@ def test_missing_dot_metadata_is_written(real: ObjectStore) -> None:
     assert go(real).dot_metadata is None
 
 
+def test_a_dry_run_says_what_it_would_do_and_only_reads(store: MemoryStore) -> None:
+    done = save(store, publish=False)
+    del store.requests[:]
+    planned = go(store, dry_run=True)
+    assert {verb for verb, _ in store.requests} == {"get"}
+    assert planned == RepairReport(
+        url=store.url,
+        state="committed",
+        commit_id=done.commit_id,
+        finished_delete=False,
+        dot_metadata="written",
+        dry_run=True,
+    )
+    assert go(store) == replace(planned, dry_run=False)
+
+
 def test_the_marker_is_rewritten_only_where_that_can_lose_no_save(store: MemoryStore) -> None:
     def written(can_update: bool) -> bool:
         store.capabilities = Capabilities(conditional_update=can_update)
@@ -78,13 +95,20 @@ def test_nothing_is_touched_where_all_is_well(store: MemoryStore) -> None:
 
 
 def test_deletion_that_was_begun_is_finished(real: ObjectStore) -> None:
-    save(real)
+    done = save(real)
     data = named(real)
     tear_deletion(real)
     planned = go(real, dry_run=True)
-    assert (planned.finished_delete, state(real)) == (True, "deleting")
-    report = go(real)
-    assert (report.finished_delete, report.state) == (True, "deleted")
+    assert planned == RepairReport(
+        url=real.url,
+        state="deleted",
+        commit_id=done.commit_id,
+        finished_delete=True,
+        dot_metadata=None,
+        dry_run=True,
+    )
+    assert state(real) == "deleting"
+    assert go(real) == replace(planned, dry_run=False)
     assert keys(real) == {MARKER_KEY, *data}
 
 
