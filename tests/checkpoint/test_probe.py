@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_objstore.checkpoint import commit as commits, probe as probes
+from dcp_objstore.checkpoint import commit as commits, names, probe as probes
 from dcp_objstore.errors import (
     BucketNotFoundError,
+    ObjectNotFoundError,
     PermissionDeniedError,
     PreconditionFailedError,
     StoreUnavailableError,
@@ -66,10 +67,17 @@ def racy() -> MemoryStore:
 
 def test_good_store_is_seen_as_such_with_a_handful_of_requests(store: MemoryStore) -> None:
     assert probes.probe(store) == Capabilities(True, True, True, copies=False)
-    assert len(store.requests) == 11
+    key = store.puts[0].key
+    assert names.is_probe_key(key)
+    assert store.requests == [
+        *([("put", key)] * 2 + [("get", key)] + [("put", key)] * 2),
+        *([("put", f"{key}-race")] * 4 + [("delete", key), ("delete", f"{key}-race")]),
+    ]
+    first = IfVersion(MemoryStore().put(key, b"1"))
+    conditions = [put.precondition for put in store.puts]
+    assert conditions == [IfAbsent(), IfAbsent(), first, first, *[IfAbsent()] * 4]
     assert store.objects == {}
     assert not any(put.retry for put in store.puts)
-    assert {put.key for put in store.puts if not put.key.startswith(".probe-")} == set()
 
 
 def test_store_that_ignores_conditions_is_found_out() -> None:
@@ -94,6 +102,25 @@ def test_store_whose_tokens_never_match_cannot_update(store: MemoryStore) -> Non
 
     store.on_put = on_put
     assert probes.probe(store) == Capabilities(True, False, True, copies=False)
+
+
+def test_store_that_answers_an_update_with_404_cannot_update(store: MemoryStore) -> None:
+    """As AWS does where the object is missing; for a create, 404 is that of the bucket."""
+    store.on_put = lambda put: (
+        ObjectNotFoundError("404") if isinstance(put.precondition, IfVersion) else None
+    )
+    assert probes.probe(store) == Capabilities(True, False, True, copies=False)
+    store.on_put = lambda put: ObjectNotFoundError("404")
+    with pytest.raises(ObjectNotFoundError):
+        probes.probe(store)
+
+
+@pytest.mark.parametrize("answer", [LOST, PreconditionFailedError("412")])
+def test_a_race_that_nobody_wins_proves_nothing(
+    store: MemoryStore, answer: Fate | BaseException
+) -> None:
+    store.on_put = lambda put: answer if put.key.endswith("-race") else None
+    assert probes.probe(store) == Capabilities(True, True, True, copies=False)
 
 
 def test_what_the_adapter_disclaims_is_not_tried(store: MemoryStore) -> None:
@@ -124,6 +151,27 @@ def test_an_update_whose_answer_was_lost_has_taken_effect(store: MemoryStore) ->
     store.on_put = on_put
     assert probes.probe(store, clock=TickingClock()) == Capabilities(True, True, True, copies=False)
     assert not fates
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_put_without_an_answer_or_an_effect_is_told_from_one_that_was_accepted(
+    store: MemoryStore, number: int
+) -> None:
+    """It is sent again and refused; the object, which is still the first, shows that none was."""
+    answers = [PreconditionFailedError("412"), LOST]
+    store.on_put = lambda put: answers.pop() if answers and put.number >= number else None
+    found = probes.probe(store, clock=TickingClock())
+    assert found == Capabilities(True, number == 2, True, copies=False)
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_store_that_stops_answering_is_unavailable(store: MemoryStore, number: int) -> None:
+    clock = TickingClock(5)
+    store.on_put = lambda put: LOST if put.number >= number else None
+    with pytest.raises(StoreUnavailableError):
+        probes.probe(store, clock=clock)
+    assert 4 < clock.now < 6
+    assert store.objects == {}
 
 
 def test_store_that_never_answers_is_unavailable(store: MemoryStore) -> None:
@@ -165,20 +213,35 @@ def test_store_without_conditions_is_refused_unless_allowed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = careless()
-    with pytest.raises(UnsupportedError, match="allow_unfenced"):
+    with pytest.raises(UnsupportedError, match="allow_unfenced") as caught:
         probes.require_fencing(store, replaces=False, allow_unfenced=False)
+    assert caught.value.url == URL
     assert not caplog.records
     found = probes.require_fencing(store, replaces=True, allow_unfenced=True)
     assert not found.conditional_create
     assert "second writer" in caplog.text
 
 
+def test_markers_are_rewritten_only_where_that_can_be_fenced(store: MemoryStore) -> None:
+    probes.require_rewrites(store, "nothing can be swept")
+    for weak, lacks in ((create_only(), "replace"), (careless(), "create or replace")):
+        probes.forget()
+        with pytest.raises(
+            UnsupportedError, match=f"nothing can be swept .* cannot {lacks}"
+        ) as caught:
+            probes.require_rewrites(weak, "nothing can be swept")
+        assert caught.value.url == URL
+        assert not probes.can_rewrite(weak)
+
+
 def test_create_only_store_is_refused_where_something_would_be_replaced() -> None:
     store = create_only()
 
-    probes.require_fencing(store, replaces=False, allow_unfenced=True)
-    with pytest.raises(UnsupportedError, match="another URL"):
+    found = probes.require_fencing(store, replaces=False, allow_unfenced=True)
+    assert found == Capabilities(True, False, True, copies=False)
+    with pytest.raises(UnsupportedError, match="another URL") as caught:
         probes.require_fencing(store, replaces=True, allow_unfenced=True)
+    assert caught.value.url == URL
 
 
 def test_bucket_is_probed_once_per_process(store: MemoryStore) -> None:
@@ -202,11 +265,22 @@ def test_bucket_of_the_same_name_elsewhere_is_probed_for_itself(store: MemorySto
 
 
 def test_buckets_are_told_apart() -> None:
-    def of(url: str) -> object:
-        return probes.bucket_of(MemoryStore(url))
+    def of(url: str, endpoint_url: str | None = None) -> object:
+        store = MemoryStore(url)
+        store.endpoint_url = endpoint_url
+        return probes.bucket_of(store)
 
-    assert of("s3://b/x") == of("s3://b") == of("s3://b/y/z") != of("gs://b/x")
-    assert of("file:///tmp/a") != of("file:///tmp/b")
+    assert of("s3://b/x") == of("s3://b") == of("s3://b/y/z") == ("s3", "", "b")
+    assert of("s3://b/x", "http://h:1") == ("s3", "http://h:1", "b")
+    assert of("file:///tmp/a") == ("file", "", "/tmp/a")
+    assert of("memory://b/x") == ("memory", "", "b/x")
+
+
+def test_what_two_adapters_claim_of_a_bucket_is_probed_for_each(store: MemoryStore) -> None:
+    weak = MemoryStore(URL)
+    weak.capabilities = Capabilities(conditional_update=False, copies=False)
+    assert not probes.can_rewrite(weak)
+    assert probes.can_rewrite(store)
 
 
 def test_probe_does_not_disturb_a_committed_checkpoint(store: MemoryStore) -> None:
