@@ -125,15 +125,16 @@ def not_committed(store: ObjectStore, stored: Stored[Marker] | None) -> Checkpoi
 
 
 def read_index(store: ObjectStore, marker: Marker) -> bytes:
-    """Read the index that a marker names, and check its SHA-256. One GET.
+    """Read the index that a marker names, in any state, and check its SHA-256. One GET.
 
     Raises:
-        CheckpointCorruptError: the index is damaged; or it is missing although the marker still
-            says that this is committed.
+        CheckpointCorruptError: the index is damaged, or the marker names none; or the index is
+            missing although the marker still says that this is committed.
         CheckpointGoneError: it is missing, and the marker no longer says that this is committed.
     """
     ref = marker.index
-    assert ref is not None  # `decode_marker` lets only a tombstone have none
+    if ref is None:  # `decode_marker` lets only a tombstone have none
+        raise CheckpointCorruptError("the marker names no index", url=store.url)
     try:
         body, _ = store.get(ref.key, max_size_bytes=ref.size_bytes)
     except ObjectNotFoundError as error:

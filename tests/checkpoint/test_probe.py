@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -104,15 +105,43 @@ def test_store_whose_tokens_never_match_cannot_update(store: MemoryStore) -> Non
     assert probes.probe(store) == Capabilities(True, False, True, copies=False)
 
 
-def test_store_that_answers_an_update_with_404_cannot_update(store: MemoryStore) -> None:
-    """As AWS does where the object is missing; for a create, 404 is that of the bucket."""
-    store.on_put = lambda put: (
-        ObjectNotFoundError("404") if isinstance(put.precondition, IfVersion) else None
-    )
-    assert probes.probe(store) == Capabilities(True, False, True, copies=False)
+@pytest.mark.parametrize("number", [3, 4])
+def test_404_refuses_an_update_but_shows_no_bucket_to_a_create(
+    store: MemoryStore, number: int
+) -> None:
+    """Of the two updates, the second one is to be refused."""
+
+    def on_put(put: Put) -> BaseException | None:
+        missing = put.number == number and not put.key.endswith("-race")
+        return ObjectNotFoundError("404") if missing else None
+
+    store.on_put = on_put
+    assert probes.probe(store) == Capabilities(True, number == 4, True, copies=False)
     store.on_put = lambda put: ObjectNotFoundError("404")
     with pytest.raises(ObjectNotFoundError):
         probes.probe(store)
+
+
+def test_no_racer_starts_before_all_are_there(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived = threading.Semaphore(0)
+
+    class Barrier(threading.Barrier):
+        def wait(self, timeout: float | None = None) -> int:
+            arrived.release()
+            return super().wait(timeout)
+
+    def last_one_later(*calls: Callable[[], bool]) -> list[bool]:
+        with ThreadPoolExecutor() as pool:
+            others = [pool.submit(call) for call in calls[1:]]
+            assert all(arrived.acquire(timeout=60) for _ in others)
+            assert not [put for put in store.puts if put.key.endswith("-race")]
+            return [calls[0](), *(other.result() for other in others)]
+
+    monkeypatch.setattr(threading, "Barrier", Barrier)
+    monkeypatch.setattr(probes, "concurrently", last_one_later)
+    assert probes.probe(store).conditional_create
 
 
 @pytest.mark.parametrize("answer", [LOST, PreconditionFailedError("412")])

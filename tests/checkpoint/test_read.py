@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dcp_objstore.checkpoint.commit import put_tombstone
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
@@ -14,11 +16,15 @@ from dcp_objstore.checkpoint.names import (
     data_key,
     new_nonce,
 )
-from dcp_objstore.checkpoint.read import explain_object, look_around, open_committed
-from dcp_objstore.errors import CheckpointNotFoundError, PermissionDeniedError
+from dcp_objstore.checkpoint.read import explain_object, look_around, named_keys, open_committed
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    PermissionDeniedError,
+)
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore, TickingClock
 
 DATA = data_key(0, 0, new_nonce())
 TORN = "a save began here but was never committed: it failed before its end or is still running"
@@ -84,6 +90,18 @@ def test_only_where_nothing_is_a_saves_a_second_page_is_looked_at(
 
     store.list = endless  # type: ignore[method-assign]
     assert len(look_around(store)) == given == looked_at
+
+
+def test_a_tombstone_that_a_sweep_put_names_nothing_that_could_be_deleted(
+    store: MemoryStore,
+) -> None:
+    tombstone = put_tombstone(store, TickingClock().tries())
+    assert tombstone is not None
+    with pytest.raises(CheckpointCorruptError, match="names no index") as caught:
+        named_keys(store, tombstone)
+    assert caught.value.url == store.url
+    with pytest.raises(CheckpointNotFoundError, match="was deleted"):
+        delete(store, remove_objects=True)
 
 
 def test_the_url_of_an_object_is_told_from_that_of_a_prefix(tmp_path: Path) -> None:
