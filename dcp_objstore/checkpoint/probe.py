@@ -11,6 +11,7 @@ import logging
 import threading
 from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock
 from dcp_objstore.checkpoint.names import new_nonce
@@ -37,7 +38,7 @@ _DEADLINE_SECONDS = 30.0
 
 _LOCAL_SCHEMES = ("file", "memory")
 
-_Bucket = tuple[str, str, str]
+_Bucket: TypeAlias = tuple[str, str, str]
 # By bucket and by what the adapter claims: two adapters may claim different things of one bucket.
 _known: dict[tuple[_Bucket, Capabilities], Capabilities] = {}
 
@@ -160,7 +161,7 @@ def _capabilities(store: ObjectStore, clock: Clock = SYSTEM_CLOCK) -> Capabiliti
     return capabilities
 
 
-def bucket_of(store: ObjectStore) -> tuple[str, str, str]:
+def bucket_of(store: ObjectStore) -> _Bucket:
     """Return scheme, endpoint and bucket, which are equal for stores on the same server and bucket.
 
     A bucket's name means nothing without its server. For `file://` the whole URL stands for the
@@ -224,7 +225,7 @@ def _holds_at_last(
                 raise
         else:
             # A PUT without an answer may have taken effect all the same.
-            if held or clear:
+            if clear:
                 return held
             body, _ = store.get(key, max_size_bytes=len(data))
             return body == data

@@ -145,11 +145,19 @@ def test_no_racer_starts_before_all_are_there(
 
 
 @pytest.mark.parametrize("answer", [LOST, PreconditionFailedError("412")])
-def test_a_race_that_nobody_wins_proves_nothing(
-    store: MemoryStore, answer: Fate | BaseException
+@pytest.mark.parametrize("winners", [0, 1, 2])
+def test_a_race_with_two_winners_and_no_other_tells_against_a_store(
+    store: MemoryStore, winners: int, answer: Fate | BaseException
 ) -> None:
-    store.on_put = lambda put: answer if put.key.endswith("-race") else None
-    assert probes.probe(store) == Capabilities(True, True, True, copies=False)
+    def on_put(put: Put) -> Fate | BaseException | None:
+        if not put.key.endswith("-race"):
+            return None
+        store.ignores = (IfAbsent,)
+        return None if put.number <= winners else answer
+
+    store.on_put = on_put
+    holds = winners < 2
+    assert probes.probe(store) == Capabilities(holds, holds, True, copies=False)
 
 
 def test_what_the_adapter_disclaims_is_not_tried(store: MemoryStore) -> None:
@@ -180,6 +188,7 @@ def test_an_update_whose_answer_was_lost_has_taken_effect(store: MemoryStore) ->
     store.on_put = on_put
     assert probes.probe(store, clock=TickingClock()) == Capabilities(True, True, True, copies=False)
     assert not fates
+    assert len({put.key for put in store.puts}) == 2  # its object and the race's
 
 
 @pytest.mark.parametrize("number", [2, 3])
