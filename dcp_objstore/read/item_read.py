@@ -108,7 +108,9 @@ class ItemRead:
             except DcpObjstoreError as error:
                 # An error raised in a worker would make it fetch the last range again.
                 self._error = error
-        self._on_complete(self)
+        on_complete = self._on_complete
+        del self._on_complete  # it leads to where the read then waits: a cycle, if it stays there
+        on_complete(self)
 
     def finish(self, *, trust_pickle: bool) -> None:
         """Pass a value on, or raise what went wrong with a tensor.

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_objstore.distributed.failures import without_frames
 from dcp_objstore.distributed.groups import exchange_group
 from dcp_objstore.distributed.plugin import Target, plugin_errors
 from dcp_objstore.distributed.ranks import current_rank, rank_and_world_size
@@ -409,6 +410,7 @@ class ObjectStoreReader(StorageReader):
                 self.last_load = self._read(load, plan, planner)
             except PeerFailedError as error:
                 load.channel.fail(error.cause)
+                without_frames(error)  # what made workers stop has it, and its frames have that
         future: Future[None] = Future()
         future.set_result(None)
         return future

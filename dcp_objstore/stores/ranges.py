@@ -58,8 +58,9 @@ class Answer(Protocol):
         """
         return None
 
-    def cancel(self) -> bool:
-        """End a `readinto` of another thread at once if that is possible; return whether it is."""
+    def cancel(self, *, at_once: bool) -> bool:
+        """End a `readinto` of another thread; see `RangeBody.cancel`."""
+        del at_once
         return False
 
     def close(self) -> None:
@@ -156,8 +157,10 @@ class Range:
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error."""
         with self._dropping:
-            cancelled = self._answer is not None and self._answer.cancel()
-            self._closed = self._closed or cancelled or not at_once
+            # In this order: `_next` looks whether it is closed once it has an answer.
+            self._closed = self._closed or not at_once
+            cancelled = self._answer is not None and self._answer.cancel(at_once=at_once)
+            self._closed = self._closed or cancelled
             return cancelled
 
     def readinto(self, into: memoryview) -> None:
@@ -194,6 +197,7 @@ class Range:
         if self._answer is None:
             self._asked_at, self._asked_from = time.monotonic(), self._at
             self._answer = self._ask(self._at, self._end)
+            self._check_open()
         try:
             came_bytes = self._answer.readinto(into)
         except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
@@ -284,20 +288,35 @@ class ReceivedChunks(Answer):
         self._chunks = chunks
         self._version = version
         self._rest = memoryview(b"")
+        self._copying = threading.Lock()
+        self._is_cancelled = False
 
     def version(self) -> Version | None:
         """Return the state of the object that the bytes are of."""
         return self._version
 
     def readinto(self, into: memoryview) -> int:
-        """Read the next bytes to the front of `into`; return how many."""
+        """Read the next bytes to the front of `into`; return how many.
+
+        Raises:
+            BrokenOffError: it was cancelled.
+        """
         if not self._rest:
             self._rest = memoryview(b"")  # an empty view of a chunk would keep it in memory
             self._rest = memoryview(next(self._chunks, b""))
         some = self._rest[: len(into)]
-        into[: len(some)] = some
+        with self._copying:
+            if self._is_cancelled:
+                raise BrokenOffError("cancelled")
+            into[: len(some)] = some
         self._rest = self._rest[len(some) :]
         return len(some)
+
+    def cancel(self, *, at_once: bool) -> bool:
+        """Write nothing more, unless that is to be `at_once`: the library cannot be interrupted."""
+        with self._copying:
+            self._is_cancelled = self._is_cancelled or not at_once
+        return False
 
     def close(self) -> None:
         """Drop the chunks that were not read."""

@@ -14,9 +14,7 @@ What there is, and who may touch it:
       _Shared                 one for the call
         tasks                 requests that nobody has begun: workers take the first
         done                  finished requests, or the first error: workers put, the caller takes
-        gate                  who is at the caller's memory: workers enter, the caller waits for the
-                              last
-        in_place_now          requests that are being received there: the caller ends them
+        gate                  who is at the caller's memory: workers enter, the caller closes it
         store_waits.slot      places in the bucket's window: the worker of a request takes and gives
         store_waits.stragglers    how long waits take: workers report, the caller ends a slow one
         local_waits           the same of copies on this machine
@@ -33,7 +31,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
@@ -41,6 +39,7 @@ from itertools import chain, count
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dcp_objstore.config import AUTO_MOST, at_most, processors
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
@@ -191,7 +190,7 @@ def fetch_ranges(
         explain=explain,
         admit=admit,
         may_begin=may_begin,
-        # What cannot be interrupted could still write there when the caller has the memory again.
+        # Other transports could still write there when the caller has the memory again.
         in_place=in_place if reading.ahead else lambda _: None,
         progress=progress,
         store_waits=_Waits(len(from_store), slot),
@@ -213,9 +212,7 @@ def fetch_ranges(
             yield outcome
     except BaseException as error:
         progress.stop(error)
-        for fetch in [*shared.in_place_now]:
-            fetch.body.cancel(at_once=False)
-        shared.gate.wait_empty()
+        shared.gate.close()
         raise
     finally:
         slot.close()
@@ -226,23 +223,34 @@ class _Gate:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._inside = 0
+        self._inside: list[RangeBody | None] = []
         self._changed = threading.Condition()
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def passed(self, receiving: RangeBody | None = None) -> Iterator[None]:
+        """Write there in this block.
+
+        Args:
+            receiving: the body that is received there. Default: what was received is consumed.
+        """
         with self._changed:
             self._progress.check_stopped()
-            self._inside += 1
+            self._inside.append(receiving)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside.remove(receiving)
+                self._changed.notify_all()
 
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
+    def close(self) -> None:
+        """Wait until no worker writes any more. After `progress.stop` no worker enters.
 
-    def wait_empty(self) -> None:
-        """Wait until no worker is inside. After `progress.stop` no worker enters."""
+        Bodies are cancelled. One that does not end at once is not waited for: it writes nothing.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._inside == 0)
+            writing = [b for b in self._inside if b is None or b.cancel(at_once=False)]
+            self._changed.wait_for(lambda: not any(body in self._inside for body in writing))
 
 
 @dataclass(eq=False)
@@ -329,7 +337,6 @@ class _Shared(Generic[T]):
         self.tasks = deque(requests)
         self.done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
         self.gate = _Gate(self.progress)
-        self.in_place_now: set[_Fetch[T]] = set()
         self._limiter = limiter_of(self.store)
         self._workers = 0
         self._threads: list[Spawned] = []
@@ -375,7 +382,7 @@ class _Shared(Generic[T]):
 
     def pass_on(self, request: RangeRequest[T], body: Buffer) -> None:
         """Call `consume`, unless the transfer was stopped."""
-        with self.gate:
+        with self.gate.passed():
             caller_is_needed = self.consume(request, body)
         if caller_is_needed:
             self.done.put(None)
@@ -511,7 +518,8 @@ class _Worker(Generic[T]):
             began_at = time.monotonic()
             try:
                 if fetch.is_in_place:
-                    self._receive_in_place(fetch, piece, memory)
+                    with shared.gate.passed(fetch.body):
+                        self._receive(fetch, piece, memory)
                 else:
                     self._receive(fetch, piece, memory)
                     shared.pass_on(piece, memory)
@@ -535,18 +543,6 @@ class _Worker(Generic[T]):
         shared.waits(fetch.request).slot.moved(size_bytes)
         shared.staff()
         shared.progress.alive()
-
-    def _receive_in_place(
-        self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview
-    ) -> None:
-        """Read a piece into the caller's memory, unless the transfer was stopped."""
-        receiving = self.shared.in_place_now
-        receiving.add(fetch)  # before the gate: who is behind it is known to who closes it
-        try:
-            with self.shared.gate:
-                self._receive(fetch, piece, memory)
-        finally:
-            receiving.discard(fetch)
 
     def _receive(self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview) -> None:
         """Read a piece into memory; raise `StragglerError` if it was given up meanwhile."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import threading
 import tracemalloc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -425,6 +427,21 @@ def test_a_queue_of_values_is_full_above_its_limit() -> None:
     queue.drain(taken.append)
     assert taken == reads
     assert not queue.is_full
+
+
+def test_a_queue_that_was_given_up_goes_without_the_garbage_collector() -> None:
+    """Its values lead to what takes them: a planner, and its state."""
+    queue = CompletionQueue(16)
+    read = gathered(8, queue.add)
+    read.accept(0, bytes(8))
+    gone = weakref.ref(queue)
+    gc.collect()
+    gc.disable()
+    try:
+        del queue, read
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_an_item_without_bytes_is_complete_at_once() -> None:

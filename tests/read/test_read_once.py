@@ -13,7 +13,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import numpy as np
 import pytest
@@ -448,6 +448,36 @@ def test_a_rank_that_fails_fails_all_and_none_waits_for_it(
         assert text in str(error)
     # The ranks are in step again: the next load works.
     run_ranks(3, load_small, url, options)
+
+
+def kept_by_a_failed_load(rank: int, world: int, url: str, options: Options) -> int:
+    """How many tensors are in memory after a load that fails while ranks find others' slots."""
+    kept = 0
+    for _ in range(2):  # the first one may import modules, which leave garbage
+        state = blank(None)
+        tensors = [ref(value) for value in state.values() if isinstance(value, torch.Tensor)]
+        gc.collect()
+        gc.disable()
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    patch.setattr(exchange, "attach", out_of_memory)
+                with contextlib.suppress(RankFailedError):  # pytest.raises keeps the error
+                    dos.load(state, url, storage_options=options, progress=False, config=SMALL)
+                    pytest.fail("it was loaded")
+            del state
+            for _ in range(100):  # workers end a moment later
+                kept = sum(tensor() is not None for tensor in tensors)
+                time.sleep(0.05 if kept else 0)
+        finally:
+            gc.enable()
+    return kept
+
+
+def test_a_rank_that_fails_while_others_fetch_leaves_no_tensor_in_memory(
+    sink: Sink, saved: str
+) -> None:
+    assert run_ranks(3, kept_by_a_failed_load, saved, sink.storage_options) == [0, 0, 0]
 
 
 def load_interrupted(rank: int, world: int, url: str, options: Options, number: int) -> int:

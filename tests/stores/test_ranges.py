@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from unittest.mock import Mock
 
@@ -15,6 +17,7 @@ from dcp_objstore.stores.ranges import (
     FetchedSource,
     Range,
     RangeSource,
+    ReceivedChunks,
     RetriedSource,
 )
 
@@ -39,7 +42,7 @@ class Piecemeal:
         self.left -= count
         return count
 
-    def cancel(self) -> bool:
+    def cancel(self, *, at_once: bool) -> bool:
         return False
 
     def close(self) -> None:
@@ -118,6 +121,40 @@ def test_a_range_that_cannot_be_cancelled_at_once_is_read_on_or_asks_for_nothing
         with pytest.raises(InputError, match="closed"):
             read(body, 10)
     assert source.asked == [(0, 1000)]
+
+
+@pytest.mark.parametrize("waits_for", ["an answer", "a chunk"])
+def test_what_comes_of_a_library_after_a_range_was_cancelled_is_not_written(waits_for: str) -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        assert go_on.wait(10)
+
+    def chunks() -> Iterator[bytes]:
+        if waits_for == "a chunk":
+            wait()
+        yield BODY
+
+    class Library(RangeSource):
+        def ask(self, start: int, end: int) -> ReceivedChunks:
+            if waits_for == "an answer":
+                wait()
+            return ReceivedChunks(chunks())
+
+        def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
+            pytest.fail("asked again")
+
+    into = bytearray(len(BODY))
+    body = opened(Library())
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(body.readinto, memoryview(into))
+        assert waiting.wait(10)
+        assert not body.cancel(at_once=False)
+        go_on.set()
+        with pytest.raises(InputError, match="closed"):
+            reading.result(10)
+    assert not any(into)
 
 
 def test_an_answer_is_closed_where_the_reader_stops() -> None:

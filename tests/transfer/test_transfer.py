@@ -986,31 +986,34 @@ def test_what_needs_no_look_is_received_where_it_belongs_a_block_at_a_time(ahead
     assert len(consumed) + sum(memory.obj is arrived for memory in read) == len(read)
 
 
-@pytest.mark.parametrize("comes", ["before", "after"])
+@pytest.mark.parametrize("comes", ["before", "after", "never"])
 def test_nothing_is_received_in_place_any_more_once_a_download_has_failed(comes, monkeypatch):
-    """What is under way is ended, and waited for; what begins later does not begin."""
+    """What is under way is ended, and waited for; what begins later does not begin.
+
+    What a silent server keeps busy is not waited for: its bytes would not be written.
+    """
     monkeypatch.setattr("dcp_objstore.transfer.download._depth", lambda *_: 1)
     raised = threading.Event()
     written_after: list[bool] = []
 
     class Body:
         def __init__(self, start):
-            self.start, self.cancelled = start, threading.Event()
+            self.start, self.cancelled = start, raised if comes == "never" else threading.Event()
 
         def readinto(self, into):
             if self.start:
-                if comes == "before":
-                    receiving.set()
+                receiving.set()
                 assert self.cancelled.wait(10), "it would go on receiving"
                 written_after.append(raised.is_set())
                 raise InputError("the range is closed")
-            if comes == "before":
+            if comes != "after":
                 assert receiving.wait(10)
 
         def cancel(self, *, at_once):
             assert not at_once  # else a transport that cannot be interrupted would ask again
-            self.cancelled.set()
-            return True
+            if comes != "never":
+                self.cancelled.set()
+            return comes != "never"
 
         def close(self):
             pass
@@ -1042,7 +1045,7 @@ def test_nothing_is_received_in_place_any_more_once_a_download_has_failed(comes,
     for thread in threading.enumerate():
         if thread.name.startswith("dcp_objstore-download"):
             thread.join(10)
-    assert written_after == ([False] if comes == "before" else [])
+    assert written_after == {"before": [False], "after": [], "never": [True]}[comes]
 
 
 def test_the_first_error_of_a_download_ends_all_workers():

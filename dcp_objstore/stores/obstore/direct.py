@@ -293,8 +293,9 @@ class DirectAnswer(Answer):
         e_tag = None if self._answer is None else self._answer.getheader("ETag")
         return None if e_tag is None else Version(e_tag)
 
-    def cancel(self) -> bool:
+    def cancel(self, *, at_once: bool) -> bool:
         """End a read that another thread is in; return True."""
+        del at_once
         self._cancelled = True
         with suppress(OSError):  # closed by the server
             # A TLS socket's own method would go on reading, as if there were no TLS.
