@@ -276,6 +276,16 @@ def test_the_numbers_in_names_are_ordered_as_numbers() -> None:
     assert all(a < b for a, b in pairwise(map(names.natural_order, order)))
 
 
+def test_impossible_names_are_refused() -> None:
+    for make in (
+        lambda: names.data_key(-1, 0, names.new_nonce()),
+        lambda: names.data_key(0, 0, "../x"),
+        lambda: names.index_key(""),
+    ):
+        with pytest.raises(InputError):
+            make()
+
+
 BAD_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a/.", "a\0", "a\n", "a\\b", "s3://b/k"]
 BAD_KEYS += ["x" * 1025, "ö" * 513, "\ud800"]
 
