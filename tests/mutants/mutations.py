@@ -13,8 +13,9 @@ import ast
 import copy
 import hashlib
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -95,13 +96,23 @@ class Mutant:
 
 
 def mutants_of(file: str, module: str) -> list[Mutant]:
-    """Every mutant of a module, in the order of its lines."""
+    """Every mutant of a module, in the order of its lines, and no two of one name.
+
+    Of those that read alike, for their text is long or their line stands twice in the function, all
+    but the first have a number.
+    """
     finder = _Finder(file, module)
     finder.visit_body(ast.parse(module).body)
     found: dict[tuple[int, int, str], Mutant] = {}
     for mutant in finder.found:
         found.setdefault((mutant.start, mutant.end, mutant.text), mutant)
-    return sorted(found.values(), key=lambda mutant: mutant.start)
+    alike: Counter[Mutant] = Counter()
+    numbered = []
+    for mutant in sorted(found.values(), key=lambda mutant: mutant.start):
+        alike[mutant] += 1  # equal but for where they stand
+        change = f"{mutant.change} ({alike[mutant]})"
+        numbered.append(mutant if alike[mutant] == 1 else replace(mutant, change=change))
+    return numbered
 
 
 class _Finder(ast.NodeVisitor):

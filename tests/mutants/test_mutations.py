@@ -66,6 +66,15 @@ def test_a_mutant_keeps_its_name_while_its_function_and_line_stay() -> None:
     assert elsewhere.name != before.name
 
 
+def test_mutants_that_read_alike_have_names_of_their_own() -> None:
+    code = (
+        "def f():\n    a = b < 1\n    c = 2\n    a = b < 1\n" + f"    f({'a' * 120}=1, b=2, c=3)\n"
+    )
+    found = mutants_of("module.py", code)
+    assert len({mutant.name for mutant in found}) == len(found)
+    assert len({mutant.apply(code) for mutant in found}) == len(found)
+
+
 def test_what_is_run_at_import_is_reached_by_its_name_or_its_function() -> None:
     found = mutants("LIMIT = 3\ndef f(a=7):\n    return a\n")
     assert found["3 -> 4"].mentions == ("LIMIT",)
