@@ -164,7 +164,7 @@ def check_grace(grace_seconds: float) -> float:
     Raises:
         ConfigError: it is not a number, or less than an hour.
     """
-    number = isinstance(grace_seconds, (int, float)) and not isinstance(grace_seconds, bool)
+    number = isinstance(grace_seconds, (int, float))
     if not number or not LEAST_GRACE_SECONDS <= grace_seconds < float("inf"):
         raise ConfigError(
             f"grace_seconds must be a number of at least {LEAST_GRACE_SECONDS:.0f} (an hour), got"
