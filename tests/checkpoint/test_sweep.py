@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -257,6 +258,23 @@ def test_a_save_that_no_listing_shows_is_not_defeated(store: AgedStore, overwrit
     finish(store, token, upload(store))
     assert torn <= keys(store)
     named(store)
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(
+    store: AgedStore, deleted: bool
+) -> None:
+    save(store, publish=False)
+    if deleted:
+        delete(store)
+        store.put(DOT_METADATA_KEY, b"metadata of another")
+    store.age(3600)
+    token = commits.begin(store, overwrite=True)
+    done = go(store)
+    assert (done.outcome, done.dot_metadata) == ("waiting", None)
+    finish(store, token, upload(store))
+    named(store)
+    assert go(store).dot_metadata == "written"
 
 
 def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store: AgedStore) -> None:
@@ -646,6 +664,10 @@ def test_what_was_never_committed_is_removed_behind_a_tombstone(
     assert removed == report(
         outcome="swept", deleted=3, deleted_bytes=size, fenced=not dry_run, dry_run=dry_run
     )
+    if not dry_run:
+        fields = json.loads(store.get(MARKER_KEY, max_size_bytes=1000)[0])
+        assert (fields["format"], fields["generation"], fields["state"]) == (1, 1, "deleted")
+        assert (fields["index"], fields["log"], fields["world_size"]) == (None, [], 0)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -715,7 +737,8 @@ def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(
     before = keys(store)
     inner.on_put = in_turn(MARKER_KEY, fence if moment == "after the fence" else change)
     lost = asdict(go(store, base=int(moment == "the deletion")))
-    assert lost == report(outcome="lost", reason="another job changed the marker")
+    fenced = moment == "after the fence"
+    assert lost == report(outcome="lost", reason="another job changed the marker", fenced=fenced)
     assert keys(store) == before
 
 

@@ -13,7 +13,6 @@ import ast
 import copy
 import hashlib
 import textwrap
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -96,23 +95,19 @@ class Mutant:
 
 
 def mutants_of(file: str, module: str) -> list[Mutant]:
-    """Every mutant of a module, in the order of its lines, and no two of one name.
-
-    Of those that read alike, for their text is long or their line stands twice in the function, all
-    but the first have a number.
-    """
+    """Every mutant of a module, in the order of its lines."""
     finder = _Finder(file, module)
     finder.visit_body(ast.parse(module).body)
     found: dict[tuple[int, int, str], Mutant] = {}
     for mutant in finder.found:
         found.setdefault((mutant.start, mutant.end, mutant.text), mutant)
-    alike: Counter[Mutant] = Counter()
-    numbered = []
+    numbers: dict[str, int] = {}  # of those that would have the same name
+    mutants = []
     for mutant in sorted(found.values(), key=lambda mutant: mutant.start):
-        alike[mutant] += 1  # equal but for where they stand
-        change = f"{mutant.change} ({alike[mutant]})"
-        numbered.append(mutant if alike[mutant] == 1 else replace(mutant, change=change))
-    return numbered
+        number = numbers[mutant.name] = numbers.get(mutant.name, 0) + 1
+        change = mutant.change if number == 1 else f"{mutant.change} ({number})"
+        mutants.append(replace(mutant, change=change))
+    return mutants
 
 
 class _Finder(ast.NodeVisitor):
@@ -189,7 +184,8 @@ class _Finder(ast.NodeVisitor):
         for node in body:
             outer, self.statement = self.statement, node
             if not self.in_function:
-                self.mentions = _names(node)
+                # The default of a field acts where its class is called.
+                self.mentions = (*_names(node), *self.names[-1:])
             if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 self.visit(node)
             self.statement = outer

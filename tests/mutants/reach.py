@@ -211,7 +211,7 @@ class Reach:
                 for key, line in zip(_keys(str(file)), _lines(file), strict=False):
                     if name.search(line):
                         found |= self._tests.get(key, set())
-            if not found:  # a default of an argument: whoever reaches the module
+            if not found & self._seconds.keys():  # a default of an argument
                 found = set().union(*(self._tests.get(key, ()) for key in _keys(mutant.file)))
         else:
             keys = _keys(mutant.file)
