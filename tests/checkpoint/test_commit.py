@@ -377,15 +377,15 @@ def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
 
     store.on_put = refuse_conditions
     done = finish(store, commits.begin(store, overwrite=False), fenced=False)
-    assert publish_dot_metadata(store, done.commit_id, b"ours", fenced=False)
+    assert publish(store, done.commit_id, b"ours", fenced=False)
     assert open_committed(store)[0] == done.marker
 
 
 # --- .metadata
 
 
-def publish(store: MemoryStore, commit_id: str, body: bytes) -> bool:
-    return publish_dot_metadata(store, commit_id, body, tries=TickingClock().tries())
+def publish(store: MemoryStore, commit_id: str, body: bytes, **options) -> bool:
+    return publish_dot_metadata(store, commit_id, body, tries=TickingClock().tries(), **options)
 
 
 def test_dot_metadata_loop_stops_for_a_newer_commit_that_comes_in_between(
@@ -428,7 +428,7 @@ def overwrite_seen(store: MemoryStore) -> tuple[BeginToken, CommitResult]:
 def test_dot_metadata_costs_two_requests_if_it_is_what_the_save_saw(store: MemoryStore) -> None:
     token, done = overwrite_seen(store)
     before = len(store.requests)
-    assert publish_dot_metadata(store, done.commit_id, b"second", seen=token.dot_metadata)
+    assert publish(store, done.commit_id, b"second", seen=token.dot_metadata)
     assert store.requests[before:] == [("put", DOT_METADATA_KEY), ("get", MARKER_KEY)]
     assert store.body(DOT_METADATA_KEY) == b"second"
 

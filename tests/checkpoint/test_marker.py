@@ -274,6 +274,8 @@ def test_counts_are_those_of_the_index() -> None:
     assert Counts.of(ix.decode(indexes.encode(index))) == Counts(
         tensors=1, blobs=2, objects=3, total_bytes=303
     )
+    nothing = ix.decode(indexes.encode(indexes.Index()))
+    assert Counts.of(nothing) == Counts()
 
 
 def test_equal_commits_never_have_equal_bodies() -> None:

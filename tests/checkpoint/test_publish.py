@@ -75,11 +75,6 @@ def test_it_is_put_on_what_was_there_between_two_looks_at_the_marker(
     assert put.precondition == (seen if fenced else None)
 
 
-def test_a_save_need_not_wait_for_a_clock_of_its_own(store: MemoryStore) -> None:
-    done = save(store, publish=False)
-    assert publish(store, done.commit_id, tries=None) == (True, LOOK + PUT)
-
-
 def remove_marker(store: MemoryStore) -> None:
     store.delete(MARKER_KEY)
 
@@ -291,6 +286,15 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_deletion(store: Memor
         align(store)
     assert caught.value.url == store.url
     assert DOT_METADATA_KEY not in store.objects
+
+
+def test_it_ends_at_the_deadline_if_no_put_is_answered(store: MemoryStore) -> None:
+    save(store, publish=False)
+    store.on_put = lambda put: LOST
+    clock = TickingClock(deadline_seconds=10)
+    with pytest.raises(RetryableError, match="before the deadline"):
+        align(store, tries=clock.tries())
+    assert 0 < clock.now < 11
 
 
 def test_it_ends_at_the_deadline_if_others_never_stop_saving(store: MemoryStore) -> None:

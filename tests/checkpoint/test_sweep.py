@@ -403,7 +403,7 @@ def test_what_a_late_publication_makes_obsolete_is_kept_for_the_grace_period(
     done = save(store, overwrite=True, publish=False)
     store.age()
     body = DESCRIBED.derive(open_committed(store)[1])
-    assert publish_dot_metadata(store, done.commit_id, body)
+    assert publish_dot_metadata(store, done.commit_id, body, tries=TickingClock().tries())
     assert go(store).outcome == "waiting"
     assert old <= keys(store)
 
@@ -740,6 +740,20 @@ def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(
     fenced = moment == "after the fence"
     assert lost == report(outcome="lost", reason="another job changed the marker", fenced=fenced)
     assert keys(store) == before
+
+
+def test_nothing_is_removed_if_the_marker_is_gone_after_the_fence(store: AgedStore) -> None:
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+
+    def remove(_: object) -> None:
+        inner.on_get = lambda key: inner.objects.pop(MARKER_KEY) and None
+
+    save(store)
+    save(store, overwrite=True)
+    store.age()
+    inner.on_put = in_turn(MARKER_KEY, remove)
+    lost = asdict(go(store))
+    assert lost == report(outcome="lost", reason="another job changed the marker", fenced=True)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
