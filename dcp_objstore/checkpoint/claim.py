@@ -82,7 +82,7 @@ class RunClaim:
 
     def __post_init__(self) -> None:
         """Refuse values that `claim_run` never returns."""
-        whole = isinstance(self.number, int) and not isinstance(self.number, bool)
+        whole = type(self.number) is int  # no bool
         if not isinstance(self.url, str) or not whole or not 0 < self.number <= MAX_CLAIM:
             raise errors.ConfigError("a RunClaim comes from dcp_objstore.claim_run")
 
@@ -197,10 +197,11 @@ def _take(
     def put(version: Version | None, new_base: int) -> Version:
         """Put `_CLAIM` with this base, and return its new version."""
         record = ClaimRecord(number=number, base=new_base, write_id=new_id())
-        outcome = _swap(run, record, version, clock)
-        if outcome.stored is not None and _only_finished(known, outcome.seen):
-            outcome = _swap(run, record, outcome.stored.version, clock)
-        again = read_claim(run) if outcome.landed else None
+        seen = _swap(run, record, version, clock).stored
+        if known and seen and _numbers(seen) == _numbers(known):
+            # The job before has only noted that it is finished, since `_CLAIM` was read.
+            _swap(run, record, seen.version, clock)
+        again = read_claim(run)
         if again is None or again.record.write_id != record.write_id:
             raise errors.SupersededError(
                 f"another job claimed this run at the same time as this one (claim {number}), and"
@@ -212,18 +213,18 @@ def _take(
     claimed = put(known.version if known else None, base)
     while True:
         steps = _read_all(run, open_step)
-        later = _last_claim(steps)
-        if later > number:
-            # `_CLAIM` still has our number, so no job of this run has a later one: the step was
-            # copied here from another run.
-            number = later + 1
-            claimed = put(claimed, base)
-            continue
         counting = [step for step in steps if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
+        dropped = [step for step in counting if not keeps(step.name)]
+        later = max(_last_claim(steps), _last_claim(dropped) + 1)
+        if later > number:
+            # `_CLAIM` still has our number, so no job of this run has this one: the step was
+            # copied here from another run.
+            number = later
+            claimed = put(claimed, base)
         if _adopt(kept, number, clock):
             put(claimed, number)
-            _log_dropped(run, [step for step in counting if not keeps(step.name)])
+            _log_dropped(run, dropped)
             return number
         pause_or_raise(
             run,
@@ -248,11 +249,8 @@ def _swap(
     )
 
 
-def _only_finished(known: Stored[ClaimRecord] | None, seen: ClaimRecord | None) -> bool:
-    """Return whether the job before has only said that it is finished, since `_CLAIM` was read."""
-    if known is None or seen is None:
-        return False
-    return (seen.number, seen.base) == (known.record.number, known.record.base)
+def _numbers(claim: Stored[ClaimRecord]) -> tuple[int, int]:
+    return claim.record.number, claim.record.base
 
 
 def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
@@ -268,15 +266,13 @@ def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
 
 
 def _log_dropped(run: ObjectStore, dropped: Sequence[Entry]) -> None:
-    if not dropped:
-        return
-    names = [step.name for step in reversed(dropped)]
-    logger.warning(
-        "%s: this job went back to an earlier step, so these %d steps no longer count: %s",
-        run.url,
-        len(names),
-        first_few(names, 8),
-    )
+    if dropped:
+        logger.warning(
+            "%s: this job went back to an earlier step, so these %d steps no longer count: %s",
+            run.url,
+            len(dropped),
+            first_few([step.name for step in reversed(dropped)], 8),
+        )
     for step in dropped:
         if step.marker.pins:
             logger.warning(

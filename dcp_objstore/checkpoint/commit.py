@@ -44,7 +44,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -84,7 +84,6 @@ from dcp_objstore.errors import (
     RetryableError,
     StoreUnavailableError,
     SupersededError,
-    UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, ObjectStore, Precondition, Version
 from dcp_objstore.stores.retries import Tries
@@ -104,15 +103,15 @@ class BeginToken:
         version: the store's version of the marker; None if there is no marker.
         claim: number of the claim of the job that saves; 0 for none.
         beacon: key of the object that shows sweeps that this save is under way.
-        dot_metadata: the condition that `.metadata` is still what it was; None: not known.
+        dot_metadata: the condition that `.metadata` is still what it was.
     """
 
     url: str
     marker: Marker | None
     version: Version | None
-    claim: int = 0
-    beacon: str = field(default="", compare=False)
-    dot_metadata: Precondition | None = None
+    claim: int
+    beacon: str
+    dot_metadata: Precondition
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,8 @@ class CommitResult:
     commit_id: str
     superseded: bool
     marker: Marker
-    attempts: int = 1
-    dot_metadata: Precondition | None = field(default=None, compare=False)
+    attempts: int
+    dot_metadata: Precondition | None
 
 
 def begin(
@@ -169,12 +168,12 @@ def begin(
     try:
         *_, seen = workers.concurrently(check, partial(_light, store, beacon), partial(look, store))
         tries = clock.tries()
-        token = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
+        marker, version = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):
         # Not if the store does not answer: then the save would only fail later.
         remove_beacon(store, beacon)
         raise
-    return replace(token, beacon=beacon, dot_metadata=seen)
+    return BeginToken(store.url, marker, version, claim, beacon=beacon, dot_metadata=seen)
 
 
 def _light(store: ObjectStore, key: str) -> None:
@@ -183,7 +182,7 @@ def _light(store: ObjectStore, key: str) -> None:
         store.put(key, body, retry=False)
     except StoreUnavailableError:
         # If a web server answers instead of a store, a GET reveals it at once; a PUT is retried.
-        with suppress(CorruptDataError, UnsupportedError):
+        with suppress(CorruptDataError):
             read_marker(store)
         store.put(key, body)
 
@@ -198,14 +197,14 @@ def remove_beacon(store: ObjectStore, key: str) -> None:
 
 def _take_token(
     store: ObjectStore, dot_metadata: Precondition, tries: Tries, *, overwrite: bool, claim: int
-) -> BeginToken:
-    """Read the marker, and return it as the begin token unless it forbids the save (rule 2)."""
+) -> tuple[Marker | None, Version | None]:
+    """Return the marker and its version, unless it forbids the save (rule 2)."""
     try:
         stored = read_marker(store)
     except CheckpointCorruptError as error:
         if not overwrite:
             raise
-        return _begin_on_damage(store, error, claim)
+        return None, _damaged_version(store, error)
     if stored is None:
         if not overwrite and dot_metadata != IfAbsent():
             raise CheckpointExistsError(
@@ -213,8 +212,8 @@ def _take_token(
                 " library wrote. Save under another URL, or pass overwrite=True to replace it",
                 url=store.url,
             )
-        return BeginToken(store.url, None, None, claim)
-    marker, version = stored.record, stored.version
+        return None, None
+    marker = stored.record
     refuse_later(store, marker, claim)
     if marker.state == "deleting":
         # Before the uploads: if another job finished the deletion later, it would defeat this save.
@@ -226,17 +225,17 @@ def _take_token(
             " another URL, or pass overwrite=True to replace it",
             url=store.url,
         )
-    if marker.is_committed and marker.pins:
+    if marker.pins:
         raise CheckpointExistsError(
             f"the checkpoint here is pinned ({', '.join(marker.pins)}) and is not overwritten;"
             " remove the pin or save under another URL",
             url=store.url,
         )
-    return BeginToken(store.url, marker, version, claim)
+    return marker, stored.version
 
 
-def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, claim: int) -> BeginToken:
-    """Return the token of a damaged marker, so that a run need not end at it for ever.
+def _damaged_version(store: ObjectStore, error: CheckpointCorruptError) -> Version:
+    """Return the version of a damaged marker, so that a run need not end at it for ever.
 
     The objects that it named stay until a sweep finds that no commit names them.
     """
@@ -248,7 +247,7 @@ def _begin_on_damage(store: ObjectStore, error: CheckpointCorruptError, claim: i
         if version == Version():
             raise  # no PUT can be conditioned on this; probably it is not the store that answered
         logger.warning("the damaged checkpoint at %s will be replaced: %s", store.url, error)
-        return BeginToken(store.url, None, version, claim)
+        return version
     raise RetryableError(
         "the marker changed while it was being read; another writer is at work", url=store.url
     )
@@ -322,7 +321,6 @@ def commit(
     )
     marker = make(begin.marker)
     ours = marker.commit_id
-    encode_marker(marker)  # raises before any request if the marker cannot be encoded
     try:
         workers.concurrently(
             partial(check_objects, store, objects), partial(store.put, index_key(nonce), index)
@@ -330,9 +328,8 @@ def commit(
     except CheckpointCorruptError:
         # A sweep changes the marker before it removes what a save has uploaded.
         stored = read_marker(store)
-        if (None if stored is None else stored.version) != begin.version:
-            seen = None if stored is None else stored.record
-            raise _lost(store, seen, begin.claim) from None
+        if (stored and stored.version) != begin.version:
+            raise _lost(store, stored, begin.claim) from None
         raise
     if begin.marker is None and begin.version is not None:
         marker = msgspec.structs.replace(marker, put_on="")  # the damaged marker's is not known
@@ -348,8 +345,8 @@ def commit(
             landed=lambda seen: seen.knows(ours),
             fenced=fenced,
         )
-        seen = outcome.seen
         if outcome.landed:
+            seen = outcome.seen
             superseded = seen is not None and (seen.commit_id != ours or not seen.is_committed)
             return CommitResult(
                 ours,
@@ -359,7 +356,7 @@ def commit(
                 dot_metadata=None if superseded else begin.dot_metadata,
             )
         if outcome.stored is None or not _yields(outcome.stored.record, replaced, begin.claim):
-            raise _lost(store, seen, begin.claim)
+            raise _lost(store, outcome.stored, begin.claim)
         replaced, version = outcome.stored.record, outcome.stored.version
         beaten += 1
         marker = make(replaced)
@@ -401,17 +398,18 @@ def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
     between, which would have removed the objects without a commit, ours included.
     """
     on = ON_NOTHING if token is None else token.write_id
-    return seen.is_committed and seen.claim < claim and seen.put_on == on
+    return seen.claim < claim and seen.put_on == on
 
 
-def _lost(store: ObjectStore, seen: Marker | None, claim: int) -> LostRaceError:
-    if seen is not None and seen.claim > claim:
+def _lost(store: ObjectStore, seen: Stored[Marker] | None, claim: int) -> LostRaceError:
+    if seen and seen.record.claim > claim:
         return SupersededError(
-            f"a newer job took over this run while this save was under way (claim {seen.claim},"
-            f" this job has {claim or 'none'}); this save was not committed. Stop this job",
+            "a newer job took over this run while this save was under way (claim"
+            f" {seen.record.claim}, this job has {claim or 'none'}); this save was not committed."
+            " Stop this job",
             url=store.url,
         )
-    winner = f"commit {seen.commit_id}" if seen is not None else "the marker was removed"
+    winner = f"commit {seen.record.commit_id}" if seen else "the marker was removed"
     return CommitLostError(
         f"another writer, or a sweep, changed this checkpoint after the save began ({winner}); this"
         " save was not committed, and what the other writer wrote is whole",
@@ -465,7 +463,7 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
         if stored.record.state != "deleting":
             return False
         store.delete(DOT_METADATA_KEY)
-        if rewrite_marker(store, stored, "the tombstone", tries, state="deleted", pins=()):
+        if rewrite_marker(store, stored, "the tombstone", tries, state="deleted"):
             return False
         pause_or_raise(store, tries)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -394,6 +395,8 @@ def _worker_main(connection: Connection, log: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # What the server has imported: each look at it for garbage would copy its pages into the rank.
+    gc.freeze()
     _launcher = connection
     while True:
         try:

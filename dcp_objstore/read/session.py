@@ -29,6 +29,7 @@ from dcp_objstore.read.tensor_read import (
     TensorRead,
     check_destination,
     consume,
+    memory_for,
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
@@ -116,7 +117,7 @@ def run_load(
         with nullcontext() if inbound is None else inbound.taking(request):
             consume(request, body)
         if exchange is not None:
-            exchange.keep(request)
+            exchange.keep(request, progress)
         return completed.is_full
 
     def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
@@ -157,6 +158,7 @@ def run_load(
             budget_bytes=budget_bytes,
             admit=None if exchange is None and inbound is None else admit,
             may_begin=exchange.may_begin if exchange is not None and inbound is None else None,
+            in_place=memory_for,
             explain=explain,
         )
         with closing(arriving):

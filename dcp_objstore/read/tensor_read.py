@@ -114,6 +114,19 @@ class TensorRead:
         if len(self._selection.shape) == 1 and self._view.dtype == self._dtype:
             self._memory = byte_memory(self._view)
 
+    def memory_at(self, position: int, size_bytes: int) -> memoryview | None:
+        """Return the destination's memory for payload bytes that need no conversion, if it has it.
+
+        Args:
+            position: the place of the first byte in the payload.
+        """
+        if self._memory is None:
+            return None
+        low = position - self._selection.wanted.offsets[0] * self._dtype.itemsize
+        if low < 0 or low + size_bytes > self._memory.nbytes:
+            return None
+        return memoryview(self._memory[low : low + size_bytes])
+
     def send_through(self, inbound: Inbound) -> None:
         """Fill the bound tensor through the ring of its device, if `inbound` has a lane for it."""
         if not inbound.takes(self._destination.device):
@@ -259,7 +272,10 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
 
 
 def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]:
-    """Yield the pieces of payload `[start, end)` to read, each with the number of its block."""
+    """Yield the pieces of payload `[start, end)` to read, each with the number of its block.
+
+    Without `whole_blocks` they begin where the needed bytes do, so that there are few.
+    """
     size = read.location.payload_length
     if read.selection is None:
         runs = [(0, size)]
@@ -267,16 +283,18 @@ def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]
         # A gap shorter than a block skips no whole block.
         gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES
         runs = read.selection.runs(gap)
-    next_number = 0  # two runs may touch the same block
+    if not whole_blocks:
+        for low, high in runs:
+            for start in range(low, high, BLOCK_SIZE_BYTES):
+                yield start, min(start + BLOCK_SIZE_BYTES, high), start // BLOCK_SIZE_BYTES
+        return
+    next_number = 0
     for low, high in runs:
-        for number in range(low // BLOCK_SIZE_BYTES, -(-high // BLOCK_SIZE_BYTES)):
+        first = max(low // BLOCK_SIZE_BYTES, next_number)  # two runs may touch the same block
+        next_number = -(-high // BLOCK_SIZE_BYTES)
+        for number in range(first, next_number):
             start = number * BLOCK_SIZE_BYTES
-            end = min(start + BLOCK_SIZE_BYTES, size)
-            if not whole_blocks:
-                yield max(start, low), min(end, high), number
-            elif number >= next_number:
-                yield start, end, number
-                next_number = number + 1
+            yield start, min(start + BLOCK_SIZE_BYTES, size), number
 
 
 def consume(request: RangeRequest[Block], body: Buffer) -> None:
@@ -301,6 +319,21 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
     for span, part in zip(request.spans, parts, strict=True):
         for read in span.tag.reads:
             read.accept(span.tag.position, part)
+
+
+def memory_for(request: RangeRequest[Block]) -> memoryview | None:
+    """Return the destination's own memory for a request whose bytes can be received in it.
+
+    That is so if they are a single stretch of one destination and there is no digest to check.
+    """
+    first, at = request.spans[0], request.start
+    for span in request.spans:
+        if span.start != at or span.tag.digest is not None or span.tag.reads != first.tag.reads:
+            return None
+        at = span.end
+    if len(first.tag.reads) != 1 or not isinstance(read := first.tag.reads[0], TensorRead):
+        return None
+    return read.memory_at(first.tag.position, request.end - request.start)
 
 
 def check_destination(item: ReadItem, destination: torch.Tensor) -> None:

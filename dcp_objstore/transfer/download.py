@@ -14,7 +14,9 @@ What there is, and who may touch it:
       _Shared                 one for the call
         tasks                 requests that nobody has begun: workers take the first
         done                  finished requests, or the first error: workers put, the caller takes
-        gate                  who is inside `consume`: workers enter, the caller waits for the last
+        gate                  who is at the caller's memory: workers enter, the caller waits for the
+                              last
+        in_place_now          requests that are being received there: the caller ends them
         store_waits.slot      places in the bucket's window: the worker of a request takes and gives
         store_waits.stragglers    how long waits take: workers report, the caller ends a slow one
         local_waits           the same of copies on this machine
@@ -122,13 +124,14 @@ def fetch_ranges(
     budget_bytes: int | None = None,
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None = None,
     may_begin: Callable[[RangeRequest[T]], bool] | None = None,
+    in_place: Callable[[RangeRequest[T]], memoryview | None] = lambda _: None,
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None = None,
 ) -> Generator[RangeRequest[T] | None, None, None]:
     """Fetch every request and yield it once `consume(request, body)` has returned for it.
 
     Close the iterator if you stop before its end (`contextlib.closing`). Once it has raised or is
-    closed, `consume` is not running and will not be called again, though requests may still be
-    under way: the destination memory belongs to the caller again.
+    closed, `consume` is not running and will not be called again, and nothing is received in place,
+    though requests may still be under way: the destination memory belongs to the caller again.
 
     The first error that the store or `consume` raises ends the transfer and is raised here.
 
@@ -147,6 +150,8 @@ def fetch_ranges(
         may_begin: a function that says whether `admit` would return at once; once it does, it does
             so until the request is admitted. Without it, a worker has only one request under way:
             the memory for another may only be free once that was read.
+        in_place: a function that returns the memory where the bytes of a request belong, if they
+            need not be looked at first. They are received there, and not consumed.
         explain: a function that a worker calls with the error of a GET, and that returns the error
             to raise instead.
 
@@ -186,6 +191,8 @@ def fetch_ranges(
         explain=explain,
         admit=admit,
         may_begin=may_begin,
+        # What cannot be interrupted could still write there when the caller has the memory again.
+        in_place=in_place if reading.ahead else lambda _: None,
         progress=progress,
         store_waits=_Waits(len(from_store), slot),
         local_waits=_Waits(len(requests) - len(from_store), _Unlimited()),
@@ -206,6 +213,8 @@ def fetch_ranges(
             yield outcome
     except BaseException as error:
         progress.stop(error)
+        for fetch in [*shared.in_place_now]:
+            fetch.body.cancel(at_once=False)
         shared.gate.wait_empty()
         raise
     finally:
@@ -213,7 +222,7 @@ def fetch_ranges(
 
 
 class _Gate:
-    """Lets workers call `consume` until the transfer is stopped."""
+    """Lets workers write to the caller's memory until the transfer is stopped."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -241,8 +250,8 @@ class _Fetch(Generic[T]):
     """A request that is under way.
 
     Attributes:
-        destination: the memory to read it into as a whole; None to read it in pieces into its
-            worker's memory.
+        destination: the memory to read it into as a whole; None to read it in pieces.
+        place: the caller's memory, to receive the pieces in; None for its worker's memory.
         began_at: when it began (monotonic).
         worker: its row in a trace.
         unread: the pieces that were not consumed yet.
@@ -253,6 +262,7 @@ class _Fetch(Generic[T]):
 
     request: RangeRequest[T]
     destination: memoryview | None
+    place: memoryview | None
     began_at: float
     body: RangeBody
     worker: int
@@ -306,6 +316,7 @@ class _Shared(Generic[T]):
     explain: Callable[[RangeRequest[T], DcpObjstoreError], DcpObjstoreError] | None
     admit: Callable[[RangeRequest[T], Progress], memoryview | None] | None
     may_begin: Callable[[RangeRequest[T]], bool] | None
+    in_place: Callable[[RangeRequest[T]], memoryview | None]
     progress: Progress
     store_waits: _Waits[T]
     local_waits: _Waits[T]
@@ -318,6 +329,7 @@ class _Shared(Generic[T]):
         self.tasks = deque(requests)
         self.done: queue.SimpleQueue[RangeRequest[T] | BaseException | None] = queue.SimpleQueue()
         self.gate = _Gate(self.progress)
+        self.in_place_now: set[_Fetch[T]] = set()
         self._limiter = limiter_of(self.store)
         self._workers = 0
         self._threads: list[Spawned] = []
@@ -467,12 +479,14 @@ class _Worker(Generic[T]):
         destination = None if shared.admit is None else shared.admit(request, progress)
         if wait:
             begin(wait=True)
+        place = shared.in_place(request) if destination is None else None
         body = shared.open(request, request.start)
         pieces = [request] if destination is not None else cut(request, BLOCK_SIZE_BYTES)
         now = time.monotonic()
         return _Fetch(
             request,
             destination,
+            place,
             began_at=now,
             body=body,
             worker=row,
@@ -486,13 +500,15 @@ class _Worker(Generic[T]):
         # A copy on this machine may be damaged, and then, once, the store's answer.
         tries = 3 if fetch.request.object_number in shared.local else 2
         size_bytes = piece.end - piece.start
-        whole = fetch.destination
-        memory = self._memory(size_bytes) if whole is None else whole[:size_bytes]
+        memory = self._memory_for(fetch, piece)
         while True:
             began_at = time.monotonic()
             try:
-                self._receive(fetch, piece, memory)
-                shared.pass_on(piece, memory)
+                if fetch.place is not None:
+                    self._receive_in_place(fetch, piece, memory)
+                else:
+                    self._receive(fetch, piece, memory)
+                    shared.pass_on(piece, memory)
                 break
             except CorruptDataError as error:
                 key = shared.key(fetch.request)
@@ -513,6 +529,27 @@ class _Worker(Generic[T]):
         shared.waits(fetch.request).slot.moved(size_bytes)
         shared.staff()
         shared.progress.alive()
+
+    def _memory_for(self, fetch: _Fetch[T], piece: RangeRequest[T]) -> memoryview:
+        if fetch.place is not None:
+            first = fetch.request.start
+            return fetch.place[piece.start - first : piece.end - first]
+        size_bytes = piece.end - piece.start
+        return (
+            self._memory(size_bytes) if (whole := fetch.destination) is None else whole[:size_bytes]
+        )
+
+    def _receive_in_place(
+        self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview
+    ) -> None:
+        """Read a piece into the caller's memory, unless the transfer was stopped."""
+        receiving = self.shared.in_place_now
+        receiving.add(fetch)  # before the gate: who is behind it is known to who closes it
+        try:
+            with self.shared.gate:
+                self._receive(fetch, piece, memory)
+        finally:
+            receiving.discard(fetch)
 
     def _receive(self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview) -> None:
         """Read a piece into memory; raise `StragglerError` if it was given up meanwhile."""

@@ -88,7 +88,7 @@ class Save:
                 allow_unfenced=allow_unfenced and number is None,
                 clock=clock,
             )
-        except UnsupportedError:
+        except InputError:
             wait_for(commit.remove_beacon, store, self.begin.beacon)
             raise
         self.fenced = abilities.conditional_create

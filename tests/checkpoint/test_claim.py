@@ -11,6 +11,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -21,9 +22,9 @@ from dcp_objstore.checkpoint.catalogue import ClaimRecord, decode_claim, encode_
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.commit import CommitResult
 from dcp_objstore.checkpoint.delete import delete
-from dcp_objstore.checkpoint.marker import new_id, with_checksum
+from dcp_objstore.checkpoint.marker import MAX_CLAIM, decode_marker, new_id, with_checksum
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
-from dcp_objstore.checkpoint.pins import pin
+from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.sweep import sweep
 from dcp_objstore.errors import (
@@ -33,12 +34,15 @@ from dcp_objstore.errors import (
     CommitUnknownError,
     ConfigError,
     CorruptDataError,
+    InputError,
     LostRaceError,
     PermissionDeniedError,
+    RetryableError,
     StoreUnavailableError,
     SupersededError,
     UnsupportedError,
 )
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import Version
 from tests.support.memory_store import (
     DELAYED,
@@ -153,6 +157,34 @@ def listed(run: MemoryStore, **settings: Any) -> dict[str, str]:
     return {step.name: step.marker.commit_id for step in found}
 
 
+def trace(run: MemoryStore, act: Callable[[], object]) -> list[str]:
+    """The requests of `act` to `_CLAIM` and to markers, with the numbers that it puts there.
+
+    In order; those of several steps, which are sent at the same time, in the order of their names.
+    """
+    before, since = len(run.requests), len(run.puts)
+    act()
+    puts = iter(run.puts[since:])
+    lines = []
+    for verb, key in run.requests[before:]:
+        line = f"{verb} {key.removesuffix(f'/{MARKER_KEY}')}".rstrip()
+        if verb == "put":
+            put = next(puts)
+            assert put.precondition is not None
+            assert not put.retry
+            line += f" {claims_in(put)}"
+        lines.append(line)
+    groups = groupby(lines, lambda line: line.split()[0] if "step-" in line else line)
+    return [line for _, group in groups for line in sorted(group)]
+
+
+def claims_in(put: Put) -> str:
+    if put.key != CLAIM_KEY:
+        return str(decode_marker(put.data).claim)
+    claim = decode_claim(put.data)
+    return f"{claim.number}, base {claim.base}{', finished' if claim.finished else ''}"
+
+
 # --- a superseded job
 
 
@@ -187,13 +219,14 @@ def test_a_save_without_a_claim_is_refused_and_what_it_had_begun_does_not_count(
     late = Job(run, 0).begin("step-1")
     Job(run)
     late()
-    before = len(run.requests)
-    for number in (0, 2):
-        process = Process(run)
-        with pytest.raises((SupersededError, CheckpointCorruptError)):
-            rule.refuse_uncounted(process.at(""), number)
-        assert process.asked == 1
-    assert [key for _, key in run.requests[before:]] == [CLAIM_KEY] * 2
+
+    def refuse(number: int, error: type[Exception], why: str) -> None:
+        with pytest.raises(error, match=why):
+            rule.refuse_uncounted(Process(run).at(""), number)
+
+    assert trace(run, partial(refuse, 0, SupersededError, "has no claim")) == ["get _CLAIM"]
+    assert trace(run, partial(refuse, 2, CheckpointCorruptError, "removed")) == ["get _CLAIM"]
+    rule.refuse_uncounted(Process(run).at(""), 1)
     assert listed(run) == {}
     assert decode_marker_of(run, "step-1").format == 1
 
@@ -258,8 +291,8 @@ def test_a_put_that_a_superseded_job_beat_counts_as_an_attempt(run: MemoryStore)
         with pytest.raises(SupersededError):
             end()
 
-    run.on_put = in_turn(f"step-1/{MARKER_KEY}", beat)
-    assert late().attempts == 2
+    run.on_put = in_turn(f"step-1/{MARKER_KEY}", LOST, beat, None, LOST)
+    assert late().attempts == 4
 
 
 def test_a_pinned_step_of_a_superseded_job_is_left_alone(run: MemoryStore) -> None:
@@ -385,6 +418,18 @@ def test_a_claim_that_may_not_be_read_is_asked_for_once(run: MemoryStore) -> Non
     assert clock.now == 0
 
 
+def test_a_claim_whose_store_is_away_for_a_moment_is_asked_for_again(run: MemoryStore) -> None:
+    job, away = Job(run), [StoreUnavailableError("503"), StoreUnavailableError("503")]
+
+    def refuse(key: str) -> None:
+        if away:
+            raise away.pop()
+
+    run.on_get = refuse
+    confirm = partial(rule.confirm, job.process.at(""), job.number, clock=TickingClock())
+    assert trace(run, confirm) == ["get _CLAIM"] * 3
+
+
 def test_a_claim_that_somebody_removed_is_damage(run: MemoryStore) -> None:
     job = Job(run)
     end = job.begin("step-1")
@@ -416,12 +461,13 @@ def take_over(world: MemoryStore, others: list[Job]) -> None:
     others.append(Job(world))
 
 
-def test_of_two_that_take_over_at_once_exactly_one_trains(run: MemoryStore) -> None:
+@pytest.mark.parametrize("owned", [False, True], ids=["first", "again"])
+def test_of_two_that_take_over_at_once_exactly_one_trains(owned: bool) -> None:
     """The other comes before each request of the first, in turn."""
     moment = 0
     while True:
         world = MemoryStore("memory://test/run")
-        old = {"step-1": Job(world).save("step-1")}
+        old = {"step-1": (Job(world) if owned else Job(world, 0)).save("step-1")}
         process, others = Process(world), []
         process.meet(moment, partial(take_over, world, others))
         trains = []
@@ -444,15 +490,98 @@ def test_of_two_that_take_over_at_once_exactly_one_trains(run: MemoryStore) -> N
     assert moment >= 7
 
 
+def test_what_a_claim_asks_of_its_run(run: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+    for n in (1, 2):
+        Job(run, 0).save(f"step-{n}")
+    markers = ["list", "get step-1", "get step-2"]
+    assert trace(run, lambda: Job(run)) == [
+        *("get _CLAIM", *markers),
+        *("put _CLAIM 1, base 0", "get _CLAIM", *markers, "put step-1 1", "put step-2 1"),
+        *("put _CLAIM 1, base 1", "get _CLAIM"),
+    ]
+    assert trace(run, lambda: Job(run)) == [
+        "get _CLAIM",
+        *("put _CLAIM 2, base 1", "get _CLAIM", *markers, "put step-1 2", "put step-2 2"),
+        *("put _CLAIM 2, base 2", "get _CLAIM"),
+    ]
+    assert caplog.text == ""
+
+
+def test_a_claim_that_meets_the_end_of_another_does_not_bring_back_what_does_not_count(
+    run: MemoryStore,
+) -> None:
+    """The other's second PUT, which raises the base, lands right before our first."""
+    zombie = Job(run)
+    stray = zombie.begin("step-1")
+
+    def come_before(second: Put) -> None:
+        with pytest.raises(SupersededError):
+            stray()  # no longer adopted, because the steps were listed before
+        run.on_put = in_turn(CLAIM_KEY, lambda _: run.apply(second))
+        with pytest.raises(SupersededError, match="Stop this job"):
+            Job(run)
+
+    run.on_put = in_turn(CLAIM_KEY, None, come_before)
+    assert Job(run).number == 2
+    assert listed(run) == {}
+
+
+def test_a_claim_gives_up_where_another_has_begun_since_it_looked(run: MemoryStore) -> None:
+    """Even if the other has died: the next claim goes on from there."""
+    steps = {"step-1": Job(run).save("step-1")}
+
+    def begin_and_die() -> None:
+        with pytest.raises(Dead):
+            Job(run, last=3)
+
+    process = Process(run)
+    process.meet(1, begin_and_die)
+    with pytest.raises(SupersededError, match="claim 2"):
+        rule.claim_run(process.at(""), process.at, clock=TickingClock())
+    assert Job(run).number == 3
+    assert listed(run) == steps
+
+
+def test_a_claim_that_somebody_removes_in_the_middle_is_not_taken(run: MemoryStore) -> None:
+    Job(run)
+    puts = len(run.puts)
+    run.on_get = lambda key: run.delete(CLAIM_KEY) if len(run.puts) > puts else None
+    with pytest.raises(SupersededError):
+        Job(run)
+    assert CLAIM_KEY not in run.objects
+
+
+def test_a_claim_ends_at_the_deadline_if_others_keep_changing_the_steps(run: MemoryStore) -> None:
+    Job(run).save("step-1")
+    step, clock = Process(run).at("step-1"), TickingClock(deadline_seconds=2)
+
+    def change(put: Put) -> None:
+        if put.key != CLAIM_KEY and decode_marker(put.data).claim == 2:
+            pin(step, "paper", clock=TickingClock())
+            unpin(step, "paper", clock=TickingClock())
+
+    run.on_put = change
+    process = Process(run)
+    with pytest.raises(RetryableError, match="claim it again") as caught:
+        rule.claim_run(process.at(""), process.at, clock=clock)
+    assert caught.value.url == run.url
+    assert 2 <= clock.now < 3
+
+
 def test_a_step_that_somebody_rewrites_during_the_take_over_is_not_lost(run: MemoryStore) -> None:
     """A pin, which belongs to no job, comes right before the step is adopted."""
-    before = {"step-1": Job(run).save("step-1")}
+    job = Job(run)
+    before = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2)}
 
     step = Process(run).at("step-1")
     run.on_put = in_turn(f"step-1/{MARKER_KEY}", lambda _: pin(step, "paper", clock=TickingClock()))
-    Job(run)
+    since = len(run.puts)
+    assert Job(run).number == 2
     assert listed(run) == before
     assert decode_marker_of(run, "step-1").pins == ("paper",)
+    puts = [put.key for put in run.puts[since:]]
+    assert puts.count("step-2/_COMMIT") == 1, "it was adopted already"
+    assert puts.count(CLAIM_KEY) == 2
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -520,22 +649,29 @@ def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run: Memo
 
 def test_steps_that_were_copied_from_another_run_count(run: MemoryStore) -> None:
     """With a later claim than this run has, before it was ever taken over or afterwards."""
-    other = MemoryStore("memory://test/other")
-    for _ in range(4):
-        job = Job(other)
-    wanted = {"step-1": job.save("step-1"), "step-2": job.save("step-2")}
-
-    def copy(name: str) -> None:
-        for meta in list(other.list(f"{name}/")):
-            run.put(meta.key, other.body(meta.key))
-
-    copy("step-1")
+    wanted = copy_steps(run, 4, "step-1", "step-2")
+    step_2 = run.bucket.copy().objects
     assert Job(run).number == 5
-    copy("step-2")
+    for key in run.bucket.keys("step-2/"):  # with claim 4, where step-1 has claim 5
+        run.objects[f"step-2/{key}"] = step_2[f"step-2/{key}"]
     run.put(CLAIM_KEY, encode_claim(ClaimRecord(number=1, base=1, write_id=new_id())))
-    last = Job(run)
-    assert last.number > 4
+    assert trace(run, lambda: Job(run)) == [
+        *("get _CLAIM", "put _CLAIM 2, base 1", "get _CLAIM", "list", "get step-1", "get step-2"),
+        *("put _CLAIM 5, base 1", "get _CLAIM", "put step-2 5", "put _CLAIM 5, base 5"),
+        "get _CLAIM",
+    ]
     assert listed(run) == wanted
+
+
+def copy_steps(run: MemoryStore, claim: int, *names: str) -> dict[str, str]:
+    """Copy steps, as they are, from a run with so many claims."""
+    other = MemoryStore("memory://test/other")
+    for _ in range(claim):
+        job = Job(other)
+    copied = {name: job.save(name) for name in names}
+    for meta in list(other.list("step-")):
+        run.put(meta.key, other.body(meta.key))
+    return copied
 
 
 def test_a_step_with_a_damaged_marker_is_left_out_and_one_of_a_newer_format_is_not(
@@ -599,6 +735,43 @@ def test_what_a_job_goes_back_past_never_counts_again_and_is_replaced(
     assert listed(run) == kept
     with pytest.raises(SupersededError):
         job.save("step-4")
+
+
+def test_what_going_back_asks_of_the_run_and_says(
+    run: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(run)
+    for n in (1, 2, 3):
+        job.save(f"step-{n}")
+    pin(Process(run).at("step-2"), "paper", clock=TickingClock())
+    assert trace(run, lambda: go_back(job, 1)) == [
+        *("get _CLAIM", "put _CLAIM 2, base 1", "get _CLAIM", "list"),
+        *("get step-1", "get step-2", "get step-3", "put step-1 2"),
+        *("put _CLAIM 2, base 2", "get _CLAIM"),
+    ]
+    assert job.number == 2
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "memory://test/run: this job went back to an earlier step, so these 2 steps no longer"
+        " count: step-2, step-3",
+        "memory://test/run/step-2 is pinned (paper), so it stays; remove the pin before you save"
+        " this step again",
+    ]
+
+
+@pytest.mark.parametrize("claim", [1, 2, 3])
+def test_a_job_goes_back_past_a_step_that_was_copied_from_another_run(
+    run: MemoryStore, claim: int
+) -> None:
+    """Whatever its claim: also with the number that the job is about to take."""
+    job = Job(run)
+    kept = {"step-1": job.save("step-1")}
+    copy_steps(run, claim, "step-2")
+    go_back(job, 1)
+    assert listed(run) == kept
+    assert job.number == max(2, claim + 1)
+    kept["step-2"] = job.save("step-2")
+    assert listed(run) == kept
 
 
 def test_a_superseded_job_that_goes_back_changes_nothing(run: MemoryStore) -> None:
@@ -862,6 +1035,26 @@ def test_a_run_whose_claim_is_damaged_is_neither_taken_over_nor_listed(run: Memo
 def test_a_run_claim_travels_between_ranks() -> None:
     claim = RunClaim("s3://bucket/run", 3)
     assert pickle.loads(pickle.dumps(claim)) == claim
-    for wrong in (("s3://b/r", 0), ("s3://b/r", True), (None, 1), ("s3://b/r", "1")):
+    assert [RunClaim("s3://b/r", number).number for number in (1, MAX_CLAIM)] == [1, MAX_CLAIM]
+    for number in (0, True, "1", MAX_CLAIM + 1):
         with pytest.raises(ConfigError):
-            RunClaim(*wrong)
+            RunClaim("s3://b/r", number)
+    with pytest.raises(ConfigError):
+        RunClaim(None, 1)
+
+
+def test_a_claim_is_for_the_steps_directly_below_its_run() -> None:
+    claim = RunClaim("s3://bucket/run", 3)
+    assert rule.check_claim(claim, StoreSpec("s3://bucket/run/step-1")) == 3
+    assert rule.check_claim(None, StoreSpec("s3://bucket/elsewhere/step-1")) is None
+    for url in (
+        "s3://bucket/other/step-1",
+        "s3://bucket/run",
+        "s3://bucket/run/a/b",
+        "s3://bucket",
+    ):
+        with pytest.raises(InputError, match="for the run s3://bucket/run") as caught:
+            rule.check_claim(claim, StoreSpec(url))
+        assert caught.value.url == url
+    with pytest.raises(ConfigError, match="got int"):
+        rule.check_claim(3, StoreSpec("s3://bucket/run/step-1"))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import pickle
+import threading
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,15 +17,24 @@ import pytest
 from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
 from dcp_objstore.checkpoint.delete import delete
-from dcp_objstore.checkpoint.marker import Marker, decode_marker, encode_marker, new_id
+from dcp_objstore.checkpoint.marker import (
+    ON_NOTHING,
+    Counts,
+    IndexRef,
+    Marker,
+    decode_marker,
+    encode_marker,
+    new_id,
+)
 from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
+    beacon_key,
     index_key,
     new_nonce,
 )
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
-from dcp_objstore.checkpoint.read import explain_missing, open_committed, read_marker
+from dcp_objstore.checkpoint.read import Stored, explain_missing, open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -40,11 +54,12 @@ from dcp_objstore.errors import (
     SupersededError,
     UnsupportedError,
 )
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion
+from dcp_objstore.stores.protocol import IfAbsent, IfVersion, Version
 from tests.support import upkeep
 from tests.support.memory_store import (
     DELAYED,
     LOST,
+    UNANSWERED,
     Fate,
     MemoryStore,
     Put,
@@ -61,8 +76,8 @@ def finish(
     return upkeep.finish(store, token, index or upload(store), **settings)
 
 
-def save(store: MemoryStore, *, overwrite: bool = False) -> CommitResult:
-    return finish(store, commits.begin(store, overwrite=overwrite))
+def save(store: MemoryStore, *, overwrite: bool = False, **settings: Any) -> CommitResult:
+    return finish(store, commits.begin(store, overwrite=overwrite, **settings))
 
 
 def rewrite(store: MemoryStore, **changes: object) -> Marker:
@@ -82,6 +97,7 @@ def marker_puts(store: MemoryStore) -> list[Put]:
 
 
 def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStore) -> None:
+    began_at = datetime.now(UTC)
     token = commits.begin(store, overwrite=False)
     assert set(store.requests[:2]) == {("put", token.beacon), ("head", DOT_METADATA_KEY)}
     assert store.requests[2:] == [("get", MARKER_KEY)]
@@ -96,13 +112,193 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     assert put.precondition == IfAbsent()
     assert put.retry is False
     marker = decode_marker(store.body(MARKER_KEY))
-    assert done == CommitResult(marker.commit_id, False, marker)
-    assert marker.generation == 1
-    assert marker.user_metadata == {"loss": 0.5}
-    assert marker.index is not None
+    assert done == CommitResult(marker.commit_id, False, marker, 1, IfAbsent())
     body = ix.encode(index)
-    assert marker.index.sha256 == hashlib.sha256(body).hexdigest()
     assert open_committed(store) == (marker, body)
+    assert marker == Marker(
+        state="committed",
+        commit_id=done.commit_id,
+        write_id=marker.write_id,
+        generation=1,
+        index=IndexRef(
+            key=index_key(nonce), size_bytes=len(body), sha256=hashlib.sha256(body).hexdigest()
+        ),
+        counts=Counts(objects=2, total_bytes=sum(entry.size_bytes for entry in index.objects)),
+        world_size=2,
+        created_at=marker.created_at,
+        user_metadata={"loss": 0.5},
+        put_on=ON_NOTHING,
+    )
+    assert began_at <= marker.created_at <= datetime.now(UTC)
+
+
+def test_a_commit_of_no_objects_lists_nothing(store: MemoryStore) -> None:
+    token, nonce = commits.begin(store, overwrite=False), new_nonce()
+    before = len(store.requests)
+    finish(store, token, upload(store, ranks=0), nonce=nonce)
+    assert store.requests[before:] == [
+        ("put", index_key(nonce)),
+        ("put", MARKER_KEY),
+        ("delete", token.beacon),
+    ]
+
+
+# --- what a save begins with
+
+
+def test_the_nonce_of_a_save_names_its_beacon(store: MemoryStore) -> None:
+    nonce = new_nonce()
+    token = commits.begin(store, overwrite=False, claim=3, nonce=nonce)
+    assert token == BeginToken(store.url, None, None, 3, beacon_key(nonce), IfAbsent())
+    assert list(store.objects) == [beacon_key(nonce)]
+
+
+def test_a_save_without_a_claim_has_claim_0(store: MemoryStore) -> None:
+    assert commits.begin(store, overwrite=False).claim == 0
+
+
+def newer_format(store: MemoryStore) -> None:
+    store.put(MARKER_KEY, b'{"format":99}')
+
+
+def pinned(store: MemoryStore) -> None:
+    save(store)
+    rewrite(store, pins=("paper", "demo"))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "settings", "kind", "why"),
+    [
+        (save, {}, CheckpointExistsError, "overwrite=True"),
+        (pinned, {"overwrite": True}, CheckpointExistsError, "paper, demo"),
+        (pinned, {"claim": 1}, CheckpointExistsError, "paper, demo"),
+        (
+            lambda store: save(store, claim=2),
+            {"claim": 1, "overwrite": True},
+            SupersededError,
+            "claim 2.*has claim 1",
+        ),
+        (
+            lambda store: save(store, claim=2),
+            {"overwrite": True},
+            SupersededError,
+            "claim 2.*has none",
+        ),
+        (
+            lambda store: store.put(MARKER_KEY, b"damaged"),
+            {},
+            CheckpointCorruptError,
+            "the marker is damaged",
+        ),
+        (newer_format, {"overwrite": True}, UnsupportedError, "upgrade"),
+        (
+            lambda store: store.put(DOT_METADATA_KEY, b"stock"),
+            {},
+            CheckpointExistsError,
+            "another library",
+        ),
+    ],
+    ids=["exists", "pinned", "adopts", "later", "unclaimed", "damaged", "newer", "stock"],
+)
+def test_a_save_that_is_refused_changes_nothing_and_leaves_no_beacon(
+    store: MemoryStore,
+    prepare: Callable[[MemoryStore], object],
+    settings: dict[str, Any],
+    kind: type[DcpObjstoreError],
+    why: str,
+) -> None:
+    prepare(store)
+    before, puts = dict(store.objects), len(store.puts)
+    with pytest.raises(kind, match=why) as caught:
+        commits.begin(store, **{"overwrite": False, **settings})
+    assert caught.value.url == store.url
+    assert store.objects == before
+    assert len(store.puts) == puts + 1, "the beacon alone"
+
+
+def test_a_save_that_meets_a_store_that_does_not_answer_sends_nothing_more(
+    store: MemoryStore,
+) -> None:
+    """A sweep removes the beacon: to remove it, the save would have to wait for the store."""
+
+    def silent(key: str) -> None:
+        raise StoreUnavailableError("503")
+
+    store.on_get = silent
+    with pytest.raises(StoreUnavailableError):
+        commits.begin(store, overwrite=True)
+    assert store.requests[-1] == ("get", MARKER_KEY)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_step_of_an_earlier_claim_is_replaced_unasked(
+    store: MemoryStore, overwrite: bool
+) -> None:
+    first = save(store, claim=1)
+    done = save(store, claim=2, overwrite=overwrite)
+    assert done.marker.put_on == first.marker.write_id
+    assert done.marker.log == (first.commit_id,)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_beacon_that_gets_no_answer_is_put_again_after_a_look_at_the_marker(
+    store: MemoryStore, damaged: bool
+) -> None:
+    """If a web server answers in the store's place, the look ends the save at once."""
+    if damaged:
+        store.put(MARKER_KEY, b"damaged")
+    nonce = new_nonce()
+    beacon = beacon_key(nonce)
+    store.on_put = in_turn(beacon, LOST)
+    token = commits.begin(store, overwrite=True, nonce=nonce)
+    assert [put.retry for put in store.puts if put.key == beacon] == [False, True]
+    assert len({put.data for put in store.puts if put.key == beacon}) == 1
+    requests = [request for request in store.requests if request != ("head", DOT_METADATA_KEY)]
+    assert requests[damaged:][:4] == [
+        ("put", beacon),
+        ("get", MARKER_KEY),
+        ("put", beacon),
+        ("get", MARKER_KEY),
+    ]
+    assert token.beacon in store.objects
+
+
+def test_a_web_server_where_a_store_was_meant_ends_a_save_at_once(store: MemoryStore) -> None:
+    def page(key: str) -> None:
+        raise ConfigError("this does not look like a store")
+
+    store.on_put, store.on_get = (lambda _: StoreUnavailableError("no answer")), page
+    with pytest.raises(ConfigError, match="does not look like a store"):
+        commits.begin(store, overwrite=True)
+    assert [put.retry for put in store.puts] == [False]
+
+
+def test_a_save_whose_run_refuses_it_says_so_whatever_becomes_of_the_beacon(
+    store: MemoryStore,
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def refuse() -> None:
+        threads.append(threading.current_thread())
+        raise SupersededError("the run")
+
+    store.on_put = lambda _: PermissionDeniedError("the beacon")
+    with pytest.raises(SupersededError, match="the run"):
+        commits.begin(store, overwrite=False, check=refuse)
+    assert threads == [threading.current_thread()]
+
+
+def test_a_beacon_that_cannot_be_removed_is_left_to_a_sweep(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(key: str) -> None:
+        raise PermissionDeniedError("no deletion")
+
+    token = commits.begin(store, overwrite=False)
+    store.on_delete = refuse
+    with caplog.at_level(logging.DEBUG, "dcp_objstore"):
+        commits.remove_beacon(store, token.beacon)
+    assert f"{store.url}/{token.beacon} stays until the next sweep" in caplog.text
 
 
 def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(
@@ -168,6 +364,53 @@ def test_nothing_is_committed_when_an_object_is_not_as_uploaded(
     assert MARKER_KEY not in store.objects
 
 
+def follow(store: MemoryStore, by: str) -> None:
+    """What may become of the marker while a save with claim 1 is under way."""
+    if by == "nobody":
+        return
+    if by == "a hand":
+        store.delete(MARKER_KEY)
+    elif by == "a later claim":
+        rewrite(store, claim=2, format=2)
+    else:
+        rewrite(store)
+
+
+@pytest.mark.parametrize(
+    ("by", "kind", "why"),
+    [
+        ("nobody", CheckpointCorruptError, "1 of 2 uploaded objects"),
+        ("a hand", CommitLostError, "the marker was removed"),
+        ("a sweep", CommitLostError, "commit [0-9a-f]{32}"),
+        ("a later claim", SupersededError, "claim 2, this job has 1"),
+    ],
+)
+def test_a_save_that_misses_an_object_looks_who_was_here(
+    store: MemoryStore, by: str, kind: type[DcpObjstoreError], why: str
+) -> None:
+    save(store, claim=1)
+    token, nonce = commits.begin(store, overwrite=True, claim=1), new_nonce()
+    index = upload(store)
+    store.delete(index.objects[0].key)
+    follow(store, by)
+    before, marker = len(store.requests), store.objects.get(MARKER_KEY)
+    with pytest.raises(kind, match=why) as caught:
+        finish(store, token, index, nonce=nonce)
+    assert caught.value.url == store.url
+    assert sorted(store.requests[before:-1]) == [("list", ""), ("put", index_key(nonce))]
+    assert store.requests[-1] == ("get", MARKER_KEY)
+    assert store.objects.get(MARKER_KEY) == marker
+
+
+def test_a_missing_object_is_told_even_if_the_index_is_refused(store: MemoryStore) -> None:
+    """It says that a sweep was here; that credentials have expired meanwhile does not."""
+    token, index = commits.begin(store, overwrite=False), upload(store)
+    store.delete(index.objects[0].key)
+    store.on_put = lambda _: CredentialsError("expired")
+    with pytest.raises(CheckpointCorruptError):
+        finish(store, token, index)
+
+
 def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
     for i in range(50):
         store.put(f"{i:02}/other", b"x")
@@ -177,6 +420,42 @@ def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
 
 
 # --- races
+
+
+@pytest.mark.parametrize(
+    ("by", "kind", "why"),
+    [
+        ("a hand", CommitLostError, "the marker was removed"),
+        ("a sweep", CommitLostError, "commit [0-9a-f]{32}"),
+        ("a later claim", SupersededError, "claim 2, this job has 1"),
+    ],
+)
+def test_a_commit_that_somebody_was_before_is_read_and_not_sent_again(
+    store: MemoryStore, by: str, kind: type[DcpObjstoreError], why: str
+) -> None:
+    save(store, claim=1)
+    token, index = commits.begin(store, overwrite=True, claim=1), upload(store)
+    follow(store, by)
+    before, marker = len(store.requests), store.objects.get(MARKER_KEY)
+    with pytest.raises(kind, match=why) as caught:
+        finish(store, token, index)
+    assert caught.value.url == store.url
+    assert store.requests[before + 2 :] == [("put", MARKER_KEY), ("get", MARKER_KEY)]
+    assert store.objects.get(MARKER_KEY) == marker
+
+
+@pytest.mark.parametrize("claim", [0, 1])
+@pytest.mark.parametrize("there", [False, True])
+def test_of_two_saves_of_one_job_the_first_to_commit_stays(
+    store: MemoryStore, claim: int, there: bool
+) -> None:
+    if there:
+        save(store, claim=claim)
+    first, second = (commits.begin(store, overwrite=True, claim=claim) for _ in range(2))
+    done = finish(store, first)
+    with pytest.raises(CommitLostError, match=done.commit_id):
+        finish(store, second)
+    assert open_committed(store)[0] == done.marker
 
 
 def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemoryStore) -> None:
@@ -211,7 +490,16 @@ def test_a_404_to_the_marker_where_nothing_has_changed_is_no_refusal(
 def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
     """S3 may answer 409 to a conditional PUT although nobody else wins."""
     store.on_put = in_turn(MARKER_KEY, LOST, LOST, PreconditionFailedError("409"))
-    done = save(store)
+    retries: list[tuple[int, str, float]] = []
+    clock = TickingClock()
+    done = finish(
+        store,
+        commits.begin(store, overwrite=False),
+        clock=clock,
+        on_retry=lambda number, error, began: retries.append((number, f"{error}"[:3], began)),
+    )
+    assert retries == [(2, "no ", 0.0), (3, "no ", 0.0), (4, "409", 0.0)]
+    assert done.attempts == 4
     puts = marker_puts(store)
     assert len(puts) == 4
     assert len({put.data for put in puts}) == 1
@@ -574,6 +862,32 @@ def test_of_two_who_replace_a_damaged_marker_one_loses(store: MemoryStore) -> No
     assert open_committed(store)[0].commit_id == committed.commit_id
 
 
+def test_a_commit_of_an_earlier_claim_over_a_damaged_marker_is_not_passed_over(
+    store: MemoryStore,
+) -> None:
+    """A sweep may have come in between: what the damaged marker said is not known."""
+    store.put(MARKER_KEY, b"damaged")
+    first = commits.begin(store, overwrite=True, claim=1)
+    second = commits.begin(store, overwrite=True, claim=2)
+    done = finish(store, first)
+    assert done.marker.put_on == ""
+    with pytest.raises(CommitLostError):
+        finish(store, second)
+    assert open_committed(store)[0] == done.marker
+
+
+def test_a_damaged_marker_without_a_version_is_not_replaced(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What answers like that is no store, and no PUT could be conditioned on it."""
+    store.put(MARKER_KEY, b"damaged")
+    head = store.head
+    monkeypatch.setattr(store, "head", lambda key: replace(head(key), version=Version()))
+    with pytest.raises(CheckpointCorruptError, match="damaged"):
+        commits.begin(store, overwrite=True)
+    assert list(store.objects) == [MARKER_KEY]
+
+
 def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store: MemoryStore) -> None:
     save(store)
     body = store.body(MARKER_KEY)
@@ -615,3 +929,93 @@ def test_a_checkpoint_of_another_library_is_not_replaced_unasked(store: MemorySt
         commits.begin(store, overwrite=False)
     assert commits.begin(store, overwrite=True).marker is None
     assert store.get(DOT_METADATA_KEY, max_size_bytes=10)[0] == b"stock"
+
+
+# --- rewrites and tombstones
+
+
+def stored_marker(store: MemoryStore) -> Stored[Marker]:
+    stored = read_marker(store)
+    assert stored is not None
+    return stored
+
+
+def test_a_rewrite_changes_what_is_asked_for_and_shows_that_it_came(store: MemoryStore) -> None:
+    save(store)
+    for changes in ({}, {"pins": ("paper",)}, {"claim": 7}, {"state": "deleting"}):
+        before, since = stored_marker(store), len(store.puts)
+        rewritten = commits.rewrite_marker(
+            store, before, "the change", TickingClock().tries(), **changes
+        )
+        assert rewritten == stored_marker(store).record
+        assert rewritten.write_id != before.record.write_id
+        assert rewritten.format == (2 if rewritten.claim else 1)
+        wanted = {"put_on": "", "write_id": rewritten.write_id, "format": rewritten.format}
+        assert rewritten == msgspec.structs.replace(before.record, **{**wanted, **changes})
+        [put] = store.puts[since:]
+        assert (put.precondition, put.retry) == (IfVersion(before.version), False)
+
+
+def test_a_rewrite_that_came_too_late_changes_nothing(store: MemoryStore) -> None:
+    save(store)
+    before = stored_marker(store)
+    rewrite(store)
+    after = store.body(MARKER_KEY)
+    tries = TickingClock().tries()
+    assert commits.rewrite_marker(store, before, "a fence", tries) is None
+    assert store.body(MARKER_KEY) == after
+
+
+def test_a_rewrite_without_answers_says_what_may_still_come(store: MemoryStore) -> None:
+    save(store)
+    store.on_put = lambda _: LOST
+    with pytest.raises(CommitUnknownError, match="whether the change took effect"):
+        commits.rewrite_marker(store, stored_marker(store), "the change", TickingClock().tries())
+
+
+@pytest.mark.parametrize("fate", [None, LOST, UNANSWERED])
+def test_a_tombstone_is_a_marker_of_nothing(store: MemoryStore, fate: Fate | None) -> None:
+    store.on_put = in_turn(MARKER_KEY, fate)
+    began_at = datetime.now(UTC)
+    marker = commits.put_tombstone(store, TickingClock().tries())
+    assert marker is not None
+    assert marker == stored_marker(store).record
+    assert marker == Marker(
+        state="deleted",
+        commit_id=marker.commit_id,
+        write_id=marker.write_id,
+        generation=1,
+        index=None,
+        world_size=0,
+        created_at=marker.created_at,
+    )
+    assert began_at <= marker.created_at <= datetime.now(UTC)
+    assert {(put.precondition, put.retry) for put in store.puts} == {(IfAbsent(), False)}
+
+
+def test_a_tombstone_is_not_put_where_a_marker_is(store: MemoryStore) -> None:
+    done = save(store)
+    assert commits.put_tombstone(store, TickingClock().tries()) is None
+    assert stored_marker(store).record == done.marker
+
+
+def test_a_deletion_is_finished_once_and_only_that_of_its_commit(store: MemoryStore) -> None:
+    def finish_it() -> tuple[bool, list[tuple[str, str]]]:
+        before = len(store.requests)
+        replaced = commits.finish_deleting(store, done.commit_id, TickingClock().tries())
+        return replaced, store.requests[before:]
+
+    done = save(store)
+    begun = rewrite(store, state="deleting")
+    look = ("get", MARKER_KEY)
+    assert finish_it() == (False, [look, ("delete", DOT_METADATA_KEY), ("put", MARKER_KEY)])
+    tombstone = stored_marker(store).record
+    assert tombstone == msgspec.structs.replace(
+        begun, state="deleted", write_id=tombstone.write_id, put_on=""
+    )
+    assert finish_it() == (False, [look])
+    save(store)
+    rewrite(store, state="deleting")
+    assert finish_it() == (True, [look])
+    store.delete(MARKER_KEY)
+    assert finish_it() == (True, [look])

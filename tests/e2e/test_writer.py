@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import secrets
 import signal
 import socket
 import threading
@@ -21,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
 from dcp_objstore.cli.ranks import say
-from dcp_objstore.errors import SaveInProgressError
+from dcp_objstore.errors import PermissionDeniedError, SaveInProgressError, UnsupportedError
+from dcp_objstore.stores import open_store
 from dcp_objstore.write.staging.state import staging_memory
 from tests.support.checkpoints import (
     HookPlanner,
@@ -220,6 +222,24 @@ def call_blocked(rank: int, world: int, saving: Options, loading: Options) -> No
     except BaseException as error:  # noqa: BLE001 - DCP puts it into a CheckpointException
         say("ended", "KeyboardInterrupt" in "".join(traceback.format_exception(error)))
     dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=loading))
+
+
+@pytest.mark.parametrize("kind", [PermissionDeniedError, UnsupportedError])
+def test_a_save_that_the_probe_refuses_leaves_nothing(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `dcp.save` has it, which tells the writer of no failure."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise kind("refused")
+
+    monkeypatch.setattr("dcp_objstore.checkpoint.probe.require_fencing", refuse)
+    url = f"memory://{secrets.token_hex(4)}/step-1"
+    writer = dos.ObjectStoreWriter(url, progress=False)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"a": torch.ones(2)}, storage_writer=writer)
+    assert isinstance(cause(caught.value), kind)
+    assert list(open_store(url).list()) == []
 
 
 def test_ctrl_c_ends_a_call_that_waits_for_the_store() -> None:

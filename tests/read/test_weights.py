@@ -36,6 +36,7 @@ from dcp_objstore.errors import (
     StateMismatchError,
     UnsupportedError,
 )
+from dcp_objstore.read import session
 from dcp_objstore.stores import open_store
 from tests.support.checkpoints import cause
 from tests.support.command_line import run_here
@@ -388,6 +389,52 @@ def test_wrong_rules_are_refused_before_anything_is_read(
     with pytest.raises(ConfigError, match="rename"):
         dos.load({"w": torch.ones(1)}, "memory://nowhere/at/all", rename=rules, progress=False)
     assert requests == []
+
+
+def test_bytes_without_digests_are_received_in_the_tensors_own_memory(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what must be converted or spread, is less than what is read, or has a digest to check."""
+    saved = {
+        "whole": seeded("whole", (3, 2**20)),
+        "half": seeded("half", (2**20,)),
+        "spread": seeded("spread", (4, 2**18)),
+        "other": seeded("other", (2**20,)),
+        "last": seeded("last", (3, 5)),
+    }
+    url, options = bucket.at("weights"), bucket.storage_options
+    body = safetensors.torch.save(saved)
+    open_store(url, storage_options=options).put("model.safetensors", body)
+    consumed: set[str] = set()
+
+    def consume(request: Any, body: Any) -> None:
+        consumed.update(span.tag.key for span in request.spans)
+        really(request, body)
+
+    really = session.consume
+    monkeypatch.setattr(session, "consume", consume)
+    config = dos.TransferConfig(request_size_bytes=4 * 2**20)  # a tensor each
+    for source in (url, bucket.at("own")):
+        if source != url:
+            dos.save(saved, source, storage_options=options, progress=False)
+        for verify in (True, False):
+            state = {key: torch.zeros_like(value) for key, value in saved.items()}
+            state["spread"] = torch.zeros(2**18, 4).t()
+            state["other"] = torch.zeros(2**20, dtype=torch.float64)
+            consumed.clear()
+            dos.load(
+                state,
+                source,
+                storage_options=options,
+                progress=False,
+                config=config,
+                verify=verify,
+            )
+            for key, value in saved.items():
+                assert same_bits(state[key], value.to(state[key].dtype)), key
+            is_checked = verify and source != url
+            assert consumed >= {"spread", "other"}
+            assert ("whole" in consumed) == ("half" in consumed) == is_checked, source
 
 
 def test_dtypes_are_converted_unless_that_is_an_error(requests: list[Request], memory: str) -> None:

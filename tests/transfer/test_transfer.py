@@ -20,6 +20,7 @@ from dcp_objstore.config import AUTO_MOST, MIB, PINNED_MOST, TransferConfig
 from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
+    InputError,
     StoreUnavailableError,
     TransferStalledError,
     UnsupportedError,
@@ -944,6 +945,104 @@ def test_a_download_does_not_raise_while_a_worker_still_writes():
         fetch(TwoAnswers(), requests_of(10, 5), consume)
     raised.set()
     assert raised_meanwhile == [False]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_needs_no_look_is_received_where_it_belongs_a_block_at_a_time(ahead):
+    """But not from a store whose transport could still write there after a failure."""
+    store = Ahead(open_store(f"memory://{secrets.token_hex(4)}/o"))
+    store.range_reading = RangeReading(ahead=ahead)
+    body = random_bytes(22 * MIB)
+    store.put("o", body)
+    arrived, read, consumed = np.zeros_like(body), [], []
+    open_range = store.open_range
+
+    def opened(key, start, end):
+        answer = open_range(key, start, end)
+        fill = answer.readinto
+        answer.readinto = lambda into: (read.append(into), fill(into))
+        return answer
+
+    store.open_range = opened
+
+    def in_place(request):
+        if not request.start:
+            return None
+        return memoryview(arrived)[request.start : request.end]
+
+    def consume(request, data):
+        consumed.append((request.start // MIB, request.end // MIB))
+        arrived[request.start : request.end] = np.frombuffer(data, np.uint8)
+
+    requests = blocks_of(body.nbytes, 8 * MIB)
+    fetched = fetch_ranges(
+        store, ["o"], requests, consume, config(), Progress(60), in_place=in_place
+    )
+    assert sorted(r.start for r in fetched) == [r.start for r in requests]
+    assert np.array_equal(arrived, body)
+    assert max(map(len, read)) == BLOCK_SIZE_BYTES
+    first = requests[0].end // MIB
+    assert (max(end for _, end in consumed) == first) is ahead
+    assert len(consumed) + sum(memory.obj is arrived for memory in read) == len(read)
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_nothing_is_received_in_place_any_more_once_a_download_has_failed(comes, monkeypatch):
+    """What is under way is ended, and waited for; what begins later does not begin."""
+    monkeypatch.setattr("dcp_objstore.transfer.download._depth", lambda *_: 1)
+    raised = threading.Event()
+    written_after: list[bool] = []
+
+    class Body:
+        def __init__(self, start):
+            self.start, self.cancelled = start, threading.Event()
+
+        def readinto(self, into):
+            if self.start:
+                if comes == "before":
+                    receiving.set()
+                assert self.cancelled.wait(10), "it would go on receiving"
+                written_after.append(raised.is_set())
+                raise InputError("the range is closed")
+            if comes == "before":
+                assert receiving.wait(10)
+
+        def cancel(self, *, at_once):
+            assert not at_once  # else a transport that cannot be interrupted would ask again
+            self.cancelled.set()
+            return True
+
+        def close(self):
+            pass
+
+    class Opens(Stub):
+        url = f"stub://{secrets.token_hex(4)}"
+        range_reading = RangeReading(ahead=True)
+
+        def open_range(self, key, start, end):
+            if start and comes == "after":
+                assert raised.wait(10)
+            return Body(start)
+
+    receiving = threading.Event()
+    memory = memoryview(bytearray(10))
+    iterator = fetch_ranges(
+        Opens(),
+        ["o"],
+        requests_of(10, 5),
+        lambda *_: pytest.fail("consumed"),
+        config(download_concurrency=4),
+        Progress(60),
+        in_place=lambda request: memory[request.start : request.end],
+    )
+    with pytest.raises(ValueError, match="the caller's"), contextlib.closing(iterator):
+        for _ in iterator:
+            raise ValueError("the caller's")
+    raised.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("dcp_objstore-download"):
+            thread.join(10)
+    assert written_after == ([False] if comes == "before" else [])
 
 
 def test_the_first_error_of_a_download_ends_all_workers():

@@ -7,7 +7,7 @@ each has its part, and only then they exchange bytes, point to point, in a gloo 
 Every step that the ranks take together begins with such an agreement, starting with the memory for
 the slots. Work that may fail on one rank alone is done between two agreements. A rank that fails
 reports its error in the next one instead of agreeing, so no rank waits for bytes that will not
-come.
+come. Nothing is waited for before it is needed: ranks fetch while they find each other's slots.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import typed_failures
 from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.distributed.ranks import current_rank
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from dcp_objstore.read.plan import PlannedLoad
     from dcp_objstore.read.tensor_read import Block, Read
     from dcp_objstore.transfer.progress import Progress
-
-T = TypeVar("T")
 
 # If the needed pieces make up less of a stretch than this, they are packed. Otherwise the whole
 # stretch is sent, which saves both sides a copy.
@@ -169,6 +169,8 @@ class Exchange:
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.memory_bytes = 0
         self.received_bytes = 0
+        # Whether it is known which ranks can read whose slots.
+        self._connected: Future[None] = Future()
 
     def _request(self, planned: SharedRequest) -> RangeRequest[Block]:
         spans = [self._spans[planned.object_number, *block] for block in planned.blocks]
@@ -186,14 +188,10 @@ class Exchange:
         return min(len(self.requests), max(two_rounds, ahead))
 
     def prepare(self, planned: PlannedLoad, ahead_bytes: int) -> None:
-        """Allocate the memory and find out which ranks can read whose slots. A collective.
+        """Allocate the memory, and begin to find out which ranks can read whose slots.
 
         Args:
             ahead_bytes: the number of bytes that may be fetched, or in flight, before their round.
-
-        Raises:
-            PeerFailedError: another rank has failed.
-            RankFailedError: another rank has died.
         """
         self._reads = planned.reads
         self._spans = {(s.object_number, s.start, s.end): s for s in planned.spans}
@@ -216,18 +214,23 @@ class Exchange:
         )
         self._slot_bytes = max((r.end - r.start for r in self.requests), default=0)
         self._slots = SharedMemory(self._count_slots(ahead_bytes), self._slot_bytes)
+        # Should other ranks' slots turn out to be readable, this memory is never touched.
+        arena_bytes = max(map(self._incoming_bytes, self._rounds), default=0)
+        self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device="cpu")
+        self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
+        self._connected = self._thread.submit(self._connect)
+
+    def _connect(self) -> None:
+        """Find out which ranks can read whose slots. A collective."""
         address = self._slots.address
         own = None if address is None else _SlotsAddress(address, self._slot_bytes)
-        addresses: list[_SlotsAddress | None] = self._do(self._gather, own)
+        addresses: list[_SlotsAddress | None] = self._gather(own)
         for rank in {r.fetcher for requests in self._rounds for r in requests} - {self._rank}:
             slots = addresses[rank]
             memory = None if slots is None else attach(slots.memory)
             if slots is not None and memory is not None:
                 self._local[rank] = _Slots(memory, slots.slot_bytes)
-        arena_bytes = max(map(self._incoming_bytes, self._rounds), default=0)
-        self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device="cpu")
-        self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
-        reached: list[list[int]] = self._do(self._gather, list(self._local))
+        reached: list[list[int]] = self._gather(list(self._local))
         self._slots.close_descriptor()
         self._remote = {rank for rank, local in enumerate(reached) if self._rank not in local}
 
@@ -235,27 +238,25 @@ class Exchange:
         """Gather a value from each rank, on all ranks. A collective."""
         self._agree(None)
         values: list[Any] = [None] * dist.get_world_size(self._group)
-        with typed_failures(self._url, self._group):
+        with self._together():
             dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def _do(self, together: Callable[..., T], *args: object) -> T:
-        """Run a collective step after all earlier ones."""
-
-        def in_order() -> T:
-            try:
-                return together(*args)
-            except BaseException:
-                self._over = True
-                raise
-
-        return result_of(self._thread.submit(in_order))
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Do a step with all ranks; if it fails it was the last one."""
+        try:
+            with typed_failures(self._url, self._group):
+                yield
+        except BaseException:
+            self._over = True
+            raise
 
     def _incoming_bytes(self, requests: Iterable[SharedRequest]) -> int:
         return sum(
             segment.length_bytes
             for request in requests
-            if request.fetcher != self._rank and request.fetcher not in self._local
+            if request.fetcher != self._rank
             for segment in request.messages[self._rank]
         )
 
@@ -267,7 +268,9 @@ class Exchange:
         with self._thread:
             if error is not None:
                 with contextlib.suppress(Exception):  # the error of this rank matters more
-                    self._do(self._report, typed(error, current_rank(), self._url))
+                    report = partial(self._report, typed(error, current_rank(), self._url))
+                    result_of(self._thread.submit(report))
+        self._connected = Future()  # an error in it has this object
 
     def _report(self, error: DcpObjstoreError) -> None:
         if not self._over:
@@ -301,11 +304,17 @@ class Exchange:
         slots = self._slots.size_bytes // self._slot_bytes
         return self._slots[planned.sequence % slots][: planned.end - planned.start]
 
-    def keep(self, request: RangeRequest[Block]) -> None:
-        """Keep a verified body, which lies in its slot, until its round. Called in a worker."""
+    def keep(self, request: RangeRequest[Block], progress: Progress) -> None:
+        """Keep a verified body, which lies in its slot, until its round. Called in a worker.
+
+        Raises:
+            PeerFailedError: another rank has failed.
+            RankFailedError: another rank has died.
+        """
         planned = self._fetched.get(id(request))
         if planned is None:
             return
+        result_of(self._connected, look=progress.check_stopped, step_seconds=STEP_SECONDS)
         slot = self._slot_of(planned)
         messages = {
             rank: self._message(planned, rank, segments, slot)
@@ -353,28 +362,29 @@ class Exchange:
                 if any(sequence not in self._outbox for sequence in range(self._freed, due)):
                     return
             requests = self._rounds[self._round]
-            self._do(self._trade, requests)
+            result_of(self._thread.submit(self._trade, requests))
             self._deliver(requests)
 
     def _agree(self, error: DcpObjstoreError | None) -> None:
         """Confirm that no rank has failed; otherwise raise on those that have not. A collective."""
-        with typed_failures(self._url, self._group):
+        with self._together():
             failed = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
             if not failed.item():
                 return
             errors: list[DcpObjstoreError | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(errors, error, group=self._group)
-        if error is None:
-            raise PeerFailedError(next(filter(None, errors)))
+            if error is None:
+                raise PeerFailedError(next(filter(None, errors)))
 
     def _trade(self, requests: Sequence[SharedRequest]) -> None:
         """Send and receive the messages of a round. A collective."""
+        self._connected.result()
         self._agree(None)
         self._free_slots()
         works: list[dist.Work | None] = []
         filled = 0
-        with typed_failures(self._url, self._group):
+        with self._together():
             # Both sides handle the messages between them in the same order, so no tags are needed.
             for request in requests:
                 if request.fetcher == self._rank:
