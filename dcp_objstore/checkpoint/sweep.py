@@ -7,8 +7,9 @@ The rule of `commit` that this module implements:
     - Read the marker. If it says `deleting`, finish the deletion, then stop.
     - If it is a committed step that will never count again, delete it (rule 8), then stop. Its
       claim is below the base of its run, which only rises (rule C3 of `claim`); it is older than
-      the grace period and has no pin. Any job may do this, even one of an earlier claim than the
-      step's: rule C5 is about steps that count.
+      the grace period and has no pin, and no young beacon shows a save that is about to replace it.
+      Any job may do this, even one of an earlier claim than the step's: rule C5 is about steps that
+      count.
     - List the uploads in progress, then the objects. Candidates are objects with names of our form
       that the committed index does not name (a tombstone names nothing) and that are older than the
       grace period. If there are none, stop.
@@ -294,7 +295,7 @@ class _Sweep:
             return CheckpointSweep(
                 url=self.store.url, outcome="mended", finished_delete=True, dry_run=self.dry_run
             )
-        if stored is not None and self._never_counts(stored, now):
+        if stored is not None and self._never_counts(stored, now) and not self._is_replaced(now):
             return self._delete_superseded(stored)
         marker = None if stored is None else stored.record
         named = self._named(marker)
@@ -331,6 +332,12 @@ class _Sweep:
         age = now - meta.last_modified
         superseded = marker.is_committed and marker.claim < self.base
         return superseded and not marker.pins and age > timedelta(seconds=self.grace_seconds)
+
+    def _is_replaced(self, now: datetime) -> bool:
+        """Return whether a save is under way here, which the deletion would defeat."""
+        oldest_kept = now - timedelta(seconds=self.grace_seconds)
+        beacons = (meta for meta in self.store.list() if is_beacon_key(meta.key))
+        return any(meta.last_modified >= oldest_kept for meta in beacons)
 
     def _delete_superseded(self, stored: Stored[Marker]) -> CheckpointSweep:
         """Delete the step. A later sweep removes its objects, after the grace period."""

@@ -129,6 +129,10 @@ def report(**fields: object) -> dict[str, object]:
     return {"url": "memory://test/run/step-1", "unknown": (), **nothing, **fields}
 
 
+MOMENT = datetime(2026, 1, 10, tzinfo=UTC)
+DAY = timedelta(days=1)  # the default grace period
+AN_INSTANT = timedelta(microseconds=1)
+
 READ_MARKER, READ_INDEX, READ_DOT_METADATA = "get _COMMIT", "get index", "get .metadata"
 PUT_MARKER = "put _COMMIT"
 FENCE = [PUT_MARKER, READ_MARKER]
@@ -700,8 +704,27 @@ def test_a_step_that_never_counts_is_deleted_as_delete_does_it(
     store.age()
     deleted, requests = watched(store, base=1, dry_run=dry_run)
     deletion = [PUT_MARKER, READ_MARKER, "delete .metadata", PUT_MARKER]
-    assert requests == [READ_MARKER] + ([] if dry_run else deletion)
+    assert requests == [READ_MARKER, "list "] + ([] if dry_run else deletion)
     assert deleted == report(outcome="mended", superseded=True, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_never_counts_is_not_deleted_under_the_save_that_replaces_it(
+    late: bool,
+) -> None:
+    store = MemoryStore()
+    store.bucket.now = lambda: MOMENT - 2 * DAY  # type: ignore[method-assign]
+    save(store)
+    tear(store)  # whose beacon is old
+    store.bucket.now = lambda: MOMENT  # type: ignore[method-assign]
+    token = commits.begin(store, overwrite=False, claim=1)
+    clock = Offset()
+    clock.utc_now = lambda: MOMENT + DAY + late * AN_INSTANT  # type: ignore[method-assign]
+    done = go(store, base=1, clock=clock)
+    assert (done.superseded, done.outcome) == (late, "mended" if late else "waiting")
+    if not late:
+        finish(store, token, upload(store))
+        named(store)
 
 
 def test_only_steps_of_claims_below_the_base_never_count(store: AgedStore) -> None:
@@ -819,11 +842,6 @@ def test_uploads_are_listed_before_the_objects_and_aborted_before_the_fence(
 
 
 # --- by the store's clock
-
-
-MOMENT = datetime(2026, 1, 10, tzinfo=UTC)
-DAY = timedelta(days=1)  # the default grace period
-AN_INSTANT = timedelta(microseconds=1)
 
 
 @pytest.mark.parametrize("late", [False, True])
