@@ -678,6 +678,8 @@ def test_what_was_never_committed_is_removed_behind_a_tombstone(
 def test_where_there_is_nothing_to_remove_a_sweep_only_looks(
     store: AgedStore, dry_run: bool
 ) -> None:
+    """Stores tell the time in seconds, and `.metadata` is often of the second of the marker."""
+    store.inner.bucket.now = lambda: MOMENT  # type: ignore[attr-defined]
     save(store)
     store.age()
     clean, requests = watched(store, dry_run=dry_run)
@@ -763,6 +765,15 @@ def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(
     fenced = moment == "after the fence"
     assert lost == report(outcome="lost", reason="another job changed the marker", fenced=fenced)
     assert keys(store) == before
+
+
+def test_nothing_is_mended_if_the_marker_is_gone_after_the_listing(store: AgedStore) -> None:
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+    save(store, publish=False)
+    inner.on_list = lambda: inner.objects.pop(MARKER_KEY) and None
+    lost = asdict(go(store))
+    assert lost == report(outcome="lost", reason="another job changed the marker")
+    assert DOT_METADATA_KEY not in inner.objects
 
 
 def test_nothing_is_removed_if_the_marker_is_gone_after_the_fence(store: AgedStore) -> None:
