@@ -36,7 +36,7 @@ class Described:
         return b"metadata of " + index
 
     def describes(self, body: bytes, index: bytes) -> bool:
-        return body == self.derive(index)
+        return bytes(body) == self.derive(index)  # raises if there is no body
 
     def is_ours(self, body: bytes) -> bool:
         return body.startswith(b"metadata of ")
