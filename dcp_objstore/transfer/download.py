@@ -250,8 +250,8 @@ class _Fetch(Generic[T]):
     """A request that is under way.
 
     Attributes:
-        destination: the memory to read it into as a whole; None to read it in pieces.
-        place: the caller's memory, to receive the pieces in; None for its worker's memory.
+        memory: the memory for all of it; None to read each piece into its worker's memory.
+        is_in_place: whether its bytes belong there, and are not consumed.
         began_at: when it began (monotonic).
         worker: its row in a trace.
         unread: the pieces that were not consumed yet.
@@ -261,8 +261,8 @@ class _Fetch(Generic[T]):
     """
 
     request: RangeRequest[T]
-    destination: memoryview | None
-    place: memoryview | None
+    memory: memoryview | None
+    is_in_place: bool
     began_at: float
     body: RangeBody
     worker: int
@@ -408,7 +408,7 @@ class _Shared(Generic[T]):
         if fetch.repeats == _MOST_REPEATS:
             return False
         # The worker that goes on waiting must hold only its own memory, and no other request.
-        may_be_handed_over = fetch.destination is None and self.depth == 1 and self._has_room
+        may_be_handed_over = fetch.memory is None and self.depth == 1 and self._has_room
         cancelled = fetch.body.cancel(at_once=not may_be_handed_over)
         fetch.repeats += cancelled or may_be_handed_over
         fetch.is_handed_over = may_be_handed_over and not cancelled
@@ -476,17 +476,18 @@ class _Worker(Generic[T]):
             shared.tasks.appendleft(request)
             return None
         # Only what was given a place is admitted, and what waits for memory takes no place.
-        destination = None if shared.admit is None else shared.admit(request, progress)
+        memory = None if shared.admit is None else shared.admit(request, progress)
         if wait:
             begin(wait=True)
-        place = shared.in_place(request) if destination is None else None
+        # What is admitted into memory is consumed there as a whole.
+        pieces = [request] if memory is not None else cut(request, BLOCK_SIZE_BYTES)
+        place = shared.in_place(request) if memory is None else None
         body = shared.open(request, request.start)
-        pieces = [request] if destination is not None else cut(request, BLOCK_SIZE_BYTES)
         now = time.monotonic()
         return _Fetch(
             request,
-            destination,
-            place,
+            place if memory is None else memory,
+            is_in_place=place is not None,
             began_at=now,
             body=body,
             worker=row,
@@ -500,11 +501,16 @@ class _Worker(Generic[T]):
         # A copy on this machine may be damaged, and then, once, the store's answer.
         tries = 3 if fetch.request.object_number in shared.local else 2
         size_bytes = piece.end - piece.start
-        memory = self._memory_for(fetch, piece)
+        first = fetch.request.start
+        memory = (
+            self._memory(size_bytes)
+            if fetch.memory is None
+            else fetch.memory[piece.start - first : piece.end - first]
+        )
         while True:
             began_at = time.monotonic()
             try:
-                if fetch.place is not None:
+                if fetch.is_in_place:
                     self._receive_in_place(fetch, piece, memory)
                 else:
                     self._receive(fetch, piece, memory)
@@ -529,15 +535,6 @@ class _Worker(Generic[T]):
         shared.waits(fetch.request).slot.moved(size_bytes)
         shared.staff()
         shared.progress.alive()
-
-    def _memory_for(self, fetch: _Fetch[T], piece: RangeRequest[T]) -> memoryview:
-        if fetch.place is not None:
-            first = fetch.request.start
-            return fetch.place[piece.start - first : piece.end - first]
-        size_bytes = piece.end - piece.start
-        return (
-            self._memory(size_bytes) if (whole := fetch.destination) is None else whole[:size_bytes]
-        )
 
     def _receive_in_place(
         self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview

@@ -227,6 +227,41 @@ BODY = np.arange(20 * STEP, dtype=np.uint32).astype(np.uint8)
 REQUESTS = [RangeRequest(0, start, start + STEP) for start in range(0, len(BODY), STEP)]
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+@pytest.mark.parametrize(
+    ("repeats", "memory", "depth", "room", "is_asked"),
+    [
+        (0, False, 1, True, True),
+        (1, False, 1, True, True),
+        (2, False, 1, True, False),  # twice is enough
+        (0, True, 1, True, True),
+        (0, False, 2, True, True),
+        (0, False, 1, False, True),
+    ],
+)
+def test_a_slow_request_goes_to_another_worker_if_that_costs_only_a_workers_memory(
+    repeats: int, memory: bool, depth: int, room: bool, is_asked: bool, cancelled: bool
+) -> None:
+    """Who goes on waiting must not write to the caller's memory, and hold up no other request."""
+    asked: list[bool] = []
+
+    class Body:
+        def cancel(self, *, at_once: bool) -> bool:
+            asked.append(at_once)
+            return cancelled
+
+    fetch: Any = SimpleNamespace(
+        repeats=repeats, memory=memory or None, body=Body(), is_handed_over=False
+    )
+    shared: Any = SimpleNamespace(depth=depth, _has_room=room)
+    may_go_on = not memory and depth == 1 and room
+    is_given_up = is_asked and (cancelled or may_go_on)
+    assert _Shared._give_up(shared, fetch) == is_given_up
+    assert asked == [not may_go_on] * is_asked
+    assert fetch.repeats == repeats + is_given_up
+    assert fetch.is_handed_over == (is_given_up and not cancelled)
+
+
 class Holding:
     """A store whose first answer for one range comes when it is let go, and with other bytes.
 

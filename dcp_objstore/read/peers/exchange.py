@@ -127,7 +127,7 @@ class Exchange:
 
     A body is fetched into a slot. Ranks on the same host read it there; other ranks are sent the
     parts that they need. If an error leaves the block before all rounds were run, it is sent to the
-    other ranks, where `prepare` or `advance` raises PeerFailedError.
+    other ranks, where `advance` or `keep` raises PeerFailedError.
 
     Args:
         group: a gloo group of the ranks that load, numbered as in the plan.
