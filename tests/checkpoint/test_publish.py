@@ -21,12 +21,13 @@ from dcp_objstore.errors import (
     CheckpointCorruptError,
     CorruptDataError,
     ObjectNotFoundError,
+    PermissionDeniedError,
     PreconditionFailedError,
     RetryableError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta
 from tests.support.memory_store import LOST, UNANSWERED, Fate, MemoryStore, TickingClock, in_turn
-from tests.support.upkeep import DESCRIBED, save, tear_deletion
+from tests.support.upkeep import DESCRIBED, finish, save, tear_deletion, upload
 
 LOOK = ["head .metadata", "get _COMMIT"]
 PUT = ["put .metadata", "get _COMMIT"]
@@ -73,6 +74,31 @@ def test_it_is_put_on_what_was_there_between_two_looks_at_the_marker(
     put = store.puts[-1]
     assert (put.key, put.data, put.retry) == (DOT_METADATA_KEY, b"ours", False)
     assert put.precondition == (seen if fenced else None)
+
+
+def test_it_costs_two_requests_if_it_is_what_the_save_saw(store: MemoryStore) -> None:
+    save(store)
+    token = commits.begin(store, overwrite=True)
+    done = finish(store, token, upload(store))
+    assert publish(store, done.commit_id, seen=token.dot_metadata) == (True, PUT)
+    assert store.body(DOT_METADATA_KEY) == b"ours"
+
+
+def test_it_stops_for_a_newer_commit_that_has_published_meanwhile(store: MemoryStore) -> None:
+    first = save(store, publish=False)
+    store.on_put = in_turn(DOT_METADATA_KEY, lambda _: save(store, overwrite=True))
+    written, sent = publish(store, first.commit_id)
+    assert (written, sent[-2:]) == (False, LOOK)
+    assert store.body(DOT_METADATA_KEY) == DESCRIBED.derive(open_committed(store)[1])
+
+
+def test_a_refusal_is_raised_at_once_and_the_commit_stands(store: MemoryStore) -> None:
+    done = save(store, publish=False)
+    store.on_put = lambda put: PermissionDeniedError("no")
+    with pytest.raises(PermissionDeniedError):
+        publish(store, done.commit_id)
+    assert [put.key for put in store.puts].count(DOT_METADATA_KEY) == 1
+    assert open_committed(store)[0] == done.marker
 
 
 def remove_marker(store: MemoryStore) -> None:
