@@ -45,7 +45,7 @@ _TRAINER_STATE = "trainer_state.json"
 _TRAINER_KEY = "files.0"
 _CONFIG = "config.json"
 # Memory for these many blocks is in use while an object is copied.
-_BLOCKS_AT_ONCE = 8
+_CONCURRENT_READS = 8
 
 
 def named_files(
@@ -123,7 +123,7 @@ def _copy_of(store: ObjectStore, meta: ObjectMeta) -> PlannedFile:
         starts = range(0, meta.size_bytes, BLOCK_SIZE_BYTES)
         ends = [*starts[1:], meta.size_bytes]
         read = partial(_read, pinned, meta.key)
-        with closing(ahead(zip(starts, ends, strict=False), read, _BLOCKS_AT_ONCE)) as blocks:
+        with closing(ahead(zip(starts, ends, strict=False), read, _CONCURRENT_READS)) as blocks:
             yield from blocks
 
     return PlannedFile(meta.key, meta.size_bytes, buffers)

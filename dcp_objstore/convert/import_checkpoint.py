@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.report import SaveReport
 
 _DOWNLOAD_BYTES = 16 * MIB
-_DOWNLOADS_AT_ONCE = 8
+_CONCURRENT_DOWNLOADS = 8
 # What torch wrote before 1.6, or without its zip format, begins with this number, pickled. Such a
 # file cannot be mapped into memory.
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
@@ -285,7 +285,7 @@ def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
         pieces = ahead(
             range(0, size_bytes, _DOWNLOAD_BYTES),
             lambda start: read_range(store, name, start, min(size_bytes, start + _DOWNLOAD_BYTES)),
-            _DOWNLOADS_AT_ONCE,
+            _CONCURRENT_DOWNLOADS,
         )
         try:
             with closing(pieces), path.open("wb") as file:

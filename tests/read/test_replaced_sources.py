@@ -245,7 +245,7 @@ def test_a_source_that_is_replaced_is_not_imported(
     nth: int,
 ) -> None:
     monkeypatch.setattr(import_checkpoint, "_DOWNLOAD_BYTES", 1024 * 1024)
-    monkeypatch.setattr(import_checkpoint, "_DOWNLOADS_AT_ONCE", 1)
+    monkeypatch.setattr(import_checkpoint, "_CONCURRENT_DOWNLOADS", 1)
     old, new = {
         "safetensors": (safetensors_objects(1.0), safetensors_objects(2.0)),
         "pt": (torch_objects(tmp_path, 1.0), torch_objects(tmp_path, 2.0)),
