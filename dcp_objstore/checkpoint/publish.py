@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, Protocol, TypeAlias
 
-from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, pause_or_raise
+from dcp_objstore.checkpoint.clock import pause_or_raise
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
 from dcp_objstore.checkpoint.read import Stored, read_index, read_marker
@@ -66,7 +66,7 @@ def publish_dot_metadata(
     commit_id: str,
     body: bytes,
     *,
-    tries: Tries | None = None,
+    tries: Tries,
     seen: Precondition | None = None,
     fenced: bool = True,
 ) -> bool:
@@ -77,7 +77,7 @@ def publish_dot_metadata(
 
     Args:
         commit_id: the commit that `body` describes.
-        tries: bounds when a PUT may start. Default: 60 s from now.
+        tries: bounds when a PUT may start.
         seen: the `dot_metadata` of the commit's result. Default: not known.
         fenced: False on a store without conditional writes (rule 11 of `commit`).
 
@@ -89,7 +89,6 @@ def publish_dot_metadata(
         RetryableError: no success before the deadline.
         DcpObjstoreError: the store refused for good.
     """
-    tries = SYSTEM_CLOCK.tries() if tries is None else tries
     may_be_there = False
     while True:
         if seen is None:

@@ -43,7 +43,8 @@ def repair(
 ) -> RepairReport:
     """Finish a deletion that was begun, and bring `.metadata` into line with the marker (rule 6).
 
-    No data object is touched. Safe at any time, even while a save is under way.
+    No data object is touched. If this changes `.metadata` while a save that overwrites is under way
+    here, that save ends with `CommitLostError`.
 
     Args:
         store: the store, rooted at the checkpoint.

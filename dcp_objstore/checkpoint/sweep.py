@@ -7,14 +7,17 @@ The rule of `commit` that this module implements:
     - Read the marker. If it says `deleting`, finish the deletion, then stop.
     - If it is a committed step that will never count again, delete it (rule 8), then stop. Its
       claim is below the base of its run, which only rises (rule C3 of `claim`); it is older than
-      the grace period and has no pin. Any job may do this, even one of an earlier claim than the
-      step's: rule C5 is about steps that count.
+      the grace period and has no pin, and no young beacon shows a save that is about to replace it.
+      Any job may do this, even one of an earlier claim than the step's: rule C5 is about steps that
+      count.
     - List the uploads in progress, then the objects. Candidates are objects with names of our form
       that the committed index does not name (a tombstone names nothing) and that are older than the
       grace period. If there are none, stop.
     - Stop if an unnamed object, an upload or a beacon is younger than the grace period: a save may
       be under way, and a fence would defeat it. (The beacon shows the save even if uploads cannot
       be listed.) Stop if the marker is younger: readers may still be using what it named before.
+      (If a sweep stops here or at the step before, and no beacon is young, it still brings
+      `.metadata` into line, and fences if that changed it.)
     - **Fence**: change the marker's write_id, or put a tombstone if there is no marker, so that no
       save that began before can commit. Read the marker back, and go on only if it is ours.
     - Bring `.metadata` into line. If that changed it, fence again and stop, because stock readers
@@ -164,7 +167,7 @@ def check_grace(grace_seconds: float) -> float:
     Raises:
         ConfigError: it is not a number, or less than an hour.
     """
-    number = isinstance(grace_seconds, (int, float)) and not isinstance(grace_seconds, bool)
+    number = isinstance(grace_seconds, (int, float))
     if not number or not LEAST_GRACE_SECONDS <= grace_seconds < float("inf"):
         raise ConfigError(
             f"grace_seconds must be a number of at least {LEAST_GRACE_SECONDS:.0f} (an hour), got"
@@ -292,7 +295,7 @@ class _Sweep:
             return CheckpointSweep(
                 url=self.store.url, outcome="mended", finished_delete=True, dry_run=self.dry_run
             )
-        if stored is not None and self._never_counts(stored, now):
+        if stored is not None and self._never_counts(stored, now) and not self._is_replaced(now):
             return self._delete_superseded(stored)
         marker = None if stored is None else stored.record
         named = self._named(marker)
@@ -316,9 +319,10 @@ class _Sweep:
         if plan.outcome == "swept":
             return self._remove(done, plan, stored)
         # A commit whose writer died before it wrote `.metadata`, or a `.metadata` that was left
-        # next to a tombstone. No objects are removed, so this needs no fence.
+        # next to a tombstone. No objects are removed, so this needs no fence; but it ends with one.
         published = next((meta for meta in listing if meta.key == DOT_METADATA_KEY), None)
-        if stored is not None and _is_suspect(stored, published):
+        under_way = any(is_beacon_key(meta.key) for meta in plan.young)
+        if stored is not None and not under_way and _is_suspect(stored, published):
             return self._mend(done, stored)
         return done
 
@@ -328,6 +332,12 @@ class _Sweep:
         age = now - meta.last_modified
         superseded = marker.is_committed and marker.claim < self.base
         return superseded and not marker.pins and age > timedelta(seconds=self.grace_seconds)
+
+    def _is_replaced(self, now: datetime) -> bool:
+        """Return whether a save is under way here, which the deletion would defeat."""
+        oldest_kept = now - timedelta(seconds=self.grace_seconds)
+        beacons = (meta for meta in self.store.list() if is_beacon_key(meta.key))
+        return any(meta.last_modified >= oldest_kept for meta in beacons)
 
     def _delete_superseded(self, stored: Stored[Marker]) -> CheckpointSweep:
         """Delete the step. A later sweep removes its objects, after the grace period."""
@@ -395,10 +405,13 @@ class _Sweep:
             if change is not None:
                 return replace(done, outcome="mended", dot_metadata=change)
             return _with_deleted(done, plan.candidates)
-        fence = self._fence(stored)
-        if fence is None:
+        written = self._fence(stored)
+        if written is None:
             return replace(done, outcome="lost", reason=_LOST)
         done = replace(done, fenced=True)
+        fence = read_marker(self.store)
+        if fence is None or fence.record.write_id != written.write_id:
+            return replace(done, outcome="lost", reason=_LOST)
         # From here on, only the store's own time counts.
         oldest_kept = fence.meta.last_modified - timedelta(seconds=self.grace_seconds)
         candidates = [meta for meta in plan.candidates if meta.last_modified < oldest_kept]
@@ -430,17 +443,11 @@ class _Sweep:
         self._delete(candidates)
         return _with_deleted(done, candidates)
 
-    def _fence(self, stored: Stored[Marker] | None) -> Stored[Marker] | None:
-        """Rewrite the marker and read it back; return it, or None if it is not ours."""
+    def _fence(self, stored: Stored[Marker] | None) -> Marker | None:
+        """Rewrite the marker, or put a tombstone; None if another job has changed it."""
         if stored is None:
-            written = put_tombstone(self.store, self.tries)
-        else:
-            written = rewrite_marker(self.store, stored, "the fence", self.tries)
-        if written is None:
-            return None
-        fence = read_marker(self.store)
-        ours = fence is not None and fence.record.write_id == written.write_id
-        return fence if ours else None
+            return put_tombstone(self.store, self.tries)
+        return rewrite_marker(self.store, stored, "the fence", self.tries)
 
 
 def _is_suspect(stored: Stored[Marker], published: ObjectMeta | None) -> bool:

@@ -185,7 +185,8 @@ def repair(
 
     If a save dies after its commit and before it writes `.metadata`, dcp_objstore loads the
     checkpoint, but stock torch does not see it, or sees the one before. A repair writes `.metadata`
-    then. No data object is touched.
+    then. No data object is touched. If a save that overwrites is under way here, a repair that
+    changes `.metadata` ends it with `CommitLostError`.
 
     Args:
         url: URL of the checkpoint.

@@ -16,7 +16,6 @@ import pytest
 
 from dcp_objstore.checkpoint import commit as commits, index as ix
 from dcp_objstore.checkpoint.commit import BeginToken, CommitResult
-from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.marker import (
     ON_NOTHING,
     Counts,
@@ -33,7 +32,6 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
-from dcp_objstore.checkpoint.publish import publish_dot_metadata
 from dcp_objstore.checkpoint.read import Stored, explain_missing, open_committed, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -664,73 +662,6 @@ def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
 
     store.on_put = refuse_conditions
     done = finish(store, commits.begin(store, overwrite=False), fenced=False)
-    assert publish_dot_metadata(store, done.commit_id, b"ours", fenced=False)
-    assert open_committed(store)[0] == done.marker
-
-
-# --- .metadata
-
-
-def publish(store: MemoryStore, commit_id: str, body: bytes) -> bool:
-    return publish_dot_metadata(store, commit_id, body, tries=TickingClock().tries())
-
-
-def test_dot_metadata_loop_stops_for_a_newer_commit_that_comes_in_between(
-    store: MemoryStore,
-) -> None:
-    """The newer commit publishes between our look at the marker and our PUT."""
-    first = save(store)
-
-    def overtake(put: Put) -> None:
-        store.on_put = None
-        second = save(store, overwrite=True)
-        assert publish(store, second.commit_id, b"second")
-
-    store.on_put = overtake
-    assert not publish(store, first.commit_id, b"first")
-    assert store.body(DOT_METADATA_KEY) == b"second"
-
-
-def test_a_deletion_that_crosses_a_publication_leaves_no_dot_metadata(store: MemoryStore) -> None:
-    """The PUT takes effect after the deletion, and its answer is lost."""
-    done = save(store)
-
-    def cross(put: Put) -> BaseException:
-        delete(store, clock=TickingClock())
-        store.apply(put)
-        return StoreUnavailableError("no answer")
-
-    store.on_put = in_turn(DOT_METADATA_KEY, cross)
-    assert not publish(store, done.commit_id, b"first")
-    assert DOT_METADATA_KEY not in store.objects
-
-
-def overwrite_seen(store: MemoryStore) -> tuple[BeginToken, CommitResult]:
-    """A save that saw the `.metadata` of the first, and its commit."""
-    assert publish(store, save(store).commit_id, b"first")
-    token = commits.begin(store, overwrite=True)
-    return token, finish(store, token)
-
-
-def test_dot_metadata_costs_two_requests_if_it_is_what_the_save_saw(store: MemoryStore) -> None:
-    token, done = overwrite_seen(store)
-    before = len(store.requests)
-    assert publish_dot_metadata(store, done.commit_id, b"second", seen=token.dot_metadata)
-    assert store.requests[before:] == [("put", DOT_METADATA_KEY), ("get", MARKER_KEY)]
-    assert store.body(DOT_METADATA_KEY) == b"second"
-
-
-def test_dot_metadata_that_cannot_be_written_is_an_error_and_the_commit_stands(
-    store: MemoryStore,
-) -> None:
-    done = save(store)
-    for fate, kind in (
-        (LOST, RetryableError),
-        (PermissionDeniedError("no"), PermissionDeniedError),
-    ):
-        store.on_put = lambda put, fate=fate: fate
-        with pytest.raises(kind):
-            publish(store, done.commit_id, b"ours")
     assert open_committed(store)[0] == done.marker
 
 

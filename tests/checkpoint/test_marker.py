@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import re
+import types
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -13,10 +15,9 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from dcp_objstore.checkpoint import names
+from dcp_objstore.checkpoint import index as ix, names
 from dcp_objstore.checkpoint.marker import (
     LOG_LENGTH,
-    MAX_MARKER_SIZE_BYTES,
     Counts,
     IndexRef,
     Marker,
@@ -25,12 +26,14 @@ from dcp_objstore.checkpoint.marker import (
     encode_marker,
     new_id,
     next_marker,
+    with_checksum,
 )
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     ConfigError,
     UnsupportedError,
 )
+from tests.support import indexes
 
 # A busy machine is no failure.
 untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,6 +60,9 @@ def signed(**changes: Any) -> bytes:
     fields.update(changes)
     body = json.dumps(fields, separators=(",", ":")).encode()
     return body[:-1] + b',"digest":"%s"}' % hashlib.sha256(body).hexdigest().encode()
+
+
+GOOD = encode_marker(follow(follow(None), note="ö", nested={"a": [1, 2.5]}))
 
 
 # --- encoding
@@ -90,7 +96,7 @@ def test_unknown_field_of_the_same_format_is_ignored_but_covered_by_the_digest()
 
 
 def test_newer_format_is_unsupported_not_corrupt() -> None:
-    with pytest.raises(UnsupportedError, match="upgrade"):
+    with pytest.raises(UnsupportedError, match=r"the marker has format 3, .* up to 2; upgrade"):
         decode_marker(signed(format=3))
     with pytest.raises(UnsupportedError, match="upgrade"):
         decode_marker(b'{"format":3}')
@@ -137,14 +143,76 @@ def test_a_marker_of_64_kib_is_written_and_read_and_a_byte_more_is_not() -> None
         decode_marker(signed(later="x" * (room + 1)))
 
 
-def test_too_large_marker_is_neither_written_nor_read() -> None:
-    with pytest.raises(ConfigError, match="user_metadata"):
-        encode_marker(follow(None, text="x" * MAX_MARKER_SIZE_BYTES))
-    with pytest.raises(CheckpointCorruptError):
-        decode_marker(signed(later="x" * MAX_MARKER_SIZE_BYTES))
+def test_an_index_of_2_gib_is_named_and_a_byte_more_is_not() -> None:
+    index = {"key": INDEX.key, "size_bytes": 2**31, "sha256": INDEX.sha256}
+    assert decode_marker(signed(index=index)).index == IndexRef(**index)
+    with pytest.raises(CheckpointCorruptError, match=r"<= 2147483648.*size_bytes"):
+        decode_marker(signed(index=index | {"size_bytes": 2**31 + 1}))
 
 
-GOOD = encode_marker(follow(follow(None), note="ö", nested={"a": [1, 2.5]}))
+@pytest.mark.parametrize(
+    ("field", "most", "more"),
+    [
+        ("log", ["0" * 32] * 16, ["0" * 32] * 17),
+        ("pins", ["pin"] * 64, ["pin"] * 65),
+        ("pins", ["x" * 200], ["x" * 201]),
+        ("claim", 2**53, 2**53 + 1),
+        ("world_size", 2**63 - 1, 2**63),
+        ("generation", 2**63 - 1, 2**63),
+        ("format", 2, 0),
+        ("put_on", "nothing", "nothing\n"),
+        ("put_on", "", "0" * 31),
+    ],
+)
+def test_a_field_has_its_limit(field: str, most: object, more: object) -> None:
+    read = getattr(decode_marker(signed(**{field: most})), field)
+    assert read == (tuple(most) if isinstance(most, list) else most)
+    with pytest.raises(CheckpointCorruptError, match=rf"the marker is damaged: .*{field}"):
+        decode_marker(signed(**{field: more}))
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "truncated"),
+        (b"{}", "format"),
+        (b'{"format":1}', "digest"),
+        (GOOD[:-1], "truncated"),
+        (GOOD + b" ", "digest"),
+        (GOOD.replace(b'"digest"', b'"digits"'), "digest"),
+        (GOOD.replace(b"1", b"2", 1), "digest"),
+        (with_checksum(GOOD.replace(b"committed", b"\xff")), "utf-8"),
+        (with_checksum(b'{"format":1,"user_metadata":%s' % (b"[" * 20_000)), "truncated|depth"),
+        (with_checksum(b'{"format":1,"x":%s}' % (b"[" * 20_000 + b"]" * 20_000)), "recursion"),
+    ],
+)
+def test_what_is_wrong_with_a_marker_is_told(body: bytes, why: str) -> None:
+    with pytest.raises(CheckpointCorruptError, match=rf"^the marker is damaged: .*({why})"):
+        decode_marker(body)
+
+
+def test_a_marker_that_is_not_told_more_is_the_least_that_can_be() -> None:
+    marker = Marker(
+        state="deleted",
+        commit_id="1" * 32,
+        write_id="2" * 32,
+        generation=1,
+        index=None,
+        world_size=0,
+        created_at=datetime(2026, 1, 2, tzinfo=UTC),
+    )
+    body = (
+        b'{"format":1,"state":"deleted","commit_id":"%s","write_id":"%s","generation":1,"log":[],'
+        b'"index":null,"counts":{"tensors":0,"blobs":0,"objects":0,"total_bytes":0},"world_size":0,'
+        b'"created_at":"2026-01-02T00:00:00Z","user_metadata":{},"pins":[],"claim":0,"put_on":""}'
+    ) % (b"1" * 32, b"2" * 32)
+    digest = hashlib.sha256(body).hexdigest().encode()
+    assert encode_marker(marker) == body[:-1] + b',"digest":"%s"}' % digest
+
+
+def test_a_pin_that_is_not_unicode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written as JSON: .*surrogates"):
+        encode_marker(msgspec.structs.replace(follow(None), pins=("\ud800",)))
 
 
 @untimed
@@ -167,9 +235,8 @@ def test_new_commit_counts_up_and_logs_what_it_replaces() -> None:
         markers.append(follow(markers[-1]))
     last = markers[-1]
     assert last.generation == 41
-    assert last.log == tuple(marker.commit_id for marker in markers[-1 - LOG_LENGTH : -1])
-    assert all(last.knows(marker.commit_id) for marker in markers[-1 - LOG_LENGTH :])
-    assert not last.knows(markers[0].commit_id)
+    assert last.log == tuple(marker.commit_id for marker in markers[-17:-1])
+    assert [last.knows(marker.commit_id) for marker in markers] == [False] * 24 + [True] * 17
     assert len({marker.write_id for marker in markers}) == len(markers)
 
 
@@ -181,6 +248,36 @@ def test_new_commit_on_a_tombstone_is_committed_and_unpinned() -> None:
     assert new.log == (old.commit_id,)
 
 
+def test_a_new_commit_names_its_claim_and_what_it_was_put_on() -> None:
+    fields = {"commit_id": "1" * 32, "index": INDEX, "counts": Counts(), "world_size": 1}
+    created_at = datetime(2026, 1, 2, tzinfo=UTC)
+    first = next_marker(None, claim=0, created_at=created_at, **fields)
+    second = next_marker(first, claim=7, created_at=created_at, **fields)
+    assert (first.format, first.claim, first.put_on) == (1, 0, "nothing")
+    assert (second.format, second.claim, second.put_on) == (2, 7, first.write_id)
+    assert decode_marker(encode_marker(second)) == second
+
+
+def test_counts_are_those_of_the_index() -> None:
+    keys = [names.data_key(rank, 0, "0" * 24) for rank in range(3)]
+    empty = indexes.Tensor((0,), "int8", "strided", False, "contiguous_format", False, ())
+    index = indexes.Index(
+        objects=tuple(
+            ix.ObjectEntry(key, size_bytes, None, b"f" * 16)
+            for size_bytes, key in enumerate(keys, 100)
+        ),
+        tensors={"w": empty},
+        blobs={
+            name: indexes.Item(0, at, 10, at, 10, b"d" * 16) for name, at in (("a", 0), ("b", 10))
+        },
+    )
+    assert Counts.of(ix.decode(indexes.encode(index))) == Counts(
+        tensors=1, blobs=2, objects=3, total_bytes=303
+    )
+    nothing = ix.decode(indexes.encode(indexes.Index()))
+    assert Counts.of(nothing) == Counts()
+
+
 def test_equal_commits_never_have_equal_bodies() -> None:
     one, two = (follow(None, "0" * 32) for _ in range(2))
     assert encode_marker(one) != encode_marker(two)
@@ -190,31 +287,68 @@ def test_equal_commits_never_have_equal_bodies() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [float("nan"), float("inf"), 2**63, b"bytes", {1: 2}, object(), {"a": {2, 3}}, "\ud800", 1j],
-    ids=lambda value: "an object" if type(value) is object else repr(value),
+    ("value", "why"),
+    [
+        (float("nan"), "['v'] is nan, which JSON cannot hold"),
+        (float("inf"), "['v'] is inf, which JSON cannot hold"),
+        (-(2**63) - 1, "['v'] does not fit in 64 bits"),
+        (2**63, "['v'] does not fit in 64 bits"),
+        (b"bytes", "['v'] is of type bytes, which JSON cannot hold"),
+        (1j, "['v'] is of type complex, which"),
+        ({1: 2}, "['v'] has a key of type int"),
+        ({"a": [0, {2, 3}]}, "['v']['a'][1] is of type set, which"),
+        ("\ud800", "['v'] holds \"\\ud800\", which is not Unicode"),
+        ({"\ud800": 1}, "['v'] holds \"\\ud800\", which is not Unicode"),
+    ],
+    ids=repr,
 )
-def test_user_metadata_that_json_cannot_hold_is_refused_by_name(value: object) -> None:
-    with pytest.raises(ConfigError, match="user_metadata"):
-        check_user_metadata({"value": value})
+def test_user_metadata_that_json_cannot_hold_is_refused_by_name(value: object, why: str) -> None:
+    with pytest.raises(ConfigError, match="^" + re.escape(f"user_metadata{why}")):
+        check_user_metadata({"v": value})
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+class Real(float):
+    __slots__ = ()
+
+
+def test_user_metadata_becomes_plain_values() -> None:
+    mapping = types.MappingProxyType
+    fancy = mapping({Text("a"): (Number.ONE, Real(2.5), Text("x"), True, None), "b": mapping({})})
+    plain = check_user_metadata(fancy)
+    assert plain == {"a": [1, 2.5, "x", True, None], "b": {}}
+    assert type(plain) is type(plain["b"]) is dict
+    assert [type(value) for value in plain["a"]] == [int, float, str, bool, type(None)]
+    assert [type(name) for name in plain] == [str, str]
+    integers = {"least": -(2**63), "most": 2**63 - 1}
+    assert check_user_metadata(integers) == integers
 
 
 def test_user_metadata_is_bounded() -> None:
     deep: object = 1
-    for _ in range(31):
-        deep = [deep]
+    for number in range(31):
+        deep = {"in": deep} if number % 2 else [deep]
     assert check_user_metadata({"value": deep}) == {"value": deep}
     # With the quotes, the name and the braces: 32 KiB.
     assert check_user_metadata({"value": "x" * (32 * 1024 - 12)})
-    for value in ("x" * (32 * 1024 - 11), [deep]):
-        with pytest.raises(ConfigError):
+    for value, why in (("x" * (32 * 1024 - 11), "has 32769 bytes"), ([deep], "deep")):
+        with pytest.raises(ConfigError, match=why):
             check_user_metadata({"value": value})
+    with pytest.raises(ConfigError, match="deep"):
+        check_user_metadata({"value": {"in": deep}})
     looped: list[object] = []
     looped.append(looped)
     with pytest.raises(ConfigError, match="deep"):
         check_user_metadata({"value": looped})
-    for wrong in ([1], {1: 2}):
-        with pytest.raises(ConfigError):
+    for wrong, why in (([1], "must be a mapping, got list"), ({1: 2}, "a key of type int")):
+        with pytest.raises(ConfigError, match=f"^user_metadata .*{why}"):
             check_user_metadata(wrong)  # type: ignore[arg-type]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
     DOT_METADATA_KEY,
     MARKER_KEY,
     beacon_key,
@@ -20,12 +22,21 @@ from dcp_objstore.checkpoint.names import (
     is_beacon_key,
     is_ours,
     new_nonce,
+    parse_data_key,
+    parse_index_key,
 )
 from dcp_objstore.checkpoint.pins import pin, unpin
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
 from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.checkpoint.repair import repair
-from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, plan_sweep, sweep
+from dcp_objstore.checkpoint.sweep import (
+    GRACE_SECONDS,
+    CheckpointSweep,
+    SweepPlan,
+    check_grace,
+    plan_sweep,
+    sweep,
+)
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     ConfigError,
@@ -90,6 +101,42 @@ def an_upload(age_seconds: float, key: str | None = None, size_bytes: int = 7) -
 
 def go(store: ObjectStore, **changes) -> CheckpointSweep:
     return sweep(store, **{"dot_metadata": DESCRIBED, "clock": Offset(), **changes})
+
+
+def kind(key: str) -> str:
+    """What an object is, whatever its nonce."""
+    if is_beacon_key(key):
+        return "beacon"
+    return "data" if parse_data_key(key) else "index" if parse_index_key(key) else key
+
+
+def watched(store: AgedStore, **changes) -> tuple[dict[str, object], list[str]]:
+    """Sweep: every field of the report, and the requests in their order."""
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+    before = len(inner.requests)
+    report = asdict(go(store, **changes))
+    return report, [f"{verb} {kind(key)}" for verb, key in inner.requests[before:]]
+
+
+def report(**fields: object) -> dict[str, object]:
+    """A report in which nothing happened but for these fields."""
+    nothing = {
+        **dict.fromkeys(("deleted", "deleted_bytes", "kept_young"), 0),
+        **dict.fromkeys(("uploads_aborted", "uploads_bytes", "uploads_young"), 0),
+        **dict.fromkeys(("finished_delete", "superseded", "fenced", "dry_run"), False),
+        **dict.fromkeys(("reason", "dot_metadata")),
+    }
+    return {"url": "memory://test/run/step-1", "unknown": (), **nothing, **fields}
+
+
+MOMENT = datetime(2026, 1, 10, tzinfo=UTC)
+DAY = timedelta(days=1)  # the default grace period
+AN_INSTANT = timedelta(microseconds=1)
+
+READ_MARKER, READ_INDEX, READ_DOT_METADATA = "get _COMMIT", "get index", "get .metadata"
+PUT_MARKER = "put _COMMIT"
+FENCE = [PUT_MARKER, READ_MARKER]
+PUBLISH = ["head .metadata", READ_MARKER, "put .metadata", READ_MARKER]
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
@@ -215,6 +262,23 @@ def test_a_save_that_no_listing_shows_is_not_defeated(store: AgedStore, overwrit
     finish(store, token, upload(store))
     assert torn <= keys(store)
     named(store)
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(
+    store: AgedStore, deleted: bool
+) -> None:
+    save(store, publish=False)
+    if deleted:
+        delete(store)
+        store.put(DOT_METADATA_KEY, b"metadata of another")
+    store.age(3600)
+    token = commits.begin(store, overwrite=True)
+    done = go(store)
+    assert (done.outcome, done.dot_metadata) == ("waiting", None)
+    finish(store, token, upload(store))
+    named(store)
+    assert go(store).dot_metadata == "written"
 
 
 def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store: AgedStore) -> None:
@@ -343,7 +407,7 @@ def test_what_a_late_publication_makes_obsolete_is_kept_for_the_grace_period(
     done = save(store, overwrite=True, publish=False)
     store.age()
     body = DESCRIBED.derive(open_committed(store)[1])
-    assert publish_dot_metadata(store, done.commit_id, body)
+    assert publish_dot_metadata(store, done.commit_id, body, tries=TickingClock().tries())
     assert go(store).outcome == "waiting"
     assert old <= keys(store)
 
@@ -373,7 +437,9 @@ def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it(store: AgedStore
             delete(store)
 
     inner.on_get = cross
-    assert go(store).outcome == "lost"
+    lost = asdict(go(store))
+    reason = "another job changed the marker"
+    assert lost == report(outcome="lost", reason=reason, fenced=True)
     assert inner.on_get is None
     assert replaced <= keys(store)
 
@@ -485,7 +551,8 @@ def test_what_was_replaced_after_the_listing_is_left_to_the_next_sweep(store: Ag
             return iter(found)
 
     save(store, publish=False)
-    assert go(Listed(store)).outcome == "lost"
+    lost = asdict(go(Listed(store)))
+    assert lost == report(outcome="lost", reason="another job changed the marker")
     assert DOT_METADATA_KEY not in keys(store)
     done = go(store)
     assert (done.outcome, done.dot_metadata) == ("waiting", "written"), "what it replaced is young"
@@ -525,6 +592,11 @@ def test_grace_of_less_than_an_hour_is_refused(store: AgedStore, grace: object) 
         go(store, grace_seconds=grace)
 
 
+@pytest.mark.parametrize("grace", [3600, 3600.0, 10**9])
+def test_grace_of_an_hour_or_more_is_accepted(grace: float) -> None:
+    assert check_grace(grace) == grace
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_probe_leftovers_go_and_need_no_fence(store: AgedStore, saved: bool) -> None:
     if saved:
@@ -553,6 +625,273 @@ def test_stock_checkpoint_beside_a_tombstone_keeps_its_dot_metadata(store: AgedS
     assert keys(store) == {MARKER_KEY, *stock}
     assert go(store).outcome == "clean"
     assert keys(store) == {MARKER_KEY, *stock}
+
+
+# --- the requests of a sweep, and its report
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_no_commit_names_is_removed_behind_a_fence_and_the_index_last(
+    store: AgedStore, dry_run: bool
+) -> None:
+    save(store)
+    save(store, overwrite=True)
+    store.put("notes.txt", b"somebody's")
+    replaced = {meta.key: meta.size_bytes for meta in store.list() if meta.key in loose(store)}
+    store.age()
+    removed, requests = watched(store, dry_run=dry_run)
+    aligned = [READ_INDEX, READ_DOT_METADATA]
+    deletes = ["delete data", "delete data", "delete index"]
+    look = [READ_MARKER, READ_INDEX, "list "]
+    assert requests == look + (aligned if dry_run else FENCE + aligned + deletes)
+    assert removed == report(
+        outcome="swept",
+        deleted=3,
+        deleted_bytes=sum(replaced.values()),
+        unknown=("notes.txt",),
+        fenced=not dry_run,
+        dry_run=dry_run,
+    )
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_was_never_committed_is_removed_behind_a_tombstone(
+    store: AgedStore, dry_run: bool
+) -> None:
+    tear(store)
+    size = sum(meta.size_bytes for meta in store.list())
+    store.age()
+    removed, requests = watched(store, dry_run=dry_run)
+    deletes = [*FENCE, READ_DOT_METADATA, "delete data", "delete data"]
+    look = [READ_MARKER, "list "]
+    assert requests == look + ([] if dry_run else ["delete beacon", *deletes])
+    assert removed == report(
+        outcome="swept", deleted=3, deleted_bytes=size, fenced=not dry_run, dry_run=dry_run
+    )
+    if not dry_run:
+        fields = json.loads(store.get(MARKER_KEY, max_size_bytes=1000)[0])
+        assert (fields["format"], fields["generation"], fields["state"]) == (1, 1, "deleted")
+        assert (fields["index"], fields["log"], fields["world_size"]) == (None, [], 0)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_where_there_is_nothing_to_remove_a_sweep_only_looks(
+    store: AgedStore, dry_run: bool
+) -> None:
+    """Stores tell the time in seconds, and `.metadata` is often of the second of the marker."""
+    store.inner.bucket.now = lambda: MOMENT  # type: ignore[attr-defined]
+    save(store)
+    store.age()
+    clean, requests = watched(store, dry_run=dry_run)
+    assert requests == [READ_MARKER, READ_INDEX, "list "]
+    assert clean == report(outcome="clean", dry_run=dry_run)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_deletion_is_finished_by_its_last_three_requests(store: AgedStore, dry_run: bool) -> None:
+    save(store)
+    tear_deletion(store)
+    store.age()
+    finished, requests = watched(store, dry_run=dry_run)
+    ended = [READ_MARKER, "delete .metadata", PUT_MARKER]
+    assert requests == [READ_MARKER] + ([] if dry_run else ended)
+    assert finished == report(outcome="mended", finished_delete=True, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_step_that_never_counts_is_deleted_as_delete_does_it(
+    store: AgedStore, dry_run: bool
+) -> None:
+    save(store)
+    store.age()
+    deleted, requests = watched(store, base=1, dry_run=dry_run)
+    deletion = [PUT_MARKER, READ_MARKER, "delete .metadata", PUT_MARKER]
+    assert requests == [READ_MARKER, "list "] + ([] if dry_run else deletion)
+    assert deleted == report(outcome="mended", superseded=True, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_never_counts_is_not_deleted_under_the_save_that_replaces_it(
+    late: bool,
+) -> None:
+    store = MemoryStore()
+    store.bucket.now = lambda: MOMENT - 2 * DAY  # type: ignore[method-assign]
+    save(store)
+    tear(store)  # whose beacon is old
+    store.bucket.now = lambda: MOMENT  # type: ignore[method-assign]
+    token = commits.begin(store, overwrite=False, claim=1)
+    clock = Offset()
+    clock.utc_now = lambda: MOMENT + DAY + late * AN_INSTANT  # type: ignore[method-assign]
+    done = go(store, base=1, clock=clock)
+    assert (done.superseded, done.outcome) == (late, "mended" if late else "waiting")
+    if not late:
+        finish(store, token, upload(store))
+        named(store)
+
+
+def test_only_steps_of_claims_below_the_base_never_count(store: AgedStore) -> None:
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+    finish(store, commits.begin(store, overwrite=False, claim=2), upload(store))
+    store.age()
+    for base in (1, 2):
+        assert not go(store, base=base, dry_run=True).superseded
+    assert go(store, base=3, dry_run=True).superseded
+    delete(store)
+    store.age()
+    assert not go(store, base=3).superseded, "a tombstone is no step"
+    assert inner.objects
+
+
+@pytest.mark.parametrize("moment", ["the deletion", "the fence", "after the fence"])
+def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(
+    store: AgedStore, moment: str
+) -> None:
+    """Somebody pins the checkpoint right before or after the sweep puts the marker."""
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+
+    def change(_: object = None) -> None:
+        inner.on_put = inner.on_get = None
+        pin(inner, "look at it")
+
+    def fence(_: object) -> None:
+        inner.on_get = change
+
+    save(store)
+    save(store, overwrite=True)
+    store.age()
+    before = keys(store)
+    inner.on_put = in_turn(MARKER_KEY, fence if moment == "after the fence" else change)
+    lost = asdict(go(store, base=int(moment == "the deletion")))
+    fenced = moment == "after the fence"
+    assert lost == report(outcome="lost", reason="another job changed the marker", fenced=fenced)
+    assert keys(store) == before
+
+
+def test_nothing_is_mended_if_the_marker_is_gone_after_the_listing(store: AgedStore) -> None:
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+    save(store, publish=False)
+    inner.on_list = lambda: inner.objects.pop(MARKER_KEY) and None
+    lost = asdict(go(store))
+    assert lost == report(outcome="lost", reason="another job changed the marker")
+    assert DOT_METADATA_KEY not in inner.objects
+
+
+def test_nothing_is_removed_if_the_marker_is_gone_after_the_fence(store: AgedStore) -> None:
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+
+    def remove(_: object) -> None:
+        inner.on_get = lambda key: inner.objects.pop(MARKER_KEY) and None
+
+    save(store)
+    save(store, overwrite=True)
+    store.age()
+    inner.on_put = in_turn(MARKER_KEY, remove)
+    lost = asdict(go(store))
+    assert lost == report(outcome="lost", reason="another job changed the marker", fenced=True)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("torn", [False, True])
+def test_dot_metadata_is_written_and_then_the_marker(
+    store: AgedStore, torn: bool, dry_run: bool
+) -> None:
+    save(store, publish=False)
+    if torn:
+        save(store, overwrite=True, publish=False)
+    store.age()
+    mended, requests = watched(store, dry_run=dry_run)
+    aligned = [READ_INDEX, READ_DOT_METADATA]
+    looked = ([] if dry_run else FENCE if torn else [READ_MARKER]) + aligned
+    written = [] if dry_run else [*PUBLISH, READ_MARKER, PUT_MARKER]
+    assert requests == [READ_MARKER, READ_INDEX, "list ", *looked, *written]
+    assert mended == report(
+        outcome="mended", dot_metadata="written", fenced=torn and not dry_run, dry_run=dry_run
+    )
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_dot_metadata_beside_a_young_tombstone_is_removed_and_nothing_else(
+    store: AgedStore, dry_run: bool
+) -> None:
+    save(store)
+    body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
+    delete(store)
+    store.put(DOT_METADATA_KEY, body)
+    mended, requests = watched(store, dry_run=dry_run)
+    removed = ["delete .metadata", READ_MARKER, PUT_MARKER]
+    mend = [READ_DOT_METADATA] if dry_run else [READ_MARKER, READ_DOT_METADATA, *removed]
+    assert requests == [READ_MARKER, "list ", *mend]
+    assert mended == report(
+        outcome="waiting",
+        reason="3 objects are younger than the grace period: a save may be under way",
+        kept_young=3,
+        dot_metadata="removed",
+        dry_run=dry_run,
+    )
+
+
+def test_uploads_are_listed_before_the_objects_and_aborted_before_the_fence(
+    store: AgedStore,
+) -> None:
+    inner: MemoryStore = store.inner  # type: ignore[assignment]
+
+    class Noted(FakeUploads):
+        def list(self) -> list[UnfinishedUpload]:
+            inner.requests.append(("list", "uploads"))
+            return super().list()
+
+        def abort(self, upload: UnfinishedUpload) -> None:
+            inner.requests.append(("abort", upload.key))
+            super().abort(upload)
+
+    save(store)
+    tear(store)
+    store.age()
+    _, requests = watched(store, uploads=Noted(an_upload(2 * DAY_SECONDS)))
+    first = [READ_MARKER, READ_INDEX, "list uploads", "list ", "abort data", "delete beacon"]
+    assert requests[: len(first) + 2] == first + FENCE
+
+
+# --- by the store's clock
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["candidates", "marker", ".metadata"])
+def test_at_the_limit_the_clock_of_the_store_decides(what: str, late: bool) -> None:
+    """This host's clock is ahead, so that it sees all of them as old."""
+    store = MemoryStore()
+
+    def at(moment: datetime) -> None:
+        store.bucket.now = lambda: moment  # type: ignore[method-assign]
+
+    at(MOMENT - 2 * DAY)
+    save(store, publish=False)
+    if what != "candidates":
+        tear(store)
+    for key in filter(is_beacon_key, keys(store)):
+        store.delete(key)
+    described = DESCRIBED.derive(open_committed(store)[1])
+    store.put(DOT_METADATA_KEY, described)
+    at(MOMENT)
+    if what == "candidates":
+        upload(store)
+    elif what == "marker":
+        pin(store, "look at it")
+    else:
+        store.put(DOT_METADATA_KEY, described)
+    at(MOMENT + DAY + (AN_INSTANT if late else timedelta()))
+    size = sum(meta.size_bytes for meta in store.list() if meta.key in loose(store))
+    done = asdict(go(store, clock=Offset(10 * 365 * DAY_SECONDS)))
+    if late:
+        assert done == report(outcome="swept", deleted=2, deleted_bytes=size, fenced=True)
+    else:
+        assert done == report(
+            outcome="waiting",
+            fenced=True,
+            reason="'.metadata' is younger than the grace period: stock readers may use the old"
+            if what == ".metadata"
+            else "by the store's clock, nothing is older than the grace period",
+        )
 
 
 # --- the plan
@@ -599,3 +938,82 @@ def test_plan_never_removes_what_is_named_young_or_not_ours(listed, marker_age, 
     shown = (*plan.candidates, *plan.young, *plan.passing)
     every = {meta.key for meta in shown} | set(plan.unknown) | named
     assert {key for key in age_of if "/" not in key} <= every | {MARKER_KEY, DOT_METADATA_KEY}
+
+
+def at_age(key: str, age: timedelta, size_bytes: int = 1) -> ObjectMeta:
+    return ObjectMeta(key, size_bytes, Version(key), NOW - age)
+
+
+def planned(*listing: ObjectMeta, **changes) -> SweepPlan:
+    usual = {"marker_written_at": NOW - 2 * DAY, "named": (), "uploads": (), "now": NOW}
+    return plan_sweep(listing, **{**usual, "grace_seconds": GRACE_SECONDS, **changes})
+
+
+def test_a_plan_says_of_every_object_and_upload_what_it_is() -> None:
+    """What is as old as the grace period is young; what is older is old."""
+    old = {key: at_age(key, DAY + AN_INSTANT) for key in (*OURS, *PASSING)}
+    orphan, index, beacon, probe = OURS[0], OURS[-1], *PASSING
+    young = [at_age(key, DAY) for key in (OURS[1], beacon_key("1" * 24), f".probe-{'1' * 24}")]
+    others = [
+        at_age(key, age)
+        for key in (*(MARKER_KEY, DOT_METADATA_KEY, CLAIM_KEY, "x/__0_0.distcp", "named"), "notes")
+        for age in (DAY * 2,)
+    ]
+    named = [old[OURS[2]], at_age(OURS[3], timedelta())]
+    listing = [old[index], old[orphan], old[beacon], old[probe], *young, *others, *named]
+    old_upload, young_upload, foreign = (
+        UnfinishedUpload(key, "id", NOW - age, 1)
+        for key, age in ((OURS[0], DAY + AN_INSTANT), (OURS[1], DAY), ("notes", 2 * DAY))
+    )
+    assert planned(
+        *listing,
+        named=("named", OURS[2], OURS[3]),
+        uploads=[foreign, young_upload, old_upload],
+    ) == SweepPlan(
+        outcome="waiting",
+        reason="3 objects are younger than the grace period: a save may be under way",
+        candidates=(old[orphan], old[index]),
+        young=tuple(young),
+        unknown=("notes",),
+        passing=(old[beacon], old[probe]),
+        uploads=(old_upload,),
+        uploads_young=(young_upload,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("listing", "changes", "outcome", "reason"),
+    [
+        ([OURS[0]], {}, "swept", None),
+        ([], {}, "clean", None),
+        ([OURS[0]], {"marker_written_at": None}, "swept", None),
+        ([OURS[0]], {"marker_written_at": NOW - DAY}, "waiting", "the last change here"),
+        ([OURS[0]], {"marker_written_at": NOW - DAY - AN_INSTANT}, "swept", None),
+        ([], {"marker_written_at": NOW}, "clean", None),
+        ([OURS[0], DOT_METADATA_KEY], {}, "swept", None),
+        ([OURS[0], DOT_METADATA_KEY], {"marker_written_at": None}, "foreign", "'.metadata' with"),
+        ([DOT_METADATA_KEY, OURS[0]], {"marker_written_at": None}, "foreign", "'.metadata' with"),
+    ],
+)
+def test_the_outcome_of_a_plan_and_its_reason(
+    listing: list[str], changes: dict[str, object], outcome: str, reason: str | None
+) -> None:
+    plan = planned(*(at_age(key, 2 * DAY) for key in listing), **changes)
+    assert plan.outcome == outcome
+    assert plan.reason is None if reason is None else reason in str(plan.reason)
+
+
+@pytest.mark.parametrize(("age", "outcome"), [(DAY, "waiting"), (DAY + AN_INSTANT, "swept")])
+def test_an_upload_in_progress_protects_a_save_of_which_all_objects_are_old(
+    age: timedelta, outcome: str
+) -> None:
+    upload = UnfinishedUpload(OURS[1], "id", NOW - age, 1)
+    plan = planned(at_age(OURS[0], 2 * DAY), uploads=[upload])
+    assert plan.outcome == outcome
+    assert plan.reason == ("an upload is in progress" if outcome == "waiting" else None)
+    assert planned(uploads=[upload]).outcome == "clean"
+
+
+def test_one_young_object_is_told_in_the_singular() -> None:
+    plan = planned(at_age(OURS[0], 2 * DAY), at_age(OURS[1], DAY))
+    assert plan.reason == "an object is younger than the grace period: a save may be under way"

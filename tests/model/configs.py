@@ -18,7 +18,14 @@ from tests.model.incremental import (
 from tests.model.invariants import what_is_wrong, what_is_wrong_at_rest
 from tests.model.readers import Clock, Reader, StockReader
 from tests.model.removers import KEEPS_DOT, Deleter
-from tests.model.sweepers import GOES_ON, NO_SECOND_FENCE, TRUSTS_YOUNG, UNFENCED, Sweeper
+from tests.model.sweepers import (
+    GOES_ON,
+    MENDS_ALWAYS,
+    NO_SECOND_FENCE,
+    TRUSTS_YOUNG,
+    UNFENCED,
+    Sweeper,
+)
 from tests.model.world import Marker, Store
 from tests.model.writers import LATE_BEACON, LATE_LOOK, UNASKED, UNSEEN, Writer
 
@@ -91,6 +98,7 @@ QUICK = [
         *(*_writers(0), _copy(2, faults=1), _copy(3, streamed=True)),
     ),
     _config("a sweep mends .metadata", STALE, _sweeper()),
+    _config("a save, a sweep mends", STALE, *_writers(1, beacon=True), _sweeper(old=1, rounds=2)),
     Config(
         "overwrite, patient sweeper, stock reader",
         COMMITTED,
@@ -214,6 +222,7 @@ MUTANTS = {
     NO_SECOND_FENCE: "patient sweeper of a tombstone, stock reader",
     TRUSTS_YOUNG: "overwrite, patient sweeper, stock reader",
     GOES_ON: "overwrite, deleter, patient sweeper, stock reader",
+    MENDS_ALWAYS: "a save, a sweep mends",
     UNFENCED: "patient sweeper of a tombstone, stock reader",
     BELIEVED: "two create, reader",
     UNSEEN: "create, sweeper that cannot see uploads",

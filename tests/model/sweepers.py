@@ -25,6 +25,7 @@ NO_SECOND_FENCE = "no second fence"
 UNFENCED = "mending without a fence"
 TRUSTS_YOUNG = "a young .metadata is trusted"
 GOES_ON = "a sweep goes on although the marker has changed"
+MENDS_ALWAYS = "mending while a beacon is young"
 
 
 class Sweeper(Remover):
@@ -54,7 +55,7 @@ class Sweeper(Remover):
         self.old = old
 
     def wrong(self, me: Me, store: Store) -> str | None:
-        if me.saw_under_way and me.at == "put" and me.then == "fence":
+        if me.saw_under_way and me.at == "put" and me.then in ("fence", "last_fence"):
             saves = f"{me.saw_under_way:b}"
             return f"a healthy save defeated: a fence against saves under way ({saves}), all young"
         return None
@@ -90,17 +91,14 @@ class Sweeper(Remover):
         return me._replace(at="list")
 
     def list(self, me: Me, store: Store) -> Iterator[Move]:
-        """Old beacons go at once: no commit names them."""
+        """Old beacons go at once: no commit names them. A young one keeps the sweep off."""
         if self.old is not None:
             me = me._replace(saw_under_way=store.under_way)
         for event, after, then in self.choose(me, store):
             if store.beacons and self.old is None:
                 yield event, after._replace(at="clear", held=after, body=store.beacons), then
-                if after.at == "put":
-                    continue  # a young one keeps the sweep off
-            elif store.beacons and after.at == "put":
-                continue
-            yield event, after, then
+            waits = store.beacons and after.at in ("put", "mend") and MENDS_ALWAYS not in self.weak
+            yield event, self.done(me, "nothing", gave_up=True) if waits else after, then
 
     def clear(self, was: Me, before: Store) -> Iterator[Move]:
         """In any order: their names are random."""

@@ -211,7 +211,8 @@ def judge(
                 if not tests:
                     yield mutant, "open", None
                     continue
-                text = mutant.apply((ROOT / mutant.file).read_text())
+                # Of the copy: the module itself may have been edited meanwhile.
+                text = mutant.apply((place / mutant.file).read_text())
                 runs[place] = mutant, Run(place, mutant.file, text, tests)
             for place, (mutant, run) in [*runs.items()]:
                 outcome = run.ended()

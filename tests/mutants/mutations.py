@@ -184,7 +184,8 @@ class _Finder(ast.NodeVisitor):
         for node in body:
             outer, self.statement = self.statement, node
             if not self.in_function:
-                self.mentions = _names(node)
+                # The default of a field acts where its class is called.
+                self.mentions = (*_names(node), *self.names[-1:])
             if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 self.visit(node)
             self.statement = outer

@@ -211,6 +211,10 @@ class Reach:
                 for key, line in zip(_keys(str(file)), _lines(file), strict=False):
                     if name.search(line):
                         found |= self._tests.get(key, set())
+            if not found & self._seconds.keys():  # a default of an argument, or a field's limit
+                found = set().union(*(self._tests.get(key, ()) for key in _keys(mutant.file)))
+                noun = f"/test_{Path(mutant.file).stem}.py"
+                found = {test for test in found if noun in test} or found
         else:
             keys = _keys(mutant.file)
             for number in mutant.lines:

@@ -73,9 +73,10 @@ def test_slips_that_read_the_same_have_names_of_their_own() -> None:
 
 
 def test_what_is_run_at_import_is_reached_by_its_name_or_its_function() -> None:
-    found = mutants("LIMIT = 3\ndef f(a=7):\n    return a\n")
+    found = mutants("LIMIT = 3\nclass A:\n    b: int = 5\ndef f(a=7):\n    return a\n")
     assert found["3 -> 4"].mentions == ("LIMIT",)
-    assert (found["7 -> 8"].mentions, found["7 -> 8"].lines) == ((), (3,))
+    assert found["5 -> 6"].mentions == ("b", "A")
+    assert (found["7 -> 8"].mentions, found["7 -> 8"].lines) == ((), (5,))
 
 
 def test_every_mutant_is_python() -> None:

@@ -166,7 +166,7 @@ class Exchange:
         self._changed = threading.Condition()
         self._admitted = 0  # the number of requests that have a slot; they are admitted in order
         self._freed = 0  # the number of requests whose slots no rank needs any more
-        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._arena = torch.from_numpy(np.empty(0, dtype=np.uint8))
         self.memory_bytes = 0
         self.received_bytes = 0
         # Whether it is known which ranks can read whose slots.
@@ -214,9 +214,10 @@ class Exchange:
         )
         self._slot_bytes = max((r.end - r.start for r in self.requests), default=0)
         self._slots = SharedMemory(self._count_slots(ahead_bytes), self._slot_bytes)
-        # Should other ranks' slots turn out to be readable, this memory is never touched.
+        # If other ranks' slots turn out to be readable, this memory is never touched. (torch.empty
+        # would fill it under torch.use_deterministic_algorithms.)
         arena_bytes = max(map(self._incoming_bytes, self._rounds), default=0)
-        self._arena = torch.empty(arena_bytes, dtype=torch.uint8, device="cpu")
+        self._arena = torch.from_numpy(np.empty(arena_bytes, dtype=np.uint8))
         self.memory_bytes = self._slots.size_bytes + self._arena.nbytes
         self._connected = self._thread.submit(self._connect)
 
