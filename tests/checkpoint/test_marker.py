@@ -31,6 +31,7 @@ from dcp_objstore.checkpoint.marker import (
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     ConfigError,
+    InputError,
     UnsupportedError,
 )
 from tests.support import indexes
