@@ -14,6 +14,8 @@ from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import InputError
 from dcp_objstore.stores import open_store
 
+pytestmark = pytest.mark.usefixtures("usual_signals")
+
 
 def started(*options: str) -> tuple[subprocess.Popen[str], str, dict[str, object]]:
     """Start `serve`; return it, what it says first, and the `storage_options` it prints."""
