@@ -224,8 +224,8 @@ class RangeBody(Protocol):
 
         Args:
             at_once: do nothing if the transport cannot be interrupted. Otherwise the `readinto`
-                ends then when the transport does, without another request: with an error, if the
-                store reads ranges ahead, and nothing is written any more from now on.
+                ends then when the transport does, and sends no other request. If the store reads
+                ranges ahead, it writes nothing from now on and raises an error.
 
         Returns:
             Whether it ends at once; its connection is shut down.

@@ -361,6 +361,14 @@ def test_nothing_is_committed_when_an_object_is_not_as_uploaded(
     assert MARKER_KEY not in store.objects
 
 
+# What follows a save that has begun, and what its commit says then.
+FOLLOWED = [
+    ("a hand", CommitLostError, "the marker was removed"),
+    ("a sweep", CommitLostError, "commit [0-9a-f]{32}"),
+    ("a later claim", SupersededError, "claim 2, this job has 1"),
+]
+
+
 def follow(store: MemoryStore, by: str) -> None:
     """What may become of the marker while a save with claim 1 is under way."""
     if by == "nobody":
@@ -375,12 +383,7 @@ def follow(store: MemoryStore, by: str) -> None:
 
 @pytest.mark.parametrize(
     ("by", "kind", "why"),
-    [
-        ("nobody", CheckpointCorruptError, "1 of 2 uploaded objects"),
-        ("a hand", CommitLostError, "the marker was removed"),
-        ("a sweep", CommitLostError, "commit [0-9a-f]{32}"),
-        ("a later claim", SupersededError, "claim 2, this job has 1"),
-    ],
+    [("nobody", CheckpointCorruptError, "1 of 2 uploaded objects"), *FOLLOWED],
 )
 def test_a_save_that_misses_an_object_looks_who_was_here(
     store: MemoryStore, by: str, kind: type[DcpObjstoreError], why: str
@@ -419,14 +422,7 @@ def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
 # --- races
 
 
-@pytest.mark.parametrize(
-    ("by", "kind", "why"),
-    [
-        ("a hand", CommitLostError, "the marker was removed"),
-        ("a sweep", CommitLostError, "commit [0-9a-f]{32}"),
-        ("a later claim", SupersededError, "claim 2, this job has 1"),
-    ],
-)
+@pytest.mark.parametrize(("by", "kind", "why"), FOLLOWED)
 def test_a_commit_that_somebody_was_before_is_read_and_not_sent_again(
     store: MemoryStore, by: str, kind: type[DcpObjstoreError], why: str
 ) -> None:
