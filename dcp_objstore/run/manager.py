@@ -784,11 +784,10 @@ class CheckpointManager:
         """
         self._change_pins(upkeep.unpin, step, name)
 
-    def _change_pins(self, change: Callable[..., tuple[str, ...]], step: int, name: str) -> None:
+    def _change_pins(self, change: Callable[..., object], step: int, name: str) -> None:
         self._begin()
         url = step_url(self._url, step)
-        pins = on_first(lambda: change(url, name, **self._access), self._url, self._group)
-        self._retainer.set_pinned(step, pinned=bool(pins))
+        on_first(lambda: change(url, name, **self._access), self._url, self._group)
 
 
 def _check_export(step: int | None, options: Mapping[str, Any]) -> None:

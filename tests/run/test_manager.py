@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -639,17 +640,121 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
 
 
-def test_a_step_that_somebody_else_had_pinned_is_deleted_once_it_is_unpinned(url: str) -> None:
+@pytest.mark.parametrize("pinned_at", [1, 2])
+def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_at: int) -> None:
+    """By an evaluator that follows the run, say: before the run was listed, or after that."""
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
     for step in range(1, 5):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
-        if step == 2:
-            dos.pin(f"{url}/step-1", "paper")  # after the run was listed
+        if step == pinned_at:
+            dos.pin(f"{url}/step-1", "evaluator")
         elif step == 4:
-            dos.unpin(f"{url}/step-1", "paper")
-            retainer.set_pinned(1, pinned=False)
+            assert names(url) == ["step-1", "step-3", "step-4"]
+            dos.unpin(f"{url}/step-1", "evaluator")
         retainer.committed(step, {})
     assert names(url) == ["step-4"]
+
+
+def test_a_step_is_held_until_each_export_of_it_has_ended(url: str) -> None:
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    retainer.hold(1)
+    retainer.hold(1)
+    found = []
+    for step in range(1, 5):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+        if step > 2:
+            retainer.release(1)
+        retainer.committed(step, {})
+        found.append(names(url))
+    assert found == [["step-1"], ["step-1", "step-2"], ["step-1", "step-3"], ["step-4"]]
+
+
+def test_what_is_planned_to_be_deleted_is_waited_for(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go, ended = threading.Event(), threading.Event(), []
+
+    def slowly(*args: Any, **settings: Any) -> None:
+        began.set()
+        assert go.wait(60)
+        ended.append("deleted")
+
+    save_steps(url, (1, 2))
+    monkeypatch.setattr(retaining, "delete_step", slowly)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    retainer.settle()
+    threading.Thread(target=retainer.committed, args=(2, {})).start()
+    assert began.wait(60)
+    threading.Timer(0.1, go.set).start()
+    retainer.settle()
+    assert ended == ["deleted"]
+
+
+def test_without_a_policy_or_a_sweep_a_commit_causes_no_requests(
+    url: str, requests: list[Request]
+) -> None:
+    retaining.Retainer(StoreSpec(url), sweeps=False).committed(1, {})
+    assert requests == []
+
+
+class Sweeps:
+    """The sweeps that begin, and a clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began: list[float] = []
+        self.now = 100.0
+        self.error: Exception | None = None
+        self.go: threading.Event | None = None
+        monkeypatch.setattr(retaining, "sweep_below", self.sweep)
+        monkeypatch.setattr(retaining, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def sweep(self, run: StoreSpec, *, is_over: Any) -> SweepReport:
+        self.began.append(self.now)
+        if self.error is not None:
+            raise self.error
+        assert self.go is None or self.go.wait(60)
+        return SweepReport(url=run.url, checkpoints=())
+
+
+@pytest.mark.parametrize(
+    ("error", "began"),
+    [
+        (None, [100, 3700, 7300]),
+        (dos.errors.StoreUnavailableError("down"), [100, 3700, 7300]),
+        (dos.errors.UnsupportedError("cannot be swept"), [100]),
+    ],
+)
+def test_a_run_is_swept_once_an_hour_if_it_can_be(
+    url: str, monkeypatch: pytest.MonkeyPatch, error: Exception | None, began: list[float]
+) -> None:
+    sweeps = Sweeps(monkeypatch)
+    sweeps.error = error
+    retainer = retaining.Retainer(StoreSpec(url))
+    for seconds in (0, 3599, 3600, 7199, 7200):
+        sweeps.now = 100.0 + seconds
+        retainer.sweep()
+    retainer.end()
+    sweeps.now += 3600
+    retainer.sweep()
+    retaining.Retainer(StoreSpec(url), sweeps=False).sweep()
+    assert sweeps.began == began
+
+
+def test_a_sweep_that_takes_hours_is_not_begun_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeps = Sweeps(monkeypatch)
+    sweeps.go = threading.Event()
+    retainer = retaining.Retainer(StoreSpec(url))
+    for _ in range(2):
+        retainer.committed(1, {})
+        assert retainer._sweeper is not None
+        sweeps.now += 3600
+    sweeps.go.set()
+    retainer._sweeper.join(60)
+    retainer.committed(1, {})
+    retainer._sweeper.join(60)
+    assert len(sweeps.began) == 2
 
 
 def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
