@@ -651,7 +651,8 @@ def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_
         elif step == 4:
             assert names(url) == ["step-1", "step-3", "step-4"]
             dos.unpin(f"{url}/step-1", "evaluator")
-        retainer.committed(step, {})
+        if step > 1 or pinned_at > 1:
+            retainer.committed(step, {})  # the first one lists the run
     assert names(url) == ["step-4"]
 
 
