@@ -318,16 +318,35 @@ def test_a_damaged_step_is_saved_again_without_a_claim_too(url: str) -> None:
         assert loaded(run)[1]["step"] == 20
 
 
-def test_a_job_that_loaded_the_newest_step_does_not_list_the_run_to_save(
-    url: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("step", "looks"), [(None, 0), (2, 1)])
+def test_a_job_looks_for_later_steps_once_before_its_first_save_if_it_chose_its_step(
+    url: str, monkeypatch: pytest.MonkeyPatch, step: int | None, looks: int
 ) -> None:
-    save_steps(url, [1])
+    save_steps(url, [1, 2])
     with dos.CheckpointManager(url, sweep=False) as run:
-        loaded(run)
+        loaded(run, step)
+        claim = run.claim
         stores = recorded_stores(monkeypatch)
-        run.save(2, state(2))
+        run.save(3, state(3))
+        run.save(4, state(4))
+        assert run.claim == claim, "there were none"
     of_run = [one for store in stores if store.url == url for one in store.requests]
-    assert {(one.verb, one.key) for one in of_run} == {("get", "_CLAIM")}
+    assert [one.verb for one in of_run].count("list") == looks
+    assert [store.url for store in stores].count(f"{url}/step-1") == 0, "only the newest is read"
+
+
+def test_after_a_load_the_steps_before_the_loaded_one_cannot_be_saved_again(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2, 3):
+            run.save(step, state(step))
+        loaded(run, 2)
+        for step in (1, 2):
+            with pytest.raises(dos.errors.CheckpointExistsError, match="this job"):
+                run.save(step, state(9))
+        run.save(3, state(30))
+        with pytest.raises(dos.errors.ConfigError, match="on_busy"):
+            run.async_save(4, state(4), on_busy="perhaps")  # type: ignore[arg-type]
+    assert names(url) == ["step-1", "step-2", "step-3"]
 
 
 def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> None:
@@ -1052,6 +1071,7 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
             run.step(1, state(1))
             raise ZeroDivisionError
     assert "down" in "".join(caught.value.__notes__)
+    run.close()  # which raises it no second time
     with pytest.raises(dos.errors.StoreUnavailableError, match="down") as once:  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=1) as run:
             run.step(1, state(1))

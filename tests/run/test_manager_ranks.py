@@ -49,6 +49,8 @@ def run_job(
         own = state["weight"].to_local()
         for step in range((start or 0) + 1, last + 1):
             run.step(step, sharded(step), metrics={"loss": 1 / step + rank})
+        assert run._saves is not None
+        assert (run._saves._retention is None) is (rank > 0), "one rank deletes"
         return start, own[0, 0].item(), run.latest(), run.steps()
 
 
@@ -362,14 +364,21 @@ def name_different_steps(rank: int, world_size: int, url: str) -> list[str]:
                 said.append(str(act()))
             except dos.errors.ConfigError as error:
                 said.append(str(error))
+    with dos.CheckpointManager(url, base="latest" if rank else None) as run:
+        try:
+            run.save(1, {"step": 1})
+        except dos.errors.ConfigError as error:
+            said.append(str(error))
     return said
 
 
 def test_ranks_that_load_or_export_different_steps_are_refused(tmp_path: Path) -> None:
+    """And those that name different bases."""
     url = (tmp_path / "run").as_uri()
     for said in run_ranks(2, name_different_steps, url):
-        assert ["same step=" in text for text in said] == [True, True]
-    assert not list(tmp_path.iterdir())
+        assert ["same step=" in text for text in said] == [True, True, False]
+        assert "same base=" in said[2]
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["_CLAIM"]
 
 
 def one_run_each(rank: int, world_size: int, url: str) -> tuple[Any, ...]:
