@@ -78,7 +78,11 @@ def test_a_step_is_exported_or_the_last_one_which_is_saved_first(url: str, tmp_p
         run.load(state(0), 4)
         run.step(5, state(6))
         run.export(None, tmp_path / "resumed", "w")
-    assert (exported(tmp_path / "looked"), exported(tmp_path / "resumed")) == (5, 4)
+    with dos.CheckpointManager(url) as run:
+        run.load(state(0), 4)
+        assert run.step(4, state(9)) is False
+        run.export(None, tmp_path / "known", "w")
+    assert [exported(tmp_path / name) for name in ("looked", "resumed", "known")] == [5, 4, 4]
     assert dos.CheckpointManager(url, claim_run=False).steps() == (2, 4, 5)
 
 
