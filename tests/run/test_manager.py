@@ -30,7 +30,7 @@ from dcp_objstore.observe.events import Event, Planned
 from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
 from dcp_objstore.run.preemption import PreemptionWatch
 from dcp_objstore.run.resume import load_newest
-from dcp_objstore.run.steps import check_step, step_numbers
+from dcp_objstore.run.steps import check_step
 from dcp_objstore.run.sweep import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
@@ -1039,6 +1039,23 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
         assert run.steps() == (1, 2)
 
 
+def test_a_save_for_which_ctrl_c_ended_one_wait_is_waited_for_at_the_end(
+    url: str, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), dos.CheckpointManager(url) as run:
+        handle = run.async_save(1, state(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(type(handle), "exception", lambda *_: ctrl_c())
+            threading.Timer(0.1, held.set).start()
+            run.save(2, state(2))
+    assert handle is not None
+    assert handle.done()
+    assert names(url) == ["step-1"]
+
+
 def test_after_an_error_in_the_body_no_rank_waits_for_this_one_to_agree_while_it_saves(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1321,8 +1338,9 @@ def test_other_names_below_the_run_do_not_count(url: str) -> None:
         run.load(state(0))
         for step in (11, 12):
             run.save(step, state(step))
-    # They are the last by name, so the newest two are not those of two names.
-    assert step_numbers(StoreSpec(url), 2) == (11, 12)
+        run.load(state(0), 10)
+        run.save(11, state(11))
+    assert names(url) == ["step-10", "step-010", "step-11", "zz-best"], "they go on counting"
 
 
 def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -> None:
@@ -1429,7 +1447,11 @@ def _end_and_signal(url: str, number: signal.Signals, again: bool) -> None:
     handler = signal.getsignal(number)
     run.close()
     if again:
-        with dos.CheckpointManager(url, preemption=dos.Preemption(signals=[number])) as run:
+        other = dos.Preemption(signals=[signal.SIGUSR1])
+        with (
+            dos.CheckpointManager(f"{url}-2", preemption=other),
+            dos.CheckpointManager(url, preemption=dos.Preemption(signals=[number])) as run,
+        ):
             signal.raise_signal(number)
             assert run._preemption.announced()
     signal.raise_signal(number)
@@ -1450,6 +1472,22 @@ def test_after_the_block_a_chained_signal_has_its_default_action_unless_a_manage
     child.start()
     child.join(60)
     assert child.exitcode == code
+
+
+def _ignore_and_signal(url: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    run = dos.CheckpointManager(url).__enter__()
+    chain(signal.SIGTERM)
+    run.close()
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(3)
+
+
+def test_after_the_block_a_chained_signal_is_ignored_if_it_was_before(url: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=_ignore_and_signal, args=(url,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 3
 
 
 def test_a_child_forked_inside_the_block_is_ended_by_sigterm_as_elsewhere(url: str) -> None:

@@ -31,12 +31,13 @@ from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.run import upkeep
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta
+from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 from tests.support.checkpoints import memory_url
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.upkeep import AgedStore, Ages, finish, tear, upload
-from tests.support.wrapped_stores import Request
+from tests.support.wrapped_stores import Request, Through
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 
@@ -249,6 +250,88 @@ def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(
     store = StoreSpec(url).open()
     body, _ = store.get(DOT_METADATA_KEY, max_size_bytes=1 << 20)
     assert StockDotMetadata().describes(body, open_committed(store)[1])
+
+
+def test_what_stands_against_a_deletion_is_said_in_this_order(through: Through) -> None:
+    run = memory_url()
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
+        dos.delete(f"{run}/step-1")
+    with dos.CheckpointManager(run, sweep=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"a": WEIGHT})
+        manager.load({"a": WEIGHT.clone()}, 1)
+        manager.save(2, {"a": WEIGHT})
+    dos.pin(f"{run}/step-2", "paper")
+    for allow in (False, True):
+        with pytest.raises(dos.errors.CheckpointPinnedError):
+            dos.delete(f"{run}/step-2", allow_newest=allow)
+    dos.unpin(f"{run}/step-2", "paper")
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(f"{run}/step-2")
+    assert dos.delete(f"{run}/step-3").commit_id  # it does not count, so nobody resumes from it
+    for allow in (False, True):
+        with pytest.raises(dos.errors.CheckpointNotFoundError):
+            dos.delete(f"{run}/step-3", allow_newest=allow)
+    assert [step.name for step in dos.steps(run)] == ["step-1", "step-2"]
+
+
+def test_what_lies_in_no_run_is_the_newest(tmp_path: Path) -> None:
+    top = f"memory://{tmp_path.name}"
+    dos.save({"a": WEIGHT}, top, progress=False)
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(top)
+    dos.delete(top, allow_newest=True)
+
+
+class Unconditional(WrappedStore):
+    """A store that knows no conditions."""
+
+    def put(self, key: str, data: Any, **settings: Any) -> Any:
+        return self.inner.put(key, data, retry=settings.get("retry", True))
+
+
+def test_a_store_without_conditions_is_only_looked_at(
+    through: Through, requests: list[Request]
+) -> None:
+    run = memory_url()
+    for step in (1, 2):
+        dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
+    probes.forget()
+    through(Unconditional)
+    requests.clear()
+    assert dos.delete(f"{run}/step-1", dry_run=True).dry_run
+    for act in (lambda: dos.pin(f"{run}/step-9", "paper"), lambda: dos.delete(f"{run}/step-9")):
+        with pytest.raises(dos.errors.CheckpointNotFoundError):
+            act()
+    assert {one.verb for one in requests} <= {"get", "list", "head"}
+    for change in (
+        lambda: dos.delete(f"{run}/step-1"),
+        lambda: dos.pin(f"{run}/step-1", "paper"),
+        lambda: dos.unpin(f"{run}/step-1", "paper"),
+    ):
+        with pytest.raises(dos.errors.UnsupportedError, match="cannot create or replace"):
+            change()
+    assert [step.pins for step in dos.steps(run)] == [(), ()]
+    probes.forget()
+
+
+def test_repair_writes_nothing_in_a_dry_run() -> None:
+    url = memory_url()
+    dos.save({"a": WEIGHT}, url, progress=False)
+    store = StoreSpec(url).open()
+    store.delete(DOT_METADATA_KEY)
+    for dry_run in (True, False):
+        report = dos.repair(url, dry_run=dry_run)
+        assert (report.dot_metadata, report.dry_run) == ("written", dry_run)
+        assert (DOT_METADATA_KEY in {meta.key for meta in store.list()}) is not dry_run
+
+
+def test_pins_are_named_when_one_is_set_or_removed() -> None:
+    url = memory_url()
+    dos.save({"a": WEIGHT}, url, progress=False)
+    assert dos.pin(url, "b") == ("b",)
+    assert set(dos.pin(url, "a")) == {"a", "b"}
+    assert dos.unpin(url, "b") == ("a",)
 
 
 def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None:
