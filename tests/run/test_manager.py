@@ -28,10 +28,8 @@ from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.observe.events import Event, Planned
 from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
-from dcp_objstore.run.preemption import PreemptionWatch
-from dcp_objstore.run.resume import load_newest
 from dcp_objstore.run.steps import check_step
-from dcp_objstore.run.sweep import SweepReport, sweep_below
+from dcp_objstore.run.sweep import SweepReport
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.workers import run_into
@@ -224,15 +222,6 @@ def test_a_step_can_be_saved_again_after_a_load_that_found_none(url: str) -> Non
     assert names(url) == ["step-1"]
 
 
-def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    watch = PreemptionWatch(dos.Preemption())
-    watch.install()
-    watch.install()
-    watch.restore()
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 @pytest.mark.parametrize("on_busy", ["skip", "raise"])
 def test_a_save_that_is_due_by_time_waits_for_ranks_that_have_not_seen_the_last_one_end(
     url: str, on_busy: str, monkeypatch: pytest.MonkeyPatch
@@ -276,23 +265,6 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         dos.load(
             {"weight": torch.zeros(4)}, bucket.at("step-7"), storage_options=options, progress=False
         )
-
-
-def test_a_run_that_was_listed_whole_is_not_listed_again(
-    tmp_path: Path, requests: list[Request]
-) -> None:
-    url = tmp_path.as_uri()
-    assert load_newest(StoreSpec(url), None, fail_to_load).step is None
-    assert [one.verb for one in requests].count("list") == 1
-    dos.save({"w": torch.ones(1)}, f"{url}/step-1", progress=False)
-    requests.clear()
-    with pytest.raises(dos.errors.CheckpointCorruptError):
-        load_newest(StoreSpec(url), None, fail_to_load)
-    assert [one.verb for one in requests].count("list") == 1
-
-
-def fail_to_load(_: int) -> Any:
-    raise dos.errors.CheckpointCorruptError("damaged")
 
 
 def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) -> None:
@@ -854,13 +826,6 @@ def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(
     go.set()
     end_of_upkeep(run)
     assert over == [True], "it is told to end"
-
-
-def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow(url: str) -> None:
-    save_steps(url, (1, 2, 3))
-    answers = iter([False, True])
-    report = sweep_below(StoreSpec(url), is_over=lambda: next(answers))
-    assert [one.url for one in report.checkpoints] == [f"{url}/step-1"]
 
 
 def test_nothing_is_deleted_after_a_save_that_failed(
@@ -1577,25 +1542,6 @@ def test_a_check_that_fails_does_not_end_training(
         train(run, range(1, 3))
         assert not run.preempted()
     assert "no metadata server" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("preemption", "warns"),
-    [
-        (dos.Preemption(), True),
-        (dos.Preemption(check=lambda: False), False),
-        (dos.Preemption(signals=()), False),
-    ],
-)
-def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
-    caplog: pytest.LogCaptureFixture, preemption: dos.Preemption, warns: bool
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    beside = threading.Thread(target=PreemptionWatch(preemption).install)
-    beside.start()
-    beside.join()
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert ("main thread" in caplog.text) == warns
 
 
 class Untrusted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,3 +89,31 @@ def test_the_handler_that_a_program_installs_in_the_block_stays() -> None:
         assert signal.getsignal(signal.SIGUSR2) is theirs
     finally:
         signal.signal(signal.SIGUSR2, at_first)
+
+
+def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    watch = PreemptionWatch(Preemption())
+    watch.install()
+    watch.install()
+    watch.restore()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("preemption", "warns"),
+    [
+        (Preemption(), True),
+        (Preemption(check=lambda: False), False),
+        (Preemption(signals=()), False),
+    ],
+)
+def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
+    caplog: pytest.LogCaptureFixture, preemption: Preemption, warns: bool
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    beside = threading.Thread(target=PreemptionWatch(preemption).install)
+    beside.start()
+    beside.join()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert ("main thread" in caplog.text) == warns

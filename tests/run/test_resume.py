@@ -104,3 +104,13 @@ def test_one_rank_warns_of_a_step_that_is_skipped(
     monkeypatch.setattr(resume, "is_first", lambda _: is_first)
     assert loads.newest().step == 1
     assert ("step 2 cannot be loaded" in caplog.text) is is_first
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_run_that_was_listed_whole_is_not_listed_again(
+    requests: list[Request], steps: int
+) -> None:
+    loads = Loads({1: GONE, 2: GONE, 3: GONE}, steps)
+    requests.clear()
+    assert loads.newest().step is None
+    assert [one.verb for one in requests].count("list") == 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint import sweep as rule
+from dcp_objstore.checkpoint import probe as probes, sweep as rule
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
     MARKER_KEY,
@@ -31,11 +31,11 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.run import sweep as sweeping
-from dcp_objstore.run.sweep import SweepReport
+from dcp_objstore.run.sweep import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.local import _TEMPORARY
 from tests.support.checkpoints import memory_url
-from tests.support.wrapped_stores import Fault, FaultStore, Through
+from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
 
 STATE = {"w": torch.ones(5)}
 
@@ -224,3 +224,69 @@ def test_a_lifecycle_of_gcs_is_said_in_its_form() -> None:
     _, text, _ = sweeping._lifecycle(StoreSpec("gs://bucket/run"), None)
     assert text is not None
     assert "matchesPrefix" in text
+
+
+def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
+    requests: list[Request],
+) -> None:
+    run = memory_url()
+    for step in range(3):
+        dos.save(STATE, f"{run}/step-{step}", progress=False)
+
+    def sweep() -> tuple[list[str], int]:
+        requests.clear()
+        report = dos.sweep(run)
+        return [one.url.rpartition("/")[2] for one in report.checkpoints], len(requests)
+
+    assert sweep()[0] == ["step-0", "step-1", "step-2"]
+    sent = []
+    for step in (0, 1):
+        dos.delete(f"{run}/step-{step}", remove_objects=True)
+        names, number = sweep()
+        assert names == [f"step-{later}" for later in range(step + 1, 3)]
+        sent.append(number)
+    assert sent[1] < sent[0]
+
+
+def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    dos.save(STATE, f"{tmp_path.as_uri()}/step-1", progress=False)
+    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).touch()
+    probes.forget()
+    requests.clear()
+    (one,) = dos.sweep(tmp_path.as_uri(), dry_run=True).checkpoints
+    assert one.dry_run
+    assert {one.verb for one in requests} == {"list", "get"}
+
+
+def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", "step-3"):
+        dos.save(STATE, f"{tmp_path.as_uri()}/{name}", progress=False)
+    newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
+    (tmp_path / "step-1" / MARKER_KEY).write_bytes(newer)
+    (tmp_path / "step-2" / MARKER_KEY).write_bytes(b"damaged")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "log.txt").touch()  # no place of a checkpoint
+    for dry_run in (True, False):
+        report = dos.sweep(tmp_path.as_uri(), dry_run=dry_run)
+        assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
+        assert [one.dry_run for one in report.checkpoints] == [dry_run] * 3
+        assert "upgrade" in (report.checkpoints[0].reason or "")
+    assert report.damaged == report.checkpoints[:2]
+
+
+def test_where_nothing_is_to_be_swept_nothing_is_written(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    dos.sweep(tmp_path.as_uri())
+    assert {one.verb for one in requests} == {"list"}
+
+
+def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow() -> None:
+    run = memory_url()
+    for step in (1, 2, 3):
+        dos.save(STATE, f"{run}/step-{step}", progress=False)
+    answers = iter([False, True])
+    report = sweep_below(StoreSpec(run), is_over=answers.__next__)
+    assert list(swept(report)) == ["step-1"]

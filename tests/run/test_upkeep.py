@@ -388,40 +388,6 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     assert torch.equal(state["model"]["weight"], WEIGHT * 2)
 
 
-def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
-    requests: list[Request],
-) -> None:
-    run = memory_url()
-    for step in range(3):
-        dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
-
-    def sweep() -> tuple[list[str], int]:
-        requests.clear()
-        report = dos.sweep(run)
-        return [one.url.rpartition("/")[2] for one in report.checkpoints], len(requests)
-
-    assert sweep()[0] == ["step-0", "step-1", "step-2"]
-    sent = []
-    for step in (0, 1):
-        dos.delete(f"{run}/step-{step}", remove_objects=True)
-        names, number = sweep()
-        assert names == [f"step-{later}" for later in range(step + 1, 3)]
-        sent.append(number)
-    assert sent[1] < sent[0]
-
-
-def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(
-    tmp_path: Path, requests: list[Request]
-) -> None:
-    dos.save({"a": WEIGHT}, f"{tmp_path.as_uri()}/step-1", progress=False)
-    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).touch()
-    probes.forget()
-    requests.clear()
-    (swept,) = dos.sweep(tmp_path.as_uri(), dry_run=True).checkpoints
-    assert swept.dry_run
-    assert {one.verb for one in requests} == {"list", "get"}
-
-
 @pytest.mark.parametrize("swept", ["/run", ""])
 def test_a_step_that_a_superseded_job_committed_late_is_swept(
     bucket: Bucket, later: AgedStore, swept: str
@@ -477,34 +443,11 @@ def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Buc
     assert bucket.keys() == []  # and no tombstone
 
 
-def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> None:
-    for name in ("step-1", "step-2", "step-3"):
-        dos.save({"a": WEIGHT}, f"{tmp_path.as_uri()}/{name}", progress=False)
-    newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
-    (tmp_path / "step-1" / MARKER_KEY).write_bytes(newer)
-    (tmp_path / "step-2" / MARKER_KEY).write_bytes(b"damaged")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "log.txt").touch()  # no place of a checkpoint
-    for dry_run in (True, False):
-        report = dos.sweep(tmp_path.as_uri(), dry_run=dry_run)
-        assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
-        assert [one.dry_run for one in report.checkpoints] == [dry_run] * 3
-        assert "upgrade" in (report.checkpoints[0].reason or "")
-    assert report.damaged == report.checkpoints[:2]
-
-
 def test_what_the_bucket_should_do_itself_is_said(bucket: Bucket) -> None:
     report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
     assert report.uploads_unseen is None
     assert report.lifecycle_days is None
     assert f'"Prefix": "{bucket.prefix}"' in (report.lifecycle_json or "")
-
-
-def test_where_nothing_is_to_be_swept_nothing_is_written(
-    tmp_path: Path, requests: list[Request]
-) -> None:
-    dos.sweep(tmp_path.as_uri())
-    assert {one.verb for one in requests} == {"list"}
 
 
 def test_sweep_without_boto3_says_what_was_not_looked_at(
