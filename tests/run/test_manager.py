@@ -631,6 +631,23 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
 
 
+def test_a_few_steps_are_deleted_after_each_commit_and_the_run_is_listed_once(
+    url: str, monkeypatch: pytest.MonkeyPatch, requests: list[Request]
+) -> None:
+    monkeypatch.setattr(retaining, "_AT_A_TIME", 2)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    for step in range(1, 6):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+    found = []
+    for step in (5, 6, 7):
+        dos.save(state(step), f"{url}/step-{step}", overwrite=True, progress=False)
+        requests.clear()
+        retainer.committed(step, {})
+        listings = [one.verb for one in requests].count("list")
+        found.append((listings, [int(name.rpartition("-")[2]) for name in names(url)]))
+    assert found == [(1, [3, 4, 5]), (0, [5, 6]), (0, [7])]
+
+
 @pytest.mark.parametrize("pinned_at", [1, 2])
 def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_at: int) -> None:
     """By an evaluator that follows the run, say: before the run was listed, or after that."""
