@@ -913,6 +913,30 @@ class Broken(dos.RetentionPolicy):
         raise KeyError("no such metric")
 
 
+class Seeing(dos.RetentionPolicy):
+    """A policy that keeps all and remembers what it was asked about."""
+
+    def keeps(self, steps: Any) -> frozenset[int]:
+        self.steps = list(steps)
+        return frozenset(one.step for one in steps)
+
+
+def test_a_policy_sees_the_metrics_and_pins_of_all_steps_that_count(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2):
+            run.save(step, state(step), metrics={"loss": step})
+        run.pin(1)
+    policy = Seeing()
+    with dos.CheckpointManager(url, keep=policy) as run:
+        run.load(state(0))
+        run.save(3, state(3), metrics={"loss": 3})
+    assert policy.steps == [
+        dos.StepFacts(step=1, metrics={"loss": 1}, pinned=True),
+        dos.StepFacts(step=2, metrics={"loss": 2}),
+        dos.StepFacts(step=3, metrics={"loss": 3}),
+    ]
+
+
 def test_a_policy_that_fails_is_named_in_the_log_and_nothing_is_deleted(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1017,6 +1041,7 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
             threading.Timer(0.1, held.set).start()
             raise error
         assert caught.value is error
+        assert not getattr(error, "__notes__", ()), "nothing else has failed"
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (1, 2)
 

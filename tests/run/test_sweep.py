@@ -35,6 +35,7 @@ from dcp_objstore.run.sweep import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.local import _TEMPORARY
 from tests.support.checkpoints import memory_url
+from tests.support.upkeep import AgedStore, Ages
 from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
 
 STATE = {"w": torch.ones(5)}
@@ -163,6 +164,27 @@ def test_a_claim_that_cannot_be_read_makes_no_step_superseded(
         assert f"steps of superseded jobs in {run} are not swept" in caplog.text
 
 
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_step_that_no_job_has_claimed_is_not_superseded(
+    monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Neither where the claim of its run is damaged, nor at the top of a bucket, in no run."""
+    ages: Ages = {}
+    opened = StoreSpec.open
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: AgedStore(opened(spec), ages))
+    top = f"memory://{secrets.token_hex(6)}"
+    url = f"{top}/run/step-1" if damaged else top
+    dos.save(STATE, url)
+    store = StoreSpec(url).open()
+    assert isinstance(store, AgedStore)
+    store.age()
+    if damaged:
+        open_store(f"{top}/run").put(CLAIM_KEY, b"damaged")
+    for at in {top, url}:
+        (one,) = dos.sweep(at, dry_run=True).checkpoints
+        assert (one.outcome, one.superseded) == ("clean", False)
+
+
 @pytest.mark.parametrize("error", [StoreUnavailableError("down"), UnsupportedError("no boto3")])
 def test_uploads_that_cannot_be_listed_are_said_and_the_rest_is_swept(
     monkeypatch: pytest.MonkeyPatch, error: DcpObjstoreError
@@ -243,6 +265,7 @@ def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
     for step in (0, 1):
         dos.delete(f"{run}/step-{step}", remove_objects=True)
         names, number = sweep()
+        assert CLAIM_KEY not in {one.key for one in requests}, "there is none"
         assert names == [f"step-{later}" for later in range(step + 1, 3)]
         sent.append(number)
     assert sent[1] < sent[0]

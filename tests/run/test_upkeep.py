@@ -308,6 +308,7 @@ def test_a_store_without_conditions_is_only_looked_at(
         lambda: dos.delete(f"{run}/step-1"),
         lambda: dos.pin(f"{run}/step-1", "paper"),
         lambda: dos.unpin(f"{run}/step-1", "paper"),
+        lambda: dos.claim_run(run),
     ):
         with pytest.raises(dos.errors.UnsupportedError, match="cannot create or replace"):
             change()
