@@ -384,6 +384,15 @@ def test_there_is_memory_for_what_the_largest_round_brings(one: RankGroup) -> No
     assert prepared(ExchangePlan([]), one).memory_bytes == 0
 
 
+def test_slots_are_as_large_as_the_largest_request_wherever_that_begins(one: RankGroup) -> None:
+    sizes = [BLOCK, 2 * BLOCK, 1]
+    rounds = [[request_of(0, n, size, to1=()) for n, size in enumerate(sizes)]]
+    exchanging = prepared(ExchangePlan(rounds), one)
+    assert exchanging.memory_bytes == len(sizes) * 2 * BLOCK
+    slots = [exchanging.admit(request, Progress(60)) for request in exchanging.requests]
+    assert [slot.nbytes for slot in slots if slot is not None] == sizes
+
+
 def test_nobody_finds_the_slots_once_the_ranks_have_found_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -472,6 +481,21 @@ def test_a_worker_gets_a_slot_as_soon_as_it_is_its_turn(
         exchanging._outbox[0] = {}
         exchanging._free_slots()
         assert waiting.result(30) is not None
+
+
+def test_a_worker_that_waits_for_a_slot_ends_with_the_transfer(one: RankGroup) -> None:
+    """No other rank may ever free one: it may have failed."""
+    exchanging = prepared(ExchangePlan([[request_of(0, n, to1=())] for n in range(3)]), one)
+    progress = Progress(60)
+    for request in exchanging.requests[:2]:
+        exchanging.admit(request, progress)
+    with ThreadPoolExecutor(1) as pool:
+        admitted = pool.submit(exchanging.admit, exchanging.requests[2], progress)
+        progress.stop(ZeroDivisionError())
+        try:
+            assert isinstance(admitted.exception(30), ZeroDivisionError)
+        finally:
+            exchanging._freed = 1
 
 
 def test_a_worker_that_waits_to_know_who_reads_its_slots_ends_with_the_transfer(

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Container, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from dcp_objstore.read.peers import plan as module
-from dcp_objstore.read.peers.exchange import Exchange
 from dcp_objstore.read.peers.plan import NEED, Held, Needs, Segment, SharedRequest, plan_exchange
-from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest, Span
+from dcp_objstore.transfer.ranges import Span
 
 _BLOCK = 64
 
@@ -234,26 +228,6 @@ def test_many_small_neighbours_make_one_request_and_one_segment_each() -> None:
     requests = [r for rank, plan in enumerate(plans) for r in plan.fetched_by(rank)]
     assert len(requests) == 1
     assert all(len(segments) == 1 for segments in requests[0].messages.values())
-
-
-def test_a_worker_that_waits_for_a_slot_ends_with_the_transfer() -> None:
-    """No other rank may ever free one: it may have failed."""
-    waiting: Any = Exchange.__new__(Exchange)
-    request, planned = RangeRequest(0, 0, 4), SimpleNamespace(sequence=0, start=0, end=4)
-    waiting._fetched = {id(request): planned}
-    waiting._changed = threading.Condition()
-    waiting._admitted, waiting._freed, waiting._slot_bytes = 0, -2, 4
-    waiting._slots = SimpleNamespace(size_bytes=8)
-    progress = Progress(60)
-    with ThreadPoolExecutor(1) as pool:
-        admitted = pool.submit(waiting.admit, request, progress)
-        progress.stop(ZeroDivisionError())
-        try:
-            assert isinstance(admitted.exception(30), ZeroDivisionError)
-        finally:
-            waiting._freed = 0
-            with waiting._changed:
-                waiting._changed.notify_all()
 
 
 def test_a_segment_is_as_long_as_what_is_packed_of_it_or_as_its_bytes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
 from collections.abc import Sequence
@@ -248,6 +249,27 @@ def test_patience_is_the_shorter_of_five_seconds_and_the_peers_time_out(
     monkeypatch.setattr(meeting, "_is_set", lambda _store, _key, seconds: waited.append(seconds))
     assert not arrive(monkeypatch, 0, 3, timeout)
     assert waited == [0.5]
+
+
+def test_other_threads_have_the_store_between_two_short_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[float] = []
+
+    class Store:
+        def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+            waited.append(timeout.total_seconds())
+            raise dist.DistStoreError
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kept, name)
+
+    kept, store = dist.HashStore(), Store()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(meeting, "STEP_SECONDS", 0.002)
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(arrive, monkeypatch, 0, 3, 0.02).result(30)
+    assert 0 < max(waited) <= 0.002
 
 
 def test_a_store_that_is_gone_is_the_failure_of_a_rank(

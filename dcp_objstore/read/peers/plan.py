@@ -237,7 +237,7 @@ def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_
     hosts = sorted(filter(at_home.get, holders) if any(at_home.values()) else holders)
     host = hosts[block.object_number % len(hosts)]
     for node, ranks in at_home.items():
-        served = sorted({*ranks, *(strangers if node == host else ())})
+        served = [*ranks, *(strangers if node == host else ())]
         if served:
             wants = {rank: block.wants[rank] for rank in served}
             yield replace(block, wants=wants, readers=ranks or holders[node])
