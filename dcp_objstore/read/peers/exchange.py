@@ -315,13 +315,11 @@ class Exchange:
             return
         result_of(self._connected, look=progress.check_stopped, step_seconds=STEP_SECONDS)
         slot = self._slot_of(planned)
-        messages = {
+        self._outbox[planned.sequence] = {
             rank: self._message(planned, rank, segments, slot)
             for rank, segments in planned.messages.items()
             if rank in self._remote
         }
-        with self._changed:
-            self._outbox[planned.sequence] = messages
 
     def _message(
         self, planned: SharedRequest, rank: int, segments: Sequence[Segment], body: memoryview
@@ -356,16 +354,15 @@ class Exchange:
             RankFailedError: another rank has died.
         """
         while not self.done:
-            due = self._due[self._round]
-            with self._changed:
-                if any(sequence not in self._outbox for sequence in range(self._freed, due)):
-                    return
+            due = range(self._freed, self._due[self._round])
+            if any(sequence not in self._outbox for sequence in due):
+                return
             requests = self._rounds[self._round]
             result_of(self._thread.submit(self._trade, requests))
             self._deliver(requests)
 
     def _agree(self, error: DcpObjstoreError | None) -> None:
-        """Confirm that no rank has failed; otherwise raise on those that have not. A collective."""
+        """Confirm that no rank has failed; otherwise raise. A collective."""
         with self._together():
             failed = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
@@ -373,8 +370,7 @@ class Exchange:
                 return
             errors: list[DcpObjstoreError | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(errors, error, group=self._group)
-            if error is None:
-                raise PeerFailedError(next(filter(None, errors)))
+            raise PeerFailedError(next(filter(None, errors)))
 
     def _trade(self, requests: Sequence[SharedRequest]) -> None:
         """Send and receive the messages of a round. A collective."""
