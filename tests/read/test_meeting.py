@@ -112,9 +112,16 @@ def test_ranks_share_only_in_exactly_their_group_in_its_order() -> None:
     assert share_out([offer(0, rows, 3), offer(1, rows, 3)]) == [None, None]
 
 
-def test_who_verifies_differently_is_named() -> None:
-    offers = [offer(n, [whole(0)], 3, verify=n < 2) for n in range(3)]
-    with pytest.raises(ConfigError, match="rank 0 has True and rank 2 False"):
+@pytest.mark.parametrize(
+    ("verify", "text"),
+    [
+        ([True, True, False], "rank 0 has True and rank 2 False"),
+        ([False, True, True], "rank 0 has False and rank 1 True"),
+    ],
+)
+def test_who_verifies_differently_is_named(verify: list[bool], text: str) -> None:
+    offers = [offer(n, [whole(0)], 3, verify=verify[n]) for n in range(3)]
+    with pytest.raises(ConfigError, match=text):
         share_out(offers)
 
 
@@ -269,7 +276,7 @@ def test_other_threads_have_the_store_between_two_short_waits_for_it(
     monkeypatch.setattr(meeting, "STEP_SECONDS", 0.002)
     with ThreadPoolExecutor(1) as pool:
         assert not pool.submit(arrive, monkeypatch, 0, 3, 0.02).result(30)
-    assert 0 < max(waited) <= 0.002
+    assert max(waited) == pytest.approx(0.002)
 
 
 def test_a_store_that_is_gone_is_the_failure_of_a_rank(
