@@ -155,8 +155,6 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
     if not shape:
         return [(0, 1)]
     first, count = wanted.offsets[0], wanted.sizes[0]
-    if len(shape) == 1:
-        return [(first, first + count)]
     row = math.prod(shape[1:])
     inside = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
     start, end = inside[0]
