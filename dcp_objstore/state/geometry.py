@@ -10,6 +10,7 @@ twice.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,11 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The sums of offsets and sizes."""
+        return tuple(map(operator.add, self.offsets, self.sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +95,7 @@ class Selection:
         """
         copies = self.copies(start, end)
         first = _linear(copies[0].source_shape, copies[0].source.offsets)
-        box = copies[-1].source
-        ends = tuple(offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True))
-        last = _linear(copies[-1].source_shape, ends)
+        last = _linear(copies[-1].source_shape, tuple(end - 1 for end in copies[-1].source.ends))
         return (
             start + (copies[0].start + first) * self.itemsize,
             start + (copies[-1].start + last + 1) * self.itemsize,
@@ -110,12 +114,7 @@ class Selection:
         for copy in self.copies(position, position + block.nbytes):
             count = math.prod(copy.source_shape)
             box = elements[copy.start : copy.start + count].reshape(copy.source_shape)
-            cut = box[
-                tuple(
-                    slice(offset, offset + size)
-                    for offset, size in zip(copy.source.offsets, copy.source.sizes, strict=True)
-                )
-            ]
+            cut = box[tuple(map(slice, copy.source.offsets, copy.source.ends))]
             packed[filled : filled + cut.size].reshape(cut.shape)[...] = cut
             filled += cut.size
 
@@ -177,22 +176,16 @@ def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> li
     """
     copies = []
     for first, box in _boxes(shape, start, end):
-        low = [max(a, b) for a, b in zip(box.offsets, wanted.offsets, strict=True)]
-        high = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(box.offsets, box.sizes, wanted.offsets, wanted.sizes, strict=True)
-        ]
-        sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+        low = tuple(map(max, box.offsets, wanted.offsets))
+        sizes = tuple(map(operator.sub, map(min, box.ends, wanted.ends), low))
         if any(size <= 0 for size in sizes):
             continue
         copies.append(
             Copy(
                 start=first - start,
                 source_shape=box.sizes,
-                source=Box(tuple(a - b for a, b in zip(low, box.offsets, strict=True)), sizes),
-                destination=Box(
-                    tuple(a - b for a, b in zip(low, wanted.offsets, strict=True)), sizes
-                ),
+                source=Box(tuple(map(operator.sub, low, box.offsets)), sizes),
+                destination=Box(tuple(map(operator.sub, low, wanted.offsets)), sizes),
             )
         )
     return copies

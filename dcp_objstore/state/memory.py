@@ -48,13 +48,12 @@ def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has elements, and its memory holds their values one after the other."""
+    """Whether the tensor's memory holds the values of its elements one after the other."""
     return (
         type(tensor) is torch.Tensor
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.is_contiguous()
-        and tensor.numel() > 0
     )
 
 
@@ -252,6 +251,5 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def fits(wanted: Box, shape: tuple[int, ...]) -> bool:
     """Whether the box lies within a tensor of this shape."""
     return len(shape) == len(wanted.sizes) and all(
-        offset + size <= extent
-        for offset, size, extent in zip(wanted.offsets, wanted.sizes, shape, strict=True)
+        end <= extent for end, extent in zip(wanted.ends, shape, strict=True)
     )

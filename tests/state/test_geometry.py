@@ -202,3 +202,8 @@ def test_a_shape_may_have_more_dimensions_than_numpy_if_few_are_cut():
     sizes = [(1,) * 70, (1,) * 69 + (2,)]
     for last in (0, 1):
         assert fills((1,) * 69 + (3,), [(0,) * 70, (0,) * 69 + (last,)], sizes) is (last == 1)
+
+
+def test_elements_beyond_what_a_float_tells_apart_are_counted_exactly():
+    numbers = [np.array([[one], [one]], dtype=np.uint64) for one in (0, 2**60 - 1)]
+    assert not fills((2**60,), *numbers)
