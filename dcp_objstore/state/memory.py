@@ -107,9 +107,8 @@ def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
     """
     if source.is_quantized or destination.is_quantized:
         _check_quantization(source, destination)
-    to = byte_memory(destination) if source.dtype == destination.dtype else None
-    have = None if to is None or source.is_quantized else byte_memory(source)
-    if to is None or have is None:
+    have, to = byte_memory(source), byte_memory(destination)
+    if have is None or to is None or source.dtype != destination.dtype:
         with torch.inference_mode(destination.is_inference()), torch.no_grad():
             destination.copy_(source)
     else:
