@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # files, and the size of a cache line.
 ALIGNMENT_BYTES = 64
 # Up to this size a copy costs less than making an array.
-_COPIED_BYTES = 16 * 1024
+_COPIED_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,7 @@ class _FrameSink(io.RawIOBase):
         return len(body)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence != io.SEEK_CUR:
-            raise io.UnsupportedOperation("torch.save is expected to seek over payload only")
+        assert whence == io.SEEK_CUR, "torch.save seeks over payload only"
         self.parts.append([])
         return offset
 
