@@ -399,6 +399,15 @@ def test_metadata_says_what_the_index_does() -> None:
     assert (metadata.storage_data, metadata.version) == (None, DCP_VERSION)
 
 
+def test_a_tensor_is_described_as_it_was_whatever_it_was() -> None:
+    stored = ix.decode(ix.encode(index()))
+    change = {"layout": "jagged", "memory_format": "channels_last", "dtype": "float3"}
+    stored.tensors["b"] = msgspec.structs.replace(stored.tensors["b"], **change)
+    found = saved(describe(stored), "b").properties
+    assert (found.layout, found.memory_format) == (torch.jagged, torch.channels_last)
+    assert (found.dtype, found.requires_grad, found.pin_memory) == (None, False, False)
+
+
 @pytest.mark.parametrize("change", [{"layout": "float32"}, {"memory_format": "woven"}])
 def test_a_layout_that_this_torch_lacks_is_an_error_of_its_tensor(change: dict[str, str]) -> None:
     stored = ix.decode(ix.encode(index()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import secrets
 import subprocess
 import sys
@@ -45,7 +44,6 @@ from dcp_objstore.state.device import (
     plan_ring,
     settle_streams,
 )
-from dcp_objstore.state.ring import Ring
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.parts import plan_parts
@@ -94,88 +92,6 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
     late = LateLane()
     use_lane(monkeypatch, lambda: late)
     return late
-
-
-# --- the ring ---
-
-
-def test_a_lent_slot_comes_back_when_the_last_view_of_it_is_gone() -> None:
-    ring = Ring(1, 16, plain_memory)
-    slot = ring.acquire(never_stopped)
-    lent = ring.lend(slot)
-    view = memoryview(lent[2:][:3])
-    del lent, slot
-    assert ring.try_acquire() is None
-    held = [view]
-    del view
-    # Wherever the last one is dropped.
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    thread.join()
-    assert ring.try_acquire() is not None
-
-
-def test_a_lent_slot_outlives_its_ring() -> None:
-    ring = Ring(1, 4, plain_memory)
-    slot = ring.acquire(never_stopped)
-    slot.array[:] = 7
-    lent = ring.lend(slot)
-    del ring, slot
-    gc.collect()
-    assert lent.tolist() == [7] * 4
-
-
-def test_a_slot_is_not_written_to_before_its_copies_are_complete() -> None:
-    lane = LateLane()
-    ring = Ring(1, 4, lane.allocate)
-    slot = ring.acquire(never_stopped)
-    slot.array[:] = 1
-    copied = torch.zeros(4, dtype=torch.uint8)
-    slot.tickets.append(lane.queue(lambda: copied.copy_(slot.memory)))
-    ring.release(slot)
-    assert not copied.any()
-    again = ring.acquire(never_stopped)
-    again.array[:] = 2
-    assert copied.tolist() == [1] * 4
-
-
-def test_no_slot_is_waited_for_while_another_may_be_made_and_never_more_are() -> None:
-    lane = LateLane()
-    ring = Ring(2, 4, lane.allocate)
-    for _ in range(5):
-        slot = ring.acquire(never_stopped)
-        slot.tickets.append(lane.queue(lambda: None))
-        ring.release(slot)
-    assert lane.allocated == [4, 4]
-    assert lane.copied > 0
-    assert None not in (ring.try_acquire(), ring.try_acquire()), "both came back"
-
-
-def test_waiting_for_a_slot_ends_when_it_is_to_end() -> None:
-    ring = Ring(1, 4, plain_memory)
-    taken = ring.acquire(never_stopped)
-
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ring.acquire(stop)
-    ring.release(taken)
-    assert ring.acquire(stop) is taken
-
-
-def test_a_slot_that_could_not_be_allocated_is_not_counted() -> None:
-    errors = [RuntimeError("no memory")]
-
-    def allocate(size_bytes: int) -> torch.Tensor:
-        if errors:
-            raise errors.pop()
-        return plain_memory(size_bytes)
-
-    ring = Ring(1, 4, allocate)
-    with pytest.raises(RuntimeError):
-        ring.acquire(never_stopped)
-    assert ring.acquire(never_stopped).array.nbytes == 4
 
 
 def test_work_that_other_threads_would_not_wait_for_is_waited_for(monkeypatch):

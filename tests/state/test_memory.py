@@ -56,6 +56,8 @@ BYTES = ALL.view(torch.uint8).view(4, 24)
         ([ALL[:2], ALL[20:]], [ALL[8:12]], set(), set()),
         ([ALL[8:12]], [ALL[:2], ALL[20:]], set(), set()),
         ([ALL[:0], ALL[4:8]], [ALL[:4]], set(), set()),
+        ([ALL[:0], ALL[4:8]], [ALL[4:8]], {"first"}, set()),
+        ([ALL[4:8]], [ALL[:0], ALL[4:8]], {"first"}, set()),
         ([ALL[:0]], [ALL], set(), set()),
         ([ALL], [ALL[:0]], set(), set()),
     ],
