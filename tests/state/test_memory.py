@@ -171,6 +171,25 @@ def test_tied_tensors_are_told_by_the_same_elements() -> None:
         assert same_memory(value) is None
 
 
+class Sharded:
+    """What a DTensor is to the rank that has a part of it."""
+
+    def __init__(self, part: torch.Tensor) -> None:
+        self._local_tensor = part
+
+
+def test_parts_of_sharded_tensors_are_told_by_the_elements_of_this_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "DTensor", Sharded)
+    base = torch.zeros(4)
+    assert same_memory(Sharded(base)) == same_memory(base)
+    assert same_memory(Sharded(base[:2])) != same_memory(Sharded(base[2:]))
+    # Ranks without elements ask, too.
+    assert same_memory(Sharded(base[:0])) == same_memory(Sharded(base[:0]))
+    assert same_memory(Sharded(torch.zeros(0))) != same_memory(Sharded(base[:0]))
+
+
 @pytest.mark.parametrize(
     ("source", "destination"),
     [
