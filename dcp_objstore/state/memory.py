@@ -224,8 +224,8 @@ def _meet(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     tensors = [tensor for tensor in (*some, *others) if tensor.numel()]
     start = min(tensor.data_ptr() for tensor in tensors)
     end = max(tensor.data_ptr() + _reach(tensor) for tensor in tensors)
-    places = (number for t in tensors for number in (t.itemsize, t.data_ptr() - start))
-    unit = math.gcd(*places)  # of one dtype, this is an element
+    # Of one dtype, this is an element.
+    unit = math.gcd(*(number for t in tensors for number in (t.itemsize, t.data_ptr())))
     taken = torch.zeros((end - start) // unit, dtype=torch.bool, device="cpu")
 
     def units(tensor: torch.Tensor) -> torch.Tensor:

@@ -269,6 +269,12 @@ def test_integers_are_copied_only_where_they_mean_the_same(make: Any) -> None:
         by_channel() if make is by_tensor else by_tensor(),
         *([by_channel(axis=1)] if make is by_channel else []),
     ]
+    if make is by_channel:
+        # Of equal numbers, but the zero points are floats.
+        ones, scales = torch.ones(2, 2), torch.ones(2)
+        floats = torch.quantize_per_channel(ones, scales, torch.zeros(2), 0, torch.quint8)
+        with pytest.raises(StateMismatchError):
+            copy_elements(floats, make(dtype=torch.quint8))
     for other in others:
         for pair in ((other, make()), (make(), other)):
             with pytest.raises(StateMismatchError):
