@@ -15,8 +15,9 @@ from dcp_objstore.state.ring import Ring, Slot
 from tests.support.lanes import LateLane
 
 
-def never_stopped() -> None:
-    pass
+def no_wait() -> None:
+    """Called where a slot is waited for."""
+    raise AssertionError("no slot comes back")
 
 
 def plain_memory(size_bytes: int) -> torch.Tensor:
@@ -25,7 +26,7 @@ def plain_memory(size_bytes: int) -> torch.Tensor:
 
 def test_a_lent_slot_comes_back_when_the_last_view_of_it_is_gone() -> None:
     ring = Ring(1, 16, plain_memory)
-    slot = ring.acquire(never_stopped)
+    slot = ring.acquire(no_wait)
     lent = ring.lend(slot)
     view = memoryview(lent[2:][:3])
     del lent, slot
@@ -41,7 +42,7 @@ def test_a_lent_slot_comes_back_when_the_last_view_of_it_is_gone() -> None:
 
 def test_a_lent_slot_outlives_its_ring() -> None:
     ring = Ring(1, 4, plain_memory)
-    slot = ring.acquire(never_stopped)
+    slot = ring.acquire(no_wait)
     slot.array[:] = 7
     lent = ring.lend(slot)
     del ring, slot
@@ -52,13 +53,13 @@ def test_a_lent_slot_outlives_its_ring() -> None:
 def test_a_slot_is_not_written_to_before_its_copies_are_complete() -> None:
     lane = LateLane()
     ring = Ring(1, 4, lane.allocate)
-    slot = ring.acquire(never_stopped)
+    slot = ring.acquire(no_wait)
     slot.array[:] = 1
     copied = torch.zeros(4, dtype=torch.uint8)
     slot.tickets.append(lane.queue(lambda: copied.copy_(slot.memory)))
     ring.release(slot)
     assert not copied.any()
-    again = ring.acquire(never_stopped)
+    again = ring.acquire(no_wait)
     again.array[:] = 2
     assert copied.tolist() == [1] * 4
 
@@ -67,7 +68,7 @@ def test_no_slot_is_waited_for_while_another_may_be_made_and_never_more_are() ->
     lane = LateLane()
     ring = Ring(2, 4, lane.allocate)
     for _ in range(5):
-        slot = ring.acquire(never_stopped)
+        slot = ring.acquire(no_wait)
         slot.tickets.append(lane.queue(lambda: None))
         ring.release(slot)
     assert lane.allocated == [4, 4]
@@ -77,7 +78,7 @@ def test_no_slot_is_waited_for_while_another_may_be_made_and_never_more_are() ->
 
 def test_waiting_for_a_slot_ends_when_it_is_to_end() -> None:
     ring = Ring(1, 4, plain_memory)
-    taken = ring.acquire(never_stopped)
+    taken = ring.acquire(no_wait)
 
     def stop() -> None:
         raise KeyboardInterrupt
@@ -98,14 +99,14 @@ def test_a_slot_that_could_not_be_allocated_is_not_counted() -> None:
 
     ring = Ring(1, 4, allocate)
     with pytest.raises(RuntimeError):
-        ring.acquire(never_stopped)
-    assert ring.acquire(never_stopped).array.nbytes == 4
+        ring.acquire(no_wait)
+    assert ring.acquire(no_wait).array.nbytes == 4
 
 
 def test_a_slot_that_comes_back_while_it_is_waited_for_is_settled() -> None:
     lane = LateLane()
     ring = Ring(1, 4, lane.allocate)
-    slot = ring.acquire(never_stopped)
+    slot = ring.acquire(no_wait)
     copied = torch.zeros(4, dtype=torch.uint8)
 
     def come_back() -> None:
@@ -123,7 +124,7 @@ def test_a_thread_that_waits_for_a_slot_looks_again_and_again(
 ) -> None:
     monkeypatch.setattr(ring_module, "STEP_SECONDS", 0.001)
     ring = Ring(1, 4, plain_memory)
-    taken = ring.acquire(never_stopped)
+    taken = ring.acquire(no_wait)
     looks = iter([None, None, KeyError("stopped")])
 
     def look() -> None:
