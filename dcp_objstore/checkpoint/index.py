@@ -310,7 +310,7 @@ class Index:
         if offset is None:
             return first
         wanted, tensor = list(offset), self.tensors[key]
-        if len(wanted) != len(tensor.shape) or min(wanted, default=0) < 0:
+        if len(wanted) != len(tensor.shape) or any(number < 0 for number in wanted):
             return None
         if hint is not None and 0 <= hint < tensor.chunk_count and self.box(key, hint)[0] == wanted:
             return first + hint
@@ -432,7 +432,7 @@ def _check_object(entry: ObjectEntry) -> None:
 
 def _check_tensor(tensor: Tensor) -> None:
     shape, key = tensor.shape, tensor.key
-    if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or tensor.chunk_count < 0:
+    if len(shape) > _MAX_DIMENSIONS or any(n < 0 for n in (*shape, tensor.chunk_count)):
         raise CheckpointCorruptError(
             f"the index has impossible extents {shape[:8]}, or {tensor.chunk_count} chunks", key=key
         )

@@ -159,8 +159,10 @@ class Retainer:
         in_use = {newest.step, self.resumed, *self._held}
         plan = plan_deletions(known.values(), policy, in_use=in_use)
         # What was pinned when it was listed, or tried, may no longer be, as pins of `follow` come
-        # and go. It comes last, so that it does not keep others from their turn.
-        for step in sorted(plan, key=lambda step: known[step].pinned)[:_AT_A_TIME]:
+        # and go. Each costs a request, so one of them is tried, the one tried longest ago.
+        pinned = [step for step, facts in known.items() if facts.pinned and step in plan]
+        free = [step for step in plan if not known[step].pinned]
+        for step in (*free[:_AT_A_TIME], *pinned[:1]):
             self._delete(step, known)
 
     def sweep(self) -> None:
@@ -203,7 +205,7 @@ class Retainer:
         except CheckpointNotFoundError:
             pass  # it was deleted already
         except CheckpointPinnedError:
-            known[step] = replace(known[step], pinned=True)
+            known[step] = replace(known.pop(step), pinned=True)  # the last in the order of turns
             return
         del known[step]
         logger.info("deleted %s, which no retention policy keeps", url)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # files, and the size of a cache line.
 ALIGNMENT_BYTES = 64
 # Up to this size a copy costs less than making an array.
-_COPIED_BYTES = 16 * 1024
+_COPIED_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,7 @@ class _FrameSink(io.RawIOBase):
         return len(body)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence != io.SEEK_CUR:
-            raise io.UnsupportedOperation("torch.save is expected to seek over payload only")
+        assert whence == io.SEEK_CUR, "torch.save seeks over payload only"
         self.parts.append([])
         return offset
 
@@ -73,22 +72,20 @@ def save_options() -> tuple[object, ...]:
 
 
 @functools.lru_cache(maxsize=65536)
-def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...]) -> Frame:
+def frame(dtype: torch.dtype, shape: tuple[int, ...], _options: tuple[object, ...]) -> Frame:
     """Return the header and trailer for a contiguous tensor that does not require grad.
 
     Args:
-        options: the result of `save_options()`.
+        _options: the result of `save_options()`; process-wide, so part of the cache key only.
 
     Raises:
         UnsupportedError: the dtype is not one of `ITEM_SIZE_BYTES`.
     """
     check_dtype(dtype)
-    del options  # process-wide, so part of the cache key only
     # A new, empty tensor: torch does not seek over meta tensors, cannot pickle fake ones, and would
     # seek over the whole storage of a view. The memory of this tensor is never touched, so it does
     # not come from `torch.empty`, which fills it under `use_deterministic_algorithms`.
-    size_bytes = math.prod(shape) * dtype.itemsize
-    memory = torch.UntypedStorage(size_bytes, device="cpu")  # type: ignore[no-untyped-call]
+    memory = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     untouched = torch.empty(0, dtype=dtype, device="cpu").set_(memory).view(shape)
     header, *trailer = framing(untouched)
     return Frame(header, b"".join(trailer))  # no elements: no trailer
@@ -163,9 +160,11 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def small_payload(tensor: torch.Tensor, size_bytes: int) -> bytes | ByteArray:
     """Return the memory of a contiguous CPU tensor or a copy of it, whichever is cheaper."""
-    if size_bytes > _COPIED_BYTES and (memory := byte_memory(tensor)) is not None:
-        return memory
-    return ctypes.string_at(tensor.data_ptr(), size_bytes)
+    if size_bytes <= _COPIED_BYTES:
+        return ctypes.string_at(tensor.data_ptr(), size_bytes)
+    memory = byte_memory(tensor)
+    assert memory is not None
+    return memory
 
 
 def payload_slices(tensor: torch.Tensor, slice_size_bytes: int) -> Iterator[ByteArray]:

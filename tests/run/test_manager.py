@@ -664,6 +664,32 @@ def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_
     assert names(url) == ["step-4"]
 
 
+def test_after_a_commit_one_pinned_step_is_tried_each_in_its_turn(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs a request; a run may have hundreds of them."""
+    tried: list[str] = []
+    delete = retaining.delete_step
+
+    def delete_step(step: StoreSpec, *args: Any, **settings: Any) -> Any:
+        tried.append(step.url.removeprefix(f"{url}/step-"))
+        return delete(step, *args, **settings)
+
+    monkeypatch.setattr(retaining, "delete_step", delete_step)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    for step in range(1, 10):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+        if step <= 3:
+            dos.pin(f"{url}/step-{step}", "paper")
+        if step >= 3:
+            retainer.committed(step, {})
+        if step == 6:
+            dos.unpin(f"{url}/step-2", "paper")
+    # The steps without a pin, and one with a pin. That step 3 has one shows when it is tried.
+    assert " ".join(tried) == "1 3 2 4 1 5 3 6 2 7 1 8 3"
+    assert names(url) == ["step-1", "step-3", "step-9"]
+
+
 def test_a_step_is_held_until_each_export_of_it_has_ended(url: str) -> None:
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
     retainer.hold(1)
