@@ -24,6 +24,7 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.errors import (
     CheckpointCorruptError,
+    ConfigError,
     DcpObjstoreError,
     LostRaceError,
     PermissionDeniedError,
@@ -39,17 +40,23 @@ from tests.support.upkeep import AgedStore, Ages
 from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
 
 STATE = {"w": torch.ones(5)}
+GRACES: list[dict[str, float]] = [
+    {},
+    {"grace_seconds": 3 * 3600},
+    {"grace_seconds": 1.5 * 3600},
+    {"grace_seconds": 3600},
+]
 
 
 def swept(report: SweepReport) -> dict[str, str]:
     return {one.url.removeprefix(report.url).lstrip("/"): one.outcome for one in report.checkpoints}
 
 
-def age(folder: Path) -> None:
-    """Make all that is in a folder two days old."""
-    two_days_ago = time.time() - 2 * 86400
+def age(folder: Path, hours: float = 48) -> None:
+    """Make all that is in a folder so old."""
+    then = time.time() - hours * 3600
     for path in folder.rglob("*"):
-        os.utime(path, (two_days_ago, two_days_ago))
+        os.utime(path, (then, then))
 
 
 @pytest.mark.parametrize(
@@ -240,6 +247,24 @@ def test_the_lifecycle_that_a_bucket_should_have_is_said_unless_it_has_one(
     found, text, why = sweeping._lifecycle(StoreSpec(url), uploads)
     shown = None if text is None else {r["Filter"]["Prefix"] for r in json.loads(text)["Rules"]}
     assert (found, shown, why) == (days, prefixes, unread)
+
+
+def test_what_the_bucket_does_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "_lifecycle", lambda *_: (7, "{}", "denied"))
+    report = dos.sweep(memory_url())
+    assert (report.lifecycle_days, report.lifecycle_json) == (7, "{}")
+    assert report.lifecycle_unread == "denied"
+
+
+def test_what_is_younger_than_the_grace_period_stays(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).write_bytes(b"12345")
+    age(tmp_path, hours=2)
+    url = tmp_path.as_uri()
+    assert [dos.sweep(url, dry_run=True, **grace).deleted for grace in GRACES] == [0, 0, 1, 1]
+    for wrong in (3599, float("inf"), "a day"):
+        with pytest.raises(ConfigError, match="grace"):
+            dos.sweep(url, grace_seconds=wrong)  # type: ignore[arg-type]
 
 
 def test_a_lifecycle_of_gcs_is_said_in_its_form() -> None:
