@@ -329,6 +329,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_listed() -> None:
         assert (one.objects is None) is (one.error is not None)
     assert "damaged" in str(found.checkpoints[2].error)
     assert [step.name for step in dos.steps(f"{above}/c")] == []
+    assert dos.list_checkpoints(f"{above}/a/step-1").checkpoints[0].state == "committed"
     with pytest.raises(CheckpointCorruptError):
         dos.steps(f"{above}/a")
 
