@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -56,6 +57,49 @@ def test_what_an_earlier_handler_raises_is_raised_once_later() -> None:
             signal.raise_signal(signal.SIGUSR2)
     finally:
         signal.signal(signal.SIGUSR2, at_first)
+
+
+@pytest.mark.parametrize(
+    ("before", "others", "acts"),
+    [
+        (signal.SIG_DFL, [], True),
+        (signal.SIG_DFL, [signal.SIGUSR1], True),
+        (signal.SIG_DFL, [signal.SIGUSR1, signal.SIGUSR2], False),
+        (signal.SIG_IGN, [], False),
+    ],
+)
+def test_a_handler_that_was_chained_gives_a_signal_its_default_action_if_nobody_catches_it(
+    monkeypatch: pytest.MonkeyPatch, before: Any, others: list[signal.Signals], acts: bool
+) -> None:
+    number, acted = signal.SIGUSR2, []
+    at_first = {one: signal.getsignal(one) for one in (number, signal.SIGUSR1)}
+    signal.signal(number, before)
+    watch = PreemptionWatch(Preemption(signals=[number]))
+    watch.install()
+    chained: Any = signal.getsignal(number)
+    watch.restore()
+    catching = [PreemptionWatch(Preemption(signals=[one])) for one in others]
+
+    def theirs(*received: Any) -> None:
+        chained(*received)
+
+    def act(raised: int) -> None:  # the default action would end this process
+        acted.append((raised, signal.getsignal(number)))
+
+    try:
+        for other in catching:
+            other.install()
+        signal.signal(number, theirs)
+        with monkeypatch.context() as patched:
+            patched.setattr(signal, "raise_signal", act)
+            os.kill(os.getpid(), number)
+        assert acted == ([(number, signal.SIG_DFL)] if acts else [])
+        assert signal.getsignal(number) is theirs
+        for other in catching:
+            other.restore()
+    finally:
+        for one, handler in at_first.items():
+            signal.signal(one, handler)
 
 
 def test_a_check_is_asked_until_it_says_yes_and_its_errors_are_logged_once(

@@ -19,6 +19,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits, probe as probes
 from dcp_objstore.checkpoint.delete import DeleteReport
 from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
     DOT_METADATA_KEY,
     MARKER_KEY,
     data_key,
@@ -182,6 +183,12 @@ def test_one_listing_and_one_newer_marker_show_that_a_step_is_not_the_newest(
     assert [one.verb for one in requests if one.verb == "list"] == ["list"]
     # Its own marker before the run is looked at and after that, and another's.
     assert len([one for one in requests if one.key == MARKER_KEY]) == 3
+    assert CLAIM_KEY not in {one.key for one in requests}, "there is none"
+    dos.pin(f"{run}/{names[0]}", "paper")  # its marker is new, its commit is not
+    requests.clear()
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(f"{run}/{names[2]}", dry_run=True)
+    assert len([one for one in requests if one.key == MARKER_KEY]) == 1
 
 
 def test_of_numbered_steps_the_one_that_was_saved_last_is_not_the_newest(tmp_path: Path) -> None:
