@@ -32,10 +32,12 @@ from dcp_objstore.read.tensor_read import (
     plan_spans,
     warn_if_lossy,
 )
+from dcp_objstore.state.device import Inbound
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.digests import block_digest
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from tests.support.checkpoints import memory_url
+from tests.support.lanes import LateLane
 
 BLOCK, GAP = 64, 16  # bytes, in place of 4 MiB and 256 KiB
 AT = 5000  # where the payload lies in object 3
@@ -233,6 +235,30 @@ def test_bytes_are_received_in_the_tensors_memory_only_where_they_belong(dtype: 
         read = read_of((2, 0), (3, 8), (6, 8), dtype)
         read.bind(other)
         assert read.memory_at(2 * row, row) is None
+
+
+@pytest.mark.parametrize("how", ["whole", "packed", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_of_inference_mode_are_filled_like_any_others(how: str, dtype: torch.dtype) -> None:
+    values = torch.arange(48.0).view(6, 8)
+    body = values.numpy().tobytes()
+    with torch.inference_mode():
+        destinations = torch.zeros(3, 5, dtype=dtype), torch.zeros(5, 3, dtype=dtype).t()
+    for destination in destinations:
+        read = read_of((2, 1), (3, 5), (6, 8), "float32")
+        read.bind(destination)
+        if how == "packed":
+            start, end = read.selection.within(0, len(body))
+            packed = np.empty(read.selection.count_bytes(start, end), np.uint8)
+            block = np.frombuffer(body[start:end], np.uint8)
+            read.selection.pack(block, start, packed)
+            read.accept_packed(start, end - start, packed)
+        else:
+            with Inbound({destination.device: LateLane()}, 2, 4096) as inbound:
+                if how == "device":
+                    read.send_through(inbound)
+                read.accept(0, body)
+        assert torch.equal(destination, values[2:5, 1:6].to(dtype))
 
 
 def spans_of(*pieces: tuple[int, int], read: Any = None, digest: bytes | None = None) -> Any:
