@@ -220,9 +220,8 @@ class TensorRead:
         return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
-        """Tell autograd that the destination was written, if the bytes bypassed torch."""
-        if self._memory is not None:
-            count_write(self._destination)
+        """Tell autograd that the destination was written: the bytes may have bypassed torch."""
+        count_write(self._destination)
 
 
 @dataclass(slots=True)

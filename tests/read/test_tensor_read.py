@@ -258,7 +258,31 @@ def test_tensors_of_inference_mode_are_filled_like_any_others(how: str, dtype: t
                 if how == "device":
                     read.send_through(inbound)
                 read.accept(0, body)
+                assert destination.any() == (how == "whole"), "a device gets it in its own time"
         assert torch.equal(destination, values[2:5, 1:6].to(dtype))
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_torch_is_given_elements_that_are_aligned_wherever_a_body_begins(
+    monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    """Though many processors read others, too."""
+    shifts: list[int] = []
+
+    def frombuffer(buffer: Any, *, dtype: torch.dtype) -> torch.Tensor:
+        shifts.append(np.frombuffer(buffer, np.uint8).ctypes.data % dtype.itemsize)
+        return really(buffer, dtype=dtype)
+
+    really = torch.frombuffer
+    values, destination = torch.arange(12.0), torch.zeros(12, dtype=torch.float64)
+    memory = np.zeros(12 * 4 + 4, dtype=np.uint8)
+    memory[shift : shift + 48] = values.numpy().view(np.uint8)
+    read = read_of((0,), (12,), (12,), "float32")
+    read.bind(destination)
+    monkeypatch.setattr(torch, "frombuffer", frombuffer)
+    read.accept(0, memory.data[shift : shift + 48])
+    assert shifts == [0]
+    assert torch.equal(destination, values.double())
 
 
 def spans_of(*pieces: tuple[int, int], read: Any = None, digest: bytes | None = None) -> Any:
