@@ -181,10 +181,11 @@ class StoredCheckpoint:
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
         """Return why a data object is missing: checkpoint deleted or replaced since, or corrupt."""
-        key = error.object_key or "?"
         if self.commit_id is None:
-            return CheckpointCorruptError("an object of the checkpoint is missing", object_key=key)
-        return explain_missing(store, self.commit_id, key)
+            return CheckpointCorruptError(
+                "an object of the checkpoint is missing", object_key=error.object_key
+            )
+        return explain_missing(store, self.commit_id, error.object_key)
 
 
 def open_stored_checkpoint(

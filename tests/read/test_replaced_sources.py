@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import secrets
@@ -26,6 +27,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
+from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, Version
 from tests.support.wrapped_stores import Request, Through, WatchedStore
 
 KEYS = ("a", "b", "c", "d")
@@ -192,6 +194,18 @@ def test_one_that_is_replaced_while_it_is_opened_is_not_opened(
         dos.open(url)
 
 
+def test_one_of_ours_that_is_deleted_while_it_is_opened_names_the_next_step(
+    through: Through, url: str
+) -> None:
+    with dos.CheckpointManager(url, sweep=False) as run:
+        for step in (1, 2):
+            run.save(step, {"step": step})
+    # The marker is read first, then the index.
+    replaced_at(through, "get", 1, lambda: dos.delete(f"{url}/step-1", remove_objects=True))
+    with pytest.raises(CheckpointGoneError, match=r"deleted.*next step of the run is step-2"):
+        open_stored_checkpoint(StoreSpec(f"{url}/step-1"))
+
+
 @pytest.mark.parametrize("nth", [1, 3])
 def test_without_the_right_to_list_the_first_answer_counts(
     through: Through, stock: Editions, url: str, nth: int
@@ -209,6 +223,35 @@ def test_without_the_right_to_list_the_first_answer_counts(
     through(lambda store: Replacing(store, before))
     with pytest.raises(CheckpointGoneError):
         dos.load(state(0.0), url, config=ONE_BY_ONE, progress=False)
+
+
+class Untold(WatchedStore):
+    """Its listing tells of other states than its answers, or nothing can be held to one."""
+
+    def __init__(self, inner: ObjectStore, lacks: str) -> None:
+        super().__init__(inner)
+        self._capabilities = dataclasses.replace(inner.capabilities, **{lacks: False})
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        for meta in super().list(prefix):
+            yield dataclasses.replace(meta, version=Version(e_tag="another"))
+
+
+@pytest.mark.parametrize("lacks", ["listed_versions", "conditional_update"])
+@pytest.mark.parametrize("kind", ["stock", "safetensors"])
+def test_where_a_listing_does_not_tell_states_nothing_is_held_to_them(
+    through: Through, stock: Editions, url: str, kind: str, lacks: str
+) -> None:
+    write(url, stock[0] if kind == "stock" else safetensors_objects(1.0))
+    through(lambda store: Untold(store, lacks))
+    opened = open_stored_checkpoint(StoreSpec(url))
+    assert Version(e_tag="another") not in (opened.versions or {}).values()
+    loaded = dos.load_state_dict(url, progress=False)
+    assert all(bool(value.eq(1).all()) for value in loaded.values())
 
 
 def test_ranks_that_open_different_states_are_told_apart(stock: Editions, url: str) -> None:
