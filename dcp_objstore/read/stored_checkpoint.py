@@ -230,7 +230,8 @@ def open_stored_checkpoint(
 
 def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
     folder, name = spec.parent()
-    if folder is not None and name.endswith(safetensors.SUFFIX):
+    if name.endswith(safetensors.SUFFIX):
+        assert folder is not None  # where there is none, there is no name
         with suppress(ObjectNotFoundError):
             return _twice_if_damaged(partial(_open_file, folder.open(), name, load_id))
     return open_rooted(spec.open(), load_id, verify=verify)
