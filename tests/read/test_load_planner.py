@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
 import dcp_objstore as dos
-from dcp_objstore.errors import InvalidUrlError, StateMismatchError
+from dcp_objstore.errors import InvalidUrlError, RankFailedError, StateMismatchError
+from dcp_objstore.read import planner as module
 from dcp_objstore.read.mismatch import mismatch, refuse_other_dtypes
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from tests.support.checkpoints import memory_url
@@ -200,3 +201,37 @@ def test_an_error_for_missing_keys_says_what_may_help(
         assert "optimizer" not in text
     else:
         assert advice in text
+
+
+def test_a_key_that_another_one_fills_is_not_asked_for() -> None:
+    metadata = saved({"embed": torch.ones(3), "other": torch.ones(3)})
+    weight = torch.zeros(3)
+    state = {"head": weight, "embed": weight, "other": torch.zeros(3)}
+    one = planner(state, metadata)
+    plan = one.create_local_plan()
+    assert [item.dest_index.fqn for item in plan.items] == ["embed", "other"]
+    assert one.missing == one.unexpected == ()
+    assert "head: not in" in refusal({**state, "head": torch.zeros(3)}, metadata)
+    assert "head: not in" in refusal({"head": weight, "other": torch.zeros(3)}, metadata)
+
+
+def test_a_stored_dtype_that_is_unknown_is_no_other_dtype() -> None:
+    """That it cannot be read is said where it is read."""
+    metadata = saved({"t": torch.ones(3)})
+    entry: Any = metadata.state_dict_metadata["t"]
+    entry.properties.dtype = None
+    planner({"t": torch.zeros(3)}, metadata, on_dtype="error").create_local_plan()
+
+
+@pytest.mark.parametrize("call", ["create_local_plan", "create_global_plan"])
+def test_whatever_goes_wrong_while_planning_has_a_rank_and_can_be_sent(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    one = planner({"a": 1}, metadata := saved({"a": 1}))
+    arguments = [plans(metadata, {"a": 1})] if call == "create_global_plan" else []
+    monkeypatch.setattr(module, "same_url" if arguments else "_mismatches", fail)
+    with pytest.raises(RankFailedError, match="ZeroDivisionError: a bug"):
+        getattr(one, call)(*arguments)
