@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,9 @@ from dcp_objstore.observe.report import LoadReport
 from dcp_objstore.read import session
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.items import ItemLocation
+from dcp_objstore.read.peers import exchange, shared_memory
+from dcp_objstore.read.peers.exchange import Exchange, needs_of
+from dcp_objstore.read.peers.meeting import Offer, group_digest, share_out
 from dcp_objstore.read.plan import PlannedLoad, plan_load
 from dcp_objstore.read.session import run_load
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_rooted
@@ -38,7 +43,8 @@ from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from tests.support.checkpoints import memory_url
-from tests.support.lanes import LateLane
+from tests.support.lanes import LateLane, use_lane
+from tests.support.rank_threads import RankThreads
 
 CPU = torch.device("cpu")
 CONFIG = dos.TransferConfig()
@@ -262,3 +268,81 @@ def test_autograd_is_told_of_what_was_filled_and_copied() -> None:
     load(store, planned, [memory, memory[1:3]])
     assert memory.tolist() == [1, 2, 2, 1]
     assert memory._version > before
+
+
+def test_a_load_says_what_it_was_reading_when_it_failed() -> None:
+    store, checkpoint = opened({"t": torch.arange(5.0)})
+    store.delete(checkpoint.object_keys[0])
+    planned = plan_load(checkpoint, [item("t", (5,))], verify=True)
+    with pytest.raises(CheckpointCorruptError, match=r"reading bytes .* block 0 of t") as caught:
+        load(store, planned, [torch.zeros(5)])
+    assert caught.value.object_key == checkpoint.object_keys[0]
+
+
+@pytest.mark.parametrize("to", ["host", "device"])
+@pytest.mark.parametrize("is_one_host", [True, False])
+def test_ranks_that_load_together_fetch_each_byte_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, to: str, is_one_host: bool
+) -> None:
+    """What all need, and what each needs alone; a value, and one that has no bytes of its own."""
+    state = {"a": torch.arange(300.0), "b": torch.ones(2, 500), "v": "value", "none": torch.ones(0)}
+    state |= {f"own{n}": torch.full((100,), n + 1.0) for n in range(2)}
+    store, checkpoint = opened(state)
+    if to == "device":
+        use_lane(monkeypatch, LateLane)
+    if not is_one_host:
+        monkeypatch.setattr(shared_memory, "_BOOT_ID", tmp_path / "absent")
+    keys = [["a", "b", "none", f"own{n}", "v"] for n in range(2)]
+    loads = [
+        plan_load(
+            checkpoint,
+            [
+                item(key, tuple(state[key].shape))  # type: ignore[attr-defined]
+                if key != "v"
+                else item("v", (0,), LoadItemType.BYTE_IO)
+                for key in of_rank
+            ],
+            verify=True,
+            whole_blocks=True,
+        )
+        for of_rank in keys
+    ]
+    offers = []
+    for rank, planned in enumerate(loads):
+        needs, selections = needs_of(planned.reads, planned.spans)
+        offers.append(
+            Offer(
+                *("url", "commit", rank, group_digest(range(2)), needs, selections),
+                memory_budget_bytes=CONFIG.memory_budget_bytes,
+                request_size_bytes=CONFIG.request_size_bytes,
+            )
+        )
+    shares = share_out(offers)
+    values: list[Any] = [None, None]
+    filled = [[torch.zeros_like(state[key]) for key in of_rank[:-1]] for of_rank in keys]  # type: ignore[call-overload]
+
+    def call(rank: int, group: Any) -> LoadReport:
+        share = shares[rank]
+        assert share is not None
+
+        def take(body: io.BytesIO) -> None:
+            values[rank] = torch.load(body, weights_only=True)
+
+        with Exchange(share, group, "url") as exchanging:
+            exchanging.prepare(loads[rank], MIB)
+            return load(store, loads[rank], [*filled[rank], take], exchange=exchanging)
+
+    ranks = RankThreads(2)
+    monkeypatch.setattr(exchange, "dist", ranks)
+    reports = ranks.run(call)
+    assert all(isinstance(report, LoadReport) for report in reports), reports
+    assert ranks.deserted == []
+    assert values == ["value"] * 2
+    for rank in range(2):
+        for key, tensor in zip(keys[rank], filled[rank], strict=False):
+            assert torch.equal(tensor, state[key]), key  # type: ignore[arg-type]
+    spans = {(s.start, s.end) for planned in loads for s in planned.spans}
+    assert sum(report.total_bytes for report in reports) < sum(e - s for s, e in spans) + 4096
+    shared = [300 * 4 + 2 * 500 * 4] * 2
+    assert sum(report.received_bytes for report in reports) >= sum(shared) // 2
+    assert sum(report.requests for report in reports) >= 3
