@@ -346,3 +346,27 @@ def test_ranks_that_load_together_fetch_each_byte_once(
     shared = [300 * 4 + 2 * 500 * 4] * 2
     assert sum(report.received_bytes for report in reports) >= sum(shared) // 2
     assert sum(report.requests for report in reports) >= 3
+
+
+def test_only_what_goes_to_a_device_takes_a_slot_of_its_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, checkpoint = opened({"t": torch.ones(5), "v": "x" * 9 * MIB})
+    use_lane(monkeypatch, LateLane)
+    admitted: list[set[str]] = []
+    admit = Inbound.admit
+
+    def note(self: Inbound, request: RangeRequest[Block], *args: Any) -> Any:
+        admitted.append({span.tag.key for span in request.spans})
+        return admit(self, request, *args)
+
+    monkeypatch.setattr(Inbound, "admit", note)
+    items = [item("t", (5,)), item("v", (0,), LoadItemType.BYTE_IO)]
+    tensor, values = torch.zeros(5), list[bytes]()
+    planned = plan_load(checkpoint, items, verify=True)
+    config = dos.TransferConfig(request_size_bytes=4 * MIB)
+    take: Any = lambda body: values.append(body.read())  # noqa: E731
+    report = load(store, planned, [tensor, take], config=config)
+    assert (len(values), tensor.sum()) == (1, 5)
+    assert report.requests > len(admitted) == 1
+    assert "t" in admitted[0]
