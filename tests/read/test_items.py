@@ -144,10 +144,8 @@ def test_a_dtype_that_is_unknown_is_refused_whoever_decodes_it() -> None:
     dos.save(state, url := memory_url())
     index = open_stored_checkpoint(StoreSpec(url)).index
     assert index is not None
-    tensors = {
-        key: msgspec.structs.replace(tensor, dtype="float3")
-        for key, tensor in index.tensors.items()
-    }
+    unknown = partial(msgspec.structs.replace, dtype="float3")
+    tensors = {key: unknown(tensor) for key, tensor in index.tensors.items()}
     checkpoint = StoredCheckpoint((), IndexItems(dataclasses.replace(index, tensors=tensors)))
     for key in state:
         with pytest.raises(UnsupportedError, match="float3") as caught:
