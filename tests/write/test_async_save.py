@@ -212,24 +212,6 @@ def test_a_save_that_is_refused_as_another_runs_leaves_that_and_its_error_as_the
         dos.async_save(state(), memory_url(), on_busy="raise")
 
 
-def test_ctrl_c_as_a_save_gets_its_turn_leaves_nothing_that_a_later_one_waits_for(
-    saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = async_api._Saves.add
-
-    def interrupted(self: async_api._Saves, handle: Handle) -> None:
-        add(self, handle)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(async_api._Saves, "add", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            dos.async_save(state(), memory_url())
-    with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
-        dos.async_save(state(), memory_url())
-    dos.async_save(state(), memory_url()).result(30)
-
-
 def test_a_word_that_on_busy_does_not_know_is_refused_before_anything_waits(
     saves: async_api._Saves,
 ) -> None:
