@@ -277,32 +277,15 @@ def test_what_is_too_short_for_a_part_lies_together_for_the_next_save(local: Fol
     assert_holds(local.at("step-3"), None, third)
 
 
-def test_many_runs_share_a_few_objects(local: Folder) -> None:
-    names = [f"{number:02}" for number in range(41)]
-    first = {name: torch.full((5 * MIB // 4 + 7,), float(name)) for name in names}
-    save(local.at("step-1"), state=first)
-    second = {name: one + 1 if int(name) % 2 else one for name, one in first.items()}
-    report = save(local.at("step-2"), state=second, base="latest")
-    assert report.copied_bytes > 21 * 5 * MIB
-    assert report.objects == 16 + 1
-    assert_holds(local.at("step-2"), None, second)
-
-
-def test_copied_objects_keep_the_limit_of_their_size(local: Folder) -> None:
-    names = [f"{number:02}" for number in range(40)]
-    first = {name: torch.full((3 * MIB // 4,), float(name)) for name in names}
-    large = {"large": torch.ones(9 * MIB // 4), **first}
-    limit = dos.TransferConfig(max_object_size_bytes=7 * MIB)
-    save(local.at("step-1"), state=large)  # one run, which is longer than the limit
-    for step in (2, 3):  # then as many runs as objects, more than share 16 of them
-        save(local.at(f"step-{step}"), state=large, base="latest", config=limit)
-        sizes = [len(local.get(f"step-{step}/{key}")) for key in local.keys(f"step-{step}")]
-        above = [size for size in sizes if size > 7 * MIB]
-        assert len(above) == 1, "only a tensor that is larger by itself"
-        assert above[0] < 10 * MIB
-        assert_holds(local.at(f"step-{step}"), None, large)
-    copied = save(local.at("step-4"), state=large, base="latest").copied_bytes
-    assert copied > 120 * MIB
+def test_several_runs_in_one_object_are_each_where_the_index_says(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_module, "_MOST_OBJECTS", 1)
+    save(local.at("step-1"))
+    report = save(local.at("step-2"), None, 1, base="latest")
+    assert report.copied_bytes > 16 * MIB
+    assert report.objects == 1 + 1
+    assert_holds(local.at("step-2"), None, 1)
 
 
 class EmptyValues(DefaultSavePlanner):

@@ -235,3 +235,41 @@ def test_only_the_coordinator_tells_why_there_is_no_base(monkeypatch: pytest.Mon
     events: list[Any] = []
     dos.save({"t": torch.ones(1)}, url, base=f"{url}-0", on_event=events.append, progress=False)
     assert len(of(NotCopied, events)) == 1 or told[-1] == told[0]
+
+
+# dcp.async_save -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "settings", "own"),
+    [
+        (True, {}, True),
+        (True, {"process_group": None, "no_dist": False}, True),
+        (True, {"process_group": "given"}, False),
+        (True, {"no_dist": True}, False),
+        (False, {}, False),
+    ],
+)
+def test_saves_with_our_writer_in_the_default_group_get_a_group_of_their_own(
+    ours: bool, settings: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(writer_module, "own_group", lambda *args: made.append(args) or "own")
+    writer: Any = Writer(memory_url()) if ours else dcp.FileSystemWriter("/tmp/none")
+    save = writer_module.in_own_group(lambda *args, **settings: (args, settings))
+    args, found = save(1, 2, storage_writer=writer, **settings)
+    assert args == (1, 2)
+    assert found.pop("storage_writer") is writer
+    assert found == ({**settings, "process_group": "own"} if own else settings)
+    assert [(purpose, group) for purpose, group, _ in made] == [
+        (writer_module.DCP_SAVES, None)
+    ] * own
+    assert all(config is writer._target.config for _, _, config in made)
+
+
+def test_torchs_executor_is_hooked_once() -> None:
+    Writer(memory_url())
+    hooked = writer_module.ThreadExecutor.execute_save
+    Writer(memory_url())
+    assert writer_module.ThreadExecutor.execute_save is hooked
+    assert not hasattr(hooked.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]
