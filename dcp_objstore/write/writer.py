@@ -428,15 +428,11 @@ def in_own_group(save: Callable[..., T]) -> Callable[..., T]:
     return saving
 
 
-_hooks = threading.Lock()
-
-
 def _have_async_saves_in_own_group() -> None:
     """Hook torch's executor of `dcp.async_save`, once. Saves with other writers stay as they are.
 
     The executor is reached however `dcp.async_save` was imported, and with any stager.
     """
-    with _hooks:
-        save = ThreadExecutor.execute_save
-        if not hasattr(save, "__wrapped__"):
-            ThreadExecutor.execute_save = in_own_group(save)  # type: ignore[method-assign]
+    save = ThreadExecutor.execute_save
+    if not hasattr(save, "__wrapped__"):
+        ThreadExecutor.execute_save = in_own_group(save)  # type: ignore[method-assign]

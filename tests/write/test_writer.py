@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import SavePlan
 
 import dcp_objstore as dos
@@ -154,6 +155,18 @@ def test_a_save_in_which_each_rank_would_write_its_own_checkpoint_is_refused() -
         writer.set_up_storage_writer(True, rank=0, use_collectives=False)
     assert (caught.value.url, caught.value.rank) == (url, 0)
     writer.set_up_storage_writer(True)
+    assert writer._current_save().rank == 0
+
+
+def test_an_error_has_the_rank_and_the_url_of_the_save_that_it_ends() -> None:
+    writer = Writer(url := memory_url())
+    plan = SavePlan(create_default_local_save_plan({"t": torch.ones(2).to_sparse()}, True).items)
+    for rank in (None, 3):
+        if rank is not None:
+            writer.set_up_storage_writer(True, rank=rank)
+        with pytest.raises(UnsupportedError, match="sparse") as caught:
+            writer.prepare_local_plan(plan)
+        assert (caught.value.rank, caught.value.url, caught.value.key) == (rank, url, "t")
 
 
 def test_calls_of_a_save_that_this_thread_has_not_begun_are_refused_with_the_url() -> None:
@@ -261,10 +274,8 @@ def test_saves_with_our_writer_in_the_default_group_get_a_group_of_their_own(
     assert args == (1, 2)
     assert found.pop("storage_writer") is writer
     assert found == ({**settings, "process_group": "own"} if own else settings)
-    assert [(purpose, group) for purpose, group, _ in made] == [
-        (writer_module.DCP_SAVES, None)
-    ] * own
-    assert all(config is writer._target.config for _, _, config in made)
+    config = writer._target.config if ours else None
+    assert made == [(writer_module.DCP_SAVES, None, config)] * own
 
 
 def test_torchs_executor_is_hooked_once() -> None:
