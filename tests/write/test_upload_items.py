@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 import dcp_objstore as dos
-from dcp_objstore.config import MIB
+from dcp_objstore.config import AUTO_MOST, MIB
 from dcp_objstore.errors import StoreFullError
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.stores.wrappers import WrappedStore
@@ -162,6 +163,28 @@ def test_parts_grow_sooner_where_a_few_connections_are_enough(
     plan = uploading._plan_parts(items, SimpleNamespace(), config)  # type: ignore[arg-type]
     grown = near or concurrency != "auto"
     assert plan.part_size_bytes == (16 * MIB if grown else 5 * MIB)
+
+
+def test_parts_that_are_the_tensors_own_memory_are_not_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(uploading, "COPIED_MOST_BYTES", 0)
+    given: list[int] = []
+    upload = uploading.upload_object
+
+    def noting(*arguments: Any, **settings: Any) -> Any:
+        given.append(settings["most"])
+        return upload(*arguments, **settings)
+
+    monkeypatch.setattr(uploading, "upload_object", noting)
+    state = {"t": torch.zeros(2 * MIB)}
+    dos.save(state, memory_url(), progress=False)
+    writer = dos.ObjectStoreWriter(memory_url(), progress=False)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert given == [AUTO_MOST] * 2
+    monkeypatch.setattr(uploading.AgreeingSavePlanner, "is_copied", True)
+    dos.save(state, memory_url(), progress=False)
+    assert given[2:] == [2], "as where a planner converts a file"
 
 
 def test_what_changed_and_is_whole_all_the_same_is_told_once_a_tensor(
