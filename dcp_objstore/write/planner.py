@@ -246,12 +246,11 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         with self._typed_errors():
             if len(all_plans) != self._ranks:
                 raise gone_error(self._url)
-            offers: list[_Offer] = [plan.storage_data for plan in all_plans]
+            offers: list[Any] = [plan.storage_data for plan in all_plans]  # an `_Offer` of each
             same_url([offer.url for offer in offers])
             shares: list[_Share | None] = [None] * len(offers)
             if self._known is None:
-                plans = [offer.plan for offer in offers if offer.plan is not None]
-                self._planned, of_ranks = plan_globally(plans)
+                self._planned, of_ranks = plan_globally([offer.plan for offer in offers])
                 number = secrets.randbits(62)
                 shares = [_Share(number, own) for own in of_ranks]
             else:
