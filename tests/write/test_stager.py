@@ -106,6 +106,17 @@ def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads: Any) -> Non
         assert save.wait(30)
 
 
+def test_a_thread_that_waits_sees_each_way_in_which_a_save_may_end(threads: Any) -> None:
+    held = stage({"t": torch.ones(1)})
+    save = stager._BackgroundSave(held)
+    executor = threads("ThreadPoolExecutor-3_0")
+    waiting = threading.Thread(target=save.wait, args=(90,))
+    waiting.start()
+    executor.end()  # it has not called the writer, and the copy is still there
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
 def test_a_save_has_lost_its_ranks_only_in_its_own_thread_and_with_a_group_of_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ that runs the save and from the copy that the thread holds.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 import weakref
@@ -199,4 +200,4 @@ class KeptStager(StagesAtOnce):
 
 def _reduce_for_child(writer: KeptStager) -> Any:
     writer._runs_here(in_child=True)
-    return writer.__reduce_ex__(2)
+    return writer.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
