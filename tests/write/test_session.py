@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.names import is_beacon_key
 from dcp_objstore.errors import (
     CommitLostError,
@@ -112,10 +113,30 @@ def test_a_save_that_failed_removes_its_beacon_unless_the_store_may_not_answer(
     assert len(keys(url)) == (not removed)
 
 
+def test_every_step_of_a_save_keeps_to_the_jobs_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float] = []
+    tries = Clock.tries
+
+    def noted(clock: Clock, *args: Any, **settings: Any) -> Any:
+        deadlines.append(clock.deadline_seconds)
+        return tries(clock, *args, **settings)
+
+    run = memory_url()
+    claim = dos.claim_run(run)
+    monkeypatch.setattr(Clock, "tries", noted)
+    config = dos.TransferConfig(stall_timeout_seconds=33)
+    dos.save({"t": torch.ones(3)}, f"{run}/1", claim=claim, config=config, progress=False)
+    assert set(deadlines) == {11}
+
+
 class Deaf(WatchedStore):
     """Ignores conditions, as some servers do."""
 
+    conditional: ClassVar[list[str]] = []
+
     def put(self, key: str, data: Any, *, precondition: Any = None, retry: bool = True) -> Version:
+        if precondition is not None:
+            self.conditional.append(key)
         return super().put(key, data, retry=retry)
 
 
@@ -136,8 +157,11 @@ def test_a_store_without_conditional_writes_is_used_only_if_the_user_vouches_and
             dos.save(state, url, allow_unfenced=True, **settings)
         assert keys(url) == []
     else:
+        Deaf.conditional.clear()
         dos.save(state, url, allow_unfenced=True, **settings)
         assert dos.open(url).keys() == {"t"}
+        assert not {"_COMMIT", ".metadata"} & {*Deaf.conditional}, "conditions that mean nothing"
+        assert ".metadata" in keys(url)
 
 
 class Racing(WatchedStore):

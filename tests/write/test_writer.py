@@ -199,19 +199,24 @@ class NoState:
         raise AssertionError
 
 
-@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("where", ["its state", "its plan", "its upload"])
 def test_a_save_that_fails_before_or_after_it_was_begun_is_told_of_once(
-    begun: bool, monkeypatch: pytest.MonkeyPatch
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
     url = memory_url()
-    if begun:
+    state: dict[str, Any] = {"t": torch.ones(1)}
+    if where == "its upload":
         monkeypatch.setattr(writer_module, "upload_items", None)
-    state = {"t": torch.ones(1)} if begun else {"a": NoState()}
-    with pytest.raises(RankFailedError):
+    elif where == "its plan":
+        state["sparse"] = torch.ones(1).to_sparse()
+    else:
+        state["a"] = NoState()
+    with pytest.raises((RankFailedError, UnsupportedError)) as caught:
         dos.save(state, url, on_event=events.append, progress=False)
     (failed,) = of(Failed, events)
-    assert (failed.operation, failed.url, failed.error) == ("save", url, "RankFailedError")
+    error = type(caught.value).__name__
+    assert (failed.operation, failed.url, failed.error) == ("save", url, error)
     assert events[-1] is failed
     store = dos.stores.open_store(url)
     assert list(store.list()) == [], "no beacon either"
