@@ -102,6 +102,19 @@ def test_a_tensor_in_an_equal_mesh_of_another_job_has_items_of_its_own(
     assert made == ["sharded", "replicated", "value", "parameter"]
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_items_of_a_tensor_that_says_itself_how_it_is_sharded_are_made_each_time(
+    world: None, made: list[str], within: bool
+) -> None:
+    items, value = WriteItems(), state()
+    tensor = value["sharded"]._local_tensor if within else value["sharded"]
+    tensor.__create_chunk_list__ = list
+    items.of(value, is_coordinator=True)
+    made.clear()
+    items.of(value, is_coordinator=True)
+    assert made == ["sharded", "value", "parameter"]
+
+
 def test_only_the_latest_state_is_kept(world: None, made: list[str]) -> None:
     items, value = WriteItems(), state()
     items.of(value, is_coordinator=True)
