@@ -659,6 +659,17 @@ def test_two_threads_that_take_memory_at_once_are_kept_apart(memory: StagingMemo
     assert memory.allocations == len(taken)
 
 
+def test_what_one_thread_looks_at_no_other_thread_changes(memory: StagingMemory) -> None:
+    memory.take([8], pinned=False).clear()  # it has returned, and is not among the idle ones yet
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with memory._lock:
+            taking = pool.submit(memory.take, [8], pinned=False)
+            assert not concurrent.futures.wait([taking], 0.1).done
+            assert memory._idle == []
+        assert taking.result(30)
+    assert memory.allocations == 1
+
+
 def test_a_kernel_without_huge_pages_has_memory_for_the_copy(
     memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
