@@ -220,10 +220,12 @@ def test_one_thread_copies_each_4_mib_but_no_more_than_torch_uses_or_eight(
     monkeypatch.setattr(torch, "get_num_threads", lambda: torchs)
     state = {f"{n}": torch.full((MIB,), n, dtype=torch.uint8) for n in range(mib % 4)}
     numbers = torch.arange(mib // 4 * MIB, dtype=torch.int32)
-    state["turned"] = numbers.view(mib // 4 * 1024, 1024).t()
+    state["turned"], state["long"] = numbers[:MIB].view(-1, 32).t(), numbers[MIB:].clone()
     staged = stage(state)
     assert pools == ([] if threads is None else [threads])
     assert all(torch.equal(staged[key], value) for key, value in state.items())
+    of_long = digests.block_digests(state["long"].view(torch.uint8).numpy())
+    assert staged.digests.get((staged["long"].data_ptr(), len(of_long) * MIB // 4), b"") == of_long
 
 
 def test_memory_for_copies_of_a_gpu_is_pinned_and_they_follow_what_it_has_to_do(
