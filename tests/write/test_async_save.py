@@ -261,6 +261,17 @@ def test_a_copy_that_cannot_begin_fails_its_save_alone_and_is_made_no_further(
     dos.async_save(state(), memory_url()).result(30)
 
 
+def test_a_save_of_an_optimizer_that_has_not_stepped_leaves_it_so(saves: async_api._Saves) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    url = memory_url()
+    dos.async_save({"model": model, "optimizer": optimizer}, url).result(30)
+    dos.save({"model": model, "optimizer": optimizer}, f"{url}-2", progress=False)
+    assert not optimizer.state
+    assert dos.open(url).keys() == dos.open(f"{url}-2").keys()
+    assert not any("exp_avg" in key for key in dos.open(url).keys())  # noqa: SIM118
+
+
 def test_the_copy_is_gone_before_its_save_counts_as_ended(
     saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
