@@ -24,10 +24,12 @@ from dcp_objstore.errors import (
     RankFailedError,
     UnsupportedError,
 )
+from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import Failed, NotCopied
 from dcp_objstore.write import writer as writer_module
 from dcp_objstore.write.api import run_save
 from tests.support.checkpoints import cause, memory_url
+from tests.support.wrapped_stores import Through
 
 Writer = dos.ObjectStoreWriter
 
@@ -156,6 +158,25 @@ def test_a_save_in_which_each_rank_would_write_its_own_checkpoint_is_refused() -
     assert (caught.value.url, caught.value.rank) == (url, 0)
     writer.set_up_storage_writer(True)
     assert writer._current_save().rank == 0
+
+
+@pytest.mark.parametrize("coordinates", [False, True])
+def test_every_rank_opens_the_store_as_a_save_begins_and_one_shows_it(
+    coordinates: bool, through: Through, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    shown: list[dict[str, Any]] = []
+    through(lambda store: opened.append(store) or store)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Channel, "show", lambda self, **what: shown.append(what))
+    for progress in (True, False):
+        opened.clear()
+        writer = Writer(memory_url(), progress=progress)
+        writer.set_up_storage_writer(coordinates, rank=int(not coordinates))
+        assert opened, "wrong credentials are known before anything is planned"
+    assert shown == [
+        {"bar": coordinates, "summary": coordinates},
+        {"bar": False, "summary": coordinates},
+    ]
 
 
 def test_an_error_has_the_rank_and_the_url_of_the_save_that_it_ends() -> None:

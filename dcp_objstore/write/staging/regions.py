@@ -118,7 +118,7 @@ def _packed(tensor: torch.Tensor) -> Region:
 
 
 def _touching(views: list[_View]) -> Iterator[list[_View]]:
-    """Group views, which are ordered by their start, so that the views of a group touch."""
+    """Group views (at least one), ordered by their start, so that the views of a group touch."""
     group: list[_View] = []
     end = 0
     for view in views:
@@ -127,8 +127,7 @@ def _touching(views: list[_View]) -> Iterator[list[_View]]:
             group = []
         end = max(end, view.end)
         group.append(view)
-    if group:
-        yield group
+    yield group
 
 
 def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:
