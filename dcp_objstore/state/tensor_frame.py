@@ -121,7 +121,7 @@ def raw_payload(tensor: torch.Tensor) -> torch.Tensor | None:
     check_layout(tensor.layout)
     if tensor.is_meta:
         raise UnsupportedError("a meta tensor has no data to save")
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+    if type(tensor) is not torch.Tensor or tensor.is_quantized:
         return None
     if tensor.numel() and tensor.data_ptr() == 0:
         raise UnsupportedError("the tensor's memory was freed; there is no data to save")
