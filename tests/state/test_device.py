@@ -278,7 +278,7 @@ def test_where_no_pinned_memory_can_be_had_ordinary_memory_is_used_with_one_warn
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(device, "_warned", threading.Event())
-    assert [pinned_memory(MIB).numel() for _ in range(3)] == [MIB] * 3
+    assert [pinned_memory(MIB).nbytes for _ in range(3)] == [MIB] * 3
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "out of memory" in warning
     assert "memory_budget_bytes" in warning
