@@ -443,6 +443,12 @@ LIMITS = {
     "an object of the largest size": index(
         objects=(ix.ObjectEntry("__0_0.abc.distcp", 2**63 - 1, None, DIGEST),)
     ),
+    "an object of no bytes": index(
+        objects=(
+            ix.ObjectEntry("__0_0.abc.distcp", 1000, None, DIGEST),
+            ix.ObjectEntry("__1_0.abc.distcp", 0, None, DIGEST),
+        )
+    ),
     "items up to the end of their object": index(
         objects=(ix.ObjectEntry("__0_0.abc.distcp", 248, None, DIGEST),)
     ),
