@@ -470,6 +470,7 @@ LIMITS = {
         objects=tuple(ix.ObjectEntry(key, 1000, None, DIGEST) for key in ("a", "b")),
         blobs={"a": item(object_number=1), "b": item(offset=200, length=200, payload_offset=264)},
     ),
+    "what DCP notes of a save": index(storage=ix.StorageInfo("s3://b/c", "n", ("m", "o"))),
     "a pickled tensor of any size": index(
         tensors={
             "w": tensor(chunks=(indexes.Chunk((0, 0), (3, 4), item(payload_length=7), pickled=1),))
