@@ -292,7 +292,7 @@ class _Look:
             places = list_places(store, all_data=True)
             claims, unread = self._claims([run for run in places if CLAIM_KEY in places[run]])
             prefixes = {prefix for prefix in places if self._is_listed(places[prefix])}
-            prefixes |= {*(self.uploads or ()), *([""] if self.itself is not None else [])}
+            prefixes |= {*(self.uploads or ())}
             describe = partial(self._describe, places, claims)
             described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
             claims_again, _ = self._claims(list(claims))

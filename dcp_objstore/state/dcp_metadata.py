@@ -198,16 +198,14 @@ def build_index(
     """
     objects = [stored for of_rank in results for stored in of_rank.objects]
     firsts = np.cumsum([0, *(len(of_rank.objects) for of_rank in results)])[:-1]
-    shares: list[ix.Numbers] = []
-    if planned.rows:
-        for rows, of_rank in zip(planned.rows, results, strict=True):
-            assert of_rank.positions is not None
-            shares.append(rows[np.frombuffer(of_rank.positions, np.int64)])
-    else:
-        at = _rows_by_place(planned)
-        for of_rank in results:
-            assert of_rank.places is not None
-            shares.append(np.array([at.get(place, -1) for place in of_rank.places], np.int64))
+    # A writer around ours may return a plain list, which has no positions.
+    at = _rows_by_place(planned) if any(one.positions is None for one in results) else {}
+    shares = [
+        np.array([at.get(place, -1) for place in of_rank.places or ()], np.int64)
+        if of_rank.positions is None
+        else planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)]
+        for rank, of_rank in enumerate(results)
+    ]
     row = np.concatenate(shares)
     # By row, the number of the result that is of it. (A foreign planner may report others.)
     count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)

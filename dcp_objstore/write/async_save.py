@@ -107,7 +107,7 @@ class _WatchedFuture(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """Return the result, as `Future.result` does, and record that it was asked for."""
         self.exception(timeout)
-        return super().result(0)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error, as `Future.exception` does, and record that it was asked for."""

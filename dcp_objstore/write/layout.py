@@ -366,7 +366,7 @@ class Layout:
         change = ChangedSlice(sliced.placed.item.index.fqn, at, piece.nbytes, digests[-1])
 
         def compare() -> None:
-            if not self.is_over and not np.array_equal(_watched_words(piece), words):
+            if not self.is_over and (_watched_words(piece) != words).any():
                 self.changed.append(change)
 
         return lend(piece, compare)  # compares when the transport releases it

@@ -174,7 +174,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._planned: PlannedIndex | None = None
         self._layouts: _Layouts = {}
         self._known: _KnownLayout | None = None
-        self._failed: BaseException | None = None
+        self._failed: list[BaseException] = []  # of `agree`; in no variable of a frame it has
 
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
         """Find out whether all ranks save the layout of an earlier save. A collective.
@@ -195,7 +195,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             self.set_up_planner(plain, is_coordinator=is_first(group))
             layout = self._layouts.get(self._described())
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the other ranks wait below
-            self._failed = error
+            self._failed.append(error)
         number = None if layout is None else layout.number
         if same_on_all(number, self._url, group):
             self._known = layout
@@ -228,12 +228,8 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
         with self._typed_errors():
-            failed, self._failed = self._failed, None
-            try:
-                if failed is not None:
-                    raise failed
-            finally:
-                del failed  # which has this frame
+            if self._failed:
+                raise self._failed.pop()
         local = self._described()
         return SavePlan([], storage_data=_Offer(self._url, None if self._known else local))
 
