@@ -225,7 +225,7 @@ class _Tracked:
             if count_bytes:
                 first, last = (at // part_size_bytes for at in (start, start + count_bytes - 1))
                 for number in range(first, last + 1):
-                    slot.end(number, part_size_bytes)
+                    slot.end(number, part_size_bytes, answered=True)
             self._progress.moved(count_bytes)
             if parts is not None and part is not None:
                 parts.dropped(part, token)
@@ -280,7 +280,7 @@ def upload_object(
             except BaseException:
                 slot.end(0, answered=False)
                 raise
-            slot.end(0, tracked.size_bytes)
+            slot.end(0, tracked.size_bytes, answered=True)
             return version
         return store.put_stream(
             key,

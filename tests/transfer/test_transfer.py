@@ -560,7 +560,7 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
             progress.stop(KeyboardInterrupt())
             check()
 
-        def end(self, part, size_bytes):
+        def end(self, part, size_bytes, *, answered):
             pass
 
     pieces = [np.zeros(10, np.uint8)]
@@ -586,7 +586,7 @@ def test_a_buffer_that_is_dropped_ends_the_parts_that_have_bytes_of_it_and_no_ot
         def begin(self, part, check):
             pass
 
-        def end(self, part, size_bytes):
+        def end(self, part, size_bytes, *, answered):
             ended.append(part)
 
     ended = []
