@@ -622,7 +622,7 @@ def test_no_thread_sees_what_another_one_has_half_changed(
 ) -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    limiter.window = Window(cut_rate=50.0)
+    limiter.window = Window(cut_rate=50.0, cut_at=200.0)
     limiter.spend_retry()
     slot = filled(limiter, 1)
     slot._took.extend([(1.0, 1.0)] * 8)

@@ -10,7 +10,8 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.observe.events import ObjectUploaded, PartUploaded, RangeRead
+from dcp_objstore.observe.events import ObjectUploaded, PartUploaded, RangeRead, Retried
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
@@ -34,7 +35,14 @@ from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
-from dcp_objstore.transfer.download import fetch_ranges, largest_piece, worker_count
+from dcp_objstore.transfer.download import (
+    _depth,
+    _Gate,
+    _Shared,
+    fetch_ranges,
+    largest_piece,
+    worker_count,
+)
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import (
@@ -44,6 +52,7 @@ from dcp_objstore.transfer.ranges import (
     grown_request_size,
     plan_requests,
 )
+from dcp_objstore.transfer.stragglers import Stragglers
 from dcp_objstore.transfer.upload import _Tracked, run_watched, upload_object
 from dcp_objstore.transfer.workers import concurrently, wait_for
 from dcp_objstore.waiting import result_of, wait_until
@@ -207,14 +216,11 @@ def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib: int) -> None:
 class _InTurn(WrappedStore):
     """Its ranges can be sent ahead; it notes when each is opened and read."""
 
-    def __init__(self, inner: ObjectStore, *, takes_gil: bool = False) -> None:
+    range_reading = RangeReading(ahead=True)
+
+    def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
         self.seen: list[tuple[str, int]] = []
-        self._takes_gil = takes_gil
-
-    @property
-    def range_reading(self) -> RangeReading:
-        return RangeReading(ahead=True, takes_gil=self._takes_gil)
 
     def open_range(self, key: str, start: int, end: int) -> RangeBody:
         self.seen.append(("open", start))
@@ -230,25 +236,37 @@ class _InTurn(WrappedStore):
 
 
 @pytest.mark.parametrize(
-    ("cores", "takes_gil", "ahead"),
+    ("cores", "takes_gil", "depths"),
     [
-        (1, False, 8),
-        (2, False, 4),
-        (4, False, 2),
-        (64, False, 2),
-        (1, True, 8),
-        (2, True, 8),
-        (4, True, 4),
-        (64, True, 2),
+        (1, False, (8, 8, 2)),
+        (2, False, (4, 8, 2)),
+        (3, False, (2, 8, 2)),
+        (4, False, (2, 8, 2)),
+        (64, False, (2, 8, 2)),
+        (1, True, (8, 8, 2)),
+        (2, True, (8, 8, 2)),
+        (4, True, (4, 8, 2)),
+        (6, True, (2, 8, 2)),
+        (64, True, (2, 8, 2)),
     ],
 )
-def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
-    cores: int, takes_gil: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_has_few_requests_under_way_if_each_worker_has_a_processor(
+    cores: int, takes_gil: bool, depths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: cores)
+    ahead = RangeReading(ahead=True, takes_gil=takes_gil)
+    assert tuple(_depth(concurrency, ahead) for concurrency in (8, 64, 1)) == depths
+    assert _depth(64, RangeReading(takes_gil=takes_gil)) == 1
+
+
+def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ahead = 4
+    monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: 2)
     monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
     data = np.random.default_rng(0).integers(0, 256, 8 * 8 * MIB, dtype=np.uint8).tobytes()
-    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"), takes_gil=takes_gil)
+    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
     store.put("x", [data])
     requests = [
         RangeRequest(
@@ -680,30 +698,206 @@ def test_a_download_delivers_every_range_and_never_more_at_once_than_the_budget(
     assert 2 * MIB < most <= 8 * MIB
 
 
+KIB = 1024
+
+
+class Meeting(RecordingStore):
+    """Its first reads of `threads` threads wait for one another.
+
+    Attributes:
+        names: the threads that have read.
+    """
+
+    range_reading = RangeReading()
+
+    def __init__(self, inner: ObjectStore, threads: int) -> None:
+        super().__init__(inner)
+        self.names: set[str] = set()
+        self.most = threading.Barrier(threads)
+
+    @contextlib.contextmanager
+    def _around(self, request):
+        name = threading.current_thread().name
+        if name not in self.names:
+            self.names.add(name)
+            self.most.wait(10)
+        yield
+
+
 @pytest.mark.parametrize(
-    ("latency_seconds", "memory_bytes", "threads"),
-    [(0.0005, 0, 8), (0.03, 0, AUTO_MOST), (0.03, 3 * MIB // 2, 5)],
+    ("window", "sizes", "local", "settings", "threads"),
+    [
+        (Window(8.0, 0.0005), [KIB] * 64, (), {}, 8),
+        (Window(8.0), [KIB] * 64, (), {}, 8),
+        (Window(64.0), [KIB] * 80, (), {}, AUTO_MOST),
+        # A thread for each request is enough.
+        (Window(8.0), [KIB] * 3, (), {}, 3),
+        # The window is as narrow as the largest request makes it: 2 in half a second at 8 MiB/s.
+        (Window(8.0), [2 * MIB, *[KIB] * 64], (), {"request_timeout_seconds": 2.0}, 2),
+        # Each has two requests under way.
+        (Window(8.0), [KIB] * 64, (), {"ahead": True}, 4),
+        (Window(7.0), [KIB] * 64, (), {"ahead": True, "download_concurrency": 7}, 4),
+        # There is memory for five.
+        (Window(64.0), [KIB] * 64, (), {"memory_bytes": 3 * MIB // 2}, 5),
+        # As many read copies on this machine as it has processors, however narrow the window is.
+        (Window(1.0), [2 * MIB, *[KIB] * 8], (1,), {"processors": 3}, 3),
+        (Window(8.0), [MIB, *[KIB] * 8], (0,), {"request_timeout_seconds": 1.0}, 8),
+        (Window(64.0), [KIB] * 64, (0, 1), {"processors": 3}, 3),
+        (Window(64.0), [KIB] * 2, (0, 1), {"processors": 3}, 2),
+        (Window(64.0), [KIB] * 64, (0, 1), {"processors": 3, "download_concurrency": 2}, 2),
+        # A copy is there at once: none is asked for ahead.
+        (
+            Window(64.0),
+            [KIB] * 64,
+            (0, 1),
+            {"processors": 3, "download_concurrency": 4, "ahead": True},
+            3,
+        ),
+    ],
 )
-def test_as_many_threads_read_as_the_window_has_places(latency_seconds, memory_bytes, threads):
-    """But no more than the budget has memory for."""
+def test_as_many_threads_read_as_requests_may_be_in_flight(
+    window, sizes, local, settings, threads, monkeypatch
+):
+    """The first request reads the object 0, all others the object 1."""
+    cores = settings.pop("processors", 64)
+    monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: cores)
     inner = open_store(f"memory://{secrets.token_hex(4)}/o")
-    inner.put("o", bytes(64 * 1024))
-    limiter_of(inner).window = Window().heard(latency_seconds)
-    names, most = set(), threading.Barrier(threads)
+    ends = list(itertools.accumulate(sizes))
+    for key in ("first", "others"):
+        inner.put(key, bytes(ends[-1]))
+    limiter_of(inner).window = window
+    store = Meeting(inner, threads)
+    store.range_reading = RangeReading(
+        ahead=settings.pop("ahead", False), memory_bytes=settings.pop("memory_bytes", 0)
+    )
+    requests = [
+        RangeRequest(min(number, 1), end - size, end)
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+    fetched = fetch_ranges(
+        store,
+        ["first", "others"],
+        requests,
+        lambda *_: None,
+        config(**settings),
+        Progress(60),
+        local=local,
+        budget_bytes=8 * MIB,
+    )
+    assert len(list(fetched)) == len(requests)
+    assert len(store.names) == threads
 
-    class Meeting(RecordingStore):
-        range_reading = RangeReading(memory_bytes=memory_bytes)
 
-        @contextlib.contextmanager
-        def _around(self, request):
-            names.add(threading.current_thread().name)
-            if request.start < threads * 1024:
-                most.wait(10)
-            yield
+def test_more_threads_read_when_the_window_has_become_wider(monkeypatch):
+    names = []
 
-    wanted = requests_of(64 * 1024, 1024)
-    assert len(fetch(Meeting(inner), wanted, lambda *_: None, budget_bytes=8 * MIB)) == 64
-    assert len(names) == threads
+    def noted(function, name):
+        names.append(name)
+        return spawn(function, name)
+
+    monkeypatch.setattr("dcp_objstore.transfer.download.spawn", noted)
+    store = open_store(f"memory://{secrets.token_hex(4)}/o")
+    store.put("o", bytes(100))
+    limiter_of(store).window = Window(1.0)
+    assert len(fetch(store, requests_of(100, 1), lambda *_: None)) == 100
+    assert names == [f"download-{number}" for number in range(8)]
+
+
+def test_a_worker_is_started_only_while_no_other_thread_starts_one() -> None:
+    started: list[tuple[int, bool]] = []
+
+    def start(number: int) -> None:
+        started.append((number, shared.staffing.locked()))
+        shared._workers += 1
+
+    waits = SimpleNamespace(slot=SimpleNamespace(concurrency=2), requests=9)
+    shared: Any = SimpleNamespace(
+        staffing=threading.Lock(),
+        store_waits=waits,
+        local_waits=SimpleNamespace(requests=0),
+        depth=1,
+        most_workers=9,
+        tasks=[1],
+        start=start,
+        _workers=0,
+    )
+    _Shared.staff(shared)
+    assert started == [(0, True), (1, True)]
+
+
+@pytest.mark.parametrize("local", [(), (0,)])
+def test_a_load_tells_the_window_what_the_line_moves_but_not_this_machine(local):
+    store = open_store(f"memory://{secrets.token_hex(4)}/o")
+    store.put("o", bytes(16 * MIB))
+    limiter = limiter_of(store)
+    limiter._clock = itertools.count(100.0, 0.01).__next__
+    requests = blocks_of(16 * MIB, 4 * MIB)
+    settings = config(download_concurrency=1)
+    fetched = fetch_ranges(
+        store, ["o"], requests, lambda *_: None, settings, Progress(60), local=local
+    )
+    assert len(list(fetched)) == 4
+    assert set(limiter.window.bytes_per_second) == (set() if local else {"open_range"})
+    assert bool(limiter._done) is not bool(local)
+
+
+def test_no_worker_reaches_the_callers_memory_while_the_gate_closes() -> None:
+    gate, entered = _Gate(Progress(60)), threading.Event()
+    entered_meanwhile: list[bool] = []
+
+    def enter() -> None:
+        with gate.passed():
+            entered.set()
+
+    class Body:
+        def cancel(self, *, at_once: bool) -> bool:
+            worker.start()
+            entered_meanwhile.append(entered.wait(0.1))
+            return False
+
+    worker = threading.Thread(target=enter)
+    body: Any = Body()
+    with gate.passed(body):
+        gate.close()
+    worker.join(30)
+    assert (entered_meanwhile, entered.is_set()) == ([False], True)
+
+
+def test_each_request_that_has_ended_is_an_occasion_to_look_for_a_slow_one(monkeypatch):
+    """Where many end, the calling thread never waits for long."""
+    looks = 0
+    look = _Shared.look
+
+    def counted(shared):
+        nonlocal looks
+        looks += 1
+        look(shared)
+
+    monkeypatch.setattr(_Shared, "look", counted)
+    store = open_store(f"memory://{secrets.token_hex(4)}/o")
+    store.put("o", bytes(100))
+    fetch(store, requests_of(100, 1), lambda *_: None)
+    assert looks >= 100
+
+
+def test_a_piece_takes_the_time_since_the_one_before_was_read(monkeypatch):
+    """Its bytes came meanwhile into a buffer; what it waits for itself says too little."""
+    since = []
+
+    @contextlib.contextmanager
+    def waiting(stragglers, fetch, size_bytes, since_seconds=None, **given):
+        since.append((given["since"], time.monotonic()))
+        yield
+
+    monkeypatch.setattr(Stragglers, "waiting", waiting)
+    store = open_store(f"memory://{secrets.token_hex(4)}/o")
+    store.put("o", bytes(12 * MIB))
+    consumed = []
+    began_at = time.monotonic()
+    fetch(store, blocks_of(12 * MIB, 12 * MIB), lambda *_: consumed.append(time.monotonic()))
+    assert began_at <= since[0][0] <= since[0][1]
+    for (read_at, _), was_consumed_at, (at, now) in zip(since, consumed, since[1:], strict=False):
+        assert read_at <= was_consumed_at <= at <= now
 
 
 def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_error():
@@ -726,6 +920,41 @@ def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_erro
         fetch(store, requests_of(100, 100), always_bad)
     assert caught.value.object_key == "o"
     assert [r.verb for r in store.requests].count("open_range") == 4
+
+
+@pytest.mark.parametrize(("local", "most_tries"), [((), 2), ((0,), 3)])
+def test_a_damaged_copy_on_this_machine_is_followed_by_two_answers_of_the_store(local, most_tries):
+    store = Ahead(open_store(f"memory://{secrets.token_hex(4)}/o"))
+    store.put("o", random_bytes(100))
+    consumed = 0
+
+    def damaged(request, _):
+        nonlocal consumed
+        consumed += 1
+        assert len(store.open) == 1  # the answer before is closed
+        if consumed <= bad:
+            raise CorruptDataError(f"damaged {consumed}")
+
+    for bad in (most_tries - 1, most_tries):
+        consumed = 0
+        channel, heard = heard_channel()
+        with (
+            channel.current(),
+            contextlib.nullcontext()
+            if bad < most_tries
+            else pytest.raises(CorruptDataError, match=f"damaged {bad}"),
+        ):
+            requests = requests_of(100, 100)
+            settings, progress = config(), Progress(60)
+            list(fetch_ranges(store, ["o"], requests, damaged, settings, progress, local=local))
+        channel.settle()
+        assert consumed == most_tries
+        told = of(Retried, heard)
+        assert [one.attempt for one in told] == list(range(2, most_tries + 1))
+        errors = [f"CorruptDataError: damaged {number}" for number in range(1, most_tries)]
+        assert [one.error for one in told] == errors
+        assert {(one.what, one.object_key) for one in told} == {("range", "o")}
+        assert not store.open
 
 
 def blocks_of(size_bytes: int, request_size_bytes: int) -> list[RangeRequest]:
@@ -877,7 +1106,8 @@ def test_each_damaged_block_of_a_body_is_fetched_once_more_before_it_counts():
     assert [r.start // MIB for r in store.requests if r.verb == "open_range"] == [0, 0, 4, 8, 12]
 
 
-def test_a_stalled_download_raises_instead_of_waiting_for_ever():
+@pytest.mark.parametrize("where", [here, elsewhere])
+def test_a_stalled_download_raises_instead_of_waiting_for_ever(where):
     let_go = threading.Event()
 
     class Silent(Stub):
@@ -888,7 +1118,7 @@ def test_a_stalled_download_raises_instead_of_waiting_for_ever():
             return bytes(end - start)
 
     with pytest.raises(TransferStalledError):
-        fetch(Silent(), requests_of(10, 5), lambda *_: None, stall_timeout_seconds=0.3)
+        where(fetch, Silent(), requests_of(10, 5), lambda *_: None, None, 0.3)
     let_go.set()
 
 
