@@ -591,30 +591,152 @@ def test_an_object_has_no_more_parts_than_stores_take_however_little_is_planned(
     assert plan_parts(0, 5 * MIB).max_object_size_bytes == MAX_PARTS * 5 * MIB
 
 
+class Places:
+    """Stands for an `AdmissionSlot`, and records which parts began and ended."""
+
+    def __init__(self):
+        self.begun, self.ended = [], []
+
+    def begin(self, part, check):
+        self.begun.append(part)
+
+    def end(self, part, size_bytes, *, answered):
+        assert answered
+        self.ended.append((part, size_bytes))
+
+
 @pytest.mark.parametrize(
-    ("sizes", "released"),
-    [([10, 10, 10], [[0], [1], [2]]), ([4, 6, 10], [[0], [0], [1]]), ([15, 5], [[0, 1], [1]])],
+    ("sizes", "begun", "released"),
+    [
+        ([10, 10, 10], [0, 1, 2], [[0], [1], [2]]),
+        ([4, 6, 10], [0, 1], [[0], [0], [1]]),
+        ([15, 5], [0, 1], [[0, 1], [1]]),
+        ([11, 9], [0, 1], [[0, 1], [1]]),
+        ([35], [0, 1, 2], [[0, 1, 2, 3]]),
+        ([0, 10, 0, 9], [0], [[], [0], [], [1]]),
+    ],
 )
 def test_a_buffer_that_is_dropped_ends_the_parts_that_have_bytes_of_it_and_no_other(
-    sizes, released
+    sizes, begun, released
 ):
     """A part that ended too early would let more requests begin than the window allows."""
-
-    class Slot:
-        def begin(self, part, check):
-            pass
-
-        def end(self, part, size_bytes, *, answered):
-            ended.append(part)
-
-    ended = []
+    places, progress = Places(), Progress(60)
     pieces = [np.zeros(size, np.uint8) for size in sizes]
-    tracked = _Tracked(pieces, Progress(60), part_size_bytes=10, key="o", slot=Slot())
+    tracked = _Tracked(pieces, progress, part_size_bytes=10, key="o", slot=places)
     held = list(tracked)
+    assert places.begun == begun
     for parts in released:
-        ended.clear()
+        places.ended.clear()
         del held[0]
-        assert ended == parts
+        assert places.ended == [(part, 10) for part in parts]
+    assert progress.moved_bytes == sum(sizes)
+    assert not tracked._pending
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut", "parts"),
+    [
+        ([10, 10], [10, 10], [10, 10]),
+        ([4, 6, 3], [4, 6, 3], [10, 3]),
+        ([15, 5], [10, 5, 5], [10, 10]),
+        ([8, 30, 1], [8, 2, 10, 10, 8, 1], [10, 10, 10, 9]),
+        ([0, 4, 0, 6, 0], [0, 4, 0, 6, 0], [10]),
+        ([], [], []),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_buffer_is_cut_where_a_part_ends_and_a_part_is_reported_when_all_of_it_is_dropped(
+    sizes, cut, parts, at_once
+):
+    channel, heard = heard_channel()
+    pieces = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
+    progress = Progress(60, channel)
+    tracked = _Tracked(iter(pieces), progress, part_size_bytes=10, key="o", slot=Places())
+    held, body = [], bytearray()
+    for buffer in tracked:
+        held.append(buffer.nbytes if at_once else buffer)
+        body += buffer.tobytes()
+        del buffer
+    sent = held if at_once else [buffer.nbytes for buffer in held]
+    assert sent == cut
+    assert body == b"".join(piece.tobytes() for piece in pieces)
+    channel.settle()
+    assert bool(of(PartUploaded, heard)) == (at_once and bool(parts))
+    held.clear()
+    channel.settle()
+    told = [(one.part, one.size_bytes, one.object_key) for one in of(PartUploaded, heard)]
+    assert sorted(told) == [(number, size, "o") for number, size in enumerate(parts)]
+    workers = {one.worker for one in of(PartUploaded, heard)}
+    assert len(workers) == (min(1, len(parts)) if at_once else len(parts))
+
+
+def test_an_upload_that_makes_its_data_is_alive_and_ends_when_it_is_stopped():
+    now = 0.0
+    progress = Progress(1.0, clock=lambda: now)
+    pieces = (np.zeros(1, np.uint8) for _ in range(9))
+    tracked = _Tracked(pieces, progress, part_size_bytes=10, key="o", slot=Places())
+    held = []
+    for _ in range(3):
+        now += 0.9
+        held.append(next(tracked))
+        progress.check_stalled("o")
+    progress.stop(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        next(tracked)
+
+
+class Answering(Stub):
+    """Notes what an upload asks for, and how many requests are in flight then."""
+
+    def __init__(self):
+        self.url = f"stub://{secrets.token_hex(4)}"
+        self.asked = []
+
+    def put(self, key, buffers):
+        self.asked.append((key, sum(map(len, buffers)), limiter_of(self).in_flight))
+        return "version"
+
+    def put_stream(self, key, buffers, **settings):
+        self.asked.append((key, sum(map(len, buffers)), settings))
+        return "version"
+
+
+def test_a_put_has_a_place_and_tells_the_window_what_it_moved():
+    store = Answering()
+    limiter = limiter_of(store)
+    limiter._clock = itertools.count(100.0, 0.01).__next__
+    pieces = (random_bytes(4 * MIB) for _ in range(3))
+    settings = plan_parts(0, 16 * MIB)
+    done = upload_object(store, "o", pieces, settings, config(), Progress(60))
+    assert (done.size_bytes, done.version, done.parts) == (12 * MIB, "version", 1)
+    assert store.asked == [("o", 12 * MIB, 1)]
+    assert limiter.in_flight == 0
+    assert len(limiter._done) == 1
+    assert set(limiter.window.bytes_per_second) == {"put_stream"}
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "most", "latency_seconds", "expected"),
+    [
+        ("auto", AUTO_MOST, 0.03, AUTO_MOST),
+        ("auto", 5, 0.03, 5),
+        ("auto", AUTO_MOST, 0.0005, 8),
+        (12, 5, 0.0005, 12),
+    ],
+)
+def test_the_parts_of_an_upload_in_flight_are_those_that_store_memory_and_settings_allow(
+    concurrency, most, latency_seconds, expected
+):
+    store = Answering()
+    limiter_of(store).heard(latency_seconds)
+    settings = config(upload_concurrency=concurrency)
+    pieces = (random_bytes(4 * MIB) for _ in range(3))
+    done = upload_object(store, "o", pieces, plan(), settings, Progress(60), most=most)
+    assert (done.size_bytes, done.version, done.parts) == (12 * MIB, "version", 3)
+    limits = {"part_size_bytes": PART, "max_concurrency": expected}
+    assert store.asked == [("o", 12 * MIB, limits)]
+    assert len(limiter_of(store)._done) == 2  # the transport says nothing of the last one
+    assert limiter_of(store).in_flight == 0
 
 
 def test_bytes_reported_in_the_midst_of_a_report_are_counted():
