@@ -125,6 +125,13 @@ def test_large_payloads_go_in_larger_parts_while_there_are_still_many():
     assert plan_parts(1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
     assert plan_parts(100 * 1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
     assert plan_parts(100 * 1024 * MIB, 64 * MIB).part_size_bytes == 64 * MIB
+    # At the limits: 32 and, of a far store, 256 parts, and 9,000 of the largest.
+    for parts, is_near in ((32, True), (256, False)):
+        for more, mib in ((0, 20), (1, 21)):
+            plan = plan_parts(parts * 20 * MIB + parts * more, 16 * MIB, is_near=is_near)
+            assert plan.part_size_bytes == mib * MIB
+    for more, mib in ((0, 64), (1, 65)):
+        assert plan_parts(9000 * 64 * MIB + more, 16 * MIB).part_size_bytes == mib * MIB
     slices = [plan_parts(MIB, least * MIB).slice_size_bytes for least in (5, 16, 32, 33, 64)]
     assert slices == [4 * MIB, 16 * MIB, 32 * MIB, 32 * MIB, 32 * MIB]
     assert plan_parts(10 * 1024 * 1024 * MIB, 16 * MIB).part_size_bytes > 500 * MIB
@@ -162,6 +169,23 @@ def test_every_span_is_covered_by_exactly_one_request_within_the_size(wanted, si
             assert span.start - reach <= gap
             reach = max(reach, span.end)
         assert reach == request.end
+    places = [(request.object_number, request.start, request.end) for request in requests]
+    assert places == sorted(places)
+    assert plan_requests(wanted[::-1], request_size_bytes=size, gap_bytes=gap) == requests
+
+
+def test_neighbours_share_a_request_up_to_its_size_and_across_a_gap_of_256_kib() -> None:
+    def planned(*ends: tuple[int, int], size: int = MIB) -> list[tuple[int, int]]:
+        wanted = [Span(0, start, end, None) for start, end in ends]
+        return [(one.start, one.end) for one in plan_requests(wanted, request_size_bytes=size)]
+
+    gap = 256 * 1024
+    assert planned((0, 10), (gap + 10, gap + 20)) == [(0, gap + 20)]
+    assert planned((0, 10), (gap + 11, gap + 20)) == [(0, 10), (gap + 11, gap + 20)]
+    assert planned((5, 10), (10, 20), size=15) == [(5, 20)]
+    assert planned((5, 10), (10, 20), size=14) == [(5, 10), (10, 20)]
+    # What a larger one has read already is not read again.
+    assert planned((0, 100), (10, 20), (20, 30), size=50) == [(0, 100)]
 
 
 @given(st.lists(spans, max_size=40), st.integers(10, 200), st.integers(1, 60))
@@ -190,10 +214,27 @@ def test_a_request_is_cut_between_its_spans_into_pieces_without_gaps(wanted, siz
         (2**20, 8, 32),
         (1024, 64, 64),
         (330, 8, 10),
+        (320, 8, 10),
+        (319, 8, 9),
+        (288, 8, 9),
+        (287, 8, 8),
     ],
 )
 def test_requests_grow_with_what_is_loaded(total: int, least: int, size: int) -> None:
     assert grown_request_size(total * MIB, least * MIB) == size * MIB
+    if size < 16:  # a far store needs 4 times as much
+        far = grown_request_size(4 * total * MIB, least * MIB, is_near=False)
+        assert far == size * MIB
+    assert grown_request_size(10**15, MIB, is_near=False) == 16 * MIB
+
+
+def test_a_piece_has_as_many_spans_as_fit_into_it() -> None:
+    spans = [Span(0, at, at + 4, None) for at in range(100, 132, 4)]
+    (request,) = plan_requests(spans, request_size_bytes=100)
+    places = [(piece.start, piece.end) for piece in cut(request, 8)]
+    assert places == [(100, 108), (108, 116), (116, 124), (124, 132)]
+    whole = RangeRequest[None](0, 100, 132)
+    assert cut(whole, 8) == [whole]
 
 
 @pytest.mark.parametrize("gib", [1, 2, 4, 64])
@@ -588,7 +629,7 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
 
 
 def test_an_object_has_no_more_parts_than_stores_take_however_little_is_planned() -> None:
-    assert plan_parts(0, 5 * MIB).max_object_size_bytes == MAX_PARTS * 5 * MIB
+    assert plan_parts(0, 5 * MIB).max_object_size_bytes == 10_000 * 5 * MIB
 
 
 class Places:
