@@ -198,6 +198,7 @@ def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once() -> None:
     body = opened(FetchedSource(fetch), 3, len(data))
     assert read(body, 5 * MIB) + read(body, len(data) - 3 - 5 * MIB) == data[3:]
     assert asked == [(3, 8 * MIB + 3), (8 * MIB + 3, 16 * MIB + 3), (16 * MIB + 3, len(data))]
+    assert FETCHED_READING.memory_bytes == 16 * MIB  # libraries join a body of its pieces
     for wrong in (b"", b"12", b"1234"):
         with pytest.raises(CorruptDataError):
             read(opened(FetchedSource(lambda *_, wrong=wrong: wrong), 0, 3), 3)
@@ -427,10 +428,6 @@ def test_a_library_that_gives_whole_bodies_is_asked_for_the_state_before_and_aft
     unknown.hold(seen.append)
     assert read(unknown, 1000) == BODY
     assert "look" not in order[3:]
-
-
-def test_a_body_of_a_library_counts_twice() -> None:
-    assert FETCHED_READING.memory_bytes == 16 * MIB
 
 
 def test_a_retried_source_asks_within_its_tries() -> None:

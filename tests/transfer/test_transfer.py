@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from dcp_objstore.transfer.download import (
     largest_piece,
     worker_count,
 )
+from dcp_objstore.transfer.pages import new_memory
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import (
@@ -988,6 +990,44 @@ def test_a_worker_is_started_only_while_no_other_thread_starts_one() -> None:
     assert started == [(0, True), (1, True)]
 
 
+@pytest.mark.parametrize(
+    ("writing", "is_waited_for"),
+    [("consumes", True), ("is cancelled", True), ("cannot be cancelled", False)],
+)
+def test_the_gate_is_closed_once_nobody_writes_who_may_still_do_so(
+    writing: str, is_waited_for: bool
+) -> None:
+    gate, both_inside = _Gate(Progress(60)), threading.Barrier(3)
+    leaves = [threading.Event(), threading.Event()]
+    asked: list[bool] = []
+
+    class Body:
+        def cancel(self, *, at_once: bool) -> bool:
+            asked.append(at_once)
+            return is_waited_for
+
+    def write(leave: threading.Event) -> None:
+        body: Any = None if writing == "consumes" else Body()
+        with gate.passed(body):
+            both_inside.wait(30)
+            leave.wait(30)
+
+    writers = [spawn(partial(write, leave), "writes") for leave in leaves]
+    both_inside.wait(30)
+    closing = spawn(gate.close, "closes")
+    if is_waited_for:
+        for leave, writer in zip(leaves, writers, strict=True):
+            closing.join(0.05)
+            assert closing.is_alive()
+            leave.set()
+            writer.join(30)
+    closing.join(30)
+    assert not closing.is_alive()
+    assert asked == ([] if writing == "consumes" else [False, False])
+    for leave in leaves:
+        leave.set()
+
+
 @pytest.mark.parametrize("local", [(), (0,)])
 def test_a_load_tells_the_window_what_the_line_moves_but_not_this_machine(local):
     store = open_store(f"memory://{secrets.token_hex(4)}/o")
@@ -1146,7 +1186,14 @@ def test_a_large_body_that_arrives_piece_by_piece_is_no_stall():
     assert now > 3
 
 
-def test_a_body_is_consumed_block_by_block_in_the_same_memory():
+def test_a_body_is_consumed_block_by_block_in_the_same_memory(monkeypatch):
+    sizes = []
+
+    def noted(size_bytes):
+        sizes.append(size_bytes)
+        return new_memory(size_bytes)
+
+    monkeypatch.setattr("dcp_objstore.transfer.download.new_memory", noted)
     store = RecordingStore(open_store("memory://transfer/pieces"))
     body = random_bytes(22 * MIB)
     store.put("o", body)
@@ -1166,6 +1213,7 @@ def test_a_body_is_consumed_block_by_block_in_the_same_memory():
     assert np.array_equal(arrived, body)
     assert largest == BLOCK_SIZE_BYTES
     assert len(places) == 1
+    assert sizes == [BLOCK_SIZE_BYTES]
     assert [r.verb for r in store.requests].count("open_range") == len(requests) == 2
 
 
@@ -1377,6 +1425,29 @@ def test_what_needs_no_look_is_received_where_it_belongs_a_block_at_a_time(ahead
     first = requests[0].end // MIB
     assert (max(end for _, end in consumed) == first) is ahead
     assert len(consumed) + sum(memory.obj is arrived for memory in read) == len(read)
+
+
+def test_what_was_admitted_into_memory_is_consumed_there_wherever_it_belongs():
+    store = Ahead(open_store(f"memory://{secrets.token_hex(4)}/o"))
+    body = random_bytes(10)
+    store.put("o", body)
+    slots = {start: memoryview(bytearray(5)) for start in (0, 5)}
+    consumed = {}
+    fetched = fetch_ranges(
+        store,
+        ["o"],
+        requests_of(10, 5),
+        lambda request, data: consumed.setdefault(request.start, data) and None,
+        config(),
+        Progress(60),
+        admit=lambda request, _: slots[request.start],
+        in_place=lambda _: pytest.fail("it has memory"),
+    )
+    assert len(list(fetched)) == 2
+    assert {start: data.obj for start, data in consumed.items()} == {
+        start: slot.obj for start, slot in slots.items()
+    }
+    assert b"".join(consumed[start] for start in (0, 5)) == body.tobytes()
 
 
 @pytest.mark.parametrize("comes", ["before", "after", "never"])
