@@ -1227,6 +1227,13 @@ def test_the_memory_of_a_thread_that_reads_goes_back_to_the_system():
     assert owners == [mmap.mmap]
 
 
+def test_memory_is_mapped_also_where_the_system_has_no_huge_pages(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    memory = new_memory(5000)
+    memory[4999] = 7
+    assert bytes(memory) == bytes(4999) + b"\x07"
+
+
 class Ahead(RecordingStore):
     """Sends requests ahead, and knows which ranges are open."""
 

@@ -46,6 +46,13 @@ def test_no_call_of_a_wave_is_made_before_the_results_of_the_last_one_were_taken
         next(results)
         assert len(done) <= (taken + 3) // 4 * 4
     assert sorted(done) == list(range(10))
+    done.clear()
+    results = in_waves(done.append, range(200))
+    next(results)
+    deadline = time.monotonic() + 10
+    while len(done) < 64 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(done) == 64
 
 
 def test_a_pool_runs_what_was_submitted_and_ends_its_threads() -> None:
