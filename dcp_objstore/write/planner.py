@@ -174,7 +174,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._planned: PlannedIndex | None = None
         self._layouts: _Layouts = {}
         self._known: _KnownLayout | None = None
-        self._failed: BaseException | None = None
+        self._failed: list[BaseException] = []  # of `agree`; in no variable of a frame it has
 
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
         """Find out whether all ranks save the layout of an earlier save. A collective.
@@ -195,18 +195,16 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             self.set_up_planner(plain, is_coordinator=is_first(group))
             layout = self._layouts.get(self._described())
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the other ranks wait below
-            self._failed = error
+            self._failed.append(error)
         number = None if layout is None else layout.number
         if same_on_all(number, self._url, group):
             self._known = layout
         return plain
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
+    def set_up_planner(self, *args: Any, **settings: Any) -> None:
         """Override `AgreeingPlanner.set_up_planner`; do nothing if `agree` has done it."""
         if self._local is None:
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            super().set_up_planner(*args, **settings)
 
     def make_items(self) -> list[WriteItem]:
         """Return what this rank has; reuse the items of a staged state."""
@@ -216,25 +214,20 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
     def _described(self) -> LocalPlan:
         """Return what this rank wants to save; make its items in the first call."""
-        with self._typed_errors():
-            if self._local is None:
-                items = self.make_items()
-                for item in items:
-                    check_item(item)
-                self.plan = SavePlan(items)
-                self._local = LocalPlan.of(items, self.mappings)
-            return self._local
+        if self._local is None:
+            items = self.make_items()
+            for item in items:
+                check_item(item)
+            self.plan = SavePlan(items)
+            self._local = LocalPlan.of(items, self.mappings)
+        return self._local
 
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
         with self._typed_errors():
-            failed, self._failed = self._failed, None
-            try:
-                if failed is not None:
-                    raise failed
-            finally:
-                del failed  # which has this frame
-        local = self._described()
+            if self._failed:
+                raise self._failed.pop()
+            local = self._described()
         return SavePlan([], storage_data=_Offer(self._url, None if self._known else local))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -250,12 +243,11 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         with self._typed_errors():
             if len(all_plans) != self._ranks:
                 raise gone_error(self._url)
-            offers: list[_Offer] = [plan.storage_data for plan in all_plans]
+            offers: list[Any] = [plan.storage_data for plan in all_plans]  # an `_Offer` of each
             same_url([offer.url for offer in offers])
             shares: list[_Share | None] = [None] * len(offers)
             if self._known is None:
-                plans = [offer.plan for offer in offers if offer.plan is not None]
-                self._planned, of_ranks = plan_globally(plans)
+                self._planned, of_ranks = plan_globally([offer.plan for offer in offers])
                 number = secrets.randbits(62)
                 shares = [_Share(number, own) for own in of_ranks]
             else:
@@ -268,18 +260,17 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Override `DefaultSavePlanner.finish_plan`; return the items that this rank writes."""
-        with self._typed_errors():
-            share: _Share | None = new_plan.storage_data
-            layout = self._known
-            if share is not None:
-                layout = _KnownLayout(share.number, self._planned, share.own)
-            assert layout is not None
-            local = self._described()
-            # The latest is the last.
-            self._layouts.pop(local, None)
-            self._layouts[local] = layout
-            for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:
-                self._layouts.pop(oldest, None)  # unless another thread has removed it
-            items = [self.plan.items[at] for at in layout.own.tolist()]
-            self.plan = SavePlan(items, planner_data=self.mappings)
-            return self.plan
+        share: _Share | None = new_plan.storage_data
+        layout = self._known
+        if share is not None:
+            layout = _KnownLayout(share.number, self._planned, share.own)
+        assert layout is not None
+        local = self._described()
+        # The latest is the last.
+        self._layouts.pop(local, None)
+        self._layouts[local] = layout
+        for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:
+            self._layouts.pop(oldest, None)  # unless another thread has removed it
+        items = [self.plan.items[at] for at in layout.own.tolist()]
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
