@@ -16,6 +16,7 @@ from dcp_objstore.stores.admission.window import (
     LEAST_WINDOW,
     OPEN_AFTER_SECONDS,
     Window,
+    _Try,
 )
 from tests.support.campaign import cases
 from tests.support.simulated_store import Fixed, Rank, SimulatedStore, simulate
@@ -137,12 +138,133 @@ def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before() -> N
 
 
 def test_a_transfer_begins_with_a_request_after_a_pause_in_which_none_was_in_flight() -> None:
-    window = Window(8.0).begun(0.0, 1).moved(0.01, 4 << 20, 1)
+    assert Window().begun(0.0, 1).round.began_at == 0.0
+    window = Window(8.0, trying=_Try(4.0, 1e6)).begun(0.0, 1).moved(0.0, 4 << 20, 1)
     assert window.round.answers == 1
-    assert window.begun(0.1, 1) == window  # no pause yet
+    assert window.begun(0.09, 1) == window  # no pause yet
     assert window.begun(9.0, 2) == window  # one that takes long is of the same transfer
-    begun = window.begun(9.0, 1)
-    assert (begun.round.answers, begun.round.began_at, begun.trying) == (0, 9.0, None)
+    for now in (0.1, 9.0):
+        begun = window.begun(now, 1)
+        assert (begun.round.answers, begun.round.began_at, begun.trying) == (0, now, None)
+    assert window.begun(0.1, 1).begun(0.15, 1).round.began_at == 0.1
+
+
+@pytest.mark.parametrize(
+    ("window", "mib", "verb", "allowed"),
+    [
+        (Window(), 0, "", AUTO_MOST),
+        (Window().heard(0.005), 0, "", AUTO_MOST),
+        (Window().heard(0.0049), 0, "", 8),
+        (Window().heard(0.0049).heard(1.0), 0, "", 8),
+        (Window(5.5), 0, "", 5.5),
+        (Window(0.5), 0, "", 1),
+        (FAR, 32, "", 9.375),  # in a quarter of 150 s at 8 MiB/s
+        (FAR, 300, "", 1),
+        (FAR, 5000, "", 1),
+        (FAR, 4, "", AUTO_MOST),
+        (NEAR, 32, "", 8),
+        (Window(5.5), 32, "", 5.5),
+        (Window(bytes_per_second={"put": 4 * 2**20}), 32, "put", 9.375),
+        (Window(bytes_per_second={"put": 16 * 2**20}), 32, "put", 18.75),
+        (Window(bytes_per_second={"put": 16 * 2**20}), 32, "get", 9.375),
+        (Window(bytes_per_second={"put": 1e9}), 32, "put", 32),  # 1 GiB
+    ],
+)
+def test_no_more_are_in_flight_than_the_store_needs_and_the_line_answers_in_time(
+    window: Window, mib: int, verb: str, allowed: float
+) -> None:
+    assert window.allowed(mib << 20, 150, verb) == allowed
+
+
+def _moved(window: Window, answers: int, mib: float, in_flight: int, seconds: float) -> Window:
+    """Return the window after a round of `seconds`, in which each answer has so many bytes."""
+    began_at = window.round.began_at
+    for number in range(1, answers + 1):
+        now = began_at + seconds * number / answers
+        window = window.moved(now, int(mib * 2**20), in_flight, "put")
+    return window
+
+
+@pytest.mark.parametrize(
+    ("answers", "mib", "in_flight", "seconds", "mib_per_second"),
+    [
+        (4, 2, 4, 1.0, 8),
+        (3, 4, 4, 1.0, None),
+        (8, 2, 64, 1.0, 16),  # a window of 8
+        (7, 2, 64, 1.0, None),
+        (4, 2 - 2**-20, 4, 1.0, None),  # less than 8 MiB
+        (4, 2, 4, 0.03125, 256),
+        (4, 2, 4, 0.02, 400),
+        (4, 2, 4, 0.015625, None),
+    ],
+)
+def test_a_line_is_known_after_a_round_that_says_something_of_it(
+    answers: int, mib: float, in_flight: int, seconds: float, mib_per_second: float | None
+) -> None:
+    window = _moved(Window(8.0).begun(0.0, 1), answers, mib, in_flight, seconds)
+    if mib_per_second is None:
+        assert window.bytes_per_second == {}
+        assert window.round.answers == answers
+    else:
+        assert window.bytes_per_second == {"put": mib_per_second * 2**20}
+        assert (window.round.began_at, window.round.last_at) == (seconds, seconds)
+        assert (window.round.answers, window.round.size_bytes, window.round.in_flight) == (0, 0, 0)
+
+
+def test_a_round_is_as_long_as_the_most_that_were_in_flight() -> None:
+    window = Window(8.0).begun(0.0, 1)
+    for now, in_flight in ((1, 4), (2, 2), (3, 1)):
+        window = window.moved(now, 8 << 20, in_flight)
+        assert (window.round.answers, window.round.in_flight) == (now, 4)
+        assert (window.round.began_at, window.round.last_at) == (0.0, now)
+    assert window.moved(4, 8 << 20, 1).bytes_per_second == {"": 8 << 20}
+
+
+def test_of_a_known_line_four_rounds_are_measured_and_the_best_counts() -> None:
+    window = Window(8.0, bytes_per_second={"put": 2.0**20, "get": 7.0}).begun(0.0, 1)
+    measured = _moved(window, 16, 1, 4, 1.0)
+    assert measured.bytes_per_second == {"put": 16 * 2.0**20, "get": 7.0}
+    assert _moved(window, 15, 1, 4, 1.0).bytes_per_second == window.bytes_per_second
+    # However few bytes they have.
+    assert _moved(window, 16, 0.125, 4, 1.0).bytes_per_second["put"] == 2 * 2.0**20
+    assert _moved(measured, 16, 1, 4, 2.0).bytes_per_second == measured.bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("window", "in_flight", "size"),
+    [
+        (Window(8.0), 6, 16.0),  # three quarters of it are used
+        (Window(8.0), 5, 8.0),
+        (Window(8.0, cut_rate=50.0), 8, 8.0),
+        (Window(40.0), 40, AUTO_MOST),
+        (Window(64.0), 64, 64.0),
+        (Window(5.0, 0.001), 5, 8.0),
+        (Window(8.0, 0.001), 8, 8.0),
+    ],
+)
+def test_a_window_that_is_used_is_doubled_as_far_as_the_store_needs(
+    window: Window, in_flight: int, size: float
+) -> None:
+    after = _moved(window.begun(0.0, 1), 64, 1, in_flight, 1.0)
+    assert after.size == size
+    assert (after.trying is not None) == (size > window.size)
+
+
+@pytest.mark.parametrize(
+    ("mib_per_second", "size"), [(22.9, 8.0), (23.0, 32.0), (40.0, 32.0), (10.0, 8.0)]
+)
+def test_a_larger_window_must_move_15_per_cent_more_than_the_one_before(
+    mib_per_second: float, size: float
+) -> None:
+    window = _moved(Window(8.0).begun(0.0, 1), 8, 2.5, 8, 1.0)
+    assert window.trying == _Try(8.0, 20 * 2**20, settled=False)
+    assert window.size == 16
+    settled = _moved(window, 16, 1, 16, 1.0)  # those that were begun before
+    assert settled.trying == _Try(8.0, 20 * 2**20, settled=True)
+    assert settled.size == 16
+    judged = _moved(settled, 64, mib_per_second / 16, 16, 4.0)
+    assert judged.size == size
+    assert (judged.trying is None) == (size == 8)
 
 
 def test_a_window_that_is_not_used_does_not_change() -> None:
@@ -200,17 +322,70 @@ def test_slow_requests_that_were_begun_before_a_cut_cut_no_further() -> None:
     window = Window().answered(100.0, 0.0, 32, 150)
     assert window.size < Window().size
     assert window.answered(101.0, 1.0, 32, 150) == window  # it was on the line with the first
-    assert window.answered(201.0, 101.0, 32, 150).size < window.size
+    assert window.answered(200.0, 100.0, 32, 150).size < window.size
+
+
+@pytest.mark.parametrize(
+    ("window", "seconds", "in_flight", "size"),
+    [
+        (FAR, 75.0, 32, 16.0),  # twice a quarter of the time-out
+        (FAR, 75.0, 99, 32.0),
+        (FAR, 37.5, 32, 64.0),
+        (FAR, 150.0, 2, 1.0),
+        (NEAR, 75.0, 32, 4.0),
+        (Window(4.0), 1.0, 1, 4.25),
+        (Window(7.9, 0.001), 1.0, 1, 8.0),
+        (Window(8.0), 1.0, 1, 8.0),  # a round decides
+        (Window(16.0), 1.0, 1, 16.0),
+        (Window(16.0, cut_rate=9.0), 1.0, 1, 16.0625),
+        (Window(64.0, cut_rate=9.0), 1.0, 1, 64.0),
+        (Window(8.0, 0.001, cut_rate=9.0), 1.0, 1, 8.0),
+    ],
+)
+def test_a_request_that_takes_a_quarter_of_its_time_out_cuts_the_window_and_others_widen_it(
+    window: Window, seconds: float, in_flight: int, size: float
+) -> None:
+    is_slow = seconds > 37.5
+    trying = _Try(4.0, 1.0)
+    window = msgspec.structs.replace(window, trying=trying, cut_at=20.0)
+    after = window.answered(20.0 + seconds, 20.0, in_flight, 150)
+    assert after.size == size
+    assert after.trying == (None if is_slow else trying)
+    assert after.cut_at == (20.0 + seconds if is_slow else 20.0)
+
+
+def test_a_slow_request_counts_as_one_of_those_of_its_round() -> None:
+    window = FAR.begun(0.0, 1).moved(1.0, 1, 32)
+    assert window.answered(75.0, 0.0, 1, 150).size == 16.0
+    assert window.answered(75.0, 0.0, 48, 150).size == 24.0
+
+
+@pytest.mark.parametrize(
+    ("window", "in_flight", "size"), [(FAR, 32, 16), (FAR, 99, 32), (NEAR, 32, 4), (FAR, 1, 1)]
+)
+def test_a_throttled_request_halves_the_window_or_what_is_in_flight(
+    window: Window, in_flight: int, size: float
+) -> None:
+    after = msgspec.structs.replace(window, trying=_Try(4.0, 1.0)).throttled(
+        100.0, 99.0, in_flight, 50.0
+    )
+    assert (after.size, after.trying, after.cut_at) == (size, None, 100.0)
+    # One that was begun before the cut says nothing new.
+    assert after.throttled(101.0, 99.9, in_flight, 1.0) == after
+    assert after.throttled(101.0, 100.0, in_flight, 1.0).cut_rate == 1.0
 
 
 def test_the_rate_follows_the_successes_lately_or_else_what_is_in_flight() -> None:
     rates = [FAR.throttled(100.0, 99.0, 64, lately).cut_rate for lately in (50.0, 1.0, 0.5, 0.0)]
     assert rates == [35.0, 1.0, 1.0, pytest.approx(0.7 * 64)]
+    # But it rises only with the time.
+    again = FAR.throttled(100.0, 99.0, 64, 50.0).throttled(100.0, 100.0, 64, 1000.0)
+    assert again.cut_rate == pytest.approx(0.7 * 35)
 
 
 def test_a_rate_ends_a_minute_after_the_last_throttled_request() -> None:
     window = FAR.throttled(100.0, 99.0, 64, 50.0)
-    assert window.rate(100.0) == 35.0
+    assert [window.rate(at) for at in (90.0, 100.0, 105.0)] == [35.0, 35.0, 1.625 * 35.0]
     assert window.rate(110.0) == 3 * 35.0
     still = window.answered(100.0 + OPEN_AFTER_SECONDS, 159.9, 1, 150)
     assert still.is_throttled

@@ -93,6 +93,22 @@ def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second() ->
     assert waits.answers == [None, "a"]
 
 
+@pytest.mark.parametrize(
+    ("slow", "seconds", "answer"), [(31, 12, "a"), (32, 12, None), (32, 30, "a"), (33, 30, None)]
+)
+def test_what_waits_usually_take_is_that_of_the_last_64(
+    slow: int, seconds: float, answer: str | None
+) -> None:
+    waits = Waits()
+    for number in range(100 + slow):
+        with waits.stragglers.waiting("ended", MIB):
+            waits.clock.now += 0.1 if number < 100 else 10
+    with contextlib.suppress(StragglerError), waits.stragglers.waiting("a", MIB):
+        waits.clock.now += seconds
+        waits.taken()
+    assert waits.answers == [answer]
+
+
 def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow() -> None:
     """A worker that reads four slow connections in turn waits for a quarter of the pieces only."""
     waits = Waits(ended=0)

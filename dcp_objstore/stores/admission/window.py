@@ -151,9 +151,7 @@ class Window(msgspec.Struct, frozen=True):
 
     def heard(self, seconds: float) -> Window:
         """Return the window after a small request was answered in so many seconds."""
-        if self.latency_seconds <= seconds:
-            return self
-        return replace(self, latency_seconds=seconds)
+        return replace(self, latency_seconds=min(self.latency_seconds, seconds))
 
     def begun(self, now: float, in_flight: int) -> Window:
         """Return the window after a request was begun; `in_flight` includes it."""
@@ -206,7 +204,7 @@ class Window(msgspec.Struct, frozen=True):
             timeout_seconds: its time-out.
         """
         window = self
-        if self.is_throttled and now - self.cut_at > OPEN_AFTER_SECONDS:
+        if now - self.cut_at > OPEN_AFTER_SECONDS:
             window = replace(self, cut_rate=math.inf)
         seconds = now - begun_at
         if seconds > _SLOW * timeout_seconds:
@@ -229,14 +227,12 @@ class Window(msgspec.Struct, frozen=True):
             begun_at: the time at which it was sent. A request from before the last cut says nothing
                 new.
             in_flight: the number of requests in flight, itself included.
-            done_per_second: the successes per second lately; 0 if they are not known.
+            done_per_second: the successes per second lately. If it is 0, those in flight count.
         """
         if begun_at < self.cut_at:
             return self
-        busy = max(1, in_flight)
-        lately = done_per_second if done_per_second > 0 else float(busy)
-        size = min(self.allowed(), busy) * _THROTTLED_WINDOW
-        rate = min(self.rate(now), lately) * _THROTTLED_RATE
+        size = min(self.allowed(), in_flight) * _THROTTLED_WINDOW
+        rate = min(self.rate(now), done_per_second or in_flight) * _THROTTLED_RATE
         return replace(
             self,
             size=max(LEAST_WINDOW, size),
