@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_objstore as dos
+from dcp_objstore import torch_private
 from dcp_objstore.write import planner
 from dcp_objstore.write.planner import WriteItems
 
@@ -113,6 +116,19 @@ def test_items_of_a_tensor_that_says_itself_how_it_is_sharded_are_made_each_time
     made.clear()
     items.of(value, is_coordinator=True)
     assert made == ["sharded", "value", "parameter"]
+
+
+def test_a_sharding_whose_items_are_kept_is_kept_too(world: None) -> None:
+    """Another one at its address would pass for it."""
+    items, value = WriteItems(), state()
+    items.of(value, is_coordinator=True)
+    kept = weakref.ref(torch_private.spec_of(value["sharded"]))
+    del value
+    gc.collect()
+    assert kept() is not None
+    items.of({}, is_coordinator=True)
+    gc.collect()
+    assert kept() is None
 
 
 def test_only_the_latest_state_is_kept(world: None, made: list[str]) -> None:

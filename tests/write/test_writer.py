@@ -34,8 +34,9 @@ from tests.support.wrapped_stores import Through
 Writer = dos.ObjectStoreWriter
 
 
-def save(writer: Writer, url: str | None = None) -> None:
-    dcp.save({"t": torch.ones(3)}, storage_writer=writer, checkpoint_id=url, no_dist=True)
+def save(writer: Writer, url: str | None = None) -> Any:
+    state = {"t": torch.ones(3)}
+    return dcp.save(state, storage_writer=writer, checkpoint_id=url, no_dist=True)
 
 
 def of(kind: type, events: list[Any]) -> list[Any]:
@@ -86,7 +87,8 @@ def test_a_new_writer_has_saved_nothing_and_each_save_has_an_id_of_its_own() -> 
     assert (writer.last_save, writer.save_id, writer.checkpoint_id) == (None, None, None)
     ids = []
     for url in (memory_url(), memory_url()):
-        save(writer, url)
+        meta = save(writer, url).storage_meta
+        assert (meta.checkpoint_id, meta.save_id) == (url, writer.save_id)
         assert writer.last_save is not None
         assert writer.last_save.url == writer.checkpoint_id == url
         ids.append(writer.save_id)
@@ -270,7 +272,9 @@ def test_only_the_coordinator_tells_why_there_is_no_base(monkeypatch: pytest.Mon
         assert writer._opened_base(save) is None
     assert len(told) == 1
     assert "copies nothing" in told[0]
+    save.is_coordinator = True
     assert Writer(url)._opened_base(save) is None
+    assert len(told) == 1, "none was asked for"
     events: list[Any] = []
     dos.save({"t": torch.ones(1)}, url, base=f"{url}-0", on_event=events.append, progress=False)
     assert len(of(NotCopied, events)) == 1 or told[-1] == told[0]
