@@ -200,12 +200,13 @@ def build_index(
     firsts = np.cumsum([0, *(len(of_rank.objects) for of_rank in results)])[:-1]
     # A writer around ours may return a plain list, which has no positions.
     at = _rows_by_place(planned) if any(one.positions is None for one in results) else {}
-    shares = [
-        np.array([at.get(place, -1) for place in of_rank.places or ()], np.int64)
-        if of_rank.positions is None
-        else planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)]
-        for rank, of_rank in enumerate(results)
-    ]
+    shares: list[ix.Numbers] = []
+    for rank, of_rank in enumerate(results):
+        if of_rank.positions is not None:
+            shares.append(planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)])
+        else:
+            assert of_rank.places is not None
+            shares.append(np.array([at.get(place, -1) for place in of_rank.places], np.int64))
     row = np.concatenate(shares)
     # By row, the number of the result that is of it. (A foreign planner may report others.)
     count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)

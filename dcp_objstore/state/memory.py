@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -184,11 +185,11 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
         for number, (key, of_key) in enumerate(tensors.items())
         if any(tensor.numel() for tensor in of_key)
     ]
-    pairs: list[tuple[_Region, _Region]] = []
+    pairs: list[list[_Region]] = []
     begun: list[_Region] = []
     for region in sorted(regions, key=lambda region: (region.device, region.start)):
         begun = [r for r in begun if r.device == region.device and r.end > region.start]
-        pairs += [(r, region) if r.number < region.number else (region, r) for r in begun]
+        pairs += [sorted((r, region), key=attrgetter("number")) for r in begun]
         begun.append(region)
     covered = {earlier.key for earlier, later in pairs if later.covers(earlier)}
     after = {

@@ -190,7 +190,7 @@ class ConvertedState:
         if self._loading:
             return value.to_fill()
         entry = value.to_save()
-        if any(_has_parts(item) for item in entry.values()):
+        if _has_parts(entry):
             raise StateMismatchError(
                 "a PerRank is stored as one pickled value for each rank, so it cannot contain"
                 " modules, optimizers, Stateful objects or sharded tensors",

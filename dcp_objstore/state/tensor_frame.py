@@ -28,6 +28,8 @@ from dcp_objstore.state.stored import constant_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from typing_extensions import Buffer
+
     from dcp_objstore.transfer.upload import ByteArray
 
 # Payloads start at multiples of this in their object: the alignment of storages in torch's own
@@ -45,24 +47,21 @@ class Frame:
     trailer: bytes
 
 
-class _FrameSink(io.RawIOBase):
+class _FrameSink:
     """A sink for the bytes that `torch.save` writes before and after its seek over the payload."""
 
     def __init__(self) -> None:
         self.parts: list[list[bytes]] = [[]]
 
-    def writable(self) -> bool:
-        return True
+    def write(self, data: Buffer) -> None:
+        self.parts[-1].append(bytes(data))
 
-    def write(self, data: object) -> int:
-        body = bytes(data)  # type: ignore[call-overload]
-        self.parts[-1].append(body)
-        return len(body)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+    def seek(self, _offset: int, whence: int) -> None:
         assert whence == io.SEEK_CUR, "torch.save seeks over payload only"
         self.parts.append([])
-        return offset
+
+    def flush(self) -> None:
+        """Do nothing; torch calls it at the end."""
 
 
 def save_options() -> tuple[object, ...]:
@@ -121,12 +120,11 @@ def raw_payload(tensor: torch.Tensor) -> torch.Tensor | None:
     check_layout(tensor.layout)
     if tensor.is_meta:
         raise UnsupportedError("a meta tensor has no data to save")
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+    if type(tensor) is not torch.Tensor or tensor.is_quantized:
         return None
     if tensor.numel() and tensor.data_ptr() == 0:
         raise UnsupportedError("the tensor's memory was freed; there is no data to save")
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 

@@ -443,6 +443,12 @@ LIMITS = {
     "an object of the largest size": index(
         objects=(ix.ObjectEntry("__0_0.abc.distcp", 2**63 - 1, None, DIGEST),)
     ),
+    "an object of no bytes": index(
+        objects=(
+            ix.ObjectEntry("__0_0.abc.distcp", 1000, None, DIGEST),
+            ix.ObjectEntry("__1_0.abc.distcp", 0, None, DIGEST),
+        )
+    ),
     "items up to the end of their object": index(
         objects=(ix.ObjectEntry("__0_0.abc.distcp", 248, None, DIGEST),)
     ),
@@ -464,6 +470,7 @@ LIMITS = {
         objects=tuple(ix.ObjectEntry(key, 1000, None, DIGEST) for key in ("a", "b")),
         blobs={"a": item(object_number=1), "b": item(offset=200, length=200, payload_offset=264)},
     ),
+    "what DCP notes of a save": index(storage=ix.StorageInfo("s3://b/c", "n", ("m", "o"))),
     "a pickled tensor of any size": index(
         tensors={
             "w": tensor(chunks=(indexes.Chunk((0, 0), (3, 4), item(payload_length=7), pickled=1),))

@@ -283,14 +283,18 @@ def written(rank: int, *, by_position: bool, foreign: bool = False) -> Results:
     return results.columns()
 
 
-@pytest.mark.parametrize("how", ["by position", "by place", "with items of nobody's plan"])
+@pytest.mark.parametrize(
+    "how", ["by position", "by place", "by both", "with items of nobody's plan"]
+)
 def test_the_index_says_of_each_item_where_its_rank_has_put_it(how: str) -> None:
-    planned, by_position = two_ranks(), how == "by position"
-    if by_position:
+    planned = two_ranks()
+    by_position = {"by position": (True, True), "by both": (False, True)}.get(how, (False, False))
+    if any(by_position):
         # The plans: t[2:], w; v, t[:2], s. The rows: t[:2], t[2:], s, v, w.
         planned = dataclasses.replace(planned, rows=[np.array([1, 4]), np.array([3, 0, 2])])
     results = [
-        written(rank, by_position=by_position, foreign=how.startswith("with")) for rank in (0, 1)
+        written(rank, by_position=by_position[rank], foreign=how.startswith("with"))
+        for rank in (0, 1)
     ]
     storage = StorageMeta(checkpoint_id="s3://b/c", save_id="n", modules=["m"])
     index, objects = build_index(planned, results, storage)

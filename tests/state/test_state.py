@@ -313,7 +313,7 @@ def test_an_optimizer_without_its_module_says_what_to_pass():
     assert caught.value.key == "train.optimizer"
     both = torch.optim.SGD([*model.parameters(), *other.parameters()])
     with pytest.raises(StateMismatchError, match="several modules"):
-        to_state_dict({"m": model, "o": other, "optimizer": both})
+        to_state_dict({"m": model, "o": other, "third": nn.Linear(2, 2), "optimizer": both})
 
 
 def test_a_bare_module_is_refused_with_the_way_to_pass_it():
