@@ -175,7 +175,7 @@ class Rank:
         self.accepted.append((id(read), position, end))
         accept(position, body)
 
-    def offer(self, rank: int, count: int, budget_bytes: int = 8 * BLOCK) -> Offer:
+    def offer(self, rank: int, count: int, budget_bytes: int = 16 * BLOCK) -> Offer:
         needs, selections = exchange.needs_of(self.planned.reads, self.planned.spans)
         return Offer(
             *("url", "commit", rank, group_digest(range(count)), needs, selections),
