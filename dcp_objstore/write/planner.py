@@ -201,10 +201,12 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             self._known = layout
         return plain
 
-    def set_up_planner(self, *args: Any, **settings: Any) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         """Override `AgreeingPlanner.set_up_planner`; do nothing if `agree` has done it."""
-        if self._local is None:
-            super().set_up_planner(*args, **settings)
+        if self._local is None:  # torch looks for `storage_meta` among the parameters
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def make_items(self) -> list[WriteItem]:
         """Return what this rank has; reuse the items of a staged state."""
@@ -260,17 +262,18 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Override `DefaultSavePlanner.finish_plan`; return the items that this rank writes."""
-        share: _Share | None = new_plan.storage_data
-        layout = self._known
-        if share is not None:
-            layout = _KnownLayout(share.number, self._planned, share.own)
-        assert layout is not None
-        local = self._described()
-        # The latest is the last.
-        self._layouts.pop(local, None)
-        self._layouts[local] = layout
-        for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:
-            self._layouts.pop(oldest, None)  # unless another thread has removed it
-        items = [self.plan.items[at] for at in layout.own.tolist()]
-        self.plan = SavePlan(items, planner_data=self.mappings)
-        return self.plan
+        with self._typed_errors():
+            share: _Share | None = new_plan.storage_data
+            layout = self._known
+            if share is not None:
+                layout = _KnownLayout(share.number, self._planned, share.own)
+            assert layout is not None
+            local = self._described()
+            # The latest is the last.
+            self._layouts.pop(local, None)
+            self._layouts[local] = layout
+            for oldest in list(self._layouts)[:-_MOST_LAYOUTS]:
+                self._layouts.pop(oldest, None)  # unless another thread has removed it
+            items = [self.plan.items[at] for at in layout.own.tolist()]
+            self.plan = SavePlan(items, planner_data=self.mappings)
+            return self.plan

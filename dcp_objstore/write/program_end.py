@@ -36,8 +36,7 @@ def at_program_end(wait: Callable[[], object]) -> None:
 
     # Private, and there from 3.9 to 3.14. Without it, Python still waits for the threads.
     # RuntimeError: the program has ended already.
-    refusals = (AttributeError, RuntimeError)
-    with contextlib.suppress(*refusals):
+    with contextlib.suppress(AttributeError, RuntimeError):
         threading._register_atexit(end)  # type: ignore[attr-defined]
 
 

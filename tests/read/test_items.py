@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 import dcp_objstore as dos
-from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    ConfigError,
+    StateMismatchError,
+    UnsupportedError,
+)
 from dcp_objstore.read.items import IndexItems, ItemLocation, RenamedItems, StockItems
 from dcp_objstore.read.renaming import renamed
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
@@ -69,6 +78,8 @@ def test_items_say_what_was_saved_and_where_it_lies(opened: StoredCheckpoint) ->
         found = items.find(key, offset, 0)
         assert found is not None
         lengths += found.payload_length
+        if key != "step":
+            assert found.sizes == items.tensor(key).shape  # type: ignore[union-attr]
         assert (found.sizes is None) == (key == "step")
         is_raw = isinstance(items, IndexItems) and key != "step"
         assert (found.dtype is not None) == is_raw == (found.limit_bytes is None)
@@ -125,6 +136,37 @@ def test_what_only_torch_decodes_is_bounded_by_what_is_stored() -> None:
     )
     found = open_stored_checkpoint(StoreSpec(url)).item("q", (0,))
     assert (found.sizes, found.dtype, found.limit_bytes) == ((3,), None, found.payload_length)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # as above
+def test_a_dtype_that_is_unknown_is_refused_whoever_decodes_it() -> None:
+    state = {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "t": torch.ones(3)}
+    dos.save(state, url := memory_url())
+    index = open_stored_checkpoint(StoreSpec(url)).index
+    assert index is not None
+    unknown = partial(msgspec.structs.replace, dtype="float3")
+    tensors = {key: unknown(tensor) for key, tensor in index.tensors.items()}
+    checkpoint = StoredCheckpoint((), IndexItems(dataclasses.replace(index, tensors=tensors)))
+    for key in state:
+        with pytest.raises(UnsupportedError, match="float3") as caught:
+            checkpoint.item(key, (0,))
+        assert caught.value.key == key
+
+
+@pytest.mark.parametrize("meta", [None, StorageMeta(checkpoint_id="theirs", save_id="saved")])
+def test_planners_see_the_metadata_of_a_stock_checkpoint_with_the_id_of_the_load(
+    meta: StorageMeta | None,
+) -> None:
+    metadata = Metadata({}, storage_meta=meta)
+    found = StockItems(metadata, {}).describe("loaded").storage_meta
+    theirs = meta or StorageMeta()
+    assert found is not None
+    assert (found.checkpoint_id, found.save_id, found.load_id) == (
+        theirs.checkpoint_id,
+        theirs.save_id,
+        "loaded",
+    )
+    assert metadata.storage_meta is meta
 
 
 def test_a_payload_is_undone_or_is_raw() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from dcp_objstore.errors import (
     RankFailedError,
     StateMismatchError,
 )
+from dcp_objstore.observe.events import Failed
 from dcp_objstore.read import api
 from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import memory_url
+from tests.support.listening import Heard, of
 
 PARTLY = "partly filled"
 
@@ -114,17 +117,48 @@ def test_parameters_without_optimizer_state_are_warned_of_by_the_first_rank(
 def test_a_load_that_nobody_has_finished_is_the_failure_of_another_rank(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api.state_dict_loader, "load", lambda *_, **__: None)
+    load = Mock()
+    monkeypatch.setattr(api.state_dict_loader, "load", load)
     with pytest.raises(RankFailedError, match="without reporting") as caught:
         dos.load({}, url, progress=False)
     assert caught.value.url == url
+    assert load.call_args.kwargs["no_dist"] is True, "one process needs nobody else"
+
+
+def test_a_value_that_cannot_be_restored_fails_the_load(url: str) -> None:
+    class Stateful:
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ZeroDivisionError(state["x"])
+
+    dos.save({"s": Stateful()}, url := memory_url(), progress=False)
+    with pytest.raises(DcpObjstoreError, match="ZeroDivisionError: 1") as caught:
+        dos.load({"s": Stateful()}, url, progress=False)
+    assert PARTLY in str(caught.value)
+
+
+def test_an_error_before_the_checkpoint_is_open_is_as_it_is(url: str) -> None:
+    heard = Heard()
+    with pytest.raises(StateMismatchError, match="both become") as caught:
+        dos.load({}, url, rename=[("^.$", "x")], on_event=heard, progress=False)
+    assert "trained" not in str(caught.value)
+    assert len(of(Failed, heard)) == 1
+
+
+def test_a_partial_load_of_all_that_is_asked_for_warns_of_nothing(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dos.load({"t": torch.zeros(5)}, url, strict=False, progress=False)
+    assert caplog.records == []
 
 
 def test_errors_before_the_load_are_reported_with_the_url(url: str) -> None:
-    for state, settings in (({"t": object}, {"verify": 3}), ({1.5: torch.zeros(5)}, {})):
-        wrong: Any = settings
-        with pytest.raises(DcpObjstoreError):
-            dos.load(state, url, progress=False, **wrong)  # type: ignore[arg-type]
+    heard = Heard()
+    with pytest.raises(DcpObjstoreError):
+        dos.load({"t": torch.zeros(5, device="meta")}, url, on_event=heard, progress=False)
+    assert [event.url for event in of(Failed, heard)] == [url]
     with pytest.raises(ConfigError) as caught:
         dos.load({"t": torch.zeros(5)}, url, on_dtype="no", progress=False)  # type: ignore[arg-type]
     assert "on_dtype" in str(caught.value)

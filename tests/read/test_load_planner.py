@@ -235,3 +235,66 @@ def test_whatever_goes_wrong_while_planning_has_a_rank_and_can_be_sent(
     monkeypatch.setattr(module, "same_url" if arguments else "_mismatches", fail)
     with pytest.raises(RankFailedError, match="ZeroDivisionError: a bug"):
         getattr(one, call)(*arguments)
+
+
+@pytest.mark.parametrize("wants_all", [True, False])
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_a_rank_asks_for_its_own_value_or_for_all(
+    monkeypatch: pytest.MonkeyPatch, rank: str, wants_all: bool
+) -> None:
+    """One that did not exist asks for none; values that no rank saved are missing."""
+    monkeypatch.setattr(module, "own_name", lambda: rank)
+    metadata = saved({"rng": {"0": 10, "1": 11, "x": 12}, "other": {"0": 1}})
+    state = {"none": {rank: 0}, "rng": {rank: 0}}
+    per_rank = {("none",): wants_all, ("rng",): wants_all}
+    one = planner(state, metadata, per_rank=per_rank, strict=False)
+    plan = one.create_local_plan()
+    asked = ["0", "1"] if wants_all else [rank] if rank != "2" else []
+    assert [item.dest_index.fqn for item in plan.items] == [f"rng.{name}" for name in asked]
+    assert {key: one.mappings[f"rng.{key}"] for key in asked} == {
+        key: ("rng", key) for key in asked
+    }
+    assert one.missing == (f"none.{rank}",)
+    assert set(one.unexpected) == {"rng.x", "other.0"}
+
+
+def test_optimizer_state_that_was_not_saved_is_left_out_where_the_parameter_was() -> None:
+    saved_state: dict[str, Any] = {
+        "model": {"a": torch.ones(1), "b": torch.ones(1)},
+        "optim": {"state": {"a": {"step": torch.ones(1)}}, "param_groups": 1},
+    }
+    metadata = saved(saved_state)
+    per_parameter = {name: {"step": torch.ones(1), "avg": torch.ones(1)} for name in "abc"}
+    state = {
+        "model": {name: torch.ones(1) for name in "abc"},
+        "optim": {"state": per_parameter, "param_groups": 1},
+    }
+    optimizers = {("optim",): ("model",)}
+    one = planner(state, metadata, optimizers=optimizers, strict=False)
+    plan = one.create_local_plan()
+    assert {item.dest_index.fqn for item in plan.items} == {
+        *("model.a", "model.b", "optim.state.a.step", "optim.param_groups"),
+    }
+    assert one.without_state == {(("optim",), "b")}
+    assert one.unknown == {(("optim",), "c")}
+    assert one.stepped == {("optim",)}
+    assert set(one.missing) == {
+        *("model.c", "optim.state.a.avg"),
+        *(f"optim.state.{name}.{field}" for name in "bc" for field in ("step", "avg")),
+    }
+    del state["model"]["c"], per_parameter["c"], per_parameter["a"]["avg"]
+    one = planner(state, metadata, optimizers=optimizers)
+    one.create_local_plan()
+    assert one.without_state == {(("optim",), "b")}
+    assert one.unknown == set()
+    # Without the optimizer, too, it is unknown unless that is an error.
+    metadata = saved({"model": saved_state["model"]})
+    one = planner(state, metadata, optimizers=optimizers, strict=False)
+    one.create_local_plan()
+    assert one.without_state == set()
+    assert one.unknown == {(("optim",), "a"), (("optim",), "b")}
+    assert one.stepped == set()
+    one = planner(state | {"optim": {"state": per_parameter}}, metadata, optimizers=optimizers)
+    one.create_local_plan()
+    assert one.without_state == {(("optim",), "a"), (("optim",), "b")}
+    assert one.stepped == set()

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -91,12 +92,20 @@ def test_each_item_is_committed_to_the_planner_once_it_is_filled(url: str) -> No
     assert load.state["v"] == "value"
 
 
-def test_a_planner_may_change_what_is_read_after_it_was_planned(url: str) -> None:
+def test_a_planner_may_change_what_is_read_after_it_was_planned(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only then it is planned once more."""
+    plan = Mock(wraps=module.plan_load)
+    monkeypatch.setattr(module, "plan_load", plan)
+    Load(reader_of(url)).read()
+    assert plan.call_count == 1
     load = Load(reader_of(url))
     load.plan = dataclasses.replace(
         load.plan, items=[item for item in load.plan.items if item.dest_index.fqn == "v"]
     )
     load.read()
+    assert plan.call_count == 3
     assert load.state["v"] == "value"
     assert not load.state["t"].any()
 
@@ -228,6 +237,47 @@ def test_an_error_of_the_opening_is_raised_by_the_next_call_with_its_rank() -> N
     assert plan.storage_data == Offer(url, None)
 
 
+def test_whatever_goes_wrong_while_opening_is_an_error_of_ours(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(module, "open_stored_checkpoint", fail)
+    reader = reader_of(url)
+    metadata = reader.read_metadata()
+    with pytest.raises(RankFailedError, match="ZeroDivisionError: a bug") as caught:
+        reader.set_up_storage_reader(metadata, False, rank=3)
+    assert (caught.value.rank, caught.value.url) == (3, url)
+
+
+def test_a_reader_is_aimed_at_other_checkpoints_one_after_the_other(url: str) -> None:
+    reader, other = reader_of(url), memory_url()
+    Load(reader).read()
+    dos.save({"t": torch.ones(5), "v": "other"}, other, progress=False)
+    reader.reset(other)
+    assert reader.checkpoint_id == other
+    load = Load(reader)
+    load.read()
+    assert load.state["v"] == "other"
+    reader.reset()
+    assert reader.checkpoint_id == other
+
+
+def test_a_rank_whose_group_cannot_pass_bytes_offers_to_load_by_itself(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("no gloo here")
+
+    monkeypatch.setattr(module, "current_rank", lambda: 0)
+    monkeypatch.setattr(module.ObjectStoreReader, "_group", refuse)
+    load = Load(reader_of(url, process_group=object()))
+    assert load.plan.storage_data == Offer(url, dos.open(url).commit_id)
+    load.read()
+    assert load.state["v"] == "value"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_error_of_the_lowest_rank_names_the_next_step(
     monkeypatch: pytest.MonkeyPatch, rank: int
@@ -313,7 +363,9 @@ def test_a_kept_error_is_let_go_once_it_was_raised(url: str) -> None:
     load.raise_error()
 
 
-@pytest.mark.parametrize("settings", [{"verify": 1}, {"verify": None}, {"on_dtype": "convert"}])
+@pytest.mark.parametrize(
+    "settings", [{"verify": 1}, {"verify": None}, {"on_dtype": "convert"}, {"rename": "ab"}]
+)
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         dos.ObjectStoreReader("memory://bucket/step", **settings)

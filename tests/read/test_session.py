@@ -260,14 +260,17 @@ def test_of_keys_that_share_memory_only_those_that_count_are_read_or_copied() ->
     assert b in needed and c in needed
 
 
-def test_autograd_is_told_of_what_was_filled_and_copied() -> None:
-    store, checkpoint = opened({"a": torch.ones(4), "c": torch.full((2,), 2.0)})
-    memory = torch.zeros(4)
-    planned = plan_load(checkpoint, [item("a", (4,)), item("c", (2,))], verify=True)
-    before = memory._version
-    load(store, planned, [memory, memory[1:3]])
+def test_autograd_is_told_of_what_was_filled_and_of_what_was_copied() -> None:
+    store, checkpoint = opened({"a": torch.ones(4), "c": torch.full((2,), 2.0), "d": torch.ones(3)})
+    memory, alone = torch.zeros(4), torch.zeros(3)
+    planned = plan_load(
+        checkpoint, [item("a", (4,)), item("c", (2,)), item("d", (3,))], verify=True
+    )
+    before = memory._version, alone._version
+    load(store, planned, [memory, memory[1:3], alone])
     assert memory.tolist() == [1, 2, 2, 1]
-    assert memory._version > before
+    assert memory._version > before[0]
+    assert alone._version > before[1]
 
 
 def test_a_load_says_what_it_was_reading_when_it_failed() -> None:

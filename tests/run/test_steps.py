@@ -32,10 +32,16 @@ def test_a_metric_is_stored_as_json_has_it(value: Any, stored: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "metrics", [[("loss", 1)], {"loss": torch.ones(2)}, {"loss": np.ones(2)}, {"loss": object()}]
+    ("metrics", "why"),
+    [
+        ([("loss", 1)], "mapping"),
+        ({"loss": torch.ones(2)}, "'loss' is not a single number"),
+        ({"loss": np.ones(2)}, "'loss' is not a single number"),
+        ({"loss": object()}, "JSON"),
+    ],
 )
-def test_what_is_no_metric_is_refused(metrics: Any) -> None:
-    with pytest.raises(ConfigError):
+def test_what_is_no_metric_is_refused(metrics: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
         described_by(7, {}, None, metrics)
 
 
