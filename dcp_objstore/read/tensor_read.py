@@ -220,9 +220,8 @@ class TensorRead:
         return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
-        """Tell autograd that the destination was written, if the bytes bypassed torch."""
-        if self._memory is not None:
-            count_write(self._destination)
+        """Tell autograd that the destination was written: the bytes may have bypassed torch."""
+        count_write(self._destination)
 
 
 @dataclass(slots=True)
@@ -402,5 +401,5 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 # to. This module only reads from such tensors, so it triggers the warning here, with a filter in
 # place. The filter stays, because leaving `warnings.catch_warnings` would undo filters that other
 # threads have set in the meantime.
-warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 torch.frombuffer(b"\0", dtype=torch.uint8)

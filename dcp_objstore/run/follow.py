@@ -128,10 +128,6 @@ def _log_dropped(step: ListedCheckpoint) -> None:
     )
 
 
-def _sleep(seconds: float) -> None:
-    wait_until(threading.Event(), seconds)
-
-
 @dataclass(kw_only=True)
 class _Follower:
     """A job that follows a run. The settings are those of `follow`.
@@ -199,7 +195,7 @@ class _Follower:
                     raise failure
                 logger.info("%s: no new step in %g s", self.run.url, self.timeout_seconds)
                 return None
-            _sleep(min(self.poll_at, give_up_at) - now)
+            wait_until(threading.Event(), min(self.poll_at, give_up_at) - now)
 
     def _poll(self) -> None:
         """List the run."""

@@ -247,7 +247,7 @@ class CheckpointManager:
         self._closed = False
         self._last_step: int | None = None
         self._saves_last = save_last
-        # The arguments of the last call of `step`, if it did not save.
+        # The arguments of the last call of `step`, if that step was not saved.
         self._unsaved: tuple[int, Mapping[str, Any], dict[str, Any]] | None = None
         self._preempted = False
         self.last_resume: ResumeReport | None = None
@@ -332,8 +332,7 @@ class CheckpointManager:
         assert self._saves is not None
         failed = self._saves.settle_quietly()  # on all ranks, or on none
         step, state, described = last
-        if not self._saves.knows(step):
-            self.save(step, state, **described)
+        self.save(step, state, **described)
         if failed is not None:
             raise failed
 
@@ -437,8 +436,9 @@ class CheckpointManager:
         assert self._consensus is not None
         due = self._is_due(step)
         described: dict[str, Any] = {"metrics": metrics, "user_metadata": user_metadata}
-        self._unsaved = step, state, described
-        self._trained.last = step, saves.knows(step)
+        known = saves.knows(step)
+        self._unsaved = None if known else (step, state, described)
+        self._trained.last = step, known
         reasons = self._consensus.reached()
         timed = _timer(saves) in reasons
         if _PREEMPTED in reasons:
@@ -452,7 +452,7 @@ class CheckpointManager:
                 self._preemption.raise_held()
                 return not known
             self._preemption.raise_held()
-        if saves.knows(step) or not (due or timed):
+        if known or not (due or timed):
             return False
         # The timer asks when a rank has ended the save before, so the others are about to.
         on_busy = self._on_busy if due else "wait"
@@ -721,8 +721,7 @@ class CheckpointManager:
         last = self._wanted_last()
         if last is not None:
             number, state, described = last
-            if not saves.knows(number):
-                self.async_save(number, state, on_busy="wait", **described)
+            self.async_save(number, state, on_busy="wait", **described)
             return number
         newest = saves.newest()
         newest = self.latest() if newest is None else newest
@@ -739,8 +738,7 @@ class CheckpointManager:
         for each newer step that was deleted, until a sweep has removed its objects.) Once the
         manager is closed, each rank that calls it asks by itself.
         """
-        newest = self._asked(lambda: step_numbers(self._run, 1))
-        return newest[-1] if newest else None
+        return next(iter(self._asked(lambda: step_numbers(self._run, 1))), None)
 
     def steps(self) -> tuple[int, ...]:
         """Return the committed steps, the newest last. A collective; rank 0 makes the requests.

@@ -58,9 +58,8 @@ class Answer(Protocol):
         """
         return None
 
-    def cancel(self, *, at_once: bool) -> bool:
+    def cancel(self, *, at_once: bool) -> bool:  # noqa: ARG002
         """End a `readinto` of another thread; see `RangeBody.cancel`."""
-        del at_once
         return False
 
     def close(self) -> None:
@@ -77,13 +76,12 @@ class RangeSource(ABC):
 
     is_held = False
 
-    def ask_ahead(self, start: int, end: int) -> Answer | None:
+    def ask_ahead(self, start: int, end: int) -> Answer | None:  # noqa: ARG002
         """Send the request for bytes `[start, end)` if that needs no waiting; it never fails.
 
         Returns:
             The answer, to be read or closed. None, as by default: `ask` for it.
         """
-        del start, end
         return None
 
     @abstractmethod
@@ -93,7 +91,13 @@ class RangeSource(ABC):
         Called where `ask_ahead` has sent nothing.
         """
 
-    def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
+    def failed(
+        self,
+        error: Exception,
+        asked_at: float,  # noqa: ARG002
+        *,
+        had_begun: bool,  # noqa: ARG002
+    ) -> None:
         """Decide what becomes of an answer that broke off. The default is to raise.
 
         Args:
@@ -105,7 +109,6 @@ class RangeSource(ABC):
         Returns:
             When it is time to ask for the rest.
         """
-        del asked_at, had_begun
         raise error
 
 
@@ -158,9 +161,9 @@ class Range:
         """End a `readinto` that another thread is in, with an error."""
         with self._dropping:
             # In this order: `_next` looks whether it is closed once it has an answer.
-            self._closed = self._closed or not at_once
+            self._closed |= not at_once
             cancelled = self._answer is not None and self._answer.cancel(at_once=at_once)
-            self._closed = self._closed or cancelled
+            self._closed |= cancelled
             return cancelled
 
     def readinto(self, into: memoryview) -> None:
@@ -315,7 +318,7 @@ class ReceivedChunks(Answer):
     def cancel(self, *, at_once: bool) -> bool:
         """Write nothing more, unless that is to be `at_once`: the library cannot be interrupted."""
         with self._copying:
-            self._is_cancelled = self._is_cancelled or not at_once
+            self._is_cancelled |= not at_once
         return False
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE_BYTES = 4 * 1024 * 1024
 DIGEST_SIZE_BYTES = 16
 # `xxhash` releases the GIL for more than this (measured with 4.1).
-_HOLDING_BYTES = 64 * 1024
+_HOLDING_BYTES = 65_536
 
 # Makes the digest of one block from its pieces: `update(piece)`, then `digest()`.
 BlockDigest = xxhash.xxh3_128
@@ -34,8 +34,8 @@ def small_digest(payload: Buffer) -> bytes:
     An empty payload has an empty digest.
     """
     with memoryview(payload) as view:
-        if view.nbytes <= _HOLDING_BYTES:
-            return xxhash.xxh3_128_digest(view) if view.nbytes else b""
+        if not view.nbytes:
+            return b""
         state = BlockDigest()
         for start in range(0, view.nbytes, _HOLDING_BYTES):
             with view[start : start + _HOLDING_BYTES] as piece:
@@ -50,8 +50,6 @@ def block_digests(payload: Buffer) -> bytes:
         payload: a 1-D contiguous uint8 buffer that starts at a block boundary.
     """
     view = memoryview(payload)
-    if view.nbytes <= BLOCK_SIZE_BYTES:
-        return xxhash.xxh3_128_digest(view) if view.nbytes else b""
     return b"".join(
         xxhash.xxh3_128_digest(view[start : start + BLOCK_SIZE_BYTES])
         for start in range(0, view.nbytes, BLOCK_SIZE_BYTES)

@@ -176,7 +176,7 @@ def fetch_ranges(
     depth = _depth(slot.concurrency, reading) if is_ahead else 1
     piece_bytes = largest_piece(requests)
     most_workers = worker_count(
-        min(at_most(config.download_concurrency), len(requests)),
+        at_most(config.download_concurrency),
         piece_bytes,
         config.memory_budget_bytes if budget_bytes is None else budget_bytes,
         reading,
@@ -347,12 +347,10 @@ class _Shared(Generic[T]):
 
         So what the window does not allow takes no thread and no memory.
         """
-        if self._workers == self.most_workers:
-            return
         with self.staffing:
             store, copies = self.store_waits, self.local_waits
-            of_store = -(-store.slot.concurrency // self.depth) if store.requests else 0
-            of_copies = processors() if copies.requests else 0
+            of_store = min(store.requests, -(-store.slot.concurrency // self.depth))
+            of_copies = min(copies.requests, processors())
             wanted = min(self.most_workers, max(of_store, of_copies))
             while self._workers < wanted and self.tasks:
                 self.start(self._workers)
@@ -361,7 +359,7 @@ class _Shared(Generic[T]):
         """Start a worker, which first goes on with what was handed over. Hold `staffing`."""
         run = partial(_Worker(self, number).run, handed_over)
         self._threads.append(spawn(run, f"download-{number}"))
-        self._workers = min(self.most_workers, self._workers + 1)
+        self._workers += 1
 
     @property
     def _has_room(self) -> bool:
@@ -399,7 +397,7 @@ class _Shared(Generic[T]):
             if fetch is None:
                 return
             if fetch.is_handed_over:
-                self.start(fetch.worker, replace(fetch, is_handed_over=False))
+                self.start(fetch.worker, replace(fetch))
         self._limiter.spend_retry()
         if (channel := current_channel()) is not None:
             channel.retried(
@@ -454,10 +452,9 @@ class _Worker(Generic[T]):
                 else:
                     self._end(ahead.popleft())
         except StragglerError:
-            return
+            pass  # another worker goes on with it
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             for fetch in ahead:
-                shared.waits(fetch.request).slot.end(id(fetch.request), answered=False)
                 fetch.body.close()
             shared.done.put(error)
 
@@ -478,14 +475,14 @@ class _Worker(Generic[T]):
         """Begin a request; put it back and return None if it has no place and `wait` is False."""
         shared, progress = self.shared, self.shared.progress
         begin = partial(shared.waits(request).slot.begin, id(request), progress.check_stopped)
-        has_memory = wait or shared.may_begin is None or shared.may_begin(request)
-        if not wait and not (has_memory and begin(wait=False)):
-            shared.tasks.appendleft(request)
-            return None
+        if not wait:
+            has_memory = shared.may_begin is None or shared.may_begin(request)
+            if not (has_memory and begin(wait=False)):
+                shared.tasks.appendleft(request)
+                return None
         # Only what was given a place is admitted, and what waits for memory takes no place.
         memory = None if shared.admit is None else shared.admit(request, progress)
-        if wait:
-            begin(wait=True)
+        begin()
         # What is admitted into memory is consumed there as a whole.
         pieces = [request] if memory is not None else cut(request, BLOCK_SIZE_BYTES)
         place = shared.in_place(request) if memory is None else None
@@ -506,7 +503,8 @@ class _Worker(Generic[T]):
         """Read the next piece and consume it. If it is damaged or slow, ask for it again."""
         shared, piece = self.shared, fetch.unread[0]
         # A copy on this machine may be damaged, and then, once, the store's answer.
-        tries = 3 if fetch.request.object_number in shared.local else 2
+        most_tries = 3 if fetch.request.object_number in shared.local else 2
+        attempt = 1
         size_bytes = piece.end - piece.start
         first = fetch.request.start
         memory = (
@@ -526,12 +524,12 @@ class _Worker(Generic[T]):
                 break
             except CorruptDataError as error:
                 key = shared.key(fetch.request)
-                tries -= 1
-                if not tries:
+                if attempt == most_tries:
                     raise error.at(object_key=key) from None
+                attempt += 1
                 if (channel := current_channel()) is not None:
                     text = f"{type(error).__name__}: {error.message}"
-                    channel.retried("range", key, attempt=2, error=text, began_at=began_at)
+                    channel.retried("range", key, attempt=attempt, error=text, began_at=began_at)
             except StragglerError:
                 if fetch.is_handed_over:
                     fetch.body.close()

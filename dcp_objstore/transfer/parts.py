@@ -15,7 +15,6 @@ from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 
 MAX_PARTS = 10_000
-MAX_PART_SIZE_BYTES = 5 * 1024 * MIB
 
 # Up to this size parts grow with the payload if there are many of them. That means fewer requests
 # and, measured on loopback, a tenth less processor time per byte at 32 than at 16 MiB. Parts do not
@@ -60,8 +59,8 @@ def plan_parts(
     """Choose the part size for `total_bytes` of payload on this rank.
 
     The part size is the configured one. From 32 parts on (256 if the store is far) it grows, in
-    whole MiB, up to 32 MiB. It grows further, up to 5 GiB, only if an object would have more than
-    9,000 parts.
+    whole MiB, up to 32 MiB. It grows further, up to 583 MiB for 5 TiB, only if an object would have
+    more than 9,000 parts.
 
     Args:
         total_bytes: the payload of all items.
@@ -73,7 +72,6 @@ def plan_parts(
     grown = min(object_bytes // many, _GROWN_PART_SIZE_BYTES)
     needed = max(-(-object_bytes // _PLANNED_PARTS), grown)
     part_size = max(least_part_size_bytes, -(-needed // MIB) * MIB)
-    part_size = min(part_size, MAX_PART_SIZE_BYTES)
     slice_size = min(part_size, _MAX_SLICE_BYTES) // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES
     return PartPlan(
         part_size_bytes=part_size,

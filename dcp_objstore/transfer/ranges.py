@@ -67,7 +67,7 @@ def plan_requests(
             current is not None
             and span.object_number == current.object_number
             and span.start <= current.end + gap_bytes
-            and max(span.end, current.end) - current.start <= request_size_bytes
+            and span.end - current.start <= request_size_bytes
         ):
             current.end = max(current.end, span.end)
         else:

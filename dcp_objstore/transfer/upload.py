@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -83,18 +84,16 @@ class _Parts:
     each step is atomic in the interpreter.
     """
 
-    def __init__(self, channel: Channel, object_key: str, part_size_bytes: int) -> None:
+    def __init__(self, channel: Channel, object_key: str) -> None:
         self._channel = channel
         self._object_key = object_key
-        self._part_size_bytes = part_size_bytes
         self._under_way: dict[int, _Part] = {}
         self._filling: _Part | None = None
         self._free: list[int] = []
         self._workers = 0
 
-    def hand(self, token: int, end: int, size_bytes: int) -> _Part:
-        """Record a buffer that is handed over and ends at `end` in the object; return its part."""
-        number = max(0, end - 1) // self._part_size_bytes
+    def hand(self, token: int, number: int, size_bytes: int) -> Callable[[], None]:
+        """Record a buffer of this part that is handed over; call the result once it is dropped."""
         part = self._filling
         if part is None or part.number != number:
             self.close()
@@ -102,7 +101,7 @@ class _Parts:
             self._filling = part
         part.size_bytes += size_bytes
         part.held.add(token)
-        return part
+        return partial(self._dropped, part, token)
 
     def _worker(self) -> int:
         if self._free:
@@ -117,8 +116,7 @@ class _Parts:
             part.is_whole = True
             self._emit_if_done(part)
 
-    def dropped(self, part: _Part, token: int) -> None:
-        """Record that the transport has dropped a buffer."""
+    def _dropped(self, part: _Part, token: int) -> None:
         part.held.discard(token)
         self._emit_if_done(part)
 
@@ -154,7 +152,7 @@ class _Tracked:
         self._progress = progress
         self._pending: dict[int, weakref.ref[Any]] = {}
         channel = progress.channel
-        self._parts = None if channel is None else _Parts(channel, key, part_size_bytes)
+        self._parts = None if channel is None else _Parts(channel, key)
         self._rest: ByteArray | None = None
         self._head: deque[ByteArray] = deque()
         self.size_bytes = 0
@@ -214,21 +212,22 @@ class _Tracked:
     def track(self, view: ByteArray) -> None:
         """Report to `progress` and the parts when the transport drops this buffer."""
         count_bytes = view.nbytes
+        if not count_bytes:
+            return
         start = self.size_bytes
         self.size_bytes += count_bytes
+        first, last = (at // self._part_size_bytes for at in (start, self.size_bytes - 1))
         token, slot, part_size_bytes = id(view), self._slot, self._part_size_bytes
         parts = self._parts
-        part = None if parts is None else parts.hand(token, self.size_bytes, count_bytes)
+        dropped = None if parts is None else parts.hand(token, first, count_bytes)
 
         def done(_: object) -> None:
             self._pending.pop(token, None)
-            if count_bytes:
-                first, last = (at // part_size_bytes for at in (start, start + count_bytes - 1))
-                for number in range(first, last + 1):
-                    slot.end(number, part_size_bytes)
+            for number in range(first, last + 1):
+                slot.end(number, part_size_bytes, answered=True)
             self._progress.moved(count_bytes)
-            if parts is not None and part is not None:
-                parts.dropped(part, token)
+            if dropped is not None:
+                dropped()
 
         self._pending[token] = weakref.ref(view, done)
 
@@ -275,12 +274,8 @@ def upload_object(
         whole = tracked.take_whole()
         if whole is not None:
             slot.begin(0, progress.check_stopped)
-            try:
-                version = store.put(key, whole)
-            except BaseException:
-                slot.end(0, answered=False)
-                raise
-            slot.end(0, tracked.size_bytes)
+            version = store.put(key, whole)
+            slot.end(0, tracked.size_bytes, answered=True)
             return version
         return store.put_stream(
             key,

@@ -65,8 +65,6 @@ def in_waves(do: Callable[[T], R], items: Sequence[T], wave: int = WAVE) -> Iter
     Args:
         wave: the number of calls that are submitted before the first result is yielded.
     """
-    if not items:
-        return
     with DaemonPool(min(MOST_IN_FLIGHT, len(items), wave), "requests") as pool:
         for start in range(0, len(items), wave):
             futures = [pool.submit(do, item) for item in items[start : start + wave]]

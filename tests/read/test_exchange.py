@@ -12,8 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -154,12 +157,23 @@ class Rank:
             for key, offsets, sizes in parts
         ]
         self.values: list[bytes] = []
+        self.accepted: list[tuple[int, int, int]] = []
         for read, tensor in zip(self.planned.reads, [*self.filled, None], strict=False):
+            read.accept = partial(self._accept, read, read.accept)  # type: ignore[method-assign]
             if isinstance(read, ItemRead):
                 read.bind(lambda _: None, lambda read: self.values.append(read.take().getvalue()))
             else:
                 assert tensor is not None
                 read.bind(tensor)
+
+    def _accept(
+        self, read: Any, accept: Callable[[int, Any], None], position: int, body: Any
+    ) -> None:
+        end = position + len(body)
+        twice = [a for a in self.accepted if a[0] == id(read) and a[1] < end and position < a[2]]
+        assert not twice, "a read that counts its bytes would be complete too soon"
+        self.accepted.append((id(read), position, end))
+        accept(position, body)
 
     def offer(self, rank: int, count: int, budget_bytes: int = 8 * BLOCK) -> Offer:
         needs, selections = exchange.needs_of(self.planned.reads, self.planned.spans)
@@ -292,6 +306,35 @@ def test_each_byte_is_fetched_by_one_rank_and_reaches_all_that_need_it(
         for sender, sizes in incoming.items():
             sent = [len(body) for body in ranks.sent.get((sender, rank), [])]
             assert sent == (sizes if hosts[sender] != hosts[rank] else []), "what it needs, no more"
+
+
+def test_where_memory_cannot_be_shared_all_is_sent_and_whole_stretches_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shared_memory, "_BOOT_ID", tmp_path / "absent")
+    messages: list[int] = []
+    slots: list[tuple[int, int]] = []
+
+    def isend(self: RankThreads, message: torch.Tensor, **settings: Any) -> Any:
+        messages.append(message.data_ptr())
+        return send(self, message, **settings)
+
+    def slot_of(self: Exchange, planned: SharedRequest) -> memoryview:
+        found = slot(self, planned)
+        at = np.frombuffer(found, np.uint8).ctypes.data
+        slots.append((at, at + found.nbytes))
+        return found
+
+    send, slot = RankThreads.isend, Exchange._slot_of
+    monkeypatch.setattr(RankThreads, "isend", isend)
+    monkeypatch.setattr(Exchange, "_slot_of", slot_of)
+    jobs = [Rank(ALL) for _ in range(3)]
+    shares = share_out([job.offer(rank, 3) for rank, job in enumerate(jobs)])
+    run(monkeypatch, jobs, shares, (0, 0, 0))
+    for job in jobs:
+        job.assert_filled()
+    assert len(messages) > 20
+    assert all(any(low <= at < high for low, high in slots) for at in messages)
 
 
 def test_what_another_key_fills_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -637,6 +680,26 @@ def test_a_rank_that_cannot_read_the_slots_of_others_fails_all(
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, OSError if rank == 1 else PeerFailedError)
         assert "Cannot allocate memory" in str(outcome)
+
+
+def test_a_rank_that_only_receives_fails_all_if_it_cannot_read_the_slots(
+    monkeypatch: pytest.MonkeyPatch, two: RankThreads
+) -> None:
+    def attach(_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    def call(_: int, group: Any) -> None:
+        with prepared(ExchangePlan([[request_of(0, 0, to1=())]]), group) as exchanging:
+            for request in exchanging.requests:
+                exchanging.admit(request, Progress(60))
+                exchanging.keep(request, Progress(60))
+            exchanging.advance()
+
+    monkeypatch.setattr(exchange, "attach", attach)
+    first, second = two.run(call)
+    assert two.deserted == []
+    assert isinstance(first, PeerFailedError)
+    assert isinstance(second, OSError)
 
 
 @pytest.mark.parametrize("call", ["all_gather_object", "all_reduce", "isend", "irecv"])

@@ -32,10 +32,12 @@ from dcp_objstore.read.tensor_read import (
     plan_spans,
     warn_if_lossy,
 )
+from dcp_objstore.state.device import Inbound
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.digests import block_digest
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from tests.support.checkpoints import memory_url
+from tests.support.lanes import LateLane
 
 BLOCK, GAP = 64, 16  # bytes, in place of 4 MiB and 256 KiB
 AT = 5000  # where the payload lies in object 3
@@ -233,6 +235,54 @@ def test_bytes_are_received_in_the_tensors_memory_only_where_they_belong(dtype: 
         read = read_of((2, 0), (3, 8), (6, 8), dtype)
         read.bind(other)
         assert read.memory_at(2 * row, row) is None
+
+
+@pytest.mark.parametrize("how", ["whole", "packed", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_of_inference_mode_are_filled_like_any_others(how: str, dtype: torch.dtype) -> None:
+    values = torch.arange(48.0).view(6, 8)
+    body = values.numpy().tobytes()
+    with torch.inference_mode():
+        destinations = torch.zeros(3, 5, dtype=dtype), torch.zeros(5, 3, dtype=dtype).t()
+    for destination in destinations:
+        read = read_of((2, 1), (3, 5), (6, 8), "float32")
+        read.bind(destination)
+        if how == "packed":
+            start, end = read.selection.within(0, len(body))
+            packed = np.empty(read.selection.count_bytes(start, end), np.uint8)
+            block = np.frombuffer(body[start:end], np.uint8)
+            read.selection.pack(block, start, packed)
+            read.accept_packed(start, end - start, packed)
+        else:
+            with Inbound({destination.device: LateLane()}, 2, 4096) as inbound:
+                if how == "device":
+                    read.send_through(inbound)
+                read.accept(0, body)
+                assert destination.any() == (how == "whole"), "a device gets it in its own time"
+        assert torch.equal(destination, values[2:5, 1:6].to(dtype))
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_torch_is_given_elements_that_are_aligned_wherever_a_body_begins(
+    monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
+    """Though many processors read others, too."""
+    shifts: list[int] = []
+
+    def frombuffer(buffer: Any, *, dtype: torch.dtype) -> torch.Tensor:
+        shifts.append(np.frombuffer(buffer, np.uint8).ctypes.data % dtype.itemsize)
+        return really(buffer, dtype=dtype)
+
+    really = torch.frombuffer
+    values, destination = torch.arange(12.0), torch.zeros(12, dtype=torch.float64)
+    memory = np.zeros(12 * 4 + 4, dtype=np.uint8)
+    memory[shift : shift + 48] = values.numpy().view(np.uint8)
+    read = read_of((0,), (12,), (12,), "float32")
+    read.bind(destination)
+    monkeypatch.setattr(torch, "frombuffer", frombuffer)
+    read.accept(0, memory.data[shift : shift + 48])
+    assert shifts == [0]
+    assert torch.equal(destination, values.double())
 
 
 def spans_of(*pieces: tuple[int, int], read: Any = None, digest: bytes | None = None) -> Any:

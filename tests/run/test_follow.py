@@ -60,7 +60,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
-    monkeypatch.setattr(following, "_sleep", clock.sleep)
+    monkeypatch.setattr(following, "wait_until", lambda _, seconds: clock.sleep(seconds))
     monkeypatch.setattr(following, "monotonic", lambda: clock.now)
     return clock
 
@@ -571,6 +571,30 @@ def test_a_pin_that_cannot_be_removed_is_said_and_the_next_poll_removes_it(
             assert next(steps).name == "step-2"
     assert caplog.text.count("still pinned") == 1
     assert pins(url) == {"step-2": ("evaluator",)}
+
+
+def test_a_step_whose_marker_is_damaged_is_passed_over_with_a_pin_too(url: str, time: Time) -> None:
+    train(url, [1, 2, 3])
+    StoreSpec(f"{url}/step-2").open().put(MARKER_KEY, b"damaged")
+    steps = dos.follow(url, pin="evaluator", timeout_seconds=0)
+    assert names(steps) == ["step-1", "step-3"]
+
+
+def test_each_request_of_a_follower_has_its_settings(
+    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(url, [1])
+    config = dos.TransferConfig(max_retries=3)
+    configs: list[object] = []
+    opened = StoreSpec.open
+
+    def noted(spec: StoreSpec) -> Any:
+        configs.append(spec.config)
+        return opened(spec)
+
+    monkeypatch.setattr(StoreSpec, "open", noted)
+    assert names(dos.follow(url, pin="evaluator", timeout_seconds=0, config=config)) == ["step-1"]
+    assert configs == [config] * len(configs)
 
 
 def test_a_step_that_was_unpinned_and_deleted_in_the_body_is_no_error(

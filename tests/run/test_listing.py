@@ -329,6 +329,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_listed() -> None:
         assert (one.objects is None) is (one.error is not None)
     assert "damaged" in str(found.checkpoints[2].error)
     assert [step.name for step in dos.steps(f"{above}/c")] == []
+    assert dos.list_checkpoints(f"{above}/a/step-1").checkpoints[0].state == "committed"
     with pytest.raises(CheckpointCorruptError):
         dos.steps(f"{above}/a")
 
@@ -520,6 +521,33 @@ def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
     assert replaced.objects == len(before) == 2
     assert replaced.objects_bytes == sum(meta.size_bytes for meta in before)
     assert replaced.written_at == max(meta.last_modified for meta in before)
+
+
+def test_of_each_run_below_a_url_its_own_claim_counts() -> None:
+    above = memory_url()
+    for run in ("a", "b"):
+        with dos.CheckpointManager(f"{above}/{run}") as manager:
+            for step in (1, 2):
+                manager.save(step, {"w": torch.ones(5)})
+            if run == "b":
+                manager.load({"w": torch.zeros(5)}, 1)
+                manager.save(3, {"w": torch.ones(5)})
+    found = dos.list_checkpoints(above).checkpoints
+    assert [one.name for one in found if one.state == "superseded"] == ["b/step-2"]
+    assert len(found) == 5
+
+
+def test_what_lies_at_the_url_itself_comes_first() -> None:
+    url = memory_url()
+    put(f"{url}/{data_key(0, 0, new_nonce())}", b"12345")
+    (torn,) = dos.list_checkpoints(url).checkpoints
+    assert (torn.url, torn.name, torn.state, torn.total_bytes) == (url, "", "not committed", 5)
+    ids = [dos.save({"w": torch.ones(5)}, at).commit_id for at in (url, f"{url}/best")]
+    found = dos.list_checkpoints(url, everything=True).checkpoints
+    assert [(one.name, one.commit_id) for one in found] == [("", ids[0]), ("best", ids[1])]
+    assert found[0].leftovers == Leftovers(
+        objects=1, objects_bytes=5, written_at=found[0].leftovers and found[0].leftovers.written_at
+    )
 
 
 def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

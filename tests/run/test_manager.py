@@ -28,10 +28,8 @@ from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.observe.events import Event, Planned
 from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
-from dcp_objstore.run.preemption import PreemptionWatch
-from dcp_objstore.run.resume import load_newest
-from dcp_objstore.run.steps import check_step, step_numbers
-from dcp_objstore.run.sweep import SweepReport, sweep_below
+from dcp_objstore.run.steps import check_step
+from dcp_objstore.run.sweep import SweepReport
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.workers import run_into
@@ -224,15 +222,6 @@ def test_a_step_can_be_saved_again_after_a_load_that_found_none(url: str) -> Non
     assert names(url) == ["step-1"]
 
 
-def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    watch = PreemptionWatch(dos.Preemption())
-    watch.install()
-    watch.install()
-    watch.restore()
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 @pytest.mark.parametrize("on_busy", ["skip", "raise"])
 def test_a_save_that_is_due_by_time_waits_for_ranks_that_have_not_seen_the_last_one_end(
     url: str, on_busy: str, monkeypatch: pytest.MonkeyPatch
@@ -276,23 +265,6 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         dos.load(
             {"weight": torch.zeros(4)}, bucket.at("step-7"), storage_options=options, progress=False
         )
-
-
-def test_a_run_that_was_listed_whole_is_not_listed_again(
-    tmp_path: Path, requests: list[Request]
-) -> None:
-    url = tmp_path.as_uri()
-    assert load_newest(StoreSpec(url), None, fail_to_load).step is None
-    assert [one.verb for one in requests].count("list") == 1
-    dos.save({"w": torch.ones(1)}, f"{url}/step-1", progress=False)
-    requests.clear()
-    with pytest.raises(dos.errors.CheckpointCorruptError):
-        load_newest(StoreSpec(url), None, fail_to_load)
-    assert [one.verb for one in requests].count("list") == 1
-
-
-def fail_to_load(_: int) -> Any:
-    raise dos.errors.CheckpointCorruptError("damaged")
 
 
 def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) -> None:
@@ -659,6 +631,23 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
 
 
+def test_a_few_steps_are_deleted_after_each_commit_and_the_run_is_listed_once(
+    url: str, monkeypatch: pytest.MonkeyPatch, requests: list[Request]
+) -> None:
+    monkeypatch.setattr(retaining, "_AT_A_TIME", 2)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    for step in range(1, 6):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+    found = []
+    for step in (5, 6, 7):
+        dos.save(state(step), f"{url}/step-{step}", overwrite=True, progress=False)
+        requests.clear()
+        retainer.committed(step, {})
+        listings = [one.verb for one in requests].count("list")
+        found.append((listings, [int(name.rpartition("-")[2]) for name in names(url)]))
+    assert found == [(1, [3, 4, 5]), (0, [5, 6]), (0, [7])]
+
+
 @pytest.mark.parametrize("pinned_at", [1, 2])
 def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_at: int) -> None:
     """By an evaluator that follows the run, say: before the run was listed, or after that."""
@@ -882,13 +871,6 @@ def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(
     assert over == [True], "it is told to end"
 
 
-def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow(url: str) -> None:
-    save_steps(url, (1, 2, 3))
-    answers = iter([False, True])
-    report = sweep_below(StoreSpec(url), is_over=lambda: next(answers))
-    assert [one.url for one in report.checkpoints] == [f"{url}/step-1"]
-
-
 def test_nothing_is_deleted_after_a_save_that_failed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -955,6 +937,30 @@ class Broken(dos.RetentionPolicy):
 
     def keeps(self, steps: Any) -> frozenset[int]:
         raise KeyError("no such metric")
+
+
+class Seeing(dos.RetentionPolicy):
+    """A policy that keeps all and remembers what it was asked about."""
+
+    def keeps(self, steps: Any) -> frozenset[int]:
+        self.steps = list(steps)
+        return frozenset(one.step for one in steps)
+
+
+def test_a_policy_sees_the_metrics_and_pins_of_all_steps_that_count(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2):
+            run.save(step, state(step), metrics={"loss": step})
+        run.pin(1)
+    policy = Seeing()
+    with dos.CheckpointManager(url, keep=policy) as run:
+        run.load(state(0))
+        run.save(3, state(3), metrics={"loss": 3})
+    assert policy.steps == [
+        dos.StepFacts(step=1, metrics={"loss": 1}, pinned=True),
+        dos.StepFacts(step=2, metrics={"loss": 2}),
+        dos.StepFacts(step=3, metrics={"loss": 3}),
+    ]
 
 
 def test_a_policy_that_fails_is_named_in_the_log_and_nothing_is_deleted(
@@ -1061,8 +1067,26 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
             threading.Timer(0.1, held.set).start()
             raise error
         assert caught.value is error
+        assert not getattr(error, "__notes__", ()), "nothing else has failed"
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (1, 2)
+
+
+def test_a_save_for_which_ctrl_c_ended_one_wait_is_waited_for_at_the_end(
+    url: str, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), dos.CheckpointManager(url) as run:
+        handle = run.async_save(1, state(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(type(handle), "exception", lambda *_: ctrl_c())
+            threading.Timer(0.1, held.set).start()
+            run.save(2, state(2))
+    assert handle is not None
+    assert handle.done()
+    assert names(url) == ["step-1"]
 
 
 def test_after_an_error_in_the_body_no_rank_waits_for_this_one_to_agree_while_it_saves(
@@ -1347,8 +1371,9 @@ def test_other_names_below_the_run_do_not_count(url: str) -> None:
         run.load(state(0))
         for step in (11, 12):
             run.save(step, state(step))
-    # They are the last by name, so the newest two are not those of two names.
-    assert step_numbers(StoreSpec(url), 2) == (11, 12)
+        run.load(state(0), 10)
+        run.save(11, state(11))
+    assert names(url) == ["step-10", "step-010", "step-11", "zz-best"], "they go on counting"
 
 
 def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -> None:
@@ -1455,7 +1480,11 @@ def _end_and_signal(url: str, number: signal.Signals, again: bool) -> None:
     handler = signal.getsignal(number)
     run.close()
     if again:
-        with dos.CheckpointManager(url, preemption=dos.Preemption(signals=[number])) as run:
+        other = dos.Preemption(signals=[signal.SIGUSR1])
+        with (
+            dos.CheckpointManager(f"{url}-2", preemption=other),
+            dos.CheckpointManager(url, preemption=dos.Preemption(signals=[number])) as run,
+        ):
             signal.raise_signal(number)
             assert run._preemption.announced()
     signal.raise_signal(number)
@@ -1476,6 +1505,22 @@ def test_after_the_block_a_chained_signal_has_its_default_action_unless_a_manage
     child.start()
     child.join(60)
     assert child.exitcode == code
+
+
+def _ignore_and_signal(url: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    run = dos.CheckpointManager(url).__enter__()
+    chain(signal.SIGTERM)
+    run.close()
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(3)
+
+
+def test_after_the_block_a_chained_signal_is_ignored_if_it_was_before(url: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=_ignore_and_signal, args=(url,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 3
 
 
 def test_a_child_forked_inside_the_block_is_ended_by_sigterm_as_elsewhere(url: str) -> None:
@@ -1565,25 +1610,6 @@ def test_a_check_that_fails_does_not_end_training(
         train(run, range(1, 3))
         assert not run.preempted()
     assert "no metadata server" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("preemption", "warns"),
-    [
-        (dos.Preemption(), True),
-        (dos.Preemption(check=lambda: False), False),
-        (dos.Preemption(signals=()), False),
-    ],
-)
-def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
-    caplog: pytest.LogCaptureFixture, preemption: dos.Preemption, warns: bool
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    beside = threading.Thread(target=PreemptionWatch(preemption).install)
-    beside.start()
-    beside.join()
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert ("main thread" in caplog.text) == warns
 
 
 class Untrusted:

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dcp_objstore.config import AUTO_MOST
+from dcp_objstore.config import AUTO_MOST, MIB, TransferConfig
 from dcp_objstore.errors import TransferStalledError
-from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, AdmissionSlot, Limiter, limiter_at
+from dcp_objstore.stores.admission.limiter import (
+    RETRY_BUDGET,
+    AdmissionSlot,
+    Limiter,
+    admission_slot,
+    limiter_at,
+    limiter_of,
+)
+from dcp_objstore.stores.admission.window import Window
 
 
 class Clock:
-    """Seconds that a test sets."""
+    """Seconds that a test sets, and that pass while something sleeps."""
 
-    now = 100.0
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
 
     def __call__(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def slot_of(limiter: Limiter, **settings: Any) -> AdmissionSlot:
+    """Make a slot for requests that are small, and that have all the time they want."""
+    usual = {"verb": "", "concurrency": "auto", "request_bytes": 0, "timeout_seconds": math.inf}
+    return AdmissionSlot(limiter, **{"judged": False, **usual, **settings})
+
 
 def filled(limiter: Limiter, count: int) -> Any:
-    slot = AdmissionSlot(limiter, judged=True)
+    slot = slot_of(limiter, judged=True)
     for number in range(count):
         slot.begin(number)
     return slot
@@ -38,8 +60,8 @@ def test_a_window_that_is_full_holds_back_until_a_place_is_free() -> None:
     held.start()
     for number in range(4):
         assert held.is_alive()
-        slot.end(number)
-    slot.end(4)
+        slot.end(number, answered=True)
+    slot.end(4, answered=True)
     held.join(10)
     assert not held.is_alive()
     assert limiter.in_flight == slot.in_flight == 4
@@ -48,7 +70,7 @@ def test_a_window_that_is_full_holds_back_until_a_place_is_free() -> None:
 def test_transfers_that_find_their_number_share_one_window() -> None:
     limiter = Limiter()
     limiter.heard(0.03)
-    save, load = (AdmissionSlot(limiter, judged=False) for _ in range(2))
+    save, load = (slot_of(limiter) for _ in range(2))
     for number in range(AUTO_MOST // 2):
         assert save.begin(number, wait=False)
         assert load.begin(number, wait=False)
@@ -58,21 +80,166 @@ def test_transfers_that_find_their_number_share_one_window() -> None:
     assert load.begin("more", wait=False)
 
 
-def test_a_fixed_number_ignores_the_window_until_the_store_throttles() -> None:
+@pytest.mark.parametrize("latency_seconds", [0.0005, 0.03])
+def test_a_fixed_number_ignores_the_window_until_the_store_throttles(
+    latency_seconds: float,
+) -> None:
     limiter = Limiter()
-    limiter.heard(0.0005)
-    fixed = AdmissionSlot(limiter, judged=False, concurrency=64)
-    assert fixed.concurrency == 64
-    for number in range(64):
+    limiter.heard(latency_seconds)
+    fixed = slot_of(limiter, concurrency=99)
+    assert fixed.concurrency == 99
+    for number in range(99):
         assert fixed.begin(number, wait=False)
     limiter.throttled(limiter._clock())
     assert not fixed.begin("more", wait=False)
 
 
+def test_at_a_near_store_each_transfer_keeps_to_the_number_itself() -> None:
+    limiter = Limiter()
+    limiter.heard(0.0005)
+    slot = slot_of(limiter)
+    assert slot.concurrency == slot.most == 8
+    for number in range(9):
+        assert slot.begin(number, wait=False)
+    limiter.throttled(limiter._clock())
+    assert not slot.begin("more", wait=False)
+
+
+@pytest.mark.parametrize("reports", [("open_range",), ("open_range", "put_stream")])
+def test_the_slot_of_a_store_knows_the_settings_and_whether_the_adapter_reports_throttling(
+    reports: tuple[str, ...],
+) -> None:
+    store: Any = SimpleNamespace(
+        url=f"s3://{secrets.token_hex(4)}/run", endpoint_url=None, reports_throttling=reports
+    )
+    limiter = limiter_of(store)
+    limiter._clock = clock = Clock()
+    config = TransferConfig(request_timeout_seconds=200.0)
+
+    def made(**settings: Any) -> AdmissionSlot:
+        usual = {"concurrency": "auto", "request_bytes": 32 * MIB}
+        return admission_slot(store, "put_stream", config, **{**usual, **settings})
+
+    assert made().timeout_seconds == 200
+    assert made(concurrency=99).concurrency == 99
+    assert made().bound == 12.5  # 32 MiB each, in 50 s at 8 MiB/s
+    limiter.window = Window(bytes_per_second={"put_stream": 16.0 * MIB})
+    assert made().concurrency == 25
+    slot = made()
+    for number in range(10):
+        slot.begin(number)
+        clock.now += 0.1 if number < 8 else 1.5
+        slot.end(number, answered=True)
+    assert limiter.window.is_throttled == ("put_stream" not in reports)
+
+
+def test_there_is_one_limiter_for_each_bucket_at_each_endpoint() -> None:
+    name = secrets.token_hex(4)
+
+    def at(url: str, endpoint_url: str | None = None) -> Limiter:
+        store: Any = SimpleNamespace(url=url, endpoint_url=endpoint_url)
+        return limiter_of(store)
+
+    assert at(f"s3://{name}") is at(f"s3://{name}/a/b") is limiter_at(None, "s3", name)
+    others = [at(f"gs://{name}"), at(f"s3://{name}2"), at(f"s3://{name}", "http://there")]
+    assert len({id(limiter) for limiter in [at(f"s3://{name}"), *others]}) == 4
+    assert limiter_at("http://there", "s3", name) is others[2]
+
+
+@pytest.mark.parametrize(
+    ("ages", "per_second"),
+    [
+        ([1.0] * 10, 10.0),
+        ([1.0] * 5 + [0.0] * 5, 10.0),
+        ([2.0] * 10, 5.0),
+        ([2.5] * 10 + [1.0] * 10, 10.0),
+        ([0.125] * 10, 20.0),  # counted as of half a second
+        ([0.5] * 1000, 2000.0),
+        ([2.5] * 10, 32.0),  # nothing lately: as many as are in flight
+        ([], 32.0),
+    ],
+)
+def test_the_rate_falls_below_what_the_store_has_done_in_the_last_two_seconds(
+    ages: list[float], per_second: float
+) -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    filled(limiter, 32)
+    for age in ages:
+        clock.now = 100.0 - age
+        limiter.succeeded()
+    clock.now = 100.0
+    limiter.throttled(90.0)
+    assert limiter.window.cut_rate == pytest.approx(0.7 * per_second)
+    assert (limiter.window.cut_at, limiter.window.size) == (100.0, 16.0)
+
+
+def test_successes_are_remembered_for_two_seconds_only() -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    for _ in range(1000):
+        clock.now += 0.25
+        limiter.succeeded()
+    assert len(limiter._done) == 9
+
+
+def test_requests_begin_at_the_rate_and_up_to_50_ms_too_soon() -> None:
+    clock = Clock()
+    limiter = Limiter(clock, clock.sleep)
+    limiter.window = Window(cut_rate=2.0, cut_at=1e9)  # two per second, and not yet more
+    begun, checks = [], 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+
+    for late_seconds in (0.0, 0.03, 0.0, 0.0, 2.0, 0.0, 0.46, 0.0):
+        clock.now += late_seconds
+        limiter.wait_turn(check)
+        begun.append(round(clock.now - 100.0, 3))
+    assert begun == [0.0, 0.5, 1.0, 1.5, 3.5, 4.0, 4.46, 4.96]
+    # Who waits looks four times per second whether it has to stop.
+    assert max(clock.slept) <= 0.25
+    assert checks == len(clock.slept)
+    clock = Clock()
+    clock.now = 0.0
+    limiter = Limiter(clock, clock.sleep)
+    limiter.window = Window(cut_rate=20.0, cut_at=1e9)
+    for _ in range(3):
+        limiter.wait_turn()
+    assert clock.slept == [0.1]
+
+
+def test_without_throttling_nothing_waits_for_its_turn() -> None:
+    clock = Clock()
+    limiter = Limiter(clock, clock.sleep)
+    for _ in range(100):
+        limiter.wait_turn()
+    assert not clock.slept
+
+
+def test_the_throughput_of_a_transfer_counts_from_its_first_request() -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    slot = slot_of(limiter, verb="put_stream")
+    slot.begin(0)
+    clock.now += 2
+    slot.moved(64 * MIB)
+    assert limiter.window.bytes_per_second == {"put_stream": 32 * MIB}
+    slot.end(0, answered=True)
+    assert limiter.window.round.answers == 0  # its bytes were reported before
+    clock.now += 10
+    slot = slot_of(limiter, verb="get")
+    slot.begin(0)
+    clock.now += 4
+    slot.end(0, 256 * MIB, answered=True)
+    assert limiter.window.bytes_per_second == {"put_stream": 32 * MIB, "get": 64 * MIB}
+
+
 def test_before_anything_was_measured_large_requests_are_few() -> None:
     limiter, mib = Limiter(), 1 << 20
     slots = [
-        AdmissionSlot(limiter, judged=False, request_bytes=size * mib, timeout_seconds=150)
+        slot_of(limiter, request_bytes=size * mib, timeout_seconds=150)
         for size in (1, 32, 583, 5000)
     ]
     assert [slot.concurrency for slot in slots] == [AUTO_MOST, 9, 1, 1]
@@ -81,8 +248,7 @@ def test_before_anything_was_measured_large_requests_are_few() -> None:
 def test_what_is_on_this_machine_gets_8_requests() -> None:
     bucket = secrets.token_hex(4)
     concurrency = [
-        AdmissionSlot(limiter_at(None, scheme, bucket), judged=False).concurrency
-        for scheme in ("file", "memory", "s3")
+        slot_of(limiter_at(None, scheme, bucket)).concurrency for scheme in ("file", "memory", "s3")
     ]
     assert concurrency == [8, 8, AUTO_MOST]
 
@@ -92,7 +258,7 @@ def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:
     filled(limiter, 8)
     for _ in range(10):
         limiter.throttled(limiter._clock())
-    other = AdmissionSlot(limiter, judged=False)
+    other = slot_of(limiter)
     other.begin("x")
     assert limiter.in_flight == 9
 
@@ -102,7 +268,7 @@ def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever() ->
     limiter = Limiter()
     filled(limiter, 8)
     limiter.throttled(limiter._clock())
-    slot = AdmissionSlot(limiter, judged=True, timeout_seconds=0.1)
+    slot = slot_of(limiter, judged=True, timeout_seconds=0.1)
     slot.begin(0)
     slot.begin(1)
     assert slot.in_flight == 2
@@ -116,7 +282,7 @@ def test_a_request_waits_on_while_places_are_given_back(monkeypatch: pytest.Monk
     other = filled(limiter, 8)
     limiter.throttled(clock())
     clock.now += 60
-    slot = AdmissionSlot(limiter, judged=False, timeout_seconds=10)
+    slot = slot_of(limiter, timeout_seconds=12)
     slot.begin(0)
     looks = 0
 
@@ -125,7 +291,7 @@ def test_a_request_waits_on_while_places_are_given_back(monkeypatch: pytest.Monk
         looks += 1
         clock.now += 6
         if looks <= 3:  # another transfer's request takes the place at once
-            other.end(looks)
+            other.end(looks, answered=True)
             with limiter._changed:
                 limiter.in_flight += 1
 
@@ -136,16 +302,16 @@ def test_a_request_waits_on_while_places_are_given_back(monkeypatch: pytest.Monk
 def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer() -> None:
     limiter = Limiter()
     limiter.heard(0.0005)
-    slot = AdmissionSlot(limiter, judged=False, request_bytes=32 << 20, timeout_seconds=32)
+    slot = slot_of(limiter, request_bytes=32 << 20, timeout_seconds=32)
     assert slot.concurrency == slot.bound == 2  # in 8 s at 8 MiB/s
-    slot = AdmissionSlot(limiter, judged=False, request_bytes=32 << 20, timeout_seconds=150)
+    slot = slot_of(limiter, request_bytes=32 << 20, timeout_seconds=150)
     assert slot.concurrency == 8
 
 
 def test_where_requests_take_long_no_more_begin_than_the_window_allows() -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    slot = AdmissionSlot(limiter, judged=False, request_bytes=32 << 20, timeout_seconds=150)
+    slot = slot_of(limiter, request_bytes=32 << 20, timeout_seconds=150)
     allowed = slot.concurrency
     for number in range(allowed):
         slot.begin(number)
@@ -174,10 +340,10 @@ def test_waiting_ends_with_what_the_check_raises_and_takes_no_place() -> None:
 
 def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window() -> None:
     limiter = Limiter(Clock())
-    slot = AdmissionSlot(limiter, judged=True)
+    slot = slot_of(limiter, judged=True)
     limiter.throttled(limiter._clock())
     slot.begin(0)
-    slot.end(0)
+    slot.end(0, answered=True)
 
     def check() -> None:
         raise TransferStalledError("stop")
@@ -190,10 +356,10 @@ def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window() -> 
 def test_a_slot_that_is_closed_gives_back_all_and_late_ends_are_not_counted() -> None:
     limiter = Limiter()
     slot = filled(limiter, 5)
-    slot.end(0)
+    slot.end(0, answered=True)
     slot.close()
     assert limiter.in_flight == 0
-    slot.end(1)
+    slot.end(1, answered=True)
     slot.begin(7)
     assert limiter.in_flight == 0
 
@@ -204,14 +370,14 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
 ) -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    slot = AdmissionSlot(limiter, judged=True)
+    slot = slot_of(limiter, judged=True)
     for number in range(8):
         slot.begin(number)
         clock.now += 0.1
-        slot.end(number)
+        slot.end(number, answered=True)
     slot.begin("slow")
     clock.now += 1.5
-    slot.end("slow")
+    slot.end("slow", answered=True)
     assert not limiter.window.is_throttled
     slot.begin("slow")
     slot.begin("another")
@@ -220,8 +386,8 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
         slot.look()
         assert limiter.window.is_throttled
     cut_at = limiter.window.cut_at
-    slot.end("slow")
-    slot.end("another")
+    slot.end("slow", answered=True)
+    slot.end("another", answered=True)
     assert limiter.window.is_throttled
     assert not under_way or limiter.window.cut_at == cut_at
 
@@ -229,37 +395,151 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
 def test_a_part_is_judged_again_that_has_the_number_of_one_that_was_slow() -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    slot = AdmissionSlot(limiter, judged=True)
+    slot = slot_of(limiter, judged=True)
     for number in range(64):
         slot.begin(number)
         clock.now += 0.1
-        slot.end(number)
+        slot.end(number, answered=True)
     for is_sign in (False, True):  # one alone is none
         slot.begin("slow")
         clock.now += 1.5
         slot.look()
         assert limiter.window.is_throttled is is_sign
-        slot.end("slow")
+        slot.end("slow", answered=True)
 
 
 def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    slot = AdmissionSlot(limiter, judged=True)
+    slot = slot_of(limiter, judged=True)
     for number in range(16):
         slot.begin(number)
         clock.now += 1
-        slot.end(number)
+        slot.end(number, answered=True)
     for number in range(8):
         slot.begin(number)
     clock.now += 8
     for number in range(8):
-        slot.end(number)
+        slot.end(number, answered=True)
     assert not limiter.window.is_throttled
 
 
+@pytest.mark.parametrize("fast_between", [0, 14, 15])
+def test_two_slow_requests_among_16_are_a_sign(fast_between: int) -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    slot = slot_of(limiter, judged=True)
+
+    def request(seconds: float) -> None:
+        slot.begin("x")
+        clock.now += seconds
+        slot.end("x", answered=True)
+
+    for _ in range(20):
+        request(0.1)
+    request(1.5)
+    for _ in range(fast_between):
+        request(0.1)
+    assert not limiter.window.is_throttled
+    request(1.5)
+    assert limiter.window.is_throttled == (fast_between < 15)
+
+
+def test_while_the_store_throttles_one_slow_request_is_a_sign() -> None:
+    clock = Clock()
+    limiter = Limiter(clock, clock.sleep)
+    slot = slot_of(limiter, judged=True)
+    limiter.throttled(99.0)
+    for seconds in [0.1] * 20 + [1.5]:
+        slot.begin("x")
+        begun_at = clock.now
+        clock.now += seconds
+        slot.end("x", answered=True)
+    assert limiter.window.cut_at == clock.now > begun_at
+    # It was on the way before that cut, so it is none.
+    cut_at = clock.now
+    slot._judge(begun_at, is_slow=True)
+    assert limiter.window.cut_at == cut_at
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_requests_in_flight_are_judged_when_another_begins_or_waits(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a store that answers no more would otherwise never be."""
+    monkeypatch.setattr("dcp_objstore.stores.admission.limiter.STEP_SECONDS", 0.001)
+    clock = Clock()
+    limiter = Limiter(clock, clock.sleep)
+    slot = slot_of(limiter, judged=True)
+    for number in range(8):
+        slot.begin(number)
+        clock.now += 0.1
+        slot.end(number, answered=True)
+    slot.begin("a")
+    slot.begin("b")
+
+    def go_on() -> None:
+        clock.now += 1.5
+        if limiter.window.is_throttled:
+            raise TransferStalledError("enough")
+
+    if waits:
+        limiter.window = Window(2.0)
+        with pytest.raises(TransferStalledError):
+            slot.begin("c", go_on)
+    else:
+        go_on()
+        assert not slot.begin("c", wait=False)
+        assert limiter.window.is_throttled
+
+
+def test_what_is_usual_is_what_the_last_32_requests_took() -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    slot = slot_of(limiter, judged=True)
+
+    def took(seconds: float) -> bool:
+        is_slow = slot._is_slow(seconds, 1)
+        slot.begin("x")
+        clock.now += seconds
+        slot.end("x", answered=True)
+        return is_slow
+
+    assert [took(5.0) for _ in range(50)] == [False] * 50
+    assert [took(0.1) for _ in range(32)] == [False] * 32
+    # A fifth of them is fast for as long as 7 of the 32 are.
+    assert [took(5.0) for _ in range(50)] == [True] * 26 + [False] * 24
+
+
+@pytest.mark.parametrize(
+    ("took", "seconds", "among", "in_flight", "is_slow"),
+    [
+        ([0.5] * 5, 1.5, 1, 1, True),
+        ([0.5] * 4, 9.0, 1, 1, False),  # too few to say
+        ([0.5] * 5, 1.375, 1, 1, False),  # less than a pause longer
+        ([0.5] * 5, 1.4, 1, 1, False),
+        ([0.01] * 5, 0.9, 1, 1, False),
+        ([0.01] * 5, 0.95, 1, 1, True),
+        ([4.0] * 5, 10.0, 1, 1, False),  # 2.5 times as long
+        ([4.0] * 5, 10.1, 1, 1, True),
+        ([4.0] * 5, 20.0, 2, 1, False),  # of two that share the line
+        ([4.0] * 5, 20.0, 1, 2, False),
+        ([4.0] * 5, 20.1, 2, 1, True),
+    ],
+)
+def test_a_request_is_slow_that_takes_a_hidden_pause_longer_than_usual(
+    took: list[float], seconds: float, among: int, in_flight: int, is_slow: bool
+) -> None:
+    limiter = Limiter()
+    for judged in (True, False):
+        slot = slot_of(limiter, judged=judged)
+        slot._took.extend((one, one) for one in took)
+        limiter.in_flight = in_flight
+        assert slot._is_slow(seconds, among) == (is_slow and judged)
+
+
 def test_what_is_slow_is_measured_by_the_fastest_fifth() -> None:
-    slot = AdmissionSlot(Limiter(), judged=True)
+    slot = slot_of(Limiter(), judged=True)
     slot._took.extend([*[(10.0, 10.0)] * 4, (1.0, 0.5)])  # in whatever order they ended
     assert not slot._is_slow(2.5, 1)
     assert slot._is_slow(2.6, 1)
@@ -270,11 +550,11 @@ def test_what_is_slow_is_measured_by_the_fastest_fifth() -> None:
 def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
     clock = Clock()
     limiter = Limiter(clock)
-    slot = AdmissionSlot(limiter, judged=True)
+    slot = slot_of(limiter, judged=True)
     for number in range(100):
         slot.begin(number)
         clock.now += 5 + number % 5
-        slot.end(number)
+        slot.end(number, answered=True)
     assert not limiter.window.is_throttled
 
 
@@ -297,7 +577,7 @@ def test_only_a_request_that_was_answered_is_a_success() -> None:
     limiter = Limiter(clock)
     while limiter.spend_retry():
         pass
-    slot = AdmissionSlot(limiter, judged=False, timeout_seconds=100)
+    slot = slot_of(limiter, timeout_seconds=100)
     wide = slot.concurrency
     for answered in (False, True):
         for number in range(5):
@@ -332,7 +612,7 @@ def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -
         lambda limiter, slot: slot.begin(1),
         lambda limiter, slot: slot.begin(0),
         lambda limiter, slot: slot.moved(1),
-        lambda limiter, slot: slot.end(0),
+        lambda limiter, slot: slot.end(0, answered=True),
         lambda limiter, slot: slot.look(),
         lambda limiter, slot: slot.close(),
     ],
@@ -340,15 +620,23 @@ def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -
 def test_no_thread_sees_what_another_one_has_half_changed(
     use: Callable[[Limiter, AdmissionSlot], object],
 ) -> None:
-    limiter = Limiter()
+    clock = Clock()
+    limiter = Limiter(clock)
+    limiter.window = Window(cut_rate=50.0, cut_at=200.0)
+    limiter.spend_retry()
     slot = filled(limiter, 1)
-    began = {name: value for name, value in vars(limiter).items() if name != "_changed"}
-    before = (began, list(limiter._done), dict(slot._begun), slot._closed)
+    slot._took.extend([(1.0, 1.0)] * 8)
+    clock.now += 9  # what is in flight is slow by now
+
+    def state() -> Any:
+        of_limiter = {name: value for name, value in vars(limiter).items() if name != "_changed"}
+        return of_limiter, list(limiter._done), dict(slot._begun), set(slot._slow), slot._closed
+
+    before = state()
     thread = threading.Thread(target=use, args=(limiter, slot))
     with limiter._changed:
         thread.start()
         thread.join(0.02)
-        now = {name: value for name, value in vars(limiter).items() if name != "_changed"}
-        assert (now, list(limiter._done), dict(slot._begun), slot._closed) == before
+        assert state() == before
     thread.join(30)
     assert not thread.is_alive()

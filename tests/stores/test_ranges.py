@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
-from dcp_objstore.errors import CorruptDataError, InputError, StoreUnavailableError
+from dcp_objstore.errors import (
+    CorruptDataError,
+    InputError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+)
 from dcp_objstore.stores.ranges import (
+    FETCHED_READING,
+    Answer,
     BrokenOffError,
     FetchedSource,
     Range,
     RangeSource,
     ReceivedChunks,
     RetriedSource,
+    check_came,
 )
 
 MIB = 1 << 20
@@ -186,6 +198,7 @@ def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once() -> None:
     body = opened(FetchedSource(fetch), 3, len(data))
     assert read(body, 5 * MIB) + read(body, len(data) - 3 - 5 * MIB) == data[3:]
     assert asked == [(3, 8 * MIB + 3), (8 * MIB + 3, 16 * MIB + 3), (16 * MIB + 3, len(data))]
+    assert FETCHED_READING.memory_bytes == 16 * MIB  # libraries join a body of its pieces
     for wrong in (b"", b"12", b"1234"):
         with pytest.raises(CorruptDataError):
             read(opened(FetchedSource(lambda *_, wrong=wrong: wrong), 0, 3), 3)
@@ -205,3 +218,282 @@ def test_only_bytes_that_have_come_begin_the_time_for_retries_anew() -> None:
         (tries, error, 1.0),
         (tries, error, 2.0),
     ]
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        memoryview(bytes(4)),
+        memoryview(bytearray(4)).cast("B", (2, 2)),
+        memoryview(bytearray(4)).cast("H"),
+        memoryview(bytearray(8))[::2],
+        memoryview(bytearray(901)),
+    ],
+)
+def test_memory_that_cannot_take_the_bytes_is_refused_before_anything_is_asked(
+    into: memoryview,
+) -> None:
+    source = Source(lambda left: left)
+    body = opened(source, 100, 1000)
+    with pytest.raises(InputError):
+        body.readinto(into)
+    assert not source.asked
+    assert read(body, 900) == BODY[100:]
+
+
+def test_what_a_read_raises_is_translated() -> None:
+    @contextmanager
+    def errors() -> Iterator[None]:
+        try:
+            yield
+        except BrokenOffError as error:
+            raise StoreUnavailableError("translated") from error
+
+    class Final(Source):
+        failed = RangeSource.failed
+
+    body = Range(Final(lambda left: 0), 0, 1000, errors)
+    with pytest.raises(StoreUnavailableError, match="translated"):
+        read(body, 10)
+
+
+def test_an_answer_that_was_asked_for_ahead_and_breaks_off_at_once_had_not_begun() -> None:
+    limits = iter([0, 1000])
+    source = Source(lambda _: next(limits))
+    told: list[tuple[float, bool]] = []
+    source.failed = lambda error, asked_at, *, had_begun: told.append((asked_at, had_begun))  # type: ignore[method-assign]
+    began_at = time.monotonic()
+    body = Range(source, 0, 1000, nullcontext, source.ask(0, 1000))
+    opened_at = time.monotonic()
+    assert read(body, 1000) == BODY
+    ((asked_at, had_begun),) = told
+    assert began_at <= asked_at <= opened_at
+    assert not had_begun
+
+
+def test_a_request_that_needs_no_waiting_is_sent_ahead_and_no_other_one() -> None:
+    class Ahead(Source):
+        def ask_ahead(self, start: int, end: int) -> Piecemeal | None:
+            return super().ask(start, end) if start else None
+
+    source = Ahead(lambda left: min(left, 600))
+    asked = Mock(wraps=source.ask)
+    source.ask = asked  # type: ignore[method-assign]
+    assert read(opened(source), 1000) == BODY
+    assert source.asked == [(0, 1000), (600, 1000)]
+    asked.assert_called_once_with(0, 1000)
+
+
+class Interruptible(Piecemeal):
+    """Can be cancelled, or says that it cannot, and does what it is told to while it is."""
+
+    can = True
+    meanwhile: Callable[[], object] = staticmethod(lambda: None)
+
+    def __init__(self, source: Source, start: int, limit: int) -> None:
+        super().__init__(source, start, limit, ends=False)
+        self.cancels: list[bool] = []
+        self.closed = False
+
+    def cancel(self, *, at_once: bool) -> bool:
+        self.cancels.append(at_once)
+        self.meanwhile()
+        return self.can
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("can", [True, False])
+def test_a_range_is_closed_by_a_cancel_unless_that_had_to_be_at_once_and_cannot(
+    at_once: bool, can: bool
+) -> None:
+    answer = Interruptible(Source(lambda left: left), 0, 1000)
+    answer.can = can
+    body = Range(answer.source, 0, 1000, nullcontext, answer)
+    assert read(body, 10) == BODY[:10]
+    assert body.cancel(at_once=at_once) is can
+    assert answer.cancels == [at_once]
+    if at_once and not can:
+        assert read(body, 10) == BODY[10:20]
+    else:
+        with pytest.raises(InputError, match="closed"):
+            read(body, 10)
+    body.close()
+    # Nothing opens it again, and an answer that was dropped is not cancelled.
+    assert not body.cancel(at_once=True)
+    assert answer.cancels == [at_once]
+    with pytest.raises(InputError, match="closed"):
+        read(body, 10)
+
+
+def test_an_answer_is_not_closed_while_it_is_cancelled() -> None:
+    """Its connection would be given back, and the next request over it be cancelled."""
+    answer = Interruptible(Source(lambda left: left), 0, 1000)
+    body = Range(answer.source, 0, 1000, nullcontext, answer)
+    closing = threading.Thread(target=body.close)
+    closed_meanwhile: list[bool] = []
+
+    def close() -> None:
+        closing.start()
+        closing.join(0.05)
+        closed_meanwhile.append(answer.closed)
+
+    answer.meanwhile = close
+    assert body.cancel(at_once=False)
+    closing.join(30)
+    assert (closed_meanwhile, answer.closed) == ([False], True)
+
+
+def test_a_range_that_is_cancelled_between_two_pieces_reads_no_further() -> None:
+    class Cancels(Piecemeal):
+        def readinto(self, into: memoryview) -> int:
+            assert not body.cancel(at_once=False)
+            return super().readinto(into[:10])
+
+    source = Source(lambda left: left)
+    answer = Cancels(source, 0, 1000, ends=False)
+    source.open.append(answer)
+    body = Range(source, 0, 1000, nullcontext, answer)
+    with pytest.raises(InputError, match="closed"):
+        read(body, 100)
+    assert 0 < answer.at <= 10
+    assert not source.open
+
+
+def test_an_answer_knows_no_version_and_cannot_be_cancelled_unless_it_says_so() -> None:
+    class Plain(Answer):
+        def readinto(self, into: memoryview) -> int:
+            return 0
+
+        def close(self) -> None:
+            pass
+
+    assert Plain().version() is None
+    assert Plain().cancel(at_once=True) is False
+
+
+def test_the_state_of_the_object_is_checked_with_the_bytes_of_each_answer_once_it_is_held() -> None:
+    class Versioned(Piecemeal):
+        def version(self) -> Any:
+            came.append(self.at)
+            return versions[len(came) - 1]
+
+    class Versions(Source):
+        def ask(self, start: int, end: int) -> Piecemeal:
+            self.open.append(Versioned(self, start, min(end - start, 400), ends=True))
+            return self.open[0]
+
+    source = Versions(lambda left: left)
+    source.random = Mock(randint=lambda *_: 1000)
+    came: list[int] = []
+    versions: list[Any] = ["a", None, "b"]
+    checked: list[Any] = []
+    body = opened(source)
+    assert not source.is_held
+    body.hold(checked.append)
+    assert source.is_held
+    assert read(body, 1000) == BODY
+    assert came == [400, 800, 1000]
+    assert checked == ["a", "b"]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_library_that_gives_whole_bodies_is_asked_for_the_state_before_and_after_each(
+    is_held: bool, changes: bool
+) -> None:
+    order: list[str] = []
+
+    def fetch(start: int, end: int) -> bytes:
+        order.append("fetch")
+        return BODY[start:end]
+
+    def look() -> Any:
+        order.append("look")
+        return len(order) if changes else "the same"
+
+    body, seen = opened(FetchedSource(fetch, look)), []
+    if is_held:
+        body.hold(seen.append)
+    if is_held and changes:
+        with pytest.raises(PreconditionFailedError):
+            read(body, 1000)
+    else:
+        assert read(body, 1000) == BODY
+    assert order == (["look", "fetch", "look"] if is_held else ["fetch"])
+    assert seen == ["the same"] * (is_held and not changes)
+    unknown = opened(FetchedSource(fetch))
+    unknown.hold(seen.append)
+    assert read(unknown, 1000) == BODY
+    assert "look" not in order[3:]
+
+
+def test_a_retried_source_asks_within_its_tries() -> None:
+    requests, asked = Mock(), Mock()
+    requests.run = lambda tries, call: (tries, call())
+    source = RetriedSource(requests, "k", asked)
+    assert source.ask(3, 7) == (requests.tries.return_value, asked.return_value)
+    requests.tries.assert_called_once_with("open_range", "k")
+    asked.assert_called_once_with(3, 7)
+
+
+def test_chunks_are_read_in_any_steps_and_freed_before_the_next_one_comes() -> None:
+    refs: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def chunks() -> Iterator[Any]:
+        for start in range(0, 1000, 250):
+            alive.append(sum(ref() is not None for ref in refs))
+            chunk = np.frombuffer(BODY[start : start + 250], np.uint8)
+            refs.append(weakref.ref(chunk))
+            yield chunk
+            del chunk
+
+    answer = ReceivedChunks(chunks())
+    came = bytearray()
+    while True:
+        into = memoryview(bytearray(90))
+        count = answer.readinto(into)
+        assert not any(into[count:])
+        if not count:
+            break
+        came += into[:count]
+    assert came == BODY
+    assert alive == [0, 0, 0, 0]
+    answer = ReceivedChunks(chunks())
+    answer.readinto(memoryview(bytearray(1)))
+    assert refs[-1]() is not None
+    answer.close()
+    assert refs[-1]() is None
+    assert answer.readinto(memoryview(bytearray(1))) == 0
+
+
+def test_a_chunk_is_not_written_while_another_thread_cancels() -> None:
+    for use in ("readinto", "cancel"):
+        answer, into = ReceivedChunks(iter([b"1234"])), bytearray(4)
+        calls = {
+            "readinto": lambda answer=answer, into=into: answer.readinto(memoryview(into)),
+            "cancel": lambda answer=answer: answer.cancel(at_once=False),
+        }
+        thread = threading.Thread(target=calls[use])
+        with answer._copying:
+            thread.start()
+            thread.join(0.02)
+            assert not any(into)
+            assert not answer._is_cancelled
+        thread.join(30)
+        assert bytes(into) == (b"1234" if use == "readinto" else bytes(4))
+        assert answer._is_cancelled == (use == "cancel")
+    # It stays cancelled.
+    assert not answer.cancel(at_once=True)
+    with pytest.raises(BrokenOffError):
+        answer.readinto(memoryview(into))
+
+
+def test_as_many_bytes_must_come_as_the_range_has() -> None:
+    check_came(4, 3, 7)
+    for wrong in (3, 5, 10):
+        with pytest.raises(CorruptDataError):
+            check_came(wrong, 3, 7)

@@ -90,6 +90,7 @@ class RankThreads:
         return group.ranks.count
 
     def all_gather_object(self, values: list[Any], value: object, *, group: RankGroup) -> None:
+        assert len(values) == group.ranks.count
         gathered = group.ranks._together("gather", group.rank, pickle.dumps(value))
         values[:] = map(pickle.loads, gathered)
 

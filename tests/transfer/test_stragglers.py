@@ -93,6 +93,22 @@ def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second() ->
     assert waits.answers == [None, "a"]
 
 
+@pytest.mark.parametrize(
+    ("slow", "seconds", "answer"), [(31, 12, "a"), (32, 12, None), (32, 30, "a"), (33, 30, None)]
+)
+def test_what_waits_usually_take_is_that_of_the_last_64(
+    slow: int, seconds: float, answer: str | None
+) -> None:
+    waits = Waits()
+    for number in range(100 + slow):
+        with waits.stragglers.waiting("ended", MIB):
+            waits.clock.now += 0.1 if number < 100 else 10
+    with contextlib.suppress(StragglerError), waits.stragglers.waiting("a", MIB):
+        waits.clock.now += seconds
+        waits.taken()
+    assert waits.answers == [answer]
+
+
 def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow() -> None:
     """A worker that reads four slow connections in turn waits for a quarter of the pieces only."""
     waits = Waits(ended=0)
@@ -277,11 +293,22 @@ class Holding:
     def __init__(self, url: str) -> None:
         self.url = f"stub://{url}"
         self.asked: list[int] = []
-        self.let_go, self.ended = threading.Event(), threading.Event()
+        self.let_go, self.ended, self.closed = (threading.Event() for _ in range(3))
+        self.open: set[Range] = set()
         self.again: Callable[[bytes], bytes] = lambda right: right
 
     def open_range(self, key: str, start: int, end: int) -> Range:
-        return Range(FetchedSource(self._fetch), start, end, contextlib.nullcontext)
+        opened = Range(FetchedSource(self._fetch), start, end, contextlib.nullcontext)
+        self.open.add(opened)
+        close = opened.close
+
+        def closed() -> None:
+            self.open.discard(opened)
+            self.closed.set()
+            close()
+
+        opened.close = closed  # type: ignore[method-assign]
+        return opened
 
     def _fetch(self, start: int, end: int) -> bytes:
         self.asked.append(start)
@@ -364,6 +391,26 @@ def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(
     assert sorted(load.consumed) == [request.start for request in REQUESTS]
     assert np.array_equal(load.arrived, BODY)
     assert limiter_of(load.store).in_flight == 0
+    assert not holding.open
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("local", [(), (0,)])
+def test_a_late_answer_that_comes_before_the_second_one_ends_no_load(
+    holding: Holding, local: tuple[int, ...]
+) -> None:
+    def second(right: bytes) -> bytes:
+        holding.closed.clear()
+        holding.let_go.set()
+        assert holding.closed.wait(10)
+        return right
+
+    holding.again = second
+    load = Load(holding)
+    load.run(local=local)
+    assert holding.asked.count(HELD) == 2
+    assert sorted(load.consumed) == [request.start for request in REQUESTS]
+    assert np.array_equal(load.arrived, BODY)
 
 
 @pytest.mark.usefixtures("soon")

@@ -9,8 +9,10 @@ import secrets
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.observe.events import ObjectUploaded, PartUploaded, RangeRead
+from dcp_objstore.observe.events import ObjectUploaded, PartUploaded, RangeRead, Retried
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
@@ -34,7 +36,15 @@ from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.threads import spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
-from dcp_objstore.transfer.download import fetch_ranges, largest_piece, worker_count
+from dcp_objstore.transfer.download import (
+    _depth,
+    _Gate,
+    _Shared,
+    fetch_ranges,
+    largest_piece,
+    worker_count,
+)
+from dcp_objstore.transfer.pages import new_memory
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import (
@@ -44,6 +54,7 @@ from dcp_objstore.transfer.ranges import (
     grown_request_size,
     plan_requests,
 )
+from dcp_objstore.transfer.stragglers import Stragglers
 from dcp_objstore.transfer.upload import _Tracked, run_watched, upload_object
 from dcp_objstore.transfer.workers import concurrently, wait_for
 from dcp_objstore.waiting import result_of, wait_until
@@ -116,6 +127,13 @@ def test_large_payloads_go_in_larger_parts_while_there_are_still_many():
     assert plan_parts(1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
     assert plan_parts(100 * 1024 * MIB, 16 * MIB).part_size_bytes == 32 * MIB
     assert plan_parts(100 * 1024 * MIB, 64 * MIB).part_size_bytes == 64 * MIB
+    # At the limits: 32 and, of a far store, 256 parts, and 9,000 of the largest.
+    for parts, is_near in ((32, True), (256, False)):
+        for more, mib in ((0, 20), (1, 21)):
+            plan = plan_parts(parts * 20 * MIB + parts * more, 16 * MIB, is_near=is_near)
+            assert plan.part_size_bytes == mib * MIB
+    for more, mib in ((0, 64), (1, 65)):
+        assert plan_parts(9000 * 64 * MIB + more, 16 * MIB).part_size_bytes == mib * MIB
     slices = [plan_parts(MIB, least * MIB).slice_size_bytes for least in (5, 16, 32, 33, 64)]
     assert slices == [4 * MIB, 16 * MIB, 32 * MIB, 32 * MIB, 32 * MIB]
     assert plan_parts(10 * 1024 * 1024 * MIB, 16 * MIB).part_size_bytes > 500 * MIB
@@ -153,6 +171,23 @@ def test_every_span_is_covered_by_exactly_one_request_within_the_size(wanted, si
             assert span.start - reach <= gap
             reach = max(reach, span.end)
         assert reach == request.end
+    places = [(request.object_number, request.start, request.end) for request in requests]
+    assert places == sorted(places)
+    assert plan_requests(wanted[::-1], request_size_bytes=size, gap_bytes=gap) == requests
+
+
+def test_neighbours_share_a_request_up_to_its_size_and_across_a_gap_of_256_kib() -> None:
+    def planned(*ends: tuple[int, int], size: int = MIB) -> list[tuple[int, int]]:
+        wanted = [Span(0, start, end, None) for start, end in ends]
+        return [(one.start, one.end) for one in plan_requests(wanted, request_size_bytes=size)]
+
+    gap = 256 * 1024
+    assert planned((0, 10), (gap + 10, gap + 20)) == [(0, gap + 20)]
+    assert planned((0, 10), (gap + 11, gap + 20)) == [(0, 10), (gap + 11, gap + 20)]
+    assert planned((5, 10), (10, 20), size=15) == [(5, 20)]
+    assert planned((5, 10), (10, 20), size=14) == [(5, 10), (10, 20)]
+    # What a larger one has read already is not read again.
+    assert planned((0, 100), (10, 20), (20, 30), size=50) == [(0, 100)]
 
 
 @given(st.lists(spans, max_size=40), st.integers(10, 200), st.integers(1, 60))
@@ -181,10 +216,27 @@ def test_a_request_is_cut_between_its_spans_into_pieces_without_gaps(wanted, siz
         (2**20, 8, 32),
         (1024, 64, 64),
         (330, 8, 10),
+        (320, 8, 10),
+        (319, 8, 9),
+        (288, 8, 9),
+        (287, 8, 8),
     ],
 )
 def test_requests_grow_with_what_is_loaded(total: int, least: int, size: int) -> None:
     assert grown_request_size(total * MIB, least * MIB) == size * MIB
+    if size < 16:  # a far store needs 4 times as much
+        far = grown_request_size(4 * total * MIB, least * MIB, is_near=False)
+        assert far == size * MIB
+    assert grown_request_size(10**15, MIB, is_near=False) == 16 * MIB
+
+
+def test_a_piece_has_as_many_spans_as_fit_into_it() -> None:
+    spans = [Span(0, at, at + 4, None) for at in range(100, 132, 4)]
+    (request,) = plan_requests(spans, request_size_bytes=100)
+    places = [(piece.start, piece.end) for piece in cut(request, 8)]
+    assert places == [(100, 108), (108, 116), (116, 124), (124, 132)]
+    whole = RangeRequest[None](0, 100, 132)
+    assert cut(whole, 8) == [whole]
 
 
 @pytest.mark.parametrize("gib", [1, 2, 4, 64])
@@ -207,14 +259,11 @@ def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib: int) -> None:
 class _InTurn(WrappedStore):
     """Its ranges can be sent ahead; it notes when each is opened and read."""
 
-    def __init__(self, inner: ObjectStore, *, takes_gil: bool = False) -> None:
+    range_reading = RangeReading(ahead=True)
+
+    def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
         self.seen: list[tuple[str, int]] = []
-        self._takes_gil = takes_gil
-
-    @property
-    def range_reading(self) -> RangeReading:
-        return RangeReading(ahead=True, takes_gil=self._takes_gil)
 
     def open_range(self, key: str, start: int, end: int) -> RangeBody:
         self.seen.append(("open", start))
@@ -230,31 +279,41 @@ class _InTurn(WrappedStore):
 
 
 @pytest.mark.parametrize(
-    ("cores", "takes_gil", "ahead"),
+    ("cores", "takes_gil", "depths"),
     [
-        (1, False, 8),
-        (2, False, 4),
-        (4, False, 2),
-        (64, False, 2),
-        (1, True, 8),
-        (2, True, 8),
-        (4, True, 4),
-        (64, True, 2),
+        (1, False, (8, 8, 2)),
+        (2, False, (4, 8, 2)),
+        (3, False, (2, 8, 2)),
+        (4, False, (2, 8, 2)),
+        (64, False, (2, 8, 2)),
+        (1, True, (8, 8, 2)),
+        (2, True, (8, 8, 2)),
+        (4, True, (4, 8, 2)),
+        (6, True, (2, 8, 2)),
+        (64, True, (2, 8, 2)),
     ],
 )
-def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
-    cores: int, takes_gil: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_has_few_requests_under_way_if_each_worker_has_a_processor(
+    cores: int, takes_gil: bool, depths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: cores)
+    ahead = RangeReading(ahead=True, takes_gil=takes_gil)
+    assert tuple(_depth(concurrency, ahead) for concurrency in (8, 64, 1)) == depths
+    assert _depth(64, RangeReading(takes_gil=takes_gil)) == 1
+
+
+def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: 2)
     monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
-    data = np.random.default_rng(0).integers(0, 256, 8 * 8 * MIB, dtype=np.uint8).tobytes()
-    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"), takes_gil=takes_gil)
+    monkeypatch.setattr("dcp_objstore.transfer.download.BLOCK_SIZE_BYTES", 4)
+    data = bytes(range(64))
+    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
     store.put("x", [data])
     requests = [
-        RangeRequest(
-            0, at, at + 8 * MIB, [Span(0, n, n + 4 * MIB, None) for n in (at, at + 4 * MIB)]
-        )
-        for at in range(0, len(data), 8 * MIB)
+        RangeRequest(0, at, at + 8, [Span(0, n, n + 4, None) for n in (at, at + 4)])
+        for at in range(0, len(data), 8)
     ]
     came = bytearray(len(data))
 
@@ -267,10 +326,26 @@ def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
         assert [request for request in arriving if request is not None] == requests
     assert came == data
     starts = [request.start for request in requests]
-    turns = [("open", start) for start in starts[:ahead]]
-    turns += [("read", start) for start in starts[:ahead]]
+    turns = [(what, start) for what in ("open", "read") for start in starts[:4]]
     assert store.seen[: len(turns)] == turns
     assert store.seen.count(("open", starts[-1])) == 1
+
+
+def test_a_worker_that_has_nothing_under_way_waits_for_memory() -> None:
+    store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
+    store.put("x", [bytes(40)])
+    fetched = fetch_ranges(
+        store,
+        ["x"],
+        requests_of(40, 4),
+        lambda *_: None,
+        TransferConfig(download_concurrency=1),
+        Progress(5),
+        admit=lambda *_: None,
+        may_begin=lambda _: False,
+    )
+    assert len(list(fetched)) == 10
+    assert [what for what, _ in store.seen] == ["open", "read"] * 10
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
@@ -560,7 +635,7 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
             progress.stop(KeyboardInterrupt())
             check()
 
-        def end(self, part, size_bytes):
+        def end(self, part, size_bytes, *, answered):
             pass
 
     pieces = [np.zeros(10, np.uint8)]
@@ -570,33 +645,157 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
 
 
 def test_an_object_has_no_more_parts_than_stores_take_however_little_is_planned() -> None:
-    assert plan_parts(0, 5 * MIB).max_object_size_bytes == MAX_PARTS * 5 * MIB
+    assert plan_parts(0, 5 * MIB).max_object_size_bytes == 10_000 * 5 * MIB
+
+
+class Places:
+    """Stands for an `AdmissionSlot`, and records which parts began and ended."""
+
+    def __init__(self):
+        self.begun, self.ended = [], []
+
+    def begin(self, part, check):
+        self.begun.append(part)
+
+    def end(self, part, size_bytes, *, answered):
+        assert answered
+        self.ended.append((part, size_bytes))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "released"),
-    [([10, 10, 10], [[0], [1], [2]]), ([4, 6, 10], [[0], [0], [1]]), ([15, 5], [[0, 1], [1]])],
+    ("sizes", "begun", "released"),
+    [
+        ([10, 10, 10], [0, 1, 2], [[0], [1], [2]]),
+        ([4, 6, 10], [0, 1], [[0], [0], [1]]),
+        ([15, 5], [0, 1], [[0, 1], [1]]),
+        ([11, 9], [0, 1], [[0, 1], [1]]),
+        ([35], [0, 1, 2], [[0, 1, 2, 3]]),
+        ([0, 10, 0, 9], [0], [[], [0], [], [1]]),
+    ],
 )
 def test_a_buffer_that_is_dropped_ends_the_parts_that_have_bytes_of_it_and_no_other(
-    sizes, released
+    sizes, begun, released
 ):
     """A part that ended too early would let more requests begin than the window allows."""
-
-    class Slot:
-        def begin(self, part, check):
-            pass
-
-        def end(self, part, size_bytes):
-            ended.append(part)
-
-    ended = []
+    places, progress = Places(), Progress(60)
     pieces = [np.zeros(size, np.uint8) for size in sizes]
-    tracked = _Tracked(pieces, Progress(60), part_size_bytes=10, key="o", slot=Slot())
+    tracked = _Tracked(pieces, progress, part_size_bytes=10, key="o", slot=places)
     held = list(tracked)
+    assert places.begun == begun
     for parts in released:
-        ended.clear()
+        places.ended.clear()
         del held[0]
-        assert ended == parts
+        assert places.ended == [(part, 10) for part in parts]
+    assert progress.moved_bytes == sum(sizes)
+    assert not tracked._pending
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut", "parts"),
+    [
+        ([10, 10], [10, 10], [10, 10]),
+        ([4, 6, 3], [4, 6, 3], [10, 3]),
+        ([15, 5], [10, 5, 5], [10, 10]),
+        ([8, 30, 1], [8, 2, 10, 10, 8, 1], [10, 10, 10, 9]),
+        ([0, 4, 0, 6, 0], [0, 4, 0, 6, 0], [10]),
+        ([], [], []),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_buffer_is_cut_where_a_part_ends_and_a_part_is_reported_when_all_of_it_is_dropped(
+    sizes, cut, parts, at_once
+):
+    channel, heard = heard_channel()
+    pieces = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
+    progress = Progress(60, channel)
+    tracked = _Tracked(iter(pieces), progress, part_size_bytes=10, key="o", slot=Places())
+    held, body = [], bytearray()
+    for buffer in tracked:
+        held.append(buffer.nbytes if at_once else buffer)
+        body += buffer.tobytes()
+        del buffer
+    sent = held if at_once else [buffer.nbytes for buffer in held]
+    assert sent == cut
+    assert body == b"".join(piece.tobytes() for piece in pieces)
+    channel.settle()
+    assert bool(of(PartUploaded, heard)) == (at_once and bool(parts))
+    held.clear()
+    channel.settle()
+    told = [(one.part, one.size_bytes, one.object_key) for one in of(PartUploaded, heard)]
+    assert sorted(told) == [(number, size, "o") for number, size in enumerate(parts)]
+    workers = {one.worker for one in of(PartUploaded, heard)}
+    assert len(workers) == (min(1, len(parts)) if at_once else len(parts))
+
+
+def test_an_upload_that_makes_its_data_is_alive_and_ends_when_it_is_stopped():
+    now = 0.0
+    progress = Progress(1.0, clock=lambda: now)
+    pieces = (np.zeros(1, np.uint8) for _ in range(9))
+    tracked = _Tracked(pieces, progress, part_size_bytes=10, key="o", slot=Places())
+    held = []
+    for _ in range(3):
+        now += 0.9
+        held.append(next(tracked))
+        progress.check_stalled("o")
+    progress.stop(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        next(tracked)
+
+
+class Answering(Stub):
+    """Notes what an upload asks for, and how many requests are in flight then."""
+
+    def __init__(self):
+        self.url = f"stub://{secrets.token_hex(4)}"
+        self.asked = []
+        self.now = 100.0
+
+    def put(self, key, buffers):
+        self.now += 2
+        self.asked.append((key, sum(map(len, buffers)), limiter_of(self).in_flight))
+        return "version"
+
+    def put_stream(self, key, buffers, **settings):
+        self.asked.append((key, sum(map(len, buffers)), settings))
+        return "version"
+
+
+def test_a_put_has_a_place_and_tells_the_window_what_it_moved():
+    store = Answering()
+    limiter = limiter_of(store)
+    limiter._clock = lambda: store.now
+    pieces = (random_bytes(4 * MIB) for _ in range(3))
+    settings = plan_parts(0, 16 * MIB)
+    done = upload_object(store, "o", pieces, settings, config(), Progress(60))
+    assert (done.size_bytes, done.version, done.parts) == (12 * MIB, "version", 1)
+    assert store.asked == [("o", 12 * MIB, 1)]
+    assert limiter.in_flight == 0
+    assert len(limiter._done) == 1
+    assert limiter.window.bytes_per_second == {"put_stream": 6 * MIB}
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "most", "latency_seconds", "expected"),
+    [
+        ("auto", AUTO_MOST, 0.03, AUTO_MOST),
+        ("auto", 5, 0.03, 5),
+        ("auto", AUTO_MOST, 0.0005, 8),
+        (12, 5, 0.0005, 12),
+    ],
+)
+def test_the_parts_of_an_upload_in_flight_are_those_that_store_memory_and_settings_allow(
+    concurrency, most, latency_seconds, expected
+):
+    store = Answering()
+    limiter_of(store).heard(latency_seconds)
+    settings = config(upload_concurrency=concurrency)
+    pieces = (random_bytes(4 * MIB) for _ in range(3))
+    done = upload_object(store, "o", pieces, plan(), settings, Progress(60), most=most)
+    assert (done.size_bytes, done.version, done.parts) == (12 * MIB, "version", 3)
+    limits = {"part_size_bytes": PART, "max_concurrency": expected}
+    assert store.asked == [("o", 12 * MIB, limits)]
+    assert len(limiter_of(store)._done) == 2  # the transport says nothing of the last one
+    assert limiter_of(store).in_flight == 0
 
 
 def test_bytes_reported_in_the_midst_of_a_report_are_counted():
@@ -680,30 +879,244 @@ def test_a_download_delivers_every_range_and_never_more_at_once_than_the_budget(
     assert 2 * MIB < most <= 8 * MIB
 
 
+KIB = 1024
+
+
+class Meeting(RecordingStore):
+    """Its first reads of `threads` threads wait for one another.
+
+    Attributes:
+        names: the threads that have read.
+    """
+
+    range_reading = RangeReading()
+
+    def __init__(self, inner: ObjectStore, threads: int) -> None:
+        super().__init__(inner)
+        self.names: set[str] = set()
+        self.most = threading.Barrier(threads)
+
+    @contextlib.contextmanager
+    def _around(self, request):
+        name = threading.current_thread().name
+        if name not in self.names:
+            self.names.add(name)
+            self.most.wait(10)
+        yield
+
+
 @pytest.mark.parametrize(
-    ("latency_seconds", "memory_bytes", "threads"),
-    [(0.0005, 0, 8), (0.03, 0, AUTO_MOST), (0.03, 3 * MIB // 2, 5)],
+    ("window", "sizes", "local", "settings", "threads"),
+    [
+        (Window(8.0, 0.0005), [KIB] * 64, (), {}, 8),
+        (Window(8.0), [KIB] * 64, (), {}, 8),
+        (Window(64.0), [KIB] * 80, (), {}, AUTO_MOST),
+        # A thread for each request is enough.
+        (Window(8.0), [KIB] * 3, (), {}, 3),
+        # The window is as narrow as the largest request makes it: 2 in half a second at 8 MiB/s.
+        (Window(8.0), [2 * MIB, *[KIB] * 64], (), {"request_timeout_seconds": 2.0}, 2),
+        # Each has two requests under way.
+        (Window(8.0), [KIB] * 64, (), {"ahead": True}, 4),
+        (Window(7.0), [KIB] * 64, (), {"ahead": True, "download_concurrency": 7}, 4),
+        # There is memory for five.
+        (Window(64.0), [KIB] * 64, (), {"memory_bytes": 3 * MIB // 2}, 5),
+        # As many read copies on this machine as it has processors, however narrow the window is.
+        (Window(1.0), [2 * MIB, *[KIB] * 8], (1,), {"processors": 3}, 3),
+        (Window(8.0), [MIB, *[KIB] * 8], (0,), {"request_timeout_seconds": 1.0}, 8),
+        (Window(64.0), [KIB] * 64, (0, 1), {"processors": 3}, 3),
+        (Window(64.0), [KIB] * 2, (0, 1), {"processors": 3}, 2),
+        (Window(64.0), [KIB] * 64, (0, 1), {"processors": 3, "download_concurrency": 2}, 2),
+        # A copy is there at once: none is asked for ahead.
+        (
+            Window(64.0),
+            [KIB] * 64,
+            (0, 1),
+            {"processors": 3, "download_concurrency": 4, "ahead": True},
+            3,
+        ),
+    ],
 )
-def test_as_many_threads_read_as_the_window_has_places(latency_seconds, memory_bytes, threads):
-    """But no more than the budget has memory for."""
+def test_as_many_threads_read_as_requests_may_be_in_flight(
+    window, sizes, local, settings, threads, monkeypatch
+):
+    """The first request reads the object 0, all others the object 1."""
+    cores = settings.pop("processors", 64)
+    monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: cores)
     inner = open_store(f"memory://{secrets.token_hex(4)}/o")
-    inner.put("o", bytes(64 * 1024))
-    limiter_of(inner).window = Window().heard(latency_seconds)
-    names, most = set(), threading.Barrier(threads)
+    ends = list(itertools.accumulate(sizes))
+    for key in ("first", "others"):
+        inner.put(key, bytes(ends[-1]))
+    limiter_of(inner).window = window
+    store = Meeting(inner, threads)
+    store.range_reading = RangeReading(
+        ahead=settings.pop("ahead", False), memory_bytes=settings.pop("memory_bytes", 0)
+    )
+    requests = [
+        RangeRequest(min(number, 1), end - size, end)
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
+    fetched = fetch_ranges(
+        store,
+        ["first", "others"],
+        requests,
+        lambda *_: None,
+        config(**settings),
+        Progress(60),
+        local=local,
+        budget_bytes=8 * MIB,
+    )
+    assert len(list(fetched)) == len(requests)
+    assert len(store.names) == threads
 
-    class Meeting(RecordingStore):
-        range_reading = RangeReading(memory_bytes=memory_bytes)
 
-        @contextlib.contextmanager
-        def _around(self, request):
-            names.add(threading.current_thread().name)
-            if request.start < threads * 1024:
-                most.wait(10)
-            yield
+def test_more_threads_read_when_the_window_has_become_wider(monkeypatch):
+    names = []
 
-    wanted = requests_of(64 * 1024, 1024)
-    assert len(fetch(Meeting(inner), wanted, lambda *_: None, budget_bytes=8 * MIB)) == 64
-    assert len(names) == threads
+    def noted(function, name):
+        names.append(name)
+        return spawn(function, name)
+
+    monkeypatch.setattr("dcp_objstore.transfer.download.spawn", noted)
+    store = open_store(f"memory://{secrets.token_hex(4)}/o")
+    store.put("o", bytes(100))
+    limiter_of(store).window = Window(1.0)
+    assert len(fetch(store, requests_of(100, 1), lambda *_: None)) == 100
+    assert names == [f"download-{number}" for number in range(8)]
+
+
+def test_a_worker_is_started_only_while_no_other_thread_starts_one() -> None:
+    started: list[tuple[int, bool]] = []
+
+    def start(number: int) -> None:
+        started.append((number, shared.staffing.locked()))
+        shared._workers += 1
+
+    waits = SimpleNamespace(slot=SimpleNamespace(concurrency=2), requests=9)
+    shared: Any = SimpleNamespace(
+        staffing=threading.Lock(),
+        store_waits=waits,
+        local_waits=SimpleNamespace(requests=0),
+        depth=1,
+        most_workers=9,
+        tasks=[1],
+        start=start,
+        _workers=0,
+    )
+    _Shared.staff(shared)
+    assert started == [(0, True), (1, True)]
+
+
+@pytest.mark.parametrize(
+    ("writing", "is_waited_for"),
+    [("consumes", True), ("is cancelled", True), ("cannot be cancelled", False)],
+)
+def test_the_gate_is_closed_once_nobody_writes_who_may_still_do_so(
+    writing: str, is_waited_for: bool
+) -> None:
+    gate, both_inside = _Gate(Progress(60)), threading.Barrier(3)
+    leaves = [threading.Event(), threading.Event()]
+    asked: list[bool] = []
+
+    class Body:
+        def cancel(self, *, at_once: bool) -> bool:
+            asked.append(at_once)
+            return is_waited_for
+
+    def write(leave: threading.Event) -> None:
+        body: Any = None if writing == "consumes" else Body()
+        with gate.passed(body):
+            both_inside.wait(30)
+            leave.wait(30)
+
+    writers = [spawn(partial(write, leave), "writes") for leave in leaves]
+    both_inside.wait(30)
+    closing = spawn(gate.close, "closes")
+    if is_waited_for:
+        for leave, writer in zip(leaves, writers, strict=True):
+            closing.join(0.05)
+            assert closing.is_alive()
+            leave.set()
+            writer.join(30)
+    closing.join(30)
+    assert not closing.is_alive()
+    assert asked == ([] if writing == "consumes" else [False, False])
+    for leave in leaves:
+        leave.set()
+
+
+@pytest.mark.parametrize("local", [(), (0,)])
+def test_a_load_tells_the_window_what_the_line_moves_but_not_this_machine(local):
+    store = open_store(f"memory://{secrets.token_hex(4)}/o")
+    store.put("o", bytes(16 * MIB))
+    limiter = limiter_of(store)
+    limiter._clock = itertools.count(100.0, 0.01).__next__
+    requests = blocks_of(16 * MIB, 4 * MIB)
+    settings = config(download_concurrency=1)
+    fetched = fetch_ranges(
+        store, ["o"], requests, lambda *_: None, settings, Progress(60), local=local
+    )
+    assert len(list(fetched)) == 4
+    assert set(limiter.window.bytes_per_second) == (set() if local else {"open_range"})
+    assert bool(limiter._done) is not bool(local)
+
+
+def test_no_worker_reaches_the_callers_memory_while_the_gate_closes() -> None:
+    gate, entered = _Gate(Progress(60)), threading.Event()
+    entered_meanwhile: list[bool] = []
+
+    def enter() -> None:
+        with gate.passed():
+            entered.set()
+
+    class Body:
+        def cancel(self, *, at_once: bool) -> bool:
+            worker.start()
+            entered_meanwhile.append(entered.wait(0.1))
+            return False
+
+    worker = threading.Thread(target=enter)
+    body: Any = Body()
+    with gate.passed(body):
+        gate.close()
+    worker.join(30)
+    assert (entered_meanwhile, entered.is_set()) == ([False], True)
+
+
+def test_each_request_that_has_ended_is_an_occasion_to_look_for_a_slow_one(monkeypatch):
+    """Where many end, the calling thread never waits for long."""
+    looks = 0
+    look = _Shared.look
+
+    def counted(shared):
+        nonlocal looks
+        looks += 1
+        look(shared)
+
+    monkeypatch.setattr(_Shared, "look", counted)
+    store = open_store(f"memory://{secrets.token_hex(4)}/o")
+    store.put("o", bytes(100))
+    fetch(store, requests_of(100, 1), lambda *_: None)
+    assert looks >= 100
+
+
+def test_a_piece_takes_the_time_since_the_one_before_was_read(monkeypatch):
+    """Its bytes came meanwhile into a buffer; what it waits for itself says too little."""
+    since = []
+
+    @contextlib.contextmanager
+    def waiting(stragglers, fetch, size_bytes, since_seconds=None, **given):
+        since.append((given["since"], time.monotonic()))
+        yield
+
+    monkeypatch.setattr(Stragglers, "waiting", waiting)
+    store = open_store(f"memory://{secrets.token_hex(4)}/o")
+    store.put("o", bytes(12 * MIB))
+    consumed = []
+    began_at = time.monotonic()
+    fetch(store, blocks_of(12 * MIB, 12 * MIB), lambda *_: consumed.append(time.monotonic()))
+    assert began_at <= since[0][0] <= since[0][1]
+    for (read_at, _), was_consumed_at, (at, now) in zip(since, consumed, since[1:], strict=False):
+        assert read_at <= was_consumed_at <= at <= now
 
 
 def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_error():
@@ -726,6 +1139,41 @@ def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_erro
         fetch(store, requests_of(100, 100), always_bad)
     assert caught.value.object_key == "o"
     assert [r.verb for r in store.requests].count("open_range") == 4
+
+
+@pytest.mark.parametrize(("local", "most_tries"), [((), 2), ((0,), 3)])
+def test_a_damaged_copy_on_this_machine_is_followed_by_two_answers_of_the_store(local, most_tries):
+    store = Ahead(open_store(f"memory://{secrets.token_hex(4)}/o"))
+    store.put("o", random_bytes(100))
+    consumed = 0
+
+    def damaged(request, _):
+        nonlocal consumed
+        consumed += 1
+        assert len(store.open) == 1  # the answer before is closed
+        if consumed <= bad:
+            raise CorruptDataError(f"damaged {consumed}")
+
+    for bad in (most_tries - 1, most_tries):
+        consumed = 0
+        channel, heard = heard_channel()
+        with (
+            channel.current(),
+            contextlib.nullcontext()
+            if bad < most_tries
+            else pytest.raises(CorruptDataError, match=f"damaged {bad}"),
+        ):
+            requests = requests_of(100, 100)
+            settings, progress = config(), Progress(60)
+            list(fetch_ranges(store, ["o"], requests, damaged, settings, progress, local=local))
+        channel.settle()
+        assert consumed == most_tries
+        told = of(Retried, heard)
+        assert [one.attempt for one in told] == list(range(2, most_tries + 1))
+        errors = [f"CorruptDataError: damaged {number}" for number in range(1, most_tries)]
+        assert [one.error for one in told] == errors
+        assert {(one.what, one.object_key) for one in told} == {("range", "o")}
+        assert not store.open
 
 
 def blocks_of(size_bytes: int, request_size_bytes: int) -> list[RangeRequest]:
@@ -754,7 +1202,14 @@ def test_a_large_body_that_arrives_piece_by_piece_is_no_stall():
     assert now > 3
 
 
-def test_a_body_is_consumed_block_by_block_in_the_same_memory():
+def test_a_body_is_consumed_block_by_block_in_the_same_memory(monkeypatch):
+    sizes = []
+
+    def noted(size_bytes):
+        sizes.append(size_bytes)
+        return new_memory(size_bytes)
+
+    monkeypatch.setattr("dcp_objstore.transfer.download.new_memory", noted)
     store = RecordingStore(open_store("memory://transfer/pieces"))
     body = random_bytes(22 * MIB)
     store.put("o", body)
@@ -774,6 +1229,7 @@ def test_a_body_is_consumed_block_by_block_in_the_same_memory():
     assert np.array_equal(arrived, body)
     assert largest == BLOCK_SIZE_BYTES
     assert len(places) == 1
+    assert sizes == [BLOCK_SIZE_BYTES]
     assert [r.verb for r in store.requests].count("open_range") == len(requests) == 2
 
 
@@ -785,6 +1241,13 @@ def test_the_memory_of_a_thread_that_reads_goes_back_to_the_system():
     requests = blocks_of(BLOCK_SIZE_BYTES, BLOCK_SIZE_BYTES)
     fetch(store, requests, lambda _, data: owners.append(type(memoryview(data).obj)))
     assert owners == [mmap.mmap]
+
+
+def test_memory_is_mapped_also_where_the_system_has_no_huge_pages(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    memory = new_memory(5000)
+    memory[4999] = 7
+    assert bytes(memory) == bytes(4999) + b"\x07"
 
 
 class Ahead(RecordingStore):
@@ -877,7 +1340,8 @@ def test_each_damaged_block_of_a_body_is_fetched_once_more_before_it_counts():
     assert [r.start // MIB for r in store.requests if r.verb == "open_range"] == [0, 0, 4, 8, 12]
 
 
-def test_a_stalled_download_raises_instead_of_waiting_for_ever():
+@pytest.mark.parametrize("where", [here, elsewhere])
+def test_a_stalled_download_raises_instead_of_waiting_for_ever(where):
     let_go = threading.Event()
 
     class Silent(Stub):
@@ -888,7 +1352,7 @@ def test_a_stalled_download_raises_instead_of_waiting_for_ever():
             return bytes(end - start)
 
     with pytest.raises(TransferStalledError):
-        fetch(Silent(), requests_of(10, 5), lambda *_: None, stall_timeout_seconds=0.3)
+        where(fetch, Silent(), requests_of(10, 5), lambda *_: None, None, 0.3)
     let_go.set()
 
 
@@ -984,6 +1448,29 @@ def test_what_needs_no_look_is_received_where_it_belongs_a_block_at_a_time(ahead
     first = requests[0].end // MIB
     assert (max(end for _, end in consumed) == first) is ahead
     assert len(consumed) + sum(memory.obj is arrived for memory in read) == len(read)
+
+
+def test_what_was_admitted_into_memory_is_consumed_there_wherever_it_belongs():
+    store = Ahead(open_store(f"memory://{secrets.token_hex(4)}/o"))
+    body = random_bytes(10)
+    store.put("o", body)
+    slots = {start: memoryview(bytearray(5)) for start in (0, 5)}
+    consumed = {}
+    fetched = fetch_ranges(
+        store,
+        ["o"],
+        requests_of(10, 5),
+        lambda request, data: consumed.setdefault(request.start, data) and None,
+        config(),
+        Progress(60),
+        admit=lambda request, _: slots[request.start],
+        in_place=lambda _: pytest.fail("it has memory"),
+    )
+    assert len(list(fetched)) == 2
+    assert {start: data.obj for start, data in consumed.items()} == {
+        start: slot.obj for start, slot in slots.items()
+    }
+    assert b"".join(consumed[start] for start in (0, 5)) == body.tobytes()
 
 
 @pytest.mark.parametrize("comes", ["before", "after", "never"])

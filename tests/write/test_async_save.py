@@ -212,24 +212,6 @@ def test_a_save_that_is_refused_as_another_runs_leaves_that_and_its_error_as_the
         dos.async_save(state(), memory_url(), on_busy="raise")
 
 
-def test_ctrl_c_as_a_save_gets_its_turn_leaves_nothing_that_a_later_one_waits_for(
-    saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add = async_api._Saves.add
-
-    def interrupted(self: async_api._Saves, handle: Handle) -> None:
-        add(self, handle)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(async_api._Saves, "add", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            dos.async_save(state(), memory_url())
-    with pytest.raises(RankFailedError, match="KeyboardInterrupt"):
-        dos.async_save(state(), memory_url())
-    dos.async_save(state(), memory_url()).result(30)
-
-
 def test_a_word_that_on_busy_does_not_know_is_refused_before_anything_waits(
     saves: async_api._Saves,
 ) -> None:
@@ -277,6 +259,17 @@ def test_a_copy_that_cannot_begin_fails_its_save_alone_and_is_made_no_further(
         with pytest.raises(RankFailedError, match="no state"):
             ask(30)
     dos.async_save(state(), memory_url()).result(30)
+
+
+def test_a_save_of_an_optimizer_that_has_not_stepped_leaves_it_so(saves: async_api._Saves) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    url = memory_url()
+    dos.async_save({"model": model, "optimizer": optimizer}, url).result(30)
+    dos.save({"model": model, "optimizer": optimizer}, f"{url}-2", progress=False)
+    assert not optimizer.state
+    assert dos.open(url).keys() == dos.open(f"{url}-2").keys()
+    assert not any("exp_avg" in key for key in dos.open(url).keys())  # noqa: SIM118
 
 
 def test_the_copy_is_gone_before_its_save_counts_as_ended(

@@ -283,6 +283,53 @@ def test_an_empty_shard_at_the_place_of_another_is_left_out() -> None:
     assert [kept.tolist() for kept in planned(ranks).own] == [[], [0, 1]]
 
 
+def planner_of(ranks: Sequence[Items], url: str = "memory://x/1") -> tuple[Any, list[SavePlan]]:
+    """The coordinator's planner, and what the ranks send it."""
+    plans = [LocalPlan.of(items, {}) for items in ranks]
+    offers = [SavePlan([], storage_data=planner._Offer(url, plan)) for plan in plans]
+    return AgreeingSavePlanner("memory://x/1", {}, 2), offers
+
+
+def test_an_error_in_the_plan_of_all_ranks_has_the_url() -> None:
+    coordinator, offers = planner_of([[plain("w", [3])], [plain("w", [4])]])
+    with pytest.raises(dos.errors.StateMismatchError) as caught:
+        coordinator.create_global_plan(offers)
+    assert (caught.value.url, caught.value.key) == ("memory://x/1", "w")
+    with pytest.raises(dos.errors.InputError) as lost:
+        coordinator.create_global_plan(offers[:1])
+    assert lost.value.url == "memory://x/1"
+    _, elsewhere = planner_of([[value("v")]], "memory://x/2")
+    with pytest.raises(dos.errors.InvalidUrlError, match="memory://x/2"):
+        coordinator.create_global_plan([offers[0], *elsewhere])
+
+
+def test_each_rank_learns_the_number_of_the_new_layout_and_what_it_writes() -> None:
+    items = [plain("w", [3]), shard("s", [4], [0], [4]), shard("t", [4], [0], [4])]
+    coordinator, offers = planner_of([items, items])
+    central, metadata = coordinator.create_global_plan(offers)
+    shares = [plan.storage_data for plan in central]
+    assert [share.own.tolist() for share in shares] == [[0, 2], [1]]
+    assert shares[0].number == shares[1].number
+    assert metadata.planner_data is coordinator._planned
+    again, _ = coordinator.create_global_plan(offers)
+    assert again[0].storage_data.number != shares[0].number
+    coordinator._known = planner._KnownLayout(5, metadata.planner_data, shares[0].own)
+    central, known = coordinator.create_global_plan(offers)
+    assert [plan.storage_data for plan in central] == [None, None]
+    assert known.planner_data is metadata.planner_data
+
+
+def test_an_error_in_the_state_of_a_state_is_that_of_the_save(tmp_path: Path) -> None:
+    outer = Outer()
+    with (
+        patch.object(outer.net, "state_dict", side_effect=OSError("no disk")),
+        pytest.raises(dos.errors.RankFailedError, match="OSError: no disk") as caught,
+    ):
+        dos.save({"a": outer}, tmp_path.as_uri(), progress=False)
+    assert (caught.value.url, caught.value.rank) == (tmp_path.as_uri(), 0)
+    assert not (tmp_path / "_COMMIT").exists()
+
+
 # --- an unchanged layout ---
 
 
@@ -470,17 +517,16 @@ def test_one_process_alone_plans_a_layout_once(tmp_path: Path) -> None:
     assert [is_planned(save, "save", state, url) for url in urls] == [*(True, False, False)]
 
 
-def in_turn(rank: int, world: int, url: str) -> list[bool]:
-    states: list[dict[str, Any]] = [
-        {f"w{n}": torch.ones(3), "rank": dos.PerRank(rank)} for n in range(6)
-    ]
-    order = [0, 1, 0, 1, 2, 3, 0, 4, 5, 1]
-    return [is_planned(save, "save", states[at], f"{url}/{n}") for n, at in enumerate(order)]
-
-
-def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(tmp_path: Path) -> None:
-    planned = [True, True, False, False, True, True, False, True, True, True]
-    assert run_ranks(2, in_turn, tmp_path.as_uri()) == [planned] * 2
+def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_layouts_alone", {})
+    states: list[dict[str, Any]] = [{f"w{n}": torch.ones(3)} for n in range(5)]
+    order = [0, 1, 0, 1, 2, 3, 0, 4, 0, 1]
+    urls = [f"{tmp_path.as_uri()}/{n}" for n in range(len(order))]
+    found = [is_planned(save, "save", states[at], url) for at, url in zip(order, urls, strict=True)]
+    assert found == [True, True, False, False, True, True, False, True, False, True]
+    check(states[1], urls[-1])
 
 
 def random_saves(rank: int, world: int, root: str, seed: int) -> tuple[int, int]:

@@ -57,15 +57,20 @@ class Limiter:
         in_flight: the number of requests in flight, of all transfers.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._clock = clock
+        self._sleep = sleep
         # Re-entrant, because places are given back by weak references.
         self._changed = threading.Condition(threading.RLock())
         self.window = Window()
         self.in_flight = 0
         self._given_back_at = -math.inf
         self._next_at = 0.0
-        self._done: deque[float] = deque(maxlen=256)
+        self._done: deque[float] = deque()
         self._budget = RETRY_BUDGET
 
     def heard(self, seconds: float) -> None:
@@ -76,18 +81,23 @@ class Limiter:
     def throttled(self, begun_at: float) -> None:
         """Record that the store put off a request that was begun at `begun_at`."""
         with self._changed:
-            now = self._clock()
-            lately = [at for at in self._done if now - at <= _LATELY_SECONDS]
-            span_seconds = max(now - lately[0], _LEAST_SPAN_SECONDS) if lately else 1.0
+            now, done = self._clock(), self._done_lately()
+            span_seconds = max(now - done[0], _LEAST_SPAN_SECONDS) if done else math.inf
             self.window = self.window.throttled(
-                now, begun_at, self.in_flight, len(lately) / span_seconds
+                now, begun_at, self.in_flight, len(done) / span_seconds
             )
 
     def succeeded(self) -> None:
         """Record that a request of a transfer was answered."""
         with self._changed:
-            self._done.append(self._clock())
+            self._done_lately().append(self._clock())
             self.refund_retry()
+
+    def _done_lately(self) -> deque[float]:
+        """Return when the successes lately were, the first one first; forget the others."""
+        while self._done and self._clock() - self._done[0] > _LATELY_SECONDS:
+            self._done.popleft()
+        return self._done
 
     def spend_retry(self) -> bool:
         """Take one retry from the budget that all requests share; False if it is used up."""
@@ -114,8 +124,7 @@ class Limiter:
         """Wait until the rate allows a request. `check` is called meanwhile, and may raise."""
         while (seconds := self._turn()) > 0:
             check()
-            with self._changed:
-                self._changed.wait(min(seconds, STEP_SECONDS))
+            self._sleep(min(seconds, STEP_SECONDS))
 
     def _turn(self) -> float:
         """Take the next turn and return 0, or return the seconds until then."""
@@ -167,8 +176,8 @@ class AdmissionSlot:
         verb: the verb of `ObjectStore`.
         concurrency: the transfer's concurrency. The window counts for one that is not "auto" only
             while the store throttles.
-        request_bytes: the size of its largest request. Default: nothing that counts.
-        timeout_seconds: the time-out of one request. Default: none.
+        request_bytes: the size of its largest request.
+        timeout_seconds: the time-out of one request.
 
     Attributes:
         timeout_seconds: the time-out of one request.
@@ -179,10 +188,10 @@ class AdmissionSlot:
         limiter: Limiter,
         *,
         judged: bool,
-        verb: str = "",
-        concurrency: Concurrency = "auto",
-        request_bytes: int = 0,
-        timeout_seconds: float = math.inf,
+        verb: str,
+        concurrency: Concurrency,
+        request_bytes: int,
+        timeout_seconds: float,
     ) -> None:
         self._limiter = limiter
         self._verb = verb
@@ -264,7 +273,7 @@ class AdmissionSlot:
             now = limiter._clock()
             limiter.window = limiter.window.moved(now, size_bytes, limiter.in_flight, self._verb)
 
-    def end(self, request: Hashable, size_bytes: int = 0, *, answered: bool = True) -> None:
+    def end(self, request: Hashable, size_bytes: int = 0, *, answered: bool) -> None:
         """End a request. One that has ended before, or never began, is no error.
 
         Args:
@@ -283,7 +292,7 @@ class AdmissionSlot:
             if request in self._slow:
                 self._slow.remove(request)
             else:
-                self._judge(begun_at, seconds, among)
+                self._judge(begun_at, is_slow=self._is_slow(seconds, among))
             self._took.append((seconds, self._share(seconds, among)))
             if answered:
                 limiter.succeeded()
@@ -301,7 +310,7 @@ class AdmissionSlot:
             for request, (begun_at, among) in list(self._begun.items()):
                 if request not in self._slow and self._is_slow(now - begun_at, among):
                     self._slow.add(request)
-                    self._judge(begun_at, now - begun_at, among)
+                    self._judge(begun_at, is_slow=True)
 
     def close(self) -> None:
         """Give all places back. Requests that end later are ignored."""
@@ -312,7 +321,7 @@ class AdmissionSlot:
 
     def _share(self, seconds: float, among: int) -> float:
         """Return the seconds of a request by the number in flight when it began or now."""
-        return seconds / max(1, among, self._limiter.in_flight)
+        return seconds / max(among, self._limiter.in_flight)
 
     def _is_slow(self, seconds: float, among: int) -> bool:
         if not self._judged or seconds < _SLOW_SECONDS or len(self._took) < _FEW:
@@ -324,27 +333,31 @@ class AdmissionSlot:
         longest = max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
         return seconds > longest and self._share(seconds, among) > _SLOW_FACTOR * usual_share
 
-    def _judge(self, begun_at: float, seconds: float, among: int) -> None:
-        slow = self._is_slow(seconds, among)
-        known = any(self._verdicts)
-        self._verdicts.append(slow)
-        if slow and (known or self._limiter.window.is_throttled):
+    def _judge(self, begun_at: float, *, is_slow: bool) -> None:
+        self._verdicts.append(is_slow)
+        if is_slow and (sum(self._verdicts) > 1 or self._limiter.window.is_throttled):
             self._limiter.throttled(begun_at)
 
 
 _ON_THIS_MACHINE = {"file", "memory"}
-# The limiters by endpoint, scheme and bucket.
-_limiters: PerProcess[dict[tuple[str | None, str, str], Limiter]] = PerProcess(dict)
+
+
+class _Limiters(dict[tuple[str | None, str, str], Limiter]):
+    """The limiters by endpoint, scheme and bucket; each is made when it is first asked for."""
+
+    def __missing__(self, place: tuple[str | None, str, str]) -> Limiter:
+        limiter = Limiter()
+        if place[1] in _ON_THIS_MACHINE:
+            limiter.heard(0.0)
+        return self.setdefault(place, limiter)  # another thread may ask for it, too
+
+
+_limiters = PerProcess(_Limiters)
 
 
 def limiter_at(endpoint_url: str | None, scheme: str, bucket: str) -> Limiter:
     """Return the limiter of a bucket at an endpoint (None: the provider's own)."""
-    known = _limiters.here
-    if (endpoint_url, scheme, bucket) not in known:
-        limiter = known.setdefault((endpoint_url, scheme, bucket), Limiter())
-        if scheme in _ON_THIS_MACHINE:
-            limiter.heard(0.0)
-    return known[endpoint_url, scheme, bucket]
+    return _limiters.here[endpoint_url, scheme, bucket]
 
 
 def limiter_of(store: ObjectStore) -> Limiter:

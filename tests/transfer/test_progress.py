@@ -1,0 +1,70 @@
+"""`Progress`: every byte counts, stalls are noticed, the first request to stop counts."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from dcp_objstore.errors import TransferStalledError
+from dcp_objstore.observe.dispatch import Channel
+from dcp_objstore.threads import spawn
+from dcp_objstore.transfer.progress import Progress
+from tests.support.listening import Heard, heard_channel
+from tests.support.meeting_number import MeetingNumber
+
+
+def test_bytes_that_two_threads_report_at_once_are_both_counted() -> None:
+    progress = Progress(60)
+    progress.moved_bytes = MeetingNumber(0)
+    threads = [threading.Thread(target=progress.moved, args=(count,)) for count in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert progress.moved_bytes == 3
+
+
+def test_a_transfer_has_stalled_when_nothing_has_moved_for_longer_than_the_time_out() -> None:
+    now = 100.0
+    progress = Progress(5.0, clock=lambda: now)
+    now += 5
+    progress.check_stalled("o")
+    progress.moved(1)
+    now += 5
+    progress.check_stalled("o")
+    progress.alive()
+    now += 5
+    progress.check_stalled("o")
+    now += 0.1
+    with pytest.raises(TransferStalledError):
+        progress.check_stalled("o")
+
+
+def test_the_first_request_to_stop_counts() -> None:
+    progress = Progress(60)
+    progress.check_stopped()
+    progress.stop(KeyboardInterrupt())
+    progress.stop(ZeroDivisionError())
+    with pytest.raises(KeyboardInterrupt):
+        progress.check_stopped()
+
+
+def test_a_request_to_stop_waits_for_another_one() -> None:
+    progress = Progress(60)
+    with progress._lock:
+        stopping = spawn(lambda: progress.stop(KeyboardInterrupt()), "stops")
+        stopping.join(0.05)
+        progress.check_stopped()
+    stopping.join(30)
+    with pytest.raises(KeyboardInterrupt):
+        progress.check_stopped()
+
+
+def test_parts_and_ranges_are_told_only_to_a_channel_that_wants_details() -> None:
+    detailed, _ = heard_channel()
+    assert Progress(60, detailed).channel is detailed
+    coarse = Channel("save", "memory://heard")
+    coarse.add(Heard(), "test", detailed=False)
+    assert Progress(60, coarse).channel is None
+    assert Progress(60).channel is None

@@ -1,0 +1,119 @@
+"""Threads for requests: how many there are, in which order they work, and what they keep."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from dcp_objstore.threads import spawn
+from dcp_objstore.transfer.workers import DaemonPool, in_waves, run_into, wait_for, worker_number
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads that were started."""
+    names: list[str] = []
+
+    def noted(function: Callable[[], object], name: str) -> object:
+        names.append(name)
+        return spawn(function, name)
+
+    monkeypatch.setattr("dcp_objstore.transfer.workers.spawn", noted)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("items", "wave", "threads"), [(100, 64, 16), (16, 64, 16), (3, 64, 3), (9, 2, 2), (0, 64, 0)]
+)
+def test_results_come_in_order_of_as_many_threads_as_have_work(
+    items: int, wave: int, threads: int, names: list[str]
+) -> None:
+    assert list(in_waves(lambda item: 2 * item, range(items), wave)) == [*range(0, 2 * items, 2)]
+    assert len(names) == threads
+
+
+def test_no_call_of_a_wave_is_made_before_the_results_of_the_last_one_were_taken() -> None:
+    done: list[int] = []
+    results = in_waves(done.append, range(10), 4)
+    for taken in range(1, 11):
+        next(results)
+        assert len(done) <= (taken + 3) // 4 * 4
+    assert sorted(done) == list(range(10))
+    done.clear()
+    results = in_waves(done.append, range(200))
+    next(results)
+    deadline = time.monotonic() + 10
+    while len(done) < 64 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(done) == 64
+
+
+def test_a_pool_runs_what_was_submitted_and_ends_its_threads() -> None:
+    numbers: list[int] = []
+    met = threading.Barrier(3)
+
+    def number(base: int) -> int:
+        met.wait(30)
+        numbers.append(worker_number())
+        return base + 1
+
+    with DaemonPool(3, "numbered") as pool:
+        futures = [pool.submit(number, base) for base in range(3)]
+    assert [future.result(30) for future in futures] == [1, 2, 3]
+    assert sorted(numbers) == [0, 1, 2]
+    assert worker_number() == 0
+    for thread in threading.enumerate():
+        if "numbered" in thread.name:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_a_thread_that_waits_keeps_nothing_of_its_last_task() -> None:
+    class Memory:
+        pass
+
+    with DaemonPool(1, "keeping") as pool:
+        memory = Memory()
+        kept = weakref.ref(memory)
+        pool.submit(lambda _: None, memory).result(30)
+        del memory
+        deadline = time.monotonic() + 10
+        while kept() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert kept() is None
+
+
+def test_an_error_does_not_keep_its_future_alive_until_the_garbage_collector_comes() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    future: Future[Any] = Future()
+    kept = weakref.ref(future)
+    gc.disable()
+    try:
+        run_into(future, fail)
+        assert isinstance(future.exception(), ZeroDivisionError)
+        del future
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_call_gets_its_arguments_in_whatever_thread_it_is_made() -> None:
+    def call(*args: int, **settings: int) -> object:
+        return args, settings, threading.current_thread() is threading.main_thread()
+
+    assert wait_for(call, 1, 2, at=3) == ((1, 2), {"at": 3}, False)
+    with DaemonPool(1, "other") as pool:
+        assert pool.submit(lambda: wait_for(call, 1, 2, at=3)).result(30) == (
+            (1, 2),
+            {"at": 3},
+            False,
+        )
