@@ -102,11 +102,11 @@ def delete(
     marker = stored.record
     if claim is not None:
         refuse_later(store, marker, claim)
+    _refuse_pinned(store, marker)
     # Before the marker changes: afterwards a sweep may remove the index at any time.
     keys = _referenced(store, marker) if remove_objects else ()
     if marker.state == "deleted" and not keys:
         raise not_committed(store, stored)
-    _refuse_pinned(store, marker)
     resumed = marker.state != "committed"
     superseded = False
     if not dry_run:

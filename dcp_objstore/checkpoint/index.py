@@ -206,9 +206,9 @@ class Index:
     columns: Columns
     flatten_mapping: dict[str, tuple[str | int, ...]] | None = None
     storage: StorageInfo = field(default_factory=StorageInfo)
-    _first_row: dict[str, int] = field(init=False, repr=False)
-    _first_number: dict[str, int] = field(init=False, repr=False)
-    _first_digest: Numbers = field(init=False, repr=False)
+    _first_row: dict[str, int] = field(init=False)
+    _first_number: dict[str, int] = field(init=False)
+    _first_digest: Numbers = field(init=False)
 
     def __post_init__(self) -> None:
         counts = [tensor.chunk_count for tensor in self.tensors.values()]
@@ -310,7 +310,7 @@ class Index:
         if offset is None:
             return first
         wanted, tensor = list(offset), self.tensors[key]
-        if len(wanted) != len(tensor.shape) or min(wanted, default=0) < 0:
+        if len(wanted) != len(tensor.shape) or any(number < 0 for number in wanted):
             return None
         if hint is not None and 0 <= hint < tensor.chunk_count and self.box(key, hint)[0] == wanted:
             return first + hint
@@ -432,7 +432,7 @@ def _check_object(entry: ObjectEntry) -> None:
 
 def _check_tensor(tensor: Tensor) -> None:
     shape, key = tensor.shape, tensor.key
-    if len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0 or tensor.chunk_count < 0:
+    if len(shape) > _MAX_DIMENSIONS or any(n < 0 for n in (*shape, tensor.chunk_count)):
         raise CheckpointCorruptError(
             f"the index has impossible extents {shape[:8]}, or {tensor.chunk_count} chunks", key=key
         )
@@ -481,7 +481,7 @@ def _check_places(index: Index) -> None:
     outside = np.zeros(len(remaining), dtype=bool)
     for column in (c.offset, c.lead, c.payload_length, c.trail):
         outside |= column > remaining
-        remaining -= np.minimum(column, remaining)
+        remaining -= column.clip(max=remaining)
     _refuse(
         index,
         outside,
@@ -533,7 +533,7 @@ def _check_chunks(index: Index, group: Group) -> None:
     # By dimension, because a matrix of 64-bit numbers may be 60 times as large as the index.
     for dim, (offset, size) in enumerate(zip(group.offsets.T, group.sizes.T, strict=True)):
         limit = shapes[owner, dim]
-        inside &= (offset <= limit) & (size <= limit - np.minimum(offset, limit))
+        inside &= (offset <= limit) & (size <= limit - offset.clip(max=limit))
         volumes *= size
         after |= tied & (offset[:-1] < offset[1:])
         tied &= offset[:-1] == offset[1:]
@@ -560,7 +560,7 @@ def _check_chunks(index: Index, group: Group) -> None:
     item_sizes = [ITEM_SIZE_BYTES.get(tensor.dtype, 0) for tensor in tensors]
     item_size = np.array(item_sizes, dtype=np.uint64)[owner]
     is_raw = (index.columns.pickled[rows] == 0) & (item_size != 0)
-    stored, rest = np.divmod(index.columns.payload_length[rows], np.maximum(item_size, 1))
+    stored, rest = np.divmod(index.columns.payload_length[rows], item_size.clip(min=1))
     _refuse(
         index,
         is_raw & ((stored != volumes) | (rest != 0)),

@@ -167,7 +167,7 @@ def named_keys(store: ObjectStore, marker: Marker) -> list[str]:
     return [*(entry.key for entry in index.objects), marker.index.key]
 
 
-def explain_missing(store: ObjectStore, commit_id: str, object_key: str) -> DcpObjstoreError:
+def explain_missing(store: ObjectStore, commit_id: str, object_key: str | None) -> DcpObjstoreError:
     """Make the error for an object of the commit that a reader did not find (rule 7). One GET.
 
     Returns:

@@ -42,7 +42,7 @@ from dcp_objstore.distributed.failures import (
     raise_on_all,
     typed_failures,
 )
-from dcp_objstore.distributed.groups import count_ranks, is_first, sync_group
+from dcp_objstore.distributed.groups import count_ranks, is_first, rank_in, sync_group
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     ConfigError,
@@ -361,7 +361,7 @@ def _plan(
         files = [torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
     else:
         files = [safetensors_file(name, list(tensors), tensors, names)]
-    own = share_out(files, count_ranks(group))[0 if group is None else dist.get_rank(group)]
+    own = share_out(files, count_ranks(group))[rank_in(group)]
     if is_first(group):
         small = copied()
         named = {file.name for file in small}

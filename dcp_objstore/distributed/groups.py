@@ -45,9 +45,14 @@ def count_ranks(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """Return this rank's number in the group; 0 without a group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
 def is_first(group: dist.ProcessGroup | None) -> bool:
     """Whether this rank is the first of the group; True without a group."""
-    return group is None or dist.get_rank(group) == 0
+    return rank_in(group) == 0
 
 
 def has_gone(group: dist.ProcessGroup | None) -> bool:

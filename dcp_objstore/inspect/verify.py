@@ -421,7 +421,7 @@ class _Verification:
         """
         if self._was_there:
             return
-        explained = explain_missing(self._store, self._marker.commit_id, error.object_key or "?")
+        explained = explain_missing(self._store, self._marker.commit_id, error.object_key)
         if not isinstance(explained, CheckpointCorruptError):
             raise explained from error
         self._was_there = True

@@ -196,9 +196,8 @@ class StockItems:
         """Size of all items in bytes; they are `torch.save` blobs, whose framing counts here."""
         return sum(location.payload_length for location in self._locations.values())
 
-    def find(self, key: str, offset: Offset, number: int | None) -> ItemLocation | None:
+    def find(self, key: str, offset: Offset, _number: int | None) -> ItemLocation | None:
         """Return the location of an item, or None if the `.metadata` does not say it."""
-        del number
         return self._locations.get((key, None if offset is None else tuple(offset)))
 
     def describe(self, load_id: str | None) -> Metadata:

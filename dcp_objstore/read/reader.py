@@ -63,9 +63,6 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.stores import StoreSpec
 
-# What does not go with a pickled reader; everything else of it is a setting.
-_OF_LOADS = frozenset({"_process_group", "_of_thread", "last_load", "load_id"})
-
 
 @dataclass(slots=True)
 class _Load:
@@ -225,15 +222,13 @@ class ObjectStoreReader(StorageReader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings, without secrets, process group or opened checkpoint."""
-        return {name: value for name, value in vars(self).items() if name not in _OF_LOADS}
+        none = dict.fromkeys(("_process_group", "_of_thread", "last_load", "load_id"))
+        return vars(self) | none
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         """Restore a reader with these settings that has not loaded yet."""
         self.__dict__.update(state)
-        self._process_group = None
         self._of_thread = threading.local()
-        self.last_load = None
-        self.load_id = None
 
     def __repr__(self) -> str:
         return f"ObjectStoreReader({self.checkpoint_id!r})"

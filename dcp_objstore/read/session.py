@@ -165,7 +165,6 @@ def run_load(
             go_on()  # items without bytes, and rounds in which only others fetch
             for _ in arriving:
                 go_on()
-        go_on()
     for read in planned.reads:
         if isinstance(read, TensorRead):
             read.finish()

@@ -181,10 +181,11 @@ class StoredCheckpoint:
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
         """Return why a data object is missing: checkpoint deleted or replaced since, or corrupt."""
-        key = error.object_key or "?"
         if self.commit_id is None:
-            return CheckpointCorruptError("an object of the checkpoint is missing", object_key=key)
-        return explain_missing(store, self.commit_id, key)
+            return CheckpointCorruptError(
+                "an object of the checkpoint is missing", object_key=error.object_key
+            )
+        return explain_missing(store, self.commit_id, error.object_key)
 
 
 def open_stored_checkpoint(
@@ -229,7 +230,8 @@ def open_stored_checkpoint(
 
 def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
     folder, name = spec.parent()
-    if folder is not None and name.endswith(safetensors.SUFFIX):
+    if name.endswith(safetensors.SUFFIX):
+        assert folder is not None  # where there is none, there is no name
         with suppress(ObjectNotFoundError):
             return _twice_if_damaged(partial(_open_file, folder.open(), name, load_id))
     return open_rooted(spec.open(), load_id, verify=verify)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -220,9 +220,8 @@ class TensorRead:
         return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
-        """Tell autograd that the destination was written, if the bytes bypassed torch."""
-        if self._memory is not None:
-            count_write(self._destination)
+        """Tell autograd that the destination was written: the bytes may have bypassed torch."""
+        count_write(self._destination)
 
 
 @dataclass(slots=True)
@@ -252,7 +251,7 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
         is_cut = read.selection is not None and len(read.selection.shape) > 1
         is_small = location.payload_length <= DEFAULT_GAP_BYTES
         is_shared = whole_blocks and (is_cut or is_small)
-        for start, end, number in _pieces(read, whole_blocks=is_verified or is_shared):
+        for start, end in _pieces(read, whole_blocks=is_verified or is_shared):
             place = (
                 location.object_number,
                 location.payload_offset + start,
@@ -263,7 +262,7 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
                 digest = None
                 if is_verified:
                     assert location.digests is not None
-                    at = number * DIGEST_SIZE_BYTES
+                    at = start // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
                     digest = location.digests[at : at + DIGEST_SIZE_BYTES]
                 block = Block(read.item.dest_index.fqn, start, digest)
                 span = spans[place] = Span(*place, block)
@@ -271,30 +270,18 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     return list(spans.values())
 
 
-def _pieces(read: Read, *, whole_blocks: bool) -> Iterable[tuple[int, int, int]]:
-    """Yield the pieces of payload `[start, end)` to read, each with the number of its block.
+def _pieces(read: Read, *, whole_blocks: bool) -> Iterator[tuple[int, int]]:
+    """Yield the pieces of payload `[start, end)` to read.
 
     Without `whole_blocks` they begin where the needed bytes do, so that there are few.
     """
-    size = read.location.payload_length
-    if read.selection is None:
-        runs = [(0, size)]
-    else:
-        # A gap shorter than a block skips no whole block.
-        gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES
-        runs = read.selection.runs(gap)
-    if not whole_blocks:
-        for low, high in runs:
-            for start in range(low, high, BLOCK_SIZE_BYTES):
-                yield start, min(start + BLOCK_SIZE_BYTES, high), start // BLOCK_SIZE_BYTES
-        return
-    next_number = 0
-    for low, high in runs:
-        first = max(low // BLOCK_SIZE_BYTES, next_number)  # two runs may touch the same block
-        next_number = -(-high // BLOCK_SIZE_BYTES)
-        for number in range(first, next_number):
-            start = number * BLOCK_SIZE_BYTES
-            yield start, min(start + BLOCK_SIZE_BYTES, size), number
+    size, unit = read.location.payload_length, BLOCK_SIZE_BYTES if whole_blocks else 1
+    # A gap shorter than a block skips no whole block.
+    gap = BLOCK_SIZE_BYTES - 1 if whole_blocks else DEFAULT_GAP_BYTES
+    for low, high in [(0, size)] if read.selection is None else read.selection.runs(gap):
+        end = min(-(-high // unit) * unit, size)
+        for start in range(low // unit * unit, end, BLOCK_SIZE_BYTES):
+            yield start, min(start + BLOCK_SIZE_BYTES, end)
 
 
 def consume(request: RangeRequest[Block], body: Buffer) -> None:
@@ -414,5 +401,5 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 # to. This module only reads from such tensors, so it triggers the warning here, with a filter in
 # place. The filter stays, because leaving `warnings.catch_warnings` would undo filters that other
 # threads have set in the meantime.
-warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
 torch.frombuffer(b"\0", dtype=torch.uint8)

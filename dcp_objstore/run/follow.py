@@ -128,10 +128,6 @@ def _log_dropped(step: ListedCheckpoint) -> None:
     )
 
 
-def _sleep(seconds: float) -> None:
-    wait_until(threading.Event(), seconds)
-
-
 @dataclass(kw_only=True)
 class _Follower:
     """A job that follows a run. The settings are those of `follow`.
@@ -199,7 +195,7 @@ class _Follower:
                     raise failure
                 logger.info("%s: no new step in %g s", self.run.url, self.timeout_seconds)
                 return None
-            _sleep(min(self.poll_at, give_up_at) - now)
+            wait_until(threading.Event(), min(self.poll_at, give_up_at) - now)
 
     def _poll(self) -> None:
         """List the run."""
@@ -213,7 +209,7 @@ class _Follower:
         self._report_dropped(self.listed)
         if is_first and not self.listed.places:
             logger.warning("%s: there is no step yet; waiting for the first", self.run.url)
-        if is_first and self.pin is not None:
+        if self.pin is not None:
             self._unpin_stale(self.pin)
 
     def _read(self, name: str, store: ObjectStore, objects: Objects) -> Entry:
@@ -305,14 +301,14 @@ class _Follower:
             pass  # and with it the pin
         except errors.DcpObjstoreError as error:
             logger.warning(
-                "%s is still pinned as %r, until the next follower with this name begins: %s",
+                "%s is still pinned as %r; the next poll with this name tries again: %s",
                 url,
                 self.pin,
                 error,
             )
 
     def _unpin_stale(self, name: str) -> None:
-        """Remove the pins that a follower with this name left when it was killed."""
+        """Remove the pins with this name that were left: one was killed, or could not do it."""
         wanted = self._wanted()
         for step in self.markers.values():
             if step.stored is None or name not in step.marker.pins:

@@ -102,17 +102,9 @@ class Retainer:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._known: dict[int, StepFacts] | None = None
-        # Whether this job pinned or unpinned steps, kept until the steps are listed.
-        self._pinned: dict[int, bool] = {}
         self._held: list[int] = []
-        # The steps that others had pinned when they were to be deleted.
-        self._refused: set[int] = set()
         self.resumed: int | None = None
         self.claim: RunClaim | None = None
-
-    def set_pinned(self, step: int, *, pinned: bool) -> None:
-        """Record that this job has pinned a step, or removed its last pin."""
-        self._pinned[step] = pinned
 
     def hold(self, step: int) -> None:
         """Plan no deletion of a step, which is to be exported, until it is released."""
@@ -143,7 +135,7 @@ class Retainer:
                 if self._sweeper is None or not self._sweeper.is_alive():
                     self._sweeper = spawn(self.sweep, "sweep")
                 if self._policy is not None:
-                    self._apply(_facts(step, user_metadata))
+                    self._apply(self._policy, _facts(step, user_metadata))
             except Exception as error:  # noqa: BLE001 - the policy may be the user's own
                 logger.warning(
                     "old steps of %s were not deleted; this is tried again after the next save: %s",
@@ -155,23 +147,23 @@ class Retainer:
         """Let a sweep that is under way end before its next checkpoint; do not wait for it."""
         self._ended.set()
 
-    def _apply(self, newest: StepFacts) -> None:
+    def _apply(self, policy: RetentionPolicy, newest: StepFacts) -> None:
         if self._known is None:
             self._known = {
                 number: _facts(number, step.marker.user_metadata, pinned=bool(step.marker.pins))
                 for step in catalogue(self._run).steps
                 if (number := step_number(step.name)) is not None
             }
-        self._known[newest.step] = newest
-        for step, pinned in list(self._pinned.items()):
-            if step in self._known:
-                self._known[step] = replace(self._known[step], pinned=pinned)
+        known = self._known
+        known[newest.step] = newest
         in_use = {newest.step, self.resumed, *self._held}
-        plan = plan_deletions(self._known.values(), self._policy, in_use=in_use)
-        # A pin may be gone by now, as those of `follow` are; what is still pinned must not keep
-        # others from their turn.
-        for step in sorted(plan, key=self._refused.__contains__)[:_AT_A_TIME]:
-            self._delete(step)
+        plan = plan_deletions(known.values(), policy, in_use=in_use)
+        # What was pinned when it was listed, or tried, may no longer be, as pins of `follow` come
+        # and go. Each costs a request, so one of them is tried, the one tried longest ago.
+        pinned = [step for step, facts in known.items() if facts.pinned and step in plan]
+        free = [step for step in plan if not known[step].pinned]
+        for step in (*free[:_AT_A_TIME], *pinned[:1]):
+            self._delete(step, known)
 
     def sweep(self) -> None:
         """Sweep the run, unless that was done in the last hour. It may be cut short anywhere.
@@ -192,17 +184,15 @@ class Retainer:
         except DcpObjstoreError as error:
             logger.warning("%s was not swept: %s", self._run.url, error)
             return
-        if swept.deleted or swept.uploads_aborted:
-            logger.info(
-                "swept %s: %d objects (%d bytes) and %d uploads that are not needed were removed",
-                self._run.url,
-                swept.deleted,
-                swept.deleted_bytes,
-                swept.uploads_aborted,
-            )
+        logger.info(
+            "swept %s: %d objects (%d bytes) and %d uploads that are not needed were removed",
+            self._run.url,
+            swept.deleted,
+            swept.deleted_bytes,
+            swept.uploads_aborted,
+        )
 
-    def _delete(self, step: int) -> None:
-        assert self._known is not None
+    def _delete(self, step: int, known: dict[int, StepFacts]) -> None:
         url = step_url(self._run.url, step)
         try:
             # It is not the newest: the plan was made with a list of the whole run.
@@ -215,7 +205,7 @@ class Retainer:
         except CheckpointNotFoundError:
             pass  # it was deleted already
         except CheckpointPinnedError:
-            self._refused.add(step)
+            known[step] = replace(known.pop(step), pinned=True)  # the last in the order of turns
             return
-        del self._known[step]
+        del known[step]
         logger.info("deleted %s, which no retention policy keeps", url)

@@ -292,7 +292,7 @@ class _Look:
             places = list_places(store, all_data=True)
             claims, unread = self._claims([run for run in places if CLAIM_KEY in places[run]])
             prefixes = {prefix for prefix in places if self._is_listed(places[prefix])}
-            prefixes |= {*(self.uploads or ()), *([""] if self.itself is not None else [])}
+            prefixes |= {*(self.uploads or ())}
             describe = partial(self._describe, places, claims)
             described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
             claims_again, _ = self._claims(list(claims))
@@ -305,18 +305,15 @@ class _Look:
         self, runs: Sequence[str]
     ) -> tuple[dict[str, ClaimRecord | None], list[errors.DcpObjstoreError]]:
         """Return the `_CLAIM` of each run, or None, and the errors of those that are unreadable."""
-        unread: dict[str, errors.DcpObjstoreError] = {}
+        found = list(in_waves(self._claim, runs))
+        claims = {run: claim for run, (claim, _) in zip(runs, found, strict=True)}
+        return claims, [error for _, error in found if error is not None]
 
-        def read(run: str) -> ClaimRecord | None:
-            try:
-                return read_claim_record(self.spec.open_child(run))
-            except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
-                unread[run] = error
-                return None
-
-        return dict(zip(runs, in_waves(read, runs), strict=True)), [
-            unread[run] for run in sorted(unread)
-        ]
+    def _claim(self, run: str) -> tuple[ClaimRecord | None, errors.DcpObjstoreError | None]:
+        try:
+            return read_claim_record(self.spec.open_child(run)), None
+        except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
+            return None, error
 
     def _is_listed(self, objects: Objects) -> bool:
         """Return whether a save has begun where these objects are, or left something there."""

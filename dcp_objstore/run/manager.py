@@ -30,8 +30,8 @@ from dcp_objstore.distributed.failures import (
 from dcp_objstore.distributed.groups import (
     EXPORTS,
     count_ranks,
-    is_first,
     own_group,
+    rank_in,
     sync_group,
     world_group,
 )
@@ -70,23 +70,23 @@ _PREEMPTED = "preempted"
 class _Trained:
     """The progress of a manager, for the message if the program does not close it.
 
-    It refers neither to the manager nor to the state, so that both can be collected. `step` is the
-    last one that the manager was called with, and `saved` whether a save of it has begun.
+    It refers neither to the manager nor to the state, so that both can be collected. `last` is the
+    step that the manager was last called with, and whether a save of it has begun.
     """
 
     url: str
-    step: int | None = None
-    saved: bool = False
+    last: tuple[int, bool] | None = None
     pid: int = field(default_factory=os.getpid)
 
     def print_unclosed(self) -> None:
         """Print what is lost, if a step was passed. Called at collection of the manager or exit."""
-        if self.step is None or os.getpid() != self.pid:
+        if self.last is None or os.getpid() != self.pid:
             return
+        step, saved = self.last
         lost = (
-            f"the last save that it began was that of step {self.step}"
-            if self.saved
-            else f"step {self.step}, its last one, was NOT saved"
+            f"the last save that it began was that of step {step}"
+            if saved
+            else f"step {step}, its last one, was NOT saved"
         )
         print(
             f"dcp_objstore: CheckpointManager({self.url!r}) was not closed; {lost}. Use it in a"
@@ -247,7 +247,7 @@ class CheckpointManager:
         self._closed = False
         self._last_step: int | None = None
         self._saves_last = save_last
-        # The arguments of the last call of `step`, if it did not save.
+        # The arguments of the last call of `step`, if that step was not saved.
         self._unsaved: tuple[int, Mapping[str, Any], dict[str, Any]] | None = None
         self._preempted = False
         self.last_resume: ResumeReport | None = None
@@ -285,14 +285,12 @@ class CheckpointManager:
     def close(self) -> None:
         """Save the last step, if `save_last` is set; wait for what is under way and for deletions.
 
-        A collective. The manager cannot be used after that. A second call does nothing.
+        A collective. The manager cannot be used after that. A second call has nothing left to do.
 
         Raises:
             DcpObjstoreError: the save of the last step, or the save or export under way, has
                 failed. If only the save under way fails, the last step is saved all the same.
         """
-        if self._closed:
-            return
         try:
             if self._saves is not None:
                 try:
@@ -334,8 +332,7 @@ class CheckpointManager:
         assert self._saves is not None
         failed = self._saves.settle_quietly()  # on all ranks, or on none
         step, state, described = last
-        if not self._saves.knows(step):
-            self.save(step, state, **described)
+        self.save(step, state, **described)
         if failed is not None:
             raise failed
 
@@ -356,14 +353,11 @@ class CheckpointManager:
 
     def _abandon(self, error: BaseException) -> None:
         """Wait for the save under way on this rank alone: other ranks may be anywhere."""
-        if self._closed:
-            return
-        self._closed = True
+        assert self._consensus is not None  # of `__enter__`
+        assert self._saves is not None
         try:
-            if self._consensus is not None:
-                self._consensus.close()  # now: other ranks may be waiting to agree with this one
-            if self._saves is not None:
-                self._saves.abandon(error)
+            self._consensus.close()  # now: other ranks may be waiting to agree with this one
+            self._saves.abandon(error)
             self._exports.abandon(error)
         finally:
             self._end()  # last, so that a signal does not cut the save short
@@ -373,20 +367,16 @@ class CheckpointManager:
         if self._closed:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
         if self._saves is None:
-            with meeting(self._url, self._group_given or world_group()):
-                self._group = sync_group(self._group_given, self._run.config)
+            self._group = self._make_group(sync_group)
             # The thread of the consensus must not keep a manager alive that is never closed.
             ask = weakref.WeakMethod(self._ask)
             self._consensus = StepConsensus(
                 lambda: asked() if (asked := ask()) is not None else frozenset(),
                 store=shared_store(self._url, self._group),
-                rank=0 if self._group is None else dist.get_rank(self._group),
+                rank=rank_in(self._group),
                 world_size=count_ranks(self._group),
                 peer_timeout_seconds=self._run.config.peer_timeout_seconds,
             )
-            self._consensus.start()
-            if not is_first(self._group):
-                self._every_seconds = None  # rank 0 keeps the time
             self._saves = RunSaves(
                 self._run,
                 self._group,
@@ -394,6 +384,7 @@ class CheckpointManager:
                 user_metadata=self._user_metadata,
                 saving={**self._saving, "process_group": self._group_given},
             )
+            self._consensus.start()
         elif self._group is None and rank_and_world_size()[1] > 1:
             raise ConfigError(
                 "the process group was made after this CheckpointManager began, so its ranks cannot"
@@ -401,6 +392,14 @@ class CheckpointManager:
                 url=self._url,
             )
         return self._saves
+
+    def _make_group(
+        self,
+        make: Callable[[dist.ProcessGroup | None, TransferConfig], dist.ProcessGroup | None],
+    ) -> dist.ProcessGroup | None:
+        """Make a group of this manager's ranks. A collective."""
+        with meeting(self._url, self._group_given or world_group()):
+            return make(self._group_given, self._run.config)
 
     # --- saving
 
@@ -437,8 +436,9 @@ class CheckpointManager:
         assert self._consensus is not None
         due = self._is_due(step)
         described: dict[str, Any] = {"metrics": metrics, "user_metadata": user_metadata}
-        self._unsaved = step, state, described
-        self._trained.step, self._trained.saved = step, saves.knows(step)
+        known = saves.knows(step)
+        self._unsaved = None if known else (step, state, described)
+        self._trained.last = step, known
         reasons = self._consensus.reached()
         timed = _timer(saves) in reasons
         if _PREEMPTED in reasons:
@@ -452,9 +452,9 @@ class CheckpointManager:
                 self._preemption.raise_held()
                 return not known
             self._preemption.raise_held()
-        if saves.knows(step) or not (due or timed):
+        if known or not (due or timed):
             return False
-        # The timer asks when rank 0 has ended the save before, so the others are about to.
+        # The timer asks when a rank has ended the save before, so the others are about to.
         on_busy = self._on_busy if due else "wait"
         return self.async_save(step, state, on_busy=on_busy, **described) is not None
 
@@ -536,7 +536,7 @@ class CheckpointManager:
 
     def _note_saved(self, step: int) -> None:
         self._unsaved = None
-        self._trained.step, self._trained.saved = step, True
+        self._trained.last = step, True
 
     def _own_run(self) -> RunSaves:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
@@ -564,7 +564,8 @@ class CheckpointManager:
         if not self._preempted and self._preemption.announced():
             wanted.add(_PREEMPTED)
         saves = self._saves
-        if saves is not None and self._every_seconds is not None and saves.is_idle():
+        assert saves is not None
+        if self._every_seconds is not None and saves.is_idle():
             passed_seconds = time.monotonic() - saves.begun_at
             wanted |= {_timer(saves)} if passed_seconds >= self._every_seconds else set()
         return frozenset(wanted)
@@ -694,8 +695,7 @@ class CheckpointManager:
         """
         saves = self._begin()
         self._exports.settle(self._group)
-        with meeting(self._url, self._group_given or world_group()):
-            group = own_group(EXPORTS, self._group_given, self._run.config)
+        group = self._make_group(partial(own_group, EXPORTS))
         number = self._step_to_export(saves, step, options)
         return self._exports.begin(self._prepare_export(saves, number, group, (out, keys), options))
 
@@ -721,8 +721,7 @@ class CheckpointManager:
         last = self._wanted_last()
         if last is not None:
             number, state, described = last
-            if not saves.knows(number):
-                self.async_save(number, state, on_busy="wait", **described)
+            self.async_save(number, state, on_busy="wait", **described)
             return number
         newest = saves.newest()
         newest = self.latest() if newest is None else newest
@@ -739,8 +738,7 @@ class CheckpointManager:
         for each newer step that was deleted, until a sweep has removed its objects.) Once the
         manager is closed, each rank that calls it asks by itself.
         """
-        newest = self._asked(lambda: step_numbers(self._run, 1))
-        return newest[-1] if newest else None
+        return next(iter(self._asked(lambda: step_numbers(self._run, 1))), None)
 
     def steps(self) -> tuple[int, ...]:
         """Return the committed steps, the newest last. A collective; rank 0 makes the requests.
@@ -784,11 +782,10 @@ class CheckpointManager:
         """
         self._change_pins(upkeep.unpin, step, name)
 
-    def _change_pins(self, change: Callable[..., tuple[str, ...]], step: int, name: str) -> None:
+    def _change_pins(self, change: Callable[..., object], step: int, name: str) -> None:
         self._begin()
         url = step_url(self._url, step)
-        pins = on_first(lambda: change(url, name, **self._access), self._url, self._group)
-        self._retainer.set_pinned(step, pinned=bool(pins))
+        on_first(lambda: change(url, name, **self._access), self._url, self._group)
 
 
 def _check_export(step: int | None, options: Mapping[str, Any]) -> None:

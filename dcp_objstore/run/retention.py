@@ -201,21 +201,18 @@ def as_policy(keep: RetentionPolicy | Iterable[RetentionPolicy] | None) -> Reten
 
 def plan_deletions(
     steps: Iterable[StepFacts],
-    policy: RetentionPolicy | None,
+    policy: RetentionPolicy,
     *,
     in_use: Collection[int | None] = (),
 ) -> tuple[int, ...]:
-    """Return the numbers of the steps that may be deleted, the oldest first. Pure.
+    """Return the numbers of the steps that need not be kept, the oldest first. Pure.
 
-    The newest step, pinned steps and those in use (the one that this job resumed from, and the last
-    one that it committed) are never deleted, whatever the policy says. Without one, none is. None
-    in `in_use` stands for no step.
+    The newest step and those in use (the one that this job resumed from, and the last one that it
+    committed) are kept, whatever the policy says. So are pinned steps, but that is for the deletion
+    to see: a pin may have come or gone since. None in `in_use` stands for no step.
     """
     known = tuple(steps)
-    if policy is None or not known:
-        return ()
     kept = policy.keeps(known) | {max(step.step for step in known)} | set(in_use)
-    kept |= {step.step for step in known if step.pinned}
     return tuple(sorted({step.step for step in known} - kept))
 
 

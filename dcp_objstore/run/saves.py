@@ -95,7 +95,7 @@ class RunSaves:
         at an old step leaves the run as it is.
         """
         self._loaded = True
-        self._may_be_behind = went_back and step is not None
+        self._may_be_behind = went_back
         self._saved = {saved for saved in self._saved if step is not None and saved <= step}
         self._retainer.resume(step)
         self._note_begin()

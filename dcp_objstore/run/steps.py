@@ -49,10 +49,10 @@ def step_number(name: str) -> int | None:
 def step_numbers(run: StoreSpec, newest: int | None = None) -> tuple[int, ...]:
     """List the numbers of the newest steps of a run that count, or of all; the newest last."""
     names = [step.name for step in catalogue(run, newest).steps]
-    numbers = sorted(number for name in names if (number := step_number(name)) is not None)
-    if newest is not None and len(names) == newest and len(numbers) < newest:
-        return step_numbers(run)[-newest:]  # there were other names among them
-    return tuple(numbers)
+    numbers = tuple(number for name in names if (number := step_number(name)) is not None)
+    if len(names) == newest and len(numbers) < len(names):
+        return step_numbers(run)[-len(names) :]  # there were other names among them
+    return numbers
 
 
 def described_by(

@@ -198,13 +198,15 @@ def build_index(
     """
     objects = [stored for of_rank in results for stored in of_rank.objects]
     firsts = np.cumsum([0, *(len(of_rank.objects) for of_rank in results)])[:-1]
-    at = {} if all(of_rank.places is None for of_rank in results) else _rows_by_place(planned)
-    shares = [
-        planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)]
-        if of_rank.positions is not None
-        else np.array([at.get(place, -1) for place in of_rank.places or ()], np.int64)
-        for rank, of_rank in enumerate(results)
-    ]
+    # A writer around ours may return a plain list, which has no positions.
+    at = _rows_by_place(planned) if any(one.positions is None for one in results) else {}
+    shares: list[ix.Numbers] = []
+    for rank, of_rank in enumerate(results):
+        if of_rank.positions is not None:
+            shares.append(planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)])
+        else:
+            assert of_rank.places is not None
+            shares.append(np.array([at.get(place, -1) for place in of_rank.places], np.int64))
     row = np.concatenate(shares)
     # By row, the number of the result that is of it. (A foreign planner may report others.)
     count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
@@ -281,33 +283,30 @@ def _with_stored_dtypes(
     planned: PlannedIndex, results: Sequence[Results], reported: ix.Numbers
 ) -> dict[str, ix.Tensor]:
     """Return the tensors with the dtypes that were stored: a planner may have converted them."""
-    numbers = {name: number for number, name in enumerate(ix.ITEM_SIZE_BYTES)}
+    numbers: dict[str | None, int] = {}
+
+    def numbered(names: Iterable[str | None]) -> ix.Numbers:
+        return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+
+    counts = np.array([tensor.chunk_count for tensor in planned.tensors.values()], np.int64)
+    ends = np.cumsum(counts)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    wanted = numbered(tensor.dtype for tensor in planned.tensors.values())[owner]
     stored = np.concatenate(
-        [
-            np.array([numbers.get(name, -1) if name else -1 for name in of_rank.dtypes], np.int64)[
-                of_rank.column("dtype_number")
-            ]
-            for of_rank in results
-        ]
-    )[reported]
-    counts = [tensor.chunk_count for tensor in planned.tensors.values()]
-    wanted = np.repeat(
-        [numbers.get(tensor.dtype, -1) for tensor in planned.tensors.values()], counts
-    )
-    if np.array_equal(stored[: len(wanted)], wanted):
-        return planned.tensors
-    names = tuple(numbers)
-    tensors: dict[str, ix.Tensor] = {}
-    ends = itertools.accumulate(counts)
-    for (key, tensor), count, end in zip(planned.tensors.items(), counts, ends, strict=True):
-        dtypes = sorted({names[number] for number in stored[end - count : end] if number >= 0})
+        [numbered(of_rank.dtypes)[of_rank.column("dtype_number")] for of_rank in results]
+    )[reported[: len(owner)]]
+    names, keys = list(numbers), list(planned.tensors)
+    tensors = dict(planned.tensors)
+    for number in np.unique(owner[stored != wanted]).tolist():
+        key, end = keys[number], ends[number]
+        dtypes = {names[dtype] for dtype in stored[end - counts[number] : end].tolist()}
         if len(dtypes) > 1:
             raise UnsupportedError(
                 "the save planner gave parts of this tensor in different dtypes"
-                f" ({', '.join(dtypes)}); convert all of a tensor to one dtype",
+                f" ({', '.join(sorted(map(str, dtypes)))}); convert all of a tensor to one dtype",
                 key=key,
             )
-        tensors[key] = msgspec.structs.replace(tensor, dtype=dtypes[0] if dtypes else tensor.dtype)
+        tensors[key] = msgspec.structs.replace(tensors[key], dtype=dtypes.pop())
     return tensors
 
 

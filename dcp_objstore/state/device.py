@@ -94,8 +94,7 @@ class CudaLane:
 
 
 @functools.cache
-def _stream(device: torch.device, direction: Direction) -> torch.cuda.Stream:
-    del direction  # part of the cache key only
+def _stream(device: torch.device, _: Direction) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

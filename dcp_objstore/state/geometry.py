@@ -10,6 +10,7 @@ twice.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # The types with which elements are moved, by their size in bytes; their values are not looked at.
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
-_MAX_CELLS = 16 * 1024 * 1024
+_MAX_CELLS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The sums of offsets and sizes."""
+        return tuple(map(operator.add, self.offsets, self.sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +77,7 @@ class Selection:
         stretch. (So if `gap_bytes` is one less than a block, every aligned block that a stretch
         touches holds part of the box.)
         """
-        shape, wanted = collapse(self.shape, self.wanted)
-        runs = _runs(shape, wanted, gap_bytes // self.itemsize)
+        runs = _runs(self.shape, self.wanted, gap_bytes // self.itemsize)
         return [(start * self.itemsize, end * self.itemsize) for start, end in runs]
 
     def copies(self, start: int, end: int) -> list[Copy]:
@@ -90,9 +95,7 @@ class Selection:
         """
         copies = self.copies(start, end)
         first = _linear(copies[0].source_shape, copies[0].source.offsets)
-        box = copies[-1].source
-        ends = tuple(offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True))
-        last = _linear(copies[-1].source_shape, ends)
+        last = _linear(copies[-1].source_shape, tuple(end - 1 for end in copies[-1].source.ends))
         return (
             start + (copies[0].start + first) * self.itemsize,
             start + (copies[-1].start + last + 1) * self.itemsize,
@@ -111,12 +114,7 @@ class Selection:
         for copy in self.copies(position, position + block.nbytes):
             count = math.prod(copy.source_shape)
             box = elements[copy.start : copy.start + count].reshape(copy.source_shape)
-            cut = box[
-                tuple(
-                    slice(offset, offset + size)
-                    for offset, size in zip(copy.source.offsets, copy.source.sizes, strict=True)
-                )
-            ]
+            cut = box[tuple(map(slice, copy.source.offsets, copy.source.ends))]
             packed[filled : filled + cut.size].reshape(cut.shape)[...] = cut
             filled += cut.size
 
@@ -156,18 +154,16 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
     if not shape:
         return [(0, 1)]
     first, count = wanted.offsets[0], wanted.sizes[0]
-    if len(shape) == 1:
-        return [(first, first + count)]
     row = math.prod(shape[1:])
     inside = _runs(shape[1:], Box(wanted.offsets[1:], wanted.sizes[1:]), gap)
-    (start, _), (_, end) = inside[0], inside[-1]
-    if start + row - end > gap:  # the gap between two rows
+    start, end = inside[0]
+    # The gap between two rows, and even more if there are several stretches inside of one.
+    if start + row - end > gap:
         return [
             (number * row + low, number * row + high)
             for number in range(first, first + count)
             for low, high in inside
         ]
-    # No gap inside a row is longer than the gap between two rows, so `inside` is one stretch.
     return [(first * row + start, (first + count - 1) * row + end)]
 
 
@@ -180,22 +176,16 @@ def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> li
     """
     copies = []
     for first, box in _boxes(shape, start, end):
-        low = [max(a, b) for a, b in zip(box.offsets, wanted.offsets, strict=True)]
-        high = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(box.offsets, box.sizes, wanted.offsets, wanted.sizes, strict=True)
-        ]
-        sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+        low = tuple(map(max, box.offsets, wanted.offsets))
+        sizes = tuple(map(operator.sub, map(min, box.ends, wanted.ends), low))
         if any(size <= 0 for size in sizes):
             continue
         copies.append(
             Copy(
                 start=first - start,
                 source_shape=box.sizes,
-                source=Box(tuple(a - b for a, b in zip(low, box.offsets, strict=True)), sizes),
-                destination=Box(
-                    tuple(a - b for a, b in zip(low, wanted.offsets, strict=True)), sizes
-                ),
+                source=Box(tuple(map(operator.sub, low, box.offsets)), sizes),
+                destination=Box(tuple(map(operator.sub, low, wanted.offsets)), sizes),
             )
         )
     return copies
@@ -205,20 +195,17 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, 
     """Yield the boxes that make up stretch `[start, end)`, each with its first element's number."""
     if start >= end:
         return
-    if len(shape) <= 1:
-        yield start, Box((start,), (end - start,)) if shape else Box((), ())
+    if not shape:
+        yield start, Box((), ())
         return
     row = math.prod(shape[1:])
-    if start % row:  # the rest of a row that began before the stretch
-        yield from _within_row(shape, start, min(end, (start // row + 1) * row))
-        start = min(end, (start // row + 1) * row)
-    rows = (end - start) // row
-    if rows:
-        zeros = (0,) * (len(shape) - 1)
-        yield start, Box((start // row, *zeros), (rows, *shape[1:]))
-        start += rows * row
-    if start < end:  # the start of a row that ends after the stretch
-        yield from _within_row(shape, start, end)
+    whole = min(end, -(-start // row) * row)  # where the whole rows begin
+    rest = max(whole, end // row * row)  # where they end
+    yield from _within_row(shape, start, whole)
+    # Of no rows if there is none.
+    zeros = (0,) * (len(shape) - 1)
+    yield whole, Box((whole // row, *zeros), ((rest - whole) // row, *shape[1:]))
+    yield from _within_row(shape, rest, end)
 
 
 def _within_row(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, Box]]:
@@ -240,31 +227,28 @@ def fills(
     If the boxes cut the shape into more than 16 million cells, which no grid of ranks does, only
     their elements are counted.
     """
-    rows = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
-    if sum(map(math.prod, rows)) < math.prod(shape):
-        return False
-    if len(sizes) < 2 or 0 in shape:
+    if 0 in shape:
         return True
-    starts = np.array(offsets, dtype=np.int64)
-    ends = starts + np.array(sizes, dtype=np.int64)
-    covering = (ends > starts).all(axis=1)
-    starts, ends = starts[covering], ends[covering]
+    starts, lengths = (
+        np.array(numbers, dtype=np.int64).reshape(len(sizes), len(shape))
+        for numbers in (offsets, sizes)
+    )
+    if sum(map(math.prod, lengths.tolist())) < math.prod(shape):
+        return False
+    covering = (lengths > 0).all(axis=1)
+    starts, ends = starts[covering], (starts + lengths)[covering]
     edges = {
         dim: np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, extent]]))
         for dim, extent in enumerate(shape)
     }
     # NumPy has not as many dimensions as torch; those that are not cut do not count.
     edges = {dim: cuts for dim, cuts in edges.items() if len(cuts) > 2}
-    if math.prod(len(cuts) - 1 for cuts in edges.values()) > _MAX_CELLS:
+    counts = [len(cuts) - 1 for cuts in edges.values()]
+    if math.prod(counts) > _MAX_CELLS:
         return True
-    cells = np.zeros([len(cuts) - 1 for cuts in edges.values()], dtype=bool)
+    cells = np.zeros(counts, dtype=bool)
     first = [np.searchsorted(cuts, starts[:, dim]) for dim, cuts in edges.items()]
     after = [np.searchsorted(cuts, ends[:, dim]) for dim, cuts in edges.items()]
-    if all(np.array_equal(f + 1, a) for f, a in zip(first, after, strict=True)):
-        cells[tuple(first)] = True  # a regular grid, as ranks make it
-    else:
-        for number in range(len(starts)):
-            cells[tuple(slice(f[number], a[number]) for f, a in zip(first, after, strict=True))] = (
-                True
-            )
+    for number in range(len(starts)):
+        cells[tuple(slice(f[number], a[number]) for f, a in zip(first, after, strict=True))] = True
     return bool(cells.all())

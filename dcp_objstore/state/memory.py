@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -48,13 +49,12 @@ def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has elements, and its memory holds their values one after the other."""
+    """Whether the tensor's memory holds the values of its elements one after the other."""
     return (
         type(tensor) is torch.Tensor
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.is_contiguous()
-        and tensor.numel() > 0
     )
 
 
@@ -108,9 +108,8 @@ def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
     """
     if source.is_quantized or destination.is_quantized:
         _check_quantization(source, destination)
-    to = byte_memory(destination) if source.dtype == destination.dtype else None
-    have = None if to is None or source.is_quantized else byte_memory(source)
-    if to is None or have is None:
+    have, to = byte_memory(source), byte_memory(destination)
+    if have is None or to is None or source.dtype != destination.dtype:
         with torch.inference_mode(destination.is_inference()), torch.no_grad():
             destination.copy_(source)
     else:
@@ -186,11 +185,11 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
         for number, (key, of_key) in enumerate(tensors.items())
         if any(tensor.numel() for tensor in of_key)
     ]
-    pairs: list[tuple[_Region, _Region]] = []
+    pairs: list[list[_Region]] = []
     begun: list[_Region] = []
     for region in sorted(regions, key=lambda region: (region.device, region.start)):
         begun = [r for r in begun if r.device == region.device and r.end > region.start]
-        pairs += [(r, region) if r.number < region.number else (region, r) for r in begun]
+        pairs += [sorted((r, region), key=attrgetter("number")) for r in begun]
         begun.append(region)
     covered = {earlier.key for earlier, later in pairs if later.covers(earlier)}
     after = {
@@ -226,8 +225,8 @@ def _meet(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     tensors = [tensor for tensor in (*some, *others) if tensor.numel()]
     start = min(tensor.data_ptr() for tensor in tensors)
     end = max(tensor.data_ptr() + _reach(tensor) for tensor in tensors)
-    places = (number for t in tensors for number in (t.itemsize, t.data_ptr() - start))
-    unit = math.gcd(*places)  # of one dtype, this is an element
+    # Of one dtype, this is an element.
+    unit = math.gcd(*(number for t in tensors for number in (t.itemsize, t.data_ptr())))
     taken = torch.zeros((end - start) // unit, dtype=torch.bool, device="cpu")
 
     def units(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,6 +251,5 @@ def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 def fits(wanted: Box, shape: tuple[int, ...]) -> bool:
     """Whether the box lies within a tensor of this shape."""
     return len(shape) == len(wanted.sizes) and all(
-        offset + size <= extent
-        for offset, size, extent in zip(wanted.offsets, wanted.sizes, shape, strict=True)
+        end <= extent for end, extent in zip(wanted.ends, shape, strict=True)
     )

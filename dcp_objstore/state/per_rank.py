@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -59,7 +59,7 @@ class PerRank:
     def to_save(self) -> dict[str, Any]:
         """Return this rank's entry of the state dict, in a tuple, which DCP stores as one value."""
         value = self.value
-        return {own_name(): (value.state_dict() if isinstance(value, Stateful) else value,)}
+        return {own_name(): (value.state_dict() if is_stateful(value) else value,)}
 
     @staticmethod
     def to_fill() -> dict[str, Any]:
@@ -75,7 +75,7 @@ class PerRank:
             self.restored = bool(values)
         else:
             self.restored = own in values
-            if own in values and isinstance(self.value, Stateful):
+            if own in values and is_stateful(self.value):
                 self.value.load_state_dict(values[own])
             elif own in values:
                 self.value = values[own]
@@ -84,3 +84,8 @@ class PerRank:
 def own_name() -> str:
     """Return the name under which this rank saves its values."""
     return str(current_rank() or 0)
+
+
+def is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Whether a value has a state dict. To compare with the protocol takes 100 times as long."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

@@ -28,11 +28,11 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return the current states."""
         version, words, gauss = random.getstate()
-        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+        kind, keys, position, has_gauss, cached = np.random.get_state()
         in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state_all() if in_use else []
         return {
-            "python": (version, torch.tensor(words, dtype=torch.int64, device="cpu"), gauss),
+            "python": (version, torch.tensor(words, device="cpu"), gauss),
             # As int64, because torch does not fully support uint32 yet.
             "numpy": (
                 str(kind),

@@ -106,8 +106,7 @@ class Ring:
         # A slot returns where its buffer dies: in any thread, even during a call of this queue.
         # Only SimpleQueue is reentrant.
         self._idle: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._made = 0
+        self._unmade = threading.Semaphore(count)
 
     def try_acquire(self) -> Slot | None:
         """Return a slot to write to, or None if all slots are in use."""
@@ -145,13 +144,10 @@ class Ring:
         return lend(slot.array, functools.partial(self._idle.put, slot))
 
     def _make(self) -> Slot | None:
-        with self._lock:
-            if self._made >= self.count:
-                return None
-            self._made += 1
+        if not self._unmade.acquire(blocking=False):
+            return None
         try:
             return Slot(self._allocate(self.slot_bytes))
         except BaseException:
-            with self._lock:
-                self._made -= 1
+            self._unmade.release()
             raise

@@ -13,7 +13,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
@@ -33,7 +32,7 @@ from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.left_out import LeftOut
-from dcp_objstore.state.per_rank import PerRank
+from dcp_objstore.state.per_rank import PerRank, is_stateful
 from dcp_objstore.state.trainable import Trainable, count_left_out
 
 # A path in the state: keys of dicts as the user has them, and numbers in lists.
@@ -163,7 +162,7 @@ class ConvertedState:
             return _Leaf(path, value, original, module)
         if isinstance(value, PerRank):
             return _Leaf(path, value, self._convert_per_rank(path, value))
-        if _is_stateful(value):
+        if is_stateful(value):
             return _Leaf(path, value, value.state_dict())
         if isinstance(value, tuple) and _has_parts(value):
             raise StateMismatchError(
@@ -191,7 +190,7 @@ class ConvertedState:
         if self._loading:
             return value.to_fill()
         entry = value.to_save()
-        if any(_has_parts(item) for item in entry.values()):
+        if _has_parts(entry):
             raise StateMismatchError(
                 "a PerRank is stored as one pickled value for each rank, so it cannot contain"
                 " modules, optimizers, Stateful objects or sharded tensors",
@@ -257,18 +256,12 @@ class ConvertedState:
             set_optimizer_state_dict(leaf.module, leaf.value, loaded, options=options)
             for key in [key for key, state in leaf.value.state.items() if not state]:
                 del leaf.value.state[key]
-        elif _is_stateful(leaf.value):
+        elif is_stateful(leaf.value):
             leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):
             leaf.value[:] = loaded
         elif loaded is not leaf.value:
             _at(self._state, leaf.path[:-1], by_str=False)[leaf.path[-1]] = loaded
-
-
-def _is_stateful(value: Any) -> TypeGuard[Stateful]:
-    """Whether a value has a state dict. Stateful is a protocol, which is slow to compare with."""
-    plain = isinstance(value, torch.Tensor) or type(value) in _SCALARS
-    return not plain and isinstance(value, Stateful)
 
 
 def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
@@ -437,7 +430,7 @@ def _has_parts(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_has_parts(item) for item in value.values())
     kinds = torch.nn.Module | Trainable | torch.optim.Optimizer | DTensor | PerRank
-    return isinstance(value, kinds) or _is_stateful(value)
+    return isinstance(value, kinds) or is_stateful(value)
 
 
 def _is_whole(value: list[Any]) -> bool:
@@ -562,9 +555,9 @@ def _alike(original: Any, loaded: Any) -> Any:
     """Return the loaded value in containers and under keys of the types of `original`."""
     if isinstance(original, Mapping) and isinstance(loaded, Mapping):
         items = {key: _alike(item, loaded[str(key)]) for key, item in original.items()}
-        if type(original) is dict or not isinstance(original, MutableMapping):
+        if not isinstance(original, MutableMapping):
             return items
-        same = copy.copy(original)  # a Counter, an OrderedDict, a defaultdict
+        same = copy.copy(original)  # also of a Counter, an OrderedDict, a defaultdict
         same.clear()
         same.update(items)
         return same

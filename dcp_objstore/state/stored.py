@@ -61,8 +61,7 @@ def known_dtype(name: str) -> torch.dtype | None:
     """Return the dtype of this name; None if this version or this torch does not know it."""
     import torch  # only to read tensors
 
-    dtype = getattr(torch, name, None) if name in ix.ITEM_SIZE_BYTES else None
-    return dtype if isinstance(dtype, torch.dtype) else None
+    return getattr(torch, name, None) if name in ix.ITEM_SIZE_BYTES else None
 
 
 def unknown_dtype(name: str, key: str) -> UnsupportedError:

@@ -28,13 +28,15 @@ from dcp_objstore.state.stored import constant_name
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from typing_extensions import Buffer
+
     from dcp_objstore.transfer.upload import ByteArray
 
 # Payloads start at multiples of this in their object: the alignment of storages in torch's own
 # files, and the size of a cache line.
 ALIGNMENT_BYTES = 64
 # Up to this size a copy costs less than making an array.
-_COPIED_BYTES = 16 * 1024
+_COPIED_BYTES = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +47,21 @@ class Frame:
     trailer: bytes
 
 
-class _FrameSink(io.RawIOBase):
+class _FrameSink:
     """A sink for the bytes that `torch.save` writes before and after its seek over the payload."""
 
     def __init__(self) -> None:
         self.parts: list[list[bytes]] = [[]]
 
-    def writable(self) -> bool:
-        return True
+    def write(self, data: Buffer) -> None:
+        self.parts[-1].append(bytes(data))
 
-    def write(self, data: object) -> int:
-        body = bytes(data)  # type: ignore[call-overload]
-        self.parts[-1].append(body)
-        return len(body)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence != io.SEEK_CUR:
-            raise io.UnsupportedOperation("torch.save is expected to seek over payload only")
+    def seek(self, _offset: int, whence: int) -> None:
+        assert whence == io.SEEK_CUR, "torch.save seeks over payload only"
         self.parts.append([])
-        return offset
+
+    def flush(self) -> None:
+        """Do nothing; torch calls it at the end."""
 
 
 def save_options() -> tuple[object, ...]:
@@ -73,22 +71,20 @@ def save_options() -> tuple[object, ...]:
 
 
 @functools.lru_cache(maxsize=65536)
-def frame(dtype: torch.dtype, shape: tuple[int, ...], options: tuple[object, ...]) -> Frame:
+def frame(dtype: torch.dtype, shape: tuple[int, ...], _options: tuple[object, ...]) -> Frame:
     """Return the header and trailer for a contiguous tensor that does not require grad.
 
     Args:
-        options: the result of `save_options()`.
+        _options: the result of `save_options()`; process-wide, so part of the cache key only.
 
     Raises:
         UnsupportedError: the dtype is not one of `ITEM_SIZE_BYTES`.
     """
     check_dtype(dtype)
-    del options  # process-wide, so part of the cache key only
     # A new, empty tensor: torch does not seek over meta tensors, cannot pickle fake ones, and would
     # seek over the whole storage of a view. The memory of this tensor is never touched, so it does
     # not come from `torch.empty`, which fills it under `use_deterministic_algorithms`.
-    size_bytes = math.prod(shape) * dtype.itemsize
-    memory = torch.UntypedStorage(size_bytes, device="cpu")  # type: ignore[no-untyped-call]
+    memory = torch.UntypedStorage(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     untouched = torch.empty(0, dtype=dtype, device="cpu").set_(memory).view(shape)
     header, *trailer = framing(untouched)
     return Frame(header, b"".join(trailer))  # no elements: no trailer
@@ -124,12 +120,11 @@ def raw_payload(tensor: torch.Tensor) -> torch.Tensor | None:
     check_layout(tensor.layout)
     if tensor.is_meta:
         raise UnsupportedError("a meta tensor has no data to save")
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized:
+    if type(tensor) is not torch.Tensor or tensor.is_quantized:
         return None
     if tensor.numel() and tensor.data_ptr() == 0:
         raise UnsupportedError("the tensor's memory was freed; there is no data to save")
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -163,9 +158,11 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def small_payload(tensor: torch.Tensor, size_bytes: int) -> bytes | ByteArray:
     """Return the memory of a contiguous CPU tensor or a copy of it, whichever is cheaper."""
-    if size_bytes > _COPIED_BYTES and (memory := byte_memory(tensor)) is not None:
-        return memory
-    return ctypes.string_at(tensor.data_ptr(), size_bytes)
+    if size_bytes <= _COPIED_BYTES:
+        return ctypes.string_at(tensor.data_ptr(), size_bytes)
+    memory = byte_memory(tensor)
+    assert memory is not None
+    return memory
 
 
 def payload_slices(tensor: torch.Tensor, slice_size_bytes: int) -> Iterator[ByteArray]:

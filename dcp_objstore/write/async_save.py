@@ -107,7 +107,7 @@ class _WatchedFuture(Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """Return the result, as `Future.result` does, and record that it was asked for."""
         self.exception(timeout)
-        return super().result(0)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error, as `Future.exception` does, and record that it was asked for."""
@@ -487,13 +487,13 @@ def _begin_after_earlier(
         earlier, failed = background.latest, None
         if earlier is not None and on_busy == "wait":
             _, failed = capture(partial(wait_until, earlier._ended))
-        objection = _objection(earlier, handle.url) if failed is None else None
+        objection = _objection(earlier, handle.url)
         try:
             raise_on_all(failed or objection, handle.url, group, _EVERY_RANK)
         except SaveInProgressError:
             raise
         except DcpObjstoreError:
-            if earlier is not None and objection is not None:
+            if earlier is not None:
                 earlier._raised = True
             raise
         with saves.lock:

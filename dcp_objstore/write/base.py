@@ -56,10 +56,8 @@ from dcp_objstore.transfer.copies import LEAST_PART_BYTES, copied_parts, copy_ob
 from dcp_objstore.transfer.digests import (
     BLOCK_SIZE_BYTES,
     DIGEST_SIZE_BYTES,
-    block_digests,
     small_digest,
 )
-from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded
 from dcp_objstore.transfer.workers import DaemonPool, wait_for
@@ -73,6 +71,7 @@ if TYPE_CHECKING:
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.transfer.parts import PartPlan
     from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.write.session import Save
 
@@ -314,8 +313,9 @@ def find_unchanged(
     *,
     known_digests: Mapping[tuple[int, int], bytes],
     config: TransferConfig,
-    digests_of: Callable[[ByteArray], bytes] = block_digests,
-    whole_only: bool = False,
+    part_plan: PartPlan,
+    digests_of: Callable[[ByteArray], bytes],
+    whole_only: bool,
 ) -> Unchanged:
     """Compare a rank's items with those of the base. Sends no request.
 
@@ -324,24 +324,24 @@ def find_unchanged(
 
     Args:
         known_digests: digests that staging has computed, by the address and size of the memory.
+        part_plan: the sizes of slices out of a GPU's memory.
         digests_of: `block_digests` or a wrapper of it, for the threads that hash.
         whole_only: whether the store copies only whole objects.
     """
     assert base.index is not None
-    stop = Progress(config.stall_timeout_seconds)
-    outbound = Outbound(plan_parts(0, config.part_size_bytes), config, stop.check_stopped)
+    outbound = Outbound(part_plan, config, lambda: None)
     same: list[_BaseItem] = []
-    waiting: deque[tuple[_BaseItem, bool | Future[bool]]] = deque()
+    waiting: deque[tuple[_BaseItem, Future[bool]]] = deque()
 
     def compare(candidate: _BaseItem) -> bool | Future[bool]:
         """Compare an item: large host memory in a thread, the rest here and now."""
         size_bytes, digests = candidate.stored.payload_length, candidate.stored.digests
         data = resolve(candidate.item)
-        if isinstance(data, io.BytesIO):
-            return False
+        assert not isinstance(data, io.BytesIO)
         payload = tensor_frame.raw_payload(data)
-        dtype = None if payload is None else constant_name(payload.dtype)
-        if payload is None or (dtype, payload.nbytes) != (candidate.dtype, size_bytes):
+        if payload is None:
+            return False
+        if (constant_name(payload.dtype), payload.nbytes) != (candidate.dtype, size_bytes):
             return False
         if known := known_digests.get((payload.data_ptr(), size_bytes)):
             return known == digests
@@ -355,13 +355,17 @@ def find_unchanged(
 
     def settle() -> None:
         candidate, is_same = waiting.popleft()
-        if is_same if isinstance(is_same, bool) else result_of(is_same):
+        if result_of(is_same):
             same.append(candidate)
 
     with DaemonPool(config.hash_threads, "hash") as hashers:
         for candidate in _candidates(base.index, items):
             with suppress(Exception):  # raised again, with its place, when it is uploaded
-                waiting.append((candidate, compare(candidate)))
+                is_same = compare(candidate)
+                if isinstance(is_same, Future):
+                    waiting.append((candidate, is_same))
+                elif is_same:
+                    same.append(candidate)
             if len(waiting) > 2 * config.hash_threads:
                 settle()
         while waiting:
@@ -440,7 +444,7 @@ def _runs(
     refused: list[_NotCopied] = []
     unchanged_at = {unchanged.row: unchanged for unchanged in same}
     numbers = index.columns.object_number
-    for number in sorted({item.stored.object_number for item in unchanged_at.values()}):
+    for number in {item.stored.object_number for item in unchanged_at.values()}:
         rows = np.flatnonzero(numbers == number)
         # An empty value comes before what has the same offset.
         rows = rows[np.lexsort((index.columns.payload_length[rows], index.columns.offset[rows]))]
@@ -470,9 +474,9 @@ def _runs(
 
 
 class _Kind(NamedTuple):
-    """The name of a stored chunk's dtype, and its shape."""
+    """The dtype of a stored chunk, and its shape."""
 
-    dtype: str
+    dtype: torch.dtype
     shape: tuple[int, ...]
 
 
@@ -491,27 +495,24 @@ def _framing(index: ix.Index, entry: ix.ObjectEntry, rows: Sequence[int]) -> lis
     kinds: dict[int, _Kind] = {}
     for group in index.groups():
         for at in np.flatnonzero(np.isin(group.rows, rows)).tolist():
-            shape = tuple(group.sizes[at].tolist())
-            dtype_name = group.tensors[group.owner[at]].dtype
-            kinds[int(group.rows[at])] = _Kind(dtype_name, shape)
+            dtype = known_dtype(group.tensors[group.owner[at]].dtype)
+            if dtype is None:
+                return None
+            kinds[int(group.rows[at])] = _Kind(dtype, tuple(group.sizes[at].tolist()))
     options = tensor_frame.save_options()
     framing: list[_Framing] = []
     digest, end = xxhash.xxh3_128(), 0
     for row in rows:
         item = index.item(row)
         frame = b""
-        kind = None if item.pickled else kinds.get(row)
-        dtype = None if kind is None else known_dtype(kind.dtype)
-        if kind is not None and dtype is not None:
+        if row in kinds and not item.pickled:
             try:
-                around = tensor_frame.frame(dtype, kind.shape, options)
+                around = tensor_frame.frame(*kinds[row], options)
             except RuntimeError:  # another rank's tensor that is larger than this machine's memory
                 return None
             frame = around.header + around.trailer
         padding_bytes = item.offset - end
         if padding_bytes >= tensor_frame.ALIGNMENT_BYTES:
-            return None
-        if len(frame) != item.length - item.payload_length:
             return None
         padding = bytes(padding_bytes)
         framing.append(_Framing(padding, frame))

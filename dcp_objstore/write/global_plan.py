@@ -31,14 +31,14 @@ Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
 
 
 class _Items(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's items are: key, type and kind of each (-1: a pickled value).
+    """What a rank's items are: key, type and kind of each (None: a pickled value).
 
     A kind is what a tensor is, apart from its key and its chunks.
     """
 
     keys: list[str]
     types: bytes
-    kind_numbers: list[int]
+    kind_numbers: list[int | None]
     kinds: list[ix.Tensor]
     paths: dict[str, tuple[str | int, ...]]
 
@@ -62,15 +62,14 @@ class LocalPlan(msgspec.Struct, frozen=True):
         Args:
             paths: the place of each key in the nested state, as DCP gives it.
         """
-        numbers: list[int] = []
-        numbers_of_kinds: dict[tuple[object, ...], int] = {}
-        kinds: list[ix.Tensor] = []
+        numbers: list[int | None] = []
+        kinds: dict[ix.Tensor, int] = {}
         offsets: list[int] = []
         sizes: list[int] = []
         for item in items:
             data = item.tensor_data
             if data is None:
-                numbers.append(-1)
+                numbers.append(None)
                 continue
             chunk = data.chunk
             if not len(data.size) == len(chunk.offsets) == len(chunk.sizes):
@@ -82,24 +81,13 @@ class LocalPlan(msgspec.Struct, frozen=True):
                 )
             offsets += chunk.offsets
             sizes += chunk.sizes
-            is_ = data.properties
-            kind = (
-                data.size,
-                is_.dtype,
-                is_.layout,
-                is_.requires_grad,
-                is_.memory_format,
-                is_.pin_memory,
-            )
-            number = numbers_of_kinds.setdefault(kind, len(kinds))
-            if number == len(kinds):
-                kinds.append(tensor_entry("", data, 0))
-            numbers.append(number)
+            kind = tensor_entry("", data, 0)
+            numbers.append(kinds.setdefault(kind, len(kinds)))
         described = _Items(
             keys=[item.index.fqn for item in items],
             types=bytes(item.type.value for item in items),
             kind_numbers=numbers,
-            kinds=kinds,
+            kinds=list(kinds),
             paths=dict(paths),
         )
         return cls(
@@ -137,7 +125,7 @@ def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
     items = state.add(plans)
     rows = _deduplicated(state, items)
     _check_boxes(state, rows)
-    counts = np.bincount(rows.tensor, minlength=len(state.keys))
+    counts = np.bincount(rows.tensor)
     is_tensor = items.dims >= 0
     number_of_row = np.full(len(items.tensor), -1)
     # Pickled values come after the tensors.
@@ -222,7 +210,7 @@ class _State:
         of_ranks = [decoded[plan.items] for plan in plans]
         counts = [len(rank.tensor) for rank in of_ranks]
         dims = np.concatenate([rank.dims for rank in of_ranks])
-        used = np.arange(max(dims.max(initial=0), 1)) < dims[:, None]
+        used = np.arange(dims.max(initial=0)) < dims[:, None]
         offsets: _Boxes = np.zeros(used.shape, np.int64)
         sizes: _Boxes = np.zeros(used.shape, np.int64)
         offsets[used] = np.frombuffer(b"".join(plan.offsets for plan in plans), np.int64)
@@ -246,16 +234,16 @@ class _State:
         items = msgspec.msgpack.decode(body, type=_Items)
         for key, path in items.paths.items():
             self.paths.setdefault(key, path)
-        kinds = [items.kinds[number] if number >= 0 else None for number in items.kind_numbers]
-        item_sizes = [ix.ITEM_SIZE_BYTES.get(kind.dtype, 0) for kind in items.kinds]
+        kinds = [None if number is None else items.kinds[number] for number in items.kind_numbers]
         numbers = [
             self._number(key, kind, rank) for key, kind in zip(items.keys, kinds, strict=True)
         ]
+        sizes = [0 if kind is None else ix.ITEM_SIZE_BYTES[kind.dtype] for kind in kinds]
         return _Decoded(
             np.array(numbers, int),
             np.array([-1 if kind is None else len(kind.shape) for kind in kinds], int),
             np.frombuffer(items.types, np.uint8) == WriteItemType.SHARD.value,
-            np.array([0 if n < 0 else item_sizes[n] for n in items.kind_numbers], int),
+            np.array(sizes, int),
         )
 
     def _number(self, key: str, kind: ix.Tensor | None, rank: int) -> int:
@@ -316,9 +304,9 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
     is_shared = (counts > 1) & (table.is_shard[chosen] | (table.size_bytes[chosen] > _TINY_BYTES))
     own = chosen[~is_shared]
     loads = np.zeros(len(table.counts), np.int64)
-    np.add.at(loads, table.rank[own], np.maximum(table.size_bytes[own], 1))
+    np.add.at(loads, table.rank[own], table.size_bytes[own])
     shared = np.flatnonzero(is_shared)
-    for at in shared[np.argsort(-table.size_bytes[chosen[shared]], kind="stable")].tolist():
+    for at in shared[np.argsort(-table.size_bytes[chosen[shared]])].tolist():
         candidates = order[firsts[at] : firsts[at] + counts[at]]
         if not is_empty[candidates[0]]:
             candidates = candidates[~is_empty[candidates]]
@@ -357,9 +345,7 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
     for number, (key, kind) in enumerate(zip(state.keys, state.kinds, strict=True)):
         if kind is not None and held[number] < math.prod(kind.shape):
             raise incomplete(key, int(held[number]), math.prod(kind.shape))
-    for number in _may_overlap(
-        rows.tensor, offsets, sizes, has_elements=elements > 0, count=len(state.keys)
-    ):
+    for number in _may_overlap(rows.tensor, offsets, sizes):
         boxes = np.flatnonzero((rows.tensor == number) & (elements > 0))
         low, high = offsets[boxes], offsets[boxes] + sizes[boxes]
         for at in range(len(boxes)):
@@ -375,26 +361,17 @@ def _check_boxes(state: _State, rows: _Rows) -> None:
                 )
 
 
-def _may_overlap(
-    tensor: ix.Numbers,
-    offsets: _Boxes,
-    sizes: _Boxes,
-    *,
-    has_elements: _Mask,
-    count: int,
-) -> list[int]:
+def _may_overlap(tensor: ix.Numbers, offsets: _Boxes, sizes: _Boxes) -> set[int]:
     """Return the tensors that are not cut along a grid.
 
     Along each dimension of a grid, intervals that begin at different places are apart. No two boxes
     of a tensor begin at the same place, so boxes of a grid do not overlap.
     """
-    may_overlap = np.zeros(count, bool)
-    tensor, offsets, sizes = tensor[has_elements], offsets[has_elements], sizes[has_elements]
-    for dim in range(offsets.shape[1]):
-        start, size = offsets[:, dim], sizes[:, dim]
-        order = np.lexsort((size, start, tensor))
-        of, start, size = tensor[order], start[order], size[order]
+    found: set[int] = set()
+    for starts, lengths in zip(offsets.T, sizes.T, strict=True):
+        order = np.lexsort((lengths, starts, tensor))
+        of, start, length = tensor[order], starts[order], lengths[order]
         # Of those that begin at one place, the longest comes last: that is compared with the next.
         later = (of[1:] == of[:-1]) & (start[1:] > start[:-1])
-        may_overlap[of[1:][later & (start[1:] < start[:-1] + size[:-1])]] = True
-    return np.flatnonzero(may_overlap).tolist()
+        found |= {*of[1:][later & (start[1:] < start[:-1] + length[:-1])].tolist()}
+    return found

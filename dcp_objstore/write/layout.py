@@ -44,8 +44,6 @@ SMALL_BYTES = MIB
 _SMALL_DEVICE_BYTES = 64 * 1024
 # The gathering buffer is passed on at this size.
 _GATHERED_BYTES = 8 * MIB
-# The framing of a small payload is smaller than this.
-_FRAMING_BYTES = 64 * 1024
 
 # One word in this many bytes of a large tensor's memory is compared again after its upload. That
 # takes 1.5 ms of processor time per GiB, and finds every change of at least this many contiguous
@@ -141,15 +139,10 @@ def check_item(item: WriteItem) -> None:
 
 
 class _Sliced(NamedTuple):
-    """An item whose payload is passed on in slices, and the framing after it.
-
-    Attributes:
-        in_place: whether the slices are the tensor's own memory.
-    """
+    """An item whose payload is passed on in slices, and the framing after it."""
 
     placed: Placed
     slices: Iterable[ByteArray]
-    in_place: bool = False
     trailer: bytes = b""
 
 
@@ -201,10 +194,8 @@ class Layout:
             DcpObjstoreError: an item cannot be saved; the error names its key.
             RankFailedError: the planner or torch raised an error of another type.
         """
-        # What is gathered, and one more small tensor, is no larger than a slice.
-        enough_bytes = min(
-            _GATHERED_BYTES, self.plan.slice_size_bytes - SMALL_BYTES - _FRAMING_BYTES
-        )
+        # What is gathered, one more small tensor and its framing are no larger than a slice.
+        enough_bytes = min(_GATHERED_BYTES, self.plan.slice_size_bytes - 2 * SMALL_BYTES)
         while self.pending:
             item, size_bytes = self.pending[0]
             if not self._fits(size_bytes):
@@ -317,7 +308,7 @@ class Layout:
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
         padding = tensor_frame.padding_before(self._position, len(frame.header))
         self._frame(bytes(padding) + frame.header)
-        copied = self.outbound.slices(payload)
+        size_bytes = self.plan.slice_size_bytes
         return _Sliced(
             Placed(
                 item,
@@ -329,8 +320,7 @@ class Layout:
                 pickled=False,
                 dtype=constant_name(payload.dtype),
             ),
-            copied or tensor_frame.payload_slices(payload, self.plan.slice_size_bytes),
-            in_place=copied is None,
+            self.outbound.slices(payload) or tensor_frame.payload_slices(payload, size_bytes),
             trailer=frame.trailer,
         )
 
@@ -359,14 +349,12 @@ class Layout:
         digests = sliced.placed.digests
         if isinstance(digests, bytes):
             return piece
-        words = _watched_words(piece) if sliced.in_place else None
+        words = _watched_words(piece)
         digests.append(self.hash_slice(piece))
-        if words is None:
-            return piece
         change = ChangedSlice(sliced.placed.item.index.fqn, at, piece.nbytes, digests[-1])
 
         def compare() -> None:
-            if not self.is_over and not np.array_equal(_watched_words(piece), words):
+            if not self.is_over and (_watched_words(piece) != words).any():
                 self.changed.append(change)
 
         return lend(piece, compare)  # compares when the transport releases it

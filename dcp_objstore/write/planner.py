@@ -174,7 +174,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._planned: PlannedIndex | None = None
         self._layouts: _Layouts = {}
         self._known: _KnownLayout | None = None
-        self._failed: BaseException | None = None
+        self._failed: list[BaseException] = []  # of `agree`; in no variable of a frame it has
 
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
         """Find out whether all ranks save the layout of an earlier save. A collective.
@@ -195,7 +195,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             self.set_up_planner(plain, is_coordinator=is_first(group))
             layout = self._layouts.get(self._described())
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the other ranks wait below
-            self._failed = error
+            self._failed.append(error)
         number = None if layout is None else layout.number
         if same_on_all(number, self._url, group):
             self._known = layout
@@ -205,7 +205,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         """Override `AgreeingPlanner.set_up_planner`; do nothing if `agree` has done it."""
-        if self._local is None:
+        if self._local is None:  # torch looks for `storage_meta` among the parameters
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def make_items(self) -> list[WriteItem]:
@@ -216,25 +216,20 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
     def _described(self) -> LocalPlan:
         """Return what this rank wants to save; make its items in the first call."""
-        with self._typed_errors():
-            if self._local is None:
-                items = self.make_items()
-                for item in items:
-                    check_item(item)
-                self.plan = SavePlan(items)
-                self._local = LocalPlan.of(items, self.mappings)
-            return self._local
+        if self._local is None:
+            items = self.make_items()
+            for item in items:
+                check_item(item)
+            self.plan = SavePlan(items)
+            self._local = LocalPlan.of(items, self.mappings)
+        return self._local
 
     def create_local_plan(self) -> SavePlan:
         """Override `DefaultSavePlanner.create_local_plan`."""
         with self._typed_errors():
-            failed, self._failed = self._failed, None
-            try:
-                if failed is not None:
-                    raise failed
-            finally:
-                del failed  # which has this frame
-        local = self._described()
+            if self._failed:
+                raise self._failed.pop()
+            local = self._described()
         return SavePlan([], storage_data=_Offer(self._url, None if self._known else local))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -250,12 +245,11 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         with self._typed_errors():
             if len(all_plans) != self._ranks:
                 raise gone_error(self._url)
-            offers: list[_Offer] = [plan.storage_data for plan in all_plans]
+            offers: list[Any] = [plan.storage_data for plan in all_plans]  # an `_Offer` of each
             same_url([offer.url for offer in offers])
             shares: list[_Share | None] = [None] * len(offers)
             if self._known is None:
-                plans = [offer.plan for offer in offers if offer.plan is not None]
-                self._planned, of_ranks = plan_globally(plans)
+                self._planned, of_ranks = plan_globally([offer.plan for offer in offers])
                 number = secrets.randbits(62)
                 shares = [_Share(number, own) for own in of_ranks]
             else:

@@ -81,6 +81,8 @@ def upload_items(
     store = save.open()
     known_digests = planner.digests if isinstance(planner, AgreeingSavePlanner) else {}
     digests_of = partial(_hash, save.channel) if save.channel.detailed else block_digests
+    # For all items: what cannot be copied after all is uploaded.
+    part_plan = _plan_parts(plan.items, store, config)
     unchanged = Unchanged()
     if base is not None:
         unchanged = find_unchanged(
@@ -89,12 +91,11 @@ def upload_items(
             planner.resolve_data,
             known_digests=known_digests,
             config=config,
+            part_plan=part_plan,
             digests_of=digests_of,
             whole_only=not store.capabilities.range_copies,
         )
     order = upload_order(plan.items, unchanged.items)
-    # For all of them: what cannot be copied after all is uploaded.
-    part_plan = _plan_parts(order, store, config)
     _emit_planned(save, unchanged, order, part_plan)
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
@@ -137,9 +138,9 @@ def upload_items(
     return results, objects
 
 
-def _plan_parts(order: Sequence[SizedItem], store: ObjectStore, config: TransferConfig) -> PartPlan:
+def _plan_parts(items: Sequence[WriteItem], store: ObjectStore, config: TransferConfig) -> PartPlan:
     """Choose the sizes of parts, slices and objects for all of these items."""
-    sizes_bytes = [size_bytes for _, size_bytes in order]
+    sizes_bytes = [item_bytes(item) for item in items]
     return plan_parts(
         sum(sizes_bytes),
         config.part_size_bytes,

@@ -381,10 +381,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """Return the base of this save, or None if there is none or it cannot be copied from."""
         if self._base is None:
             return None
-        base: Base | None = getattr(self._of_thread, "base", None)
-        self._of_thread.base = None
-        if base is None:
-            base = open_base(self._base, save.spec)
+        shared: Base | None = vars(self._of_thread).pop("base", None)
+        base = shared or open_base(self._base, save.spec)
         if base.why_not and save.is_coordinator:
             report_not_copied(save, base.url, base.why_not, 0)
         return None if base.index is None else base
@@ -422,17 +420,12 @@ def in_own_group(save: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(save)
     def saving(*args: Any, **settings: Any) -> T:
         writer = settings.get("storage_writer")
-        if isinstance(writer, ObjectStoreWriter) and settings.get("process_group") is None:
-            _, ranks = rank_and_world_size()
-            if ranks > 1 and not settings.get("no_dist"):
-                group = own_group(DCP_SAVES, None, writer._target.config)
-                settings["process_group"] = group
+        is_default = settings.get("process_group") is None and not settings.get("no_dist")
+        if isinstance(writer, ObjectStoreWriter) and is_default:
+            settings["process_group"] = own_group(DCP_SAVES, None, writer._target.config)
         return save(*args, **settings)
 
     return saving
-
-
-_hooks = threading.Lock()
 
 
 def _have_async_saves_in_own_group() -> None:
@@ -440,7 +433,6 @@ def _have_async_saves_in_own_group() -> None:
 
     The executor is reached however `dcp.async_save` was imported, and with any stager.
     """
-    with _hooks:
-        save = ThreadExecutor.execute_save
-        if not hasattr(save, "__wrapped__"):
-            ThreadExecutor.execute_save = in_own_group(save)  # type: ignore[method-assign]
+    save = ThreadExecutor.execute_save
+    if not hasattr(save, "__wrapped__"):
+        ThreadExecutor.execute_save = in_own_group(save)  # type: ignore[method-assign]

@@ -143,6 +143,13 @@ CONTRADICTIONS = {
     "climbing key": index(objects=(ix.ObjectEntry("../../x", 1000, None, DIGEST),)),
     "key with a scheme": index(objects=(ix.ObjectEntry("s3://b/x", 1000, None, DIGEST),)),
     "key with NUL": index(objects=(ix.ObjectEntry("a\0b", 1000, None, DIGEST),)),
+    "an object that is too large": index(
+        objects=(ix.ObjectEntry("a", 2**63, None, DIGEST),),
+    ),
+    "an extent that is too large": index(tensors={"w": tensor(shape=(2**63, 0), chunks=())}),
+    "digests of a part of a block": index(
+        blobs={"step": item(offset=200, length=48, payload_offset=200, digests=DIGEST + b"d")}
+    ),
     "negative object size": index(objects=(ix.ObjectEntry("a", -1, None, DIGEST),)),
     "short framing digest": index(objects=(ix.ObjectEntry("a", 1000, None, b""),)),
     "format 0": index(format=0),
@@ -295,7 +302,7 @@ def test_a_chunk_is_found_by_its_offset_with_and_without_a_hint(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("number", [0, 2**8 - 1, 2**8, 2**16, 2**32 - 1, 2**32, 2**61])
+@pytest.mark.parametrize("number", [0, 2**8 - 1, 2**8, 2**16 - 1, 2**16, 2**32 - 1, 2**32, 2**61])
 def test_numbers_of_every_width_survive(number):
     place = item(offset=number, length=number, payload_offset=number, payload_length=0, digests=b"")
     one = indexes.Chunk((0,), (number,), place)
@@ -330,6 +337,191 @@ def test_a_payload_of_several_blocks_needs_a_digest_for_each():
         bad = msgspec.structs.replace(big, digests=digests)
         with pytest.raises(CheckpointCorruptError):
             ix.decode(indexes.encode(msgspec.structs.replace(wanted, blobs={"b": bad})))
+
+
+def spread() -> ix.Index:
+    """Tensors of several numbers of dimensions in two objects, one of them of no elements."""
+    entries = [ix.ObjectEntry(f"__{rank}_0.abc.distcp", 2**40, None, DIGEST) for rank in (0, 1)]
+    block = BLOCK_SIZE_BYTES
+
+    def place(number: int, offset: int, length: int) -> indexes.Item:
+        blocks = -(-length // block)
+        digests = b"".join(bytes([offset % 251 + n]) * 16 for n in range(blocks))
+        return indexes.Item(number, offset, length, offset, length, digests)
+
+    size = 2 * block + 4
+    tensors = {
+        "row": tensor(
+            shape=(size // 4 + 2,),
+            chunks=(
+                indexes.Chunk((0,), (2,), place(1, 0, 8)),
+                indexes.Chunk((2,), (size // 4,), place(0, 3, size)),
+            ),
+        ),
+        "none": tensor(shape=(0, 2), chunks=()),
+        "scalar": tensor(shape=(), chunks=(indexes.Chunk((), (), place(1, 8, 4)),)),
+        "square": tensor(
+            shape=(2, 4),
+            chunks=(
+                indexes.Chunk((0, 0), (2, 1), place(1, 20, 8)),
+                indexes.Chunk((0, 1), (2, 3), place(1, 40, 24)),
+            ),
+        ),
+        "line": tensor(shape=(3,), chunks=(indexes.Chunk((0,), (3,), place(1, 64, 12)),)),
+        "void": tensor(shape=(0,), chunks=()),
+    }
+    return ix.decode(indexes.encode(indexes.Index(tuple(entries), tensors)))
+
+
+def test_each_tensor_has_its_rows_its_boxes_and_its_digests() -> None:
+    found = spread()
+    assert {key: list(found.rows(key)) for key in found.keys} == {
+        "row": [0, 1],
+        "none": [],
+        "scalar": [2],
+        "square": [3, 4],
+        "line": [5],
+        "void": [],
+    }
+    assert {key: [box.tolist() for box in found.boxes(key)] for key in found.keys} == {
+        "row": [[[0], [2]], [[2], [2 * BLOCK_SIZE_BYTES // 4 + 1]]],
+        "none": [[], []],
+        "scalar": [[[]], [[]]],
+        "square": [[[0, 0], [0, 1]], [[2, 1], [2, 3]]],
+        "line": [[[0]], [[3]]],
+        "void": [[], []],
+    }
+    assert found.box("square", 1) == ([0, 1], [2, 3])
+    assert found.box("line", 0) == ([0], [3])
+    assert {key: found.digests(key)[::16] for key in found.keys} == {
+        "row": bytes([0, 3, 4, 5]),
+        "none": b"",
+        "scalar": bytes([8]),
+        "square": bytes([20, 40]),
+        "line": bytes([64]),
+        "void": b"",
+    }
+    assert [found.item(row).digests[::16] for row in range(6)] == [
+        bytes([0]),
+        bytes([3, 4, 5]),
+        *(bytes([number]) for number in (8, 20, 40, 64)),
+    ]
+    assert found.payload_bytes == 8 + 2 * BLOCK_SIZE_BYTES + 4 + 4 + 8 + 24 + 12
+    assert found.find("scalar", ()) == 2
+    assert found.find("square", (0, 1)) == 4
+    assert found.find("none", (0, 0)) is None
+
+
+def test_chunks_are_grouped_by_their_number_of_dimensions() -> None:
+    groups = {
+        len(group.tensors[0].shape): (
+            [tensor.key for tensor in group.tensors],
+            list(group.bounds()),
+            *(column.tolist() for column in group[1:]),
+        )
+        for group in spread().groups()
+    }
+    last = 2 * BLOCK_SIZE_BYTES // 4 + 1
+    assert groups == {
+        0: (["scalar"], [(0, 1)], [0], [0], [2], [[]], [[]]),
+        1: (
+            ["row", "line", "void"],
+            [(0, 2), (2, 3), (3, 3)],
+            *([0, 0, 1], [0, 1, 0], [0, 1, 5]),
+            *([[0], [2], [0]], [[2], [last], [3]]),
+        ),
+        2: (
+            ["none", "square"],
+            [(0, 0), (0, 2)],
+            *([1, 1], [0, 1], [3, 4]),
+            *([[0, 0], [0, 1]], [[2, 1], [2, 3]]),
+        ),
+    }
+
+
+LIMITS = {
+    "an object of the largest size": index(
+        objects=(ix.ObjectEntry("__0_0.abc.distcp", 2**63 - 1, None, DIGEST),)
+    ),
+    "an object of no bytes": index(
+        objects=(
+            ix.ObjectEntry("__0_0.abc.distcp", 1000, None, DIGEST),
+            ix.ObjectEntry("__1_0.abc.distcp", 0, None, DIGEST),
+        )
+    ),
+    "items up to the end of their object": index(
+        objects=(ix.ObjectEntry("__0_0.abc.distcp", 248, None, DIGEST),)
+    ),
+    "the largest tensor": index(
+        tensors={
+            "w": tensor(
+                shape=(2**63 - 1, 0, 1),
+                chunks=(),
+            ),
+        }
+    ),
+    "an item of no bytes where another begins": index(
+        blobs={
+            "a": item(offset=200, length=48, payload_offset=200),
+            "b": item(offset=200, length=0, payload_offset=200, payload_length=0, digests=b""),
+        }
+    ),
+    "two objects with the same places": index(
+        objects=tuple(ix.ObjectEntry(key, 1000, None, DIGEST) for key in ("a", "b")),
+        blobs={"a": item(object_number=1), "b": item(offset=200, length=200, payload_offset=264)},
+    ),
+    "what DCP notes of a save": index(storage=ix.StorageInfo("s3://b/c", "n", ("m", "o"))),
+    "a pickled tensor of any size": index(
+        tensors={
+            "w": tensor(chunks=(indexes.Chunk((0, 0), (3, 4), item(payload_length=7), pickled=1),))
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("right", LIMITS.values(), ids=LIMITS.keys())
+def test_an_index_may_go_up_to_its_limits(right: indexes.Index) -> None:
+    decoded = ix.decode(indexes.encode(right))
+    assert ix.encode(decoded) == indexes.encode(right)
+
+
+NO_INDEX = {
+    "a dict": {"format": ix.FORMAT + 1},
+    "nothing": [],
+    "a text": [str(ix.FORMAT + 1)],
+    "a flag": [True],
+    "a fraction": [ix.FORMAT + 0.5],
+    "fields that are missing": [ix.FORMAT],
+    "an older format": [ix.FORMAT - 1, {}],
+}
+
+
+@pytest.mark.parametrize("plain", NO_INDEX.values(), ids=NO_INDEX.keys())
+def test_what_is_no_newer_index_is_corrupt(plain: object) -> None:
+    with pytest.raises(CheckpointCorruptError):
+        ix.decode(msgspec.msgpack.encode(plain))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x91" * 5000 + b"\xc0",
+        b"\x92\x03" + b"\x91" * 5000 + b"\xc0",
+        b"\x81\xa1\xff\x01",
+        b"\x81\xd4\x00\x00\x00",
+    ],
+    ids=["nested", "nested, as if newer", "a key that is no text", "a key that is a list"],
+)
+def test_what_the_decoder_cannot_take_is_corrupt(body: bytes) -> None:
+    with pytest.raises(CheckpointCorruptError, match="cannot be read"):
+        ix.decode(body)
+
+
+def test_a_key_of_the_mapping_that_is_no_text_is_corrupt() -> None:
+    body = indexes.encode(index(flatten_mapping={"marked-key": ("w",)}))
+    assert body.count(b"marked-key") == 1
+    with pytest.raises(CheckpointCorruptError, match="cannot be read"):
+        ix.decode(body.replace(b"marked-key", b"\xff" * 10))
 
 
 @given(st.binary(max_size=300))

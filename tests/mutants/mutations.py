@@ -40,7 +40,7 @@ _COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
 }
 _CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list"}
 # Calls whose arguments are a collection: one may be left out.
-_GATHERS = {"min", "max", "sum", "any", "all", "chain"}
+_GATHERS = {"min", "max", "sum", "any", "all", "chain", "suppress"}
 # Calls that fail, or mean nothing, with their arguments the other way round.
 _ORDERED = {"isinstance", "issubclass", "cast", "TypeVar", "getattr", "range"}
 # What only a failure of another kind would show, or nobody but a reader.
@@ -400,6 +400,8 @@ class _Finder(ast.NodeVisitor):
         if _is_log(node):
             return
         name = node.func.id if isinstance(node.func, ast.Name) else None
+        if ast.unparse(node.func) == "contextlib.suppress":
+            name = "suppress"
         if name in _CALLED:
             new = copy.copy(node)
             new.func = ast.Name(_CALLED[name])

@@ -22,6 +22,11 @@ def mutants(code: str) -> dict[str, Mutant]:
         ("x = f(a, b)", "f(a, b) -> f(b, a)", "x = (f(b, a))"),
         ("x = f(a, b=c)", "f(a, b=c) -> f(a)", "x = (f(a))"),
         ("x = min(a, b)", "min(a, b) -> min(b)", "x = (min(b))"),
+        (
+            "with contextlib.suppress(A, B):\n    f()",
+            "contextlib.suppress(A, B) -> contextlib.suppress(B)",
+            "with (contextlib.suppress(B)):\n    f()",
+        ),
         ("x = a, b", "a, b -> (b,)", "x = ((b,))"),
         ("x = [a for a in b if a]", "a -> True", "x = [a for a in b if (True)]"),
         ("x = 3", "3 -> 2", "x = (2)"),

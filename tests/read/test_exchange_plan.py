@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Container
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Container, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
-from dcp_objstore.read.peers.exchange import Exchange
+from dcp_objstore.read.peers import plan as module
 from dcp_objstore.read.peers.plan import NEED, Held, Needs, Segment, SharedRequest, plan_exchange
-from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.ranges import RangeRequest
+from dcp_objstore.transfer.ranges import Span
 
 _BLOCK = 64
 
 
-def _needs(rows: list[tuple[int, int, int, int, int, int, int]]) -> Needs:
+def _needs(rows: Sequence[tuple[int, ...]]) -> Needs:
     return np.array(rows, dtype=NEED)
 
 
@@ -90,7 +86,7 @@ def test_shared_blocks_are_fetched_once_and_reach_every_rank_that_needs_them(
                     for r in plans[request.fetcher].rounds[number]
                     if (r.object_number, r.start) == (request.object_number, request.start)
                 )
-                assert sent.messages[rank] == request.messages[rank]
+                assert request.messages == {rank: sent.messages[rank]}
         _check_all_arrives(rank, needs[rank], plan.rounds, shared)
 
 
@@ -234,26 +230,174 @@ def test_many_small_neighbours_make_one_request_and_one_segment_each() -> None:
     assert all(len(segments) == 1 for segments in requests[0].messages.values())
 
 
-def test_a_worker_that_waits_for_a_slot_ends_with_the_transfer() -> None:
-    """No other rank may ever free one: it may have failed."""
-    waiting: Any = Exchange.__new__(Exchange)
-    request, planned = RangeRequest(0, 0, 4), SimpleNamespace(sequence=0, start=0, end=4)
-    waiting._fetched = {id(request): planned}
-    waiting._changed = threading.Condition()
-    waiting._admitted, waiting._freed, waiting._slot_bytes = 0, -2, 4
-    waiting._slots = SimpleNamespace(size_bytes=8)
-    progress = Progress(60)
-    with ThreadPoolExecutor(1) as pool:
-        admitted = pool.submit(waiting.admit, request, progress)
-        progress.stop(ZeroDivisionError())
-        try:
-            assert isinstance(admitted.exception(30), ZeroDivisionError)
-        finally:
-            waiting._freed = 0
-            with waiting._changed:
-                waiting._changed.notify_all()
-
-
 def test_a_segment_is_as_long_as_what_is_packed_of_it_or_as_its_bytes() -> None:
     assert Segment(64, 96).length_bytes == 32
     assert Segment(64, 128, packed_bytes=10, read=3).length_bytes == 10
+
+
+def _both(*blocks: tuple[int, int], number: int = 0) -> list[tuple[int, ...]]:
+    """Rows of blocks that are needed whole."""
+    return [(number, start, end, start, end, 0, -1) for start, end in blocks]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "requests"),
+    [
+        ([(0, 50), (50, 100)], [(0, 100)]),
+        ([(0, 50), (60, 100)], [(0, 100)]),
+        ([(0, 50), (61, 100)], [(0, 50), (61, 100)]),
+        ([(0, 50), (50, 130), (130, 200)], [(0, 200)]),
+        ([(0, 50), (50, 130), (130, 201)], [(0, 130), (130, 201)]),
+        ([(0, 90), (10, 20), (95, 105)], [(0, 105)]),
+        ([(0, 190), (10, 20), (195, 201)], [(0, 190), (195, 201)]),
+        ([(7, 50), (50, 207)], [(7, 207)]),
+        ([(0, 500), (500, 510)], [(0, 500), (500, 510)]),
+    ],
+)
+def test_neighbours_share_a_request_up_to_its_size_and_over_small_gaps(
+    blocks: list[tuple[int, int]], requests: list[tuple[int, int]]
+) -> None:
+    """Of 200 bytes at most; a gap may have 10."""
+    needs = [_needs(_both(*blocks))] * 2
+    plans = plan_exchange(needs, request_size_bytes=200, round_size_bytes=9999, gap_bytes=10)
+    found = sorted(
+        (r.start, r.end, r.blocks) for n, plan in enumerate(plans) for r in plan.fetched_by(n)
+    )
+    assert [(start, end) for start, end, _ in found] == requests
+    assert [block for *_, inside in found for block in inside] == blocks
+
+
+def test_only_what_the_same_ranks_need_of_one_object_shares_a_request() -> None:
+    one, two, three = (0, 10), (10, 20), (20, 30)
+    needs = [
+        _needs(_both(one, two, three) + _both((30, 40), number=1)),
+        _needs(_both(one, three) + _both((30, 40), number=1)),
+        _needs(_both(two)),
+    ]
+    plans = plan_exchange(needs, request_size_bytes=200, round_size_bytes=9999)
+    requests = [r for n, plan in enumerate(plans) for r in plan.fetched_by(n)]
+    assert sorted((r.object_number, r.blocks) for r in requests) == [
+        *((0, (block,)) for block in (one, two, three)),
+        (1, ((30, 40),)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bound", "rounds"), [(100, [2, 2, 1]), (99, [1, 1, 1, 1, 1]), (149, [2, 2, 1]), (250, [5])]
+)
+def test_a_round_takes_requests_until_its_bound(bound: int, rounds: list[int]) -> None:
+    needs = [_needs(_both(*((n * 50, n * 50 + 50) for n in range(5))))] * 3
+    plans = plan_exchange(needs, request_size_bytes=50, round_size_bytes=bound)
+    for plan in plans:
+        assert [len(requests) for requests in plan.rounds] == rounds
+        assert [r.start for requests in plan.rounds for r in requests] == [0, 50, 100, 150, 200]
+    for number, plan in enumerate(plans):
+        assert [r.sequence for r in plan.fetched_by(number)] == [
+            *range(len(list(plan.fetched_by(number))))
+        ]
+
+
+def test_who_has_least_to_fetch_fetches_next_and_of_equals_the_first() -> None:
+    shared = _both(*((n * 50, n * 50 + 50) for n in range(6)))
+    needs = [
+        _needs([*shared, *_both((0, 120), number=1)]),
+        _needs(shared),
+        _needs([*shared, *_both((0, 60), (60, 120), number=2)]),
+    ]
+    plans = plan_exchange(needs, request_size_bytes=50, round_size_bytes=9999)
+    # They have 120, 0 and 120 bytes to fetch anyway.
+    assert [r.fetcher for r in plans[0].rounds[0]] == [1, 1, 1, 0, 2, 1]
+    assert plans[1].alone([Span(1, 0, 120, None), Span(0, 50, 100, None)]) == [
+        Span(1, 0, 120, None)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wants", "segments"),
+    [
+        ([(10, 20, 0, -1)], [Segment(10, 20)]),
+        ([(10, 20, 0, -1), (15, 18, 0, -1), (30, 40, 0, -1)], [Segment(10, 40)]),
+        ([(31, 40, 0, -1), (10, 20, 0, -1)], [Segment(10, 20), Segment(31, 40)]),
+        ([(10, 40, 0, -1), (15, 18, 0, -1), (50, 60, 0, -1)], [Segment(10, 60)]),
+        ([(10, 60, 5, 3), (12, 13, 0, -1)], [Segment(12, 13), Segment(0, 64, 5, 3)]),
+        (
+            [(10, 60, 5, 3), (0, 60, 6, 4)],
+            [Segment(0, 64, 5, 3), Segment(0, 64, 6, 4)],
+        ),
+    ],
+)
+def test_a_message_has_what_the_reads_of_a_rank_need(
+    monkeypatch: pytest.MonkeyPatch,
+    wants: list[tuple[int, int, int, int]],
+    segments: list[Segment],
+) -> None:
+    """A gap of up to 10 bytes between two stretches is sent, too."""
+    monkeypatch.setattr(module, "DEFAULT_GAP_BYTES", 10)
+    needs = [_needs(_both((0, 64))), _needs([(0, 0, 64, *want) for want in wants])]
+    plans = plan_exchange(needs, request_size_bytes=64, round_size_bytes=64)
+    (request,) = plans[0].fetched_by(0)
+    assert sorted(request.messages[1], key=str) == sorted(segments, key=str)
+    (received,) = plans[1].rounds[0]
+    assert received == request
+
+
+def test_a_copy_is_read_for_others_on_one_node_and_on_the_same_for_a_whole_object() -> None:
+    """Which node it is changes with the object, so that the nodes have as much to send."""
+    blocks = [(0, 64), (64, 128)]
+    of_all = [*_both(*blocks), *_both(*blocks, number=1), *_both(*blocks, number=2)]
+    held = [Held(b"b", frozenset({0, 1, 2})), Held(b"a", frozenset({0, 1, 2})), None]
+    # Nobody on the nodes needs it: any of them may read it.
+    needs = [_needs([]), _needs([]), _needs(of_all)]
+    plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=9999, held=held)
+    requests = [r for n, plan in enumerate(plans) for r in plan.fetched_by(n)]
+    assert sorted((r.object_number, r.fetcher, r.end) for r in requests) == [
+        *((0, 1, 128), (1, 0, 128), (2, 1, 128)),
+    ]
+    assert all(list(r.messages) == [2] for r in requests)
+    # One on each node does: each reads it, and one of them for the third rank as well.
+    needs = [_needs(of_all)] * 3
+    plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=9999, held=held)
+    requests = [r for n, plan in enumerate(plans) for r in plan.fetched_by(n)]
+    assert sorted((r.object_number, r.fetcher) for r in requests) == [(0, 1), (1, 0), (2, 1)]
+    assert plans[0].alone([Span(0, 0, 64, None)]) == [Span(0, 0, 64, None)]
+
+
+def test_each_node_reads_what_lies_together_with_one_request() -> None:
+    held = [Held(node, frozenset({0})) for node in (b"a", b"a", b"b", b"b")]
+    needs = [_needs(_both((0, 64), (64, 128)))] * 4
+    plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=9999, held=held)
+    requests = [r for n, plan in enumerate(plans) for r in plan.fetched_by(n)]
+    assert [(r.end, [*r.messages]) for r in requests] == [(128, [1]), (128, [3])]
+
+
+def test_a_node_that_reads_it_anyway_reads_it_for_others() -> None:
+    """Rather than another one that has it, too."""
+    held = [Held(b"a", frozenset({1})), Held(b"b", frozenset({1})), None]
+    needs = [_needs(_both((0, 64), number=1)), _needs([]), _needs(_both((0, 64), number=1))]
+    plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=9999, held=held)
+    (request,) = (r for n, plan in enumerate(plans) for r in plan.fetched_by(n))
+    assert (request.fetcher, [*request.messages]) == (0, [2])
+
+
+def test_without_copies_requests_follow_each_other_as_they_lie_in_the_object() -> None:
+    """So all ranks have something to fetch in most rounds."""
+    blocks = [(n * 50, n * 50 + 50) for n in range(6)]
+    needs = [_needs(_both(*blocks[n // 2 :: 2])) for n in range(4)]
+    plans = plan_exchange(needs, request_size_bytes=50, round_size_bytes=100)
+    for number, first in enumerate([0, 0, 50, 50]):
+        starts = [[r.start for r in requests] for requests in plans[number].rounds]
+        assert starts == [[first], [first + 100], [first + 200]]
+
+
+def test_what_a_node_reads_by_itself_counts_as_what_its_rank_fetches() -> None:
+    held = [Held(b"a", frozenset({1})), None, None]
+    own = _both((0, 150), number=1)
+    shared = _both(*((n * 50, n * 50 + 50) for n in range(4)))
+    needs = [_needs([*shared, *own]), _needs(shared), _needs(shared)]
+    plans = plan_exchange(needs, request_size_bytes=50, round_size_bytes=9999, held=held)
+    assert [r.fetcher for r in plans[0].rounds[0]] == [1, 2, 1, 2]
+    # Also if another rank gets it from there.
+    needs[2] = _needs([*shared, *own])
+    plans = plan_exchange(needs, request_size_bytes=200, round_size_bytes=9999, held=held)
+    fetchers = {r.object_number: r.fetcher for requests in plans[2].rounds for r in requests}
+    assert fetchers[1] == 0

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
     UnsupportedError,
 )
-from dcp_objstore.read import item_read as gather, reader as reading, session
+from dcp_objstore.read import item_read as gather, reader as reading, session, stored_checkpoint
 from dcp_objstore.read.item_read import CompletionQueue, ItemRead
 from dcp_objstore.read.items import ItemLocation, StockItems
 from dcp_objstore.read.plan import PlannedLoad
@@ -338,18 +339,36 @@ def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRea
     return read
 
 
-def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape() -> None:
+def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def of_size(size: int) -> TensorStorageMetadata:
         chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
         properties = TensorProperties(torch.float32)
         return TensorStorageMetadata(properties, torch.Size([size]), [chunk])
 
-    metadata = Metadata({"whole": of_size(4), "half": of_size(8)})
+    metadata = Metadata({"whole": of_size(4), "alike": of_size(4), "half": of_size(8)})
     checkpoint = StoredCheckpoint((), StockItems(metadata, {}))
+    with monkeypatch.context() as patch:
+        looks = Mock(return_value=True)
+        patch.setattr(stored_checkpoint, "fills", looks)
+        checkpoint.check_whole(["whole", "alike", "whole"])
+        assert looks.call_count == 1, "as a model has thousands of them"
     checkpoint.check_whole(["whole"])
     with pytest.raises(CheckpointCorruptError, match="do not make up") as caught:
         checkpoint.check_whole(["whole", "half"])
     assert caught.value.key == "half"
+
+
+def test_a_chunk_without_a_place_is_an_error_that_says_which() -> None:
+    chunk = ChunkStorageMetadata(torch.Size([4]), torch.Size([4]))
+    saved = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), [chunk])
+    checkpoint = StoredCheckpoint((), StockItems(Metadata({"t": saved, "v": saved}), {}))
+    for key, offset, text in (("t", torch.Size([4]), "offset (4,)"), ("v", None, "offset None")):
+        with pytest.raises(CheckpointCorruptError) as caught:
+            checkpoint.item(key, offset)
+        assert caught.value.key == key
+        assert text in caught.value.message
 
 
 def test_a_value_is_held_once_however_it_arrives() -> None:

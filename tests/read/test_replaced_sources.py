@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import secrets
@@ -19,6 +20,7 @@ import dcp_objstore as dos
 from dcp_objstore.convert import import_checkpoint
 from dcp_objstore.convert.sources import TorchSource
 from dcp_objstore.errors import (
+    CheckpointCorruptError,
     CheckpointGoneError,
     LostRaceError,
     PermissionDeniedError,
@@ -26,7 +28,8 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
-from tests.support.wrapped_stores import Request, Through, WatchedStore
+from dcp_objstore.stores.protocol import Capabilities, ObjectMeta, Version
+from tests.support.wrapped_stores import Request, Through, WatchedRange, WatchedStore
 
 KEYS = ("a", "b", "c", "d")
 ELEMENTS = 800_000  # a request each
@@ -192,6 +195,62 @@ def test_one_that_is_replaced_while_it_is_opened_is_not_opened(
         dos.open(url)
 
 
+def test_one_of_ours_that_is_deleted_while_it_is_opened_names_the_next_step(
+    through: Through, url: str
+) -> None:
+    with dos.CheckpointManager(url, sweep=False) as run:
+        for step in (1, 2):
+            run.save(step, {"step": step})
+    # The marker is read first, then the index.
+    replaced_at(through, "get", 1, lambda: dos.delete(f"{url}/step-1", remove_objects=True))
+    with pytest.raises(CheckpointGoneError, match=r"deleted.*next step of the run is step-2"):
+        open_stored_checkpoint(StoreSpec(f"{url}/step-1"))
+
+
+class Damaging(WatchedStore):
+    """Damages the first answers for an object of this name."""
+
+    def __init__(self, inner: ObjectStore, name: str, answers: Iterator[None]) -> None:
+        super().__init__(inner)
+        self._name, self._answers = name, answers
+
+    def get(self, key: str, *, max_size_bytes: int | None = None) -> tuple[bytes, ObjectMeta]:
+        body, meta = super().get(key, max_size_bytes=max_size_bytes)
+        return (body[:-3] if self._is_damaged(key) else body), meta
+
+    def open_range(self, key: str, start: int, end: int) -> WatchedRange:
+        shift = self._is_damaged(key)
+        return super().open_range(key, start + shift, end + shift)
+
+    def _is_damaged(self, key: str) -> bool:
+        return key.startswith(self._name) and next(self._answers, self) is None
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+@pytest.mark.parametrize("what", ["_COMMIT", "index.", ".metadata", "folder", "file"])
+def test_what_comes_damaged_is_asked_for_once_more(
+    through: Through, stock: Editions, url: str, what: str, answers: int
+) -> None:
+    """It may have been the answer, and not the object."""
+    name, place = what, url
+    if what in ("folder", "file"):
+        write(url, objects := safetensors_objects(1.0))
+        (name,) = objects
+        place = f"{url}/{name}" if what == "file" else url
+    elif what == ".metadata":
+        write(url, stock[0])
+    else:
+        dos.save(state(1.0), url, progress=False)
+    damaged = iter([None] * answers)
+    through(lambda store: Damaging(store, name, damaged))
+    if answers == 1:
+        assert open_stored_checkpoint(StoreSpec(place)).items.tensor("a") is not None
+        return
+    with pytest.raises(CheckpointCorruptError):
+        open_stored_checkpoint(StoreSpec(place))
+    assert list(damaged) == []
+
+
 @pytest.mark.parametrize("nth", [1, 3])
 def test_without_the_right_to_list_the_first_answer_counts(
     through: Through, stock: Editions, url: str, nth: int
@@ -209,6 +268,35 @@ def test_without_the_right_to_list_the_first_answer_counts(
     through(lambda store: Replacing(store, before))
     with pytest.raises(CheckpointGoneError):
         dos.load(state(0.0), url, config=ONE_BY_ONE, progress=False)
+
+
+class Untold(WatchedStore):
+    """Its listing tells of other states than its answers, or nothing can be held to one."""
+
+    def __init__(self, inner: ObjectStore, lacks: str) -> None:
+        super().__init__(inner)
+        self._capabilities = dataclasses.replace(inner.capabilities, **{lacks: False})
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        for meta in super().list(prefix):
+            yield dataclasses.replace(meta, version=Version(e_tag="another"))
+
+
+@pytest.mark.parametrize("lacks", ["listed_versions", "conditional_update"])
+@pytest.mark.parametrize("kind", ["stock", "safetensors"])
+def test_where_a_listing_does_not_tell_states_nothing_is_held_to_them(
+    through: Through, stock: Editions, url: str, kind: str, lacks: str
+) -> None:
+    write(url, stock[0] if kind == "stock" else safetensors_objects(1.0))
+    through(lambda store: Untold(store, lacks))
+    opened = open_stored_checkpoint(StoreSpec(url))
+    assert Version(e_tag="another") not in (opened.versions or {}).values()
+    loaded = dos.load_state_dict(url, progress=False)
+    assert all(bool(value.eq(1).all()) for value in loaded.values())
 
 
 def test_ranks_that_open_different_states_are_told_apart(stock: Editions, url: str) -> None:

@@ -20,6 +20,7 @@ from dcp_objstore.errors import (
     InputError,
     StoreUnavailableError,
 )
+from dcp_objstore.run import housekeeping
 from tests.support.ranks import run_ranks
 
 
@@ -78,7 +79,11 @@ def test_a_step_is_exported_or_the_last_one_which_is_saved_first(url: str, tmp_p
         run.load(state(0), 4)
         run.step(5, state(6))
         run.export(None, tmp_path / "resumed", "w")
-    assert (exported(tmp_path / "looked"), exported(tmp_path / "resumed")) == (5, 4)
+    with dos.CheckpointManager(url) as run:
+        run.load(state(0), 4)
+        assert run.step(4, state(9)) is False
+        run.export(None, tmp_path / "known", "w")
+    assert [exported(tmp_path / name) for name in ("looked", "resumed", "known")] == [5, 4, 4]
     assert dos.CheckpointManager(url, claim_run=False).steps() == (2, 4, 5)
 
 
@@ -117,6 +122,27 @@ def test_a_step_is_not_deleted_while_it_is_exported(
         run.save(4, state(4))
     assert exported(out) == 1
     assert dos.CheckpointManager(url, claim_run=False).steps() == (4,)
+
+
+def test_an_export_of_a_step_that_is_being_deleted_waits_and_finds_none(
+    url: str, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on, delete = threading.Event(), threading.Event(), housekeeping.delete_step
+
+    def later(*args: Any, **settings: Any) -> Any:
+        began.set()
+        assert go_on.wait(120)
+        return delete(*args, **settings)
+
+    monkeypatch.setattr(housekeeping, "delete_step", later)
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(1)) as run:
+        run.save(1, state(1))
+        run.save(2, state(2))
+        assert began.wait(120)
+        threading.Timer(0.1, go_on.set).start()
+        with pytest.raises(CheckpointNotFoundError):
+            run.export(1, out, "w")
+    assert not out.exists()
 
 
 def test_the_end_waits_for_an_export_of_the_last_step_in_the_background(

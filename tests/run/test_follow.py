@@ -60,7 +60,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
-    monkeypatch.setattr(following, "_sleep", clock.sleep)
+    monkeypatch.setattr(following, "wait_until", lambda _, seconds: clock.sleep(seconds))
     monkeypatch.setattr(following, "monotonic", lambda: clock.now)
     return clock
 
@@ -554,7 +554,7 @@ def test_retention_leaves_a_pinned_step_and_deletes_it_when_it_is_no_longer_used
         assert run.steps() == (4,)
 
 
-def test_a_pin_that_cannot_be_removed_is_said(
+def test_a_pin_that_cannot_be_removed_is_said_and_the_next_poll_removes_it(
     url: str, time: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(url, [1])
@@ -562,10 +562,53 @@ def test_a_pin_that_cannot_be_removed_is_said(
     def fail(*_: object, **__: object) -> None:
         raise StoreUnavailableError("down")
 
-    monkeypatch.setattr(following.upkeep, "unpin", fail)
-    with caplog.at_level(logging.WARNING, "dcp_objstore"):
-        assert names(dos.follow(url, pin="evaluator", until=1)) == ["step-1"]
-    assert "still pinned" in caplog.text
+    steps = dos.follow(url, pin="evaluator", timeout_seconds=60)
+    next(steps)
+    with monkeypatch.context() as patched:
+        patched.setattr(following.upkeep, "unpin", fail)
+        time.later = [patched.undo, lambda: train(url, [2])]
+        with caplog.at_level(logging.WARNING, "dcp_objstore"):
+            assert next(steps).name == "step-2"
+    assert caplog.text.count("still pinned") == 1
+    assert pins(url) == {"step-2": ("evaluator",)}
+
+
+def test_a_step_whose_marker_is_damaged_is_passed_over_with_a_pin_too(url: str, time: Time) -> None:
+    train(url, [1, 2, 3])
+    StoreSpec(f"{url}/step-2").open().put(MARKER_KEY, b"damaged")
+    steps = dos.follow(url, pin="evaluator", timeout_seconds=0)
+    assert names(steps) == ["step-1", "step-3"]
+
+
+def test_each_request_of_a_follower_has_its_settings(
+    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(url, [1])
+    config = dos.TransferConfig(max_retries=3)
+    configs: list[object] = []
+    opened = StoreSpec.open
+
+    def noted(spec: StoreSpec) -> Any:
+        configs.append(spec.config)
+        return opened(spec)
+
+    monkeypatch.setattr(StoreSpec, "open", noted)
+    assert names(dos.follow(url, pin="evaluator", timeout_seconds=0, config=config)) == ["step-1"]
+    assert configs == [config] * len(configs)
+
+
+def test_a_step_that_was_unpinned_and_deleted_in_the_body_is_no_error(
+    url: str, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(url, [1, 2])
+    came = []
+    for step in dos.follow(url, pin="evaluator", timeout_seconds=0):
+        came.append(step.name)
+        if step.name == "step-1":
+            dos.unpin(step.url, "evaluator")
+            dos.delete(step.url)
+    assert came == ["step-1", "step-2"]
+    assert "still pinned" not in caplog.text
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")

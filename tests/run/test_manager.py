@@ -9,12 +9,15 @@ import multiprocessing
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,16 +26,16 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
+from dcp_objstore.observe.events import Event, Planned
 from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
-from dcp_objstore.run.preemption import PreemptionWatch
-from dcp_objstore.run.resume import load_newest
-from dcp_objstore.run.steps import check_step, step_numbers
-from dcp_objstore.run.sweep import SweepReport, sweep_below
+from dcp_objstore.run.steps import check_step
+from dcp_objstore.run.sweep import SweepReport
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.workers import run_into
 from dcp_objstore.write import api, async_save as async_api
 from tests.support.servers import Bucket
-from tests.support.wrapped_stores import RecordingStore, Request
+from tests.support.wrapped_stores import RecordingStore, Request, Through
 
 
 @pytest.fixture
@@ -130,6 +133,9 @@ def test_steps_that_are_not_called_one_by_one_are_saved_when_a_multiple_was_pass
         saved = [step for step in range(0, 120, 10) if run.step(step, state(step))]
     assert saved == [30, 50, 80, 100]
     assert run.url == url
+    for every, first, is_due in ((25, 25, True), (25, 26, False), (1, 0, False)):
+        with dos.CheckpointManager(f"{url}-{first}", save_every=every, save_last=False) as run:
+            assert run.step(first, state(first)) is is_due
     with dos.CheckpointManager(url, save_every=25) as run:
         assert run.steps() == (30, 50, 80, 100, 110)
         loaded(run, 50)
@@ -192,9 +198,10 @@ def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
         held.set()
         assert run._saves._pending[1].exception(60) is None
         assert run._ask() != frozenset()
-        agreed(run)
-        assert run.step(2, state(2))
-    assert names(url) == ["step-1", "step-2"]
+        step = 2  # where the ranks have agreed once more on the first save, nothing is to be done
+        while not run.step(step, state(step)):
+            step += 1
+    assert names(url) == ["step-1", f"step-{step}"]
 
 
 def test_the_time_until_the_next_save_begins_anew_with_a_load(url: str) -> None:
@@ -213,15 +220,6 @@ def test_a_step_can_be_saved_again_after_a_load_that_found_none(url: str) -> Non
         assert run.load(state(0)) is None
         run.save(1, state(1))
     assert names(url) == ["step-1"]
-
-
-def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    watch = PreemptionWatch(dos.Preemption())
-    watch.install()
-    watch.install()
-    watch.restore()
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("on_busy", ["skip", "raise"])
@@ -269,23 +267,6 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         )
 
 
-def test_a_run_that_was_listed_whole_is_not_listed_again(
-    tmp_path: Path, requests: list[Request]
-) -> None:
-    url = tmp_path.as_uri()
-    assert load_newest(StoreSpec(url), None, fail_to_load).step is None
-    assert [one.verb for one in requests].count("list") == 1
-    dos.save({"w": torch.ones(1)}, f"{url}/step-1", progress=False)
-    requests.clear()
-    with pytest.raises(dos.errors.CheckpointCorruptError):
-        load_newest(StoreSpec(url), None, fail_to_load)
-    assert [one.verb for one in requests].count("list") == 1
-
-
-def fail_to_load(_: int) -> Any:
-    raise dos.errors.CheckpointCorruptError("damaged")
-
-
 def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) -> None:
     options = bucket.storage_options
     with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
@@ -297,6 +278,47 @@ def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) ->
     with dos.CheckpointManager(bucket.url, storage_options=options) as run:
         start, found = loaded(run)
         assert (start, found["step"]) == (3, 30)
+
+
+def test_a_damaged_step_is_saved_again_without_a_claim_too(url: str) -> None:
+    for step in (1, 2):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+    damage(f"{url}/step-2")
+    with dos.CheckpointManager(url, claim_run=False) as run:
+        assert loaded(run)[0] == 1
+        run.save(2, state(20))
+        assert loaded(run)[1]["step"] == 20
+
+
+@pytest.mark.parametrize(("step", "looks"), [(None, 0), (2, 1)])
+def test_a_job_looks_for_later_steps_once_before_its_first_save_if_it_chose_its_step(
+    url: str, monkeypatch: pytest.MonkeyPatch, step: int | None, looks: int
+) -> None:
+    save_steps(url, [1, 2])
+    with dos.CheckpointManager(url, sweep=False) as run:
+        loaded(run, step)
+        claim = run.claim
+        stores = recorded_stores(monkeypatch)
+        run.save(3, state(3))
+        run.save(4, state(4))
+        assert run.claim == claim, "there were none"
+    of_run = [one for store in stores if store.url == url for one in store.requests]
+    assert [one.verb for one in of_run].count("list") == looks
+    assert [store.url for store in stores].count(f"{url}/step-1") == 0, "only the newest is read"
+
+
+def test_after_a_load_the_steps_before_the_loaded_one_cannot_be_saved_again(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2, 3):
+            run.save(step, state(step))
+        loaded(run, 2)
+        for step in (1, 2):
+            with pytest.raises(dos.errors.CheckpointExistsError, match="this job"):
+                run.save(step, state(9))
+        run.save(3, state(30))
+        with pytest.raises(dos.errors.ConfigError, match="on_busy"):
+            run.async_save(4, state(4), on_busy="perhaps")  # type: ignore[arg-type]
+    assert names(url) == ["step-1", "step-2", "step-3"]
 
 
 def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> None:
@@ -476,6 +498,39 @@ def test_the_last_step_is_saved_although_the_save_before_it_failed(
     assert names(url) == ["step-4"]
 
 
+def test_a_step_that_was_followed_by_a_save_is_not_the_last_one(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        run.step(4, state(4))
+        report = run.save(5, state(5))
+    assert report.url == f"{url}/step-5"
+    assert names(url) == ["step-5"]
+
+
+def test_a_manager_that_was_not_used_closes_without_a_request(
+    url: str, requests: list[Request]
+) -> None:
+    run = dos.CheckpointManager(url)
+    for _ in range(2):
+        run.close()
+    with pytest.raises(dos.errors.ConfigError, match="closed"):
+        run.latest() or run.save(1, state(1))
+    with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url) as run:
+        run.close()
+        raise ZeroDivisionError
+    assert [one.verb for one in requests].count("put") == 0
+
+
+def test_after_an_error_in_the_body_the_state_of_the_last_step_is_not_kept(url: str) -> None:
+    weight = torch.zeros(4)
+    alive = weakref.ref(weight)
+    with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url) as run:
+        run.step(1, {"weight": weight})
+        del weight
+        assert alive() is not None
+        raise ZeroDivisionError
+    assert alive() is None
+
+
 def test_a_manager_that_nobody_closes_says_what_is_lost(
     url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -496,9 +551,23 @@ def test_a_manager_that_nobody_closes_says_what_is_lost(
     assert url in told
     assert "step 3" in told
     assert "NOT saved" in told
+    collected.clear()
+    run = dos.CheckpointManager(url)
+    run.load(state(0))
+    run.step(3, state(3))
+    run.save(4, state(4))
+    child = multiprocessing.get_context("fork").Process(target=run._unclosed)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert capfd.readouterr().err == "", "it is its parent's"
+    del run, child
+    gc.collect()
+    assert collected.wait(60)
+    assert "the last save that it began was that of step 4" in capfd.readouterr().err
     looker = dos.CheckpointManager(url, claim_run=False)
-    assert looker.latest() == 2
-    with dos.CheckpointManager(url) as run:
+    assert looker.latest() == 4
+    with dos.CheckpointManager(f"{url}-2") as run:
         run.save(4, state(4))
     del looker, run
     gc.collect()
@@ -562,17 +631,165 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
 
 
-def test_a_step_that_somebody_else_had_pinned_is_deleted_once_it_is_unpinned(url: str) -> None:
+def test_a_few_steps_are_deleted_after_each_commit_and_the_run_is_listed_once(
+    url: str, monkeypatch: pytest.MonkeyPatch, requests: list[Request]
+) -> None:
+    monkeypatch.setattr(retaining, "_AT_A_TIME", 2)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    for step in range(1, 6):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+    found = []
+    for step in (5, 6, 7):
+        dos.save(state(step), f"{url}/step-{step}", overwrite=True, progress=False)
+        requests.clear()
+        retainer.committed(step, {})
+        listings = [one.verb for one in requests].count("list")
+        found.append((listings, [int(name.rpartition("-")[2]) for name in names(url)]))
+    assert found == [(1, [3, 4, 5]), (0, [5, 6]), (0, [7])]
+
+
+@pytest.mark.parametrize("pinned_at", [1, 2])
+def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_at: int) -> None:
+    """By an evaluator that follows the run, say: before the run was listed, or after that."""
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
     for step in range(1, 5):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
-        if step == 2:
-            dos.pin(f"{url}/step-1", "paper")  # after the run was listed
+        if step == pinned_at:
+            dos.pin(f"{url}/step-1", "evaluator")
         elif step == 4:
-            dos.unpin(f"{url}/step-1", "paper")
-            retainer.set_pinned(1, pinned=False)
-        retainer.committed(step, {})
+            assert names(url) == ["step-1", "step-3", "step-4"]
+            dos.unpin(f"{url}/step-1", "evaluator")
+        if step > 1 or pinned_at > 1:
+            retainer.committed(step, {})  # the first one lists the run
     assert names(url) == ["step-4"]
+
+
+def test_after_a_commit_one_pinned_step_is_tried_each_in_its_turn(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each costs a request; a run may have hundreds of them."""
+    tried: list[str] = []
+    delete = retaining.delete_step
+
+    def delete_step(step: StoreSpec, *args: Any, **settings: Any) -> Any:
+        tried.append(step.url.removeprefix(f"{url}/step-"))
+        return delete(step, *args, **settings)
+
+    monkeypatch.setattr(retaining, "delete_step", delete_step)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    for step in range(1, 10):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+        if step <= 3:
+            dos.pin(f"{url}/step-{step}", "paper")
+        if step >= 3:
+            retainer.committed(step, {})
+        if step == 6:
+            dos.unpin(f"{url}/step-2", "paper")
+    # The steps without a pin, and one with a pin. That step 3 has one shows when it is tried.
+    assert " ".join(tried) == "1 3 2 4 1 5 3 6 2 7 1 8 3"
+    assert names(url) == ["step-1", "step-3", "step-9"]
+
+
+def test_a_step_is_held_until_each_export_of_it_has_ended(url: str) -> None:
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    retainer.hold(1)
+    retainer.hold(1)
+    found = []
+    for step in range(1, 5):
+        dos.save(state(step), f"{url}/step-{step}", progress=False)
+        if step > 2:
+            retainer.release(1)
+        retainer.committed(step, {})
+        found.append(names(url))
+    assert found == [["step-1"], ["step-1", "step-2"], ["step-1", "step-3"], ["step-4"]]
+
+
+def test_what_is_planned_to_be_deleted_is_waited_for(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go, ended = threading.Event(), threading.Event(), []
+
+    def slowly(*args: Any, **settings: Any) -> None:
+        began.set()
+        assert go.wait(60)
+        ended.append("deleted")
+
+    save_steps(url, (1, 2))
+    monkeypatch.setattr(retaining, "delete_step", slowly)
+    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
+    retainer.settle()
+    threading.Thread(target=retainer.committed, args=(2, {})).start()
+    assert began.wait(60)
+    threading.Timer(0.1, go.set).start()
+    retainer.settle()
+    assert ended == ["deleted"]
+
+
+def test_without_a_policy_or_a_sweep_a_commit_causes_no_requests(
+    url: str, requests: list[Request]
+) -> None:
+    retaining.Retainer(StoreSpec(url), sweeps=False).committed(1, {})
+    assert requests == []
+
+
+class Sweeps:
+    """The sweeps that begin, and a clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began: list[float] = []
+        self.now = 100.0
+        self.error: Exception | None = None
+        self.go: threading.Event | None = None
+        monkeypatch.setattr(retaining, "sweep_below", self.sweep)
+        monkeypatch.setattr(retaining, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def sweep(self, run: StoreSpec, *, is_over: Any) -> SweepReport:
+        self.began.append(self.now)
+        if self.error is not None:
+            raise self.error
+        assert self.go is None or self.go.wait(60)
+        return SweepReport(url=run.url, checkpoints=())
+
+
+@pytest.mark.parametrize(
+    ("error", "began"),
+    [
+        (None, [100, 3700, 7300]),
+        (dos.errors.StoreUnavailableError("down"), [100, 3700, 7300]),
+        (dos.errors.UnsupportedError("cannot be swept"), [100]),
+    ],
+)
+def test_a_run_is_swept_once_an_hour_if_it_can_be(
+    url: str, monkeypatch: pytest.MonkeyPatch, error: Exception | None, began: list[float]
+) -> None:
+    sweeps = Sweeps(monkeypatch)
+    sweeps.error = error
+    retainer = retaining.Retainer(StoreSpec(url))
+    for seconds in (0, 3599, 3600, 7199, 7200):
+        sweeps.now = 100.0 + seconds
+        retainer.sweep()
+    retainer.end()
+    sweeps.now += 3600
+    retainer.sweep()
+    retaining.Retainer(StoreSpec(url), sweeps=False).sweep()
+    assert sweeps.began == began
+
+
+def test_a_sweep_that_takes_hours_is_not_begun_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeps = Sweeps(monkeypatch)
+    sweeps.go = threading.Event()
+    retainer = retaining.Retainer(StoreSpec(url))
+    for _ in range(2):
+        retainer.committed(1, {})
+        assert retainer._sweeper is not None
+        sweeps.now += 3600
+    sweeps.go.set()
+    retainer._sweeper.join(60)
+    retainer.committed(1, {})
+    retainer._sweeper.join(60)
+    assert len(sweeps.began) == 2
 
 
 def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
@@ -654,13 +871,6 @@ def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(
     assert over == [True], "it is told to end"
 
 
-def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow(url: str) -> None:
-    save_steps(url, (1, 2, 3))
-    answers = iter([False, True])
-    report = sweep_below(StoreSpec(url), is_over=lambda: next(answers))
-    assert [one.url for one in report.checkpoints] == [f"{url}/step-1"]
-
-
 def test_nothing_is_deleted_after_a_save_that_failed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -729,6 +939,30 @@ class Broken(dos.RetentionPolicy):
         raise KeyError("no such metric")
 
 
+class Seeing(dos.RetentionPolicy):
+    """A policy that keeps all and remembers what it was asked about."""
+
+    def keeps(self, steps: Any) -> frozenset[int]:
+        self.steps = list(steps)
+        return frozenset(one.step for one in steps)
+
+
+def test_a_policy_sees_the_metrics_and_pins_of_all_steps_that_count(url: str) -> None:
+    with dos.CheckpointManager(url) as run:
+        for step in (1, 2):
+            run.save(step, state(step), metrics={"loss": step})
+        run.pin(1)
+    policy = Seeing()
+    with dos.CheckpointManager(url, keep=policy) as run:
+        run.load(state(0))
+        run.save(3, state(3), metrics={"loss": 3})
+    assert policy.steps == [
+        dos.StepFacts(step=1, metrics={"loss": 1}, pinned=True),
+        dos.StepFacts(step=2, metrics={"loss": 2}),
+        dos.StepFacts(step=3, metrics={"loss": 3}),
+    ]
+
+
 def test_a_policy_that_fails_is_named_in_the_log_and_nothing_is_deleted(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -758,6 +992,7 @@ def test_metrics_and_config_stand_in_the_marker_and_in_ls(
 def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, busy: Any) -> None:
     with dos.CheckpointManager(url, save_every=1, on_busy=busy) as run:
         assert run.step(1, state(1))
+        assert run.async_save(2, state(2), on_busy="skip") is None, "as the call says"
         if busy == "raise":
             with pytest.raises(dos.errors.SaveInProgressError, match="step 1"):
                 run.step(2, state(2))
@@ -832,8 +1067,26 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
             threading.Timer(0.1, held.set).start()
             raise error
         assert caught.value is error
+        assert not getattr(error, "__notes__", ()), "nothing else has failed"
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (1, 2)
+
+
+def test_a_save_for_which_ctrl_c_ended_one_wait_is_waited_for_at_the_end(
+    url: str, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), dos.CheckpointManager(url) as run:
+        handle = run.async_save(1, state(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(type(handle), "exception", lambda *_: ctrl_c())
+            threading.Timer(0.1, held.set).start()
+            run.save(2, state(2))
+    assert handle is not None
+    assert handle.done()
+    assert names(url) == ["step-1"]
 
 
 def test_after_an_error_in_the_body_no_rank_waits_for_this_one_to_agree_while_it_saves(
@@ -868,6 +1121,7 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
             run.step(1, state(1))
             raise ZeroDivisionError
     assert "down" in "".join(caught.value.__notes__)
+    run.close()  # which raises it no second time
     with pytest.raises(dos.errors.StoreUnavailableError, match="down") as once:  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=1) as run:
             run.step(1, state(1))
@@ -978,16 +1232,22 @@ def exits_on_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("save", [True, False])
 def test_a_handler_that_ends_the_program_does_so_after_the_state_was_saved(
-    url: str, exits_on_sigterm: None
+    url: str, exits_on_sigterm: None, save: bool
 ) -> None:
-    with pytest.raises(SystemExit) as caught, dos.CheckpointManager(url) as run:
+    """Or at once, if it is not to be saved then."""
+    preemption = dos.Preemption(save=save)
+    with (
+        pytest.raises(SystemExit) as caught,
+        dos.CheckpointManager(url, preemption=preemption) as run,
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
         for step in range(1, 10**9):
             run.step(step, state(step))
             assert not run.preempted()
     assert caught.value.code == 143
-    assert dos.steps(url)[-1].name == f"step-{step}"
+    assert names(url) == ([f"step-{step}"] if save else [])
 
 
 def test_a_handler_that_ends_the_program_waits_for_the_save_that_drains(
@@ -1111,8 +1371,9 @@ def test_other_names_below_the_run_do_not_count(url: str) -> None:
         run.load(state(0))
         for step in (11, 12):
             run.save(step, state(step))
-    # They are the last by name, so the newest two are not those of two names.
-    assert step_numbers(StoreSpec(url), 2) == (11, 12)
+        run.load(state(0), 10)
+        run.save(11, state(11))
+    assert names(url) == ["step-10", "step-010", "step-11", "zz-best"], "they go on counting"
 
 
 def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -> None:
@@ -1129,6 +1390,9 @@ def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -
                 step += 1
             assert run.latest() == step - 1
             assert loaded(run)[1]["step"] == step - 1
+            assert run._ask() == frozenset(), "the ranks need not agree on it twice"
+            assert not run.step(step, state(step))
+        assert run.latest() == step, "saved on leaving"
         assert came == [signal.SIGUSR2]
         signal.raise_signal(signal.SIGUSR2)
         assert came == [signal.SIGUSR2] * 2
@@ -1216,7 +1480,11 @@ def _end_and_signal(url: str, number: signal.Signals, again: bool) -> None:
     handler = signal.getsignal(number)
     run.close()
     if again:
-        with dos.CheckpointManager(url, preemption=dos.Preemption(signals=[number])) as run:
+        other = dos.Preemption(signals=[signal.SIGUSR1])
+        with (
+            dos.CheckpointManager(f"{url}-2", preemption=other),
+            dos.CheckpointManager(url, preemption=dos.Preemption(signals=[number])) as run,
+        ):
             signal.raise_signal(number)
             assert run._preemption.announced()
     signal.raise_signal(number)
@@ -1237,6 +1505,22 @@ def test_after_the_block_a_chained_signal_has_its_default_action_unless_a_manage
     child.start()
     child.join(60)
     assert child.exitcode == code
+
+
+def _ignore_and_signal(url: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    run = dos.CheckpointManager(url).__enter__()
+    chain(signal.SIGTERM)
+    run.close()
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(3)
+
+
+def test_after_the_block_a_chained_signal_is_ignored_if_it_was_before(url: str) -> None:
+    child = multiprocessing.get_context("fork").Process(target=_ignore_and_signal, args=(url,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 3
 
 
 def test_a_child_forked_inside_the_block_is_ended_by_sigterm_as_elsewhere(url: str) -> None:
@@ -1261,6 +1545,42 @@ def _report_handler_and_wait(connection: Any) -> None:
     connection.send(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
     while True:
         signal.pause()
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[dos.CheckpointManager], None]:
+    """Makes the ranks of a manager agree that their job must end at the next step."""
+
+    def end(run: dos.CheckpointManager) -> None:
+        run.__enter__()
+        monkeypatch.setattr(run._consensus, "reached", lambda: frozenset({"preempted"}))
+
+    return end
+
+
+def test_the_step_at_which_a_job_must_end_is_saved_unless_it_was(
+    url: str, monkeypatch: pytest.MonkeyPatch, ending: Callable[[dos.CheckpointManager], None]
+) -> None:
+    """Also if the save before it has failed: what is there now is worth more."""
+    with dos.CheckpointManager(url) as run:
+        with monkeypatch.context() as patched:
+            patched.setattr(async_api, "run_save", down)
+            run.async_save(1, state(1))
+            ending(run)
+            assert run.step(2, state(2), metrics={"loss": 0.5}, user_metadata={"lr": 1})
+        assert run.preempted()
+        (saved,) = dos.steps(url)
+        assert saved.user_metadata == {"step": 2, "lr": 1, "metrics": {"loss": 0.5}}
+        assert run.step(2, state(2)) is False
+    assert names(url) == ["step-2"]
+
+
+def test_a_job_that_saves_nothing_when_it_must_end_still_saves_its_last_step_when_it_need_not(
+    url: str,
+) -> None:
+    with dos.CheckpointManager(url, preemption=dos.Preemption(save=False)) as run:
+        run.step(1, state(1))
+    assert names(url) == ["step-1"]
 
 
 def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url: str) -> None:
@@ -1290,25 +1610,6 @@ def test_a_check_that_fails_does_not_end_training(
         train(run, range(1, 3))
         assert not run.preempted()
     assert "no metadata server" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("preemption", "warns"),
-    [
-        (dos.Preemption(), True),
-        (dos.Preemption(check=lambda: False), False),
-        (dos.Preemption(signals=()), False),
-    ],
-)
-def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
-    caplog: pytest.LogCaptureFixture, preemption: dos.Preemption, warns: bool
-) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    beside = threading.Thread(target=PreemptionWatch(preemption).install)
-    beside.start()
-    beside.join()
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert ("main thread" in caplog.text) == warns
 
 
 class Untrusted:
@@ -1410,9 +1711,20 @@ def test_steps_that_were_deleted_cost_no_requests(
 
 
 @pytest.mark.parametrize("step", [-1, 10**18, True, 1.0, "1", None])
-def test_what_is_no_number_of_a_step_is_refused(step: object) -> None:
-    with pytest.raises(dos.errors.ConfigError, match="whole number"):
-        check_step(step)
+def test_what_is_no_number_of_a_step_is_refused(
+    url: str, requests: list[Request], step: Any
+) -> None:
+    run = dos.CheckpointManager(url)
+    refusing: list[Callable[[], object]] = [
+        lambda: check_step(step),
+        lambda: run.step(step, state(1)),
+        *((lambda: run.load(state(0), step), lambda: run.export(step, url)) if step else ()),
+    ]
+    for act in refusing:
+        with pytest.raises(dos.errors.ConfigError, match="whole number"):
+            act()
+    run.close()
+    assert requests == []
     for least_and_most in (0, 10**18 - 1):
         check_step(least_and_most)
 
@@ -1426,10 +1738,91 @@ def test_what_is_no_number_of_a_step_is_refused(step: object) -> None:
         {"preemption": signal.SIGTERM},
         {"save_every": timedelta(0)},
         {"on_busy": "perhaps"},
+        {"save_every": True},
+        {"save_every": "1"},
         {"keep": 3},
         {"user_metadata": {"a": object()}},
+        {"base": "s3://bucket/run"},
+        {"on_event": 3},
+        {"trace": "https://example.com/trace"},
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(url: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(dos.errors.ConfigError):
         dos.CheckpointManager(url, **wrong)
+
+
+class Unconditional(WrappedStore):
+    """A store that knows no conditions."""
+
+    def put(self, key: str, data: Any, **settings: Any) -> Any:
+        return self.inner.put(key, data, retry=settings.get("retry", True))
+
+
+def test_a_store_without_conditions_is_refused_unless_that_is_allowed(
+    url: str, through: Through
+) -> None:
+    through(Unconditional)
+    with (
+        pytest.raises(dos.errors.UnsupportedError),
+        dos.CheckpointManager(url, claim_run=False) as run,
+    ):
+        run.save(1, state(1))
+    with dos.CheckpointManager(url, claim_run=False, allow_unfenced=True) as run:
+        run.save(1, state(1))
+    assert names(url) == ["step-1"]
+
+
+def test_what_is_saved_loaded_and_exported_has_the_settings_of_the_manager(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Event] = []
+    configs: list[object] = []
+    really = StoreSpec.open
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: configs.append(spec.config) or really(spec))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    settings: dict[str, Any] = {
+        "on_event": events.append,
+        "trace": tmp_path / "{name}.json",
+        "config": dos.TransferConfig(max_retries=3),
+    }
+    with dos.CheckpointManager(url, **settings) as run:
+        run.save(1, state(1))
+        run.async_save(2, state(2))
+        run.pin(1)
+        run.load(state(0), 2)
+        run.export(2, tmp_path / "out", "weight")
+        end_of_upkeep(run)
+    assert set(configs) == {settings["config"]}
+    assert {(one.operation, one.url) for one in events if isinstance(one, Planned)} == {
+        ("save", f"{url}/step-1"),
+        ("save", f"{url}/step-2"),
+        ("load", f"{url}/step-2"),
+        ("export", (tmp_path / "out").as_uri()),
+    }
+    traces = ("step-1", "step-2", "out")
+    assert all((tmp_path / f"{name}.json").exists() for name in traces)
+    assert capsys.readouterr().err == "", "no progress bar"
+
+
+@pytest.mark.parametrize("stock_metadata", [None, False])
+def test_stock_torch_finds_what_is_saved_unless_it_is_not_to(
+    url: str, stock_metadata: bool | None
+) -> None:
+    settings = {} if stock_metadata is None else {"stock_metadata": stock_metadata}
+    with dos.CheckpointManager(url, sweep=False, **settings) as run:  # type: ignore[arg-type]
+        run.save(1, state(1))
+    keys = [meta.key for meta in StoreSpec(url).open().list()]
+    assert ("step-1/.metadata" in keys) is (stock_metadata is None)
+
+
+def test_with_the_base_latest_only_what_has_changed_is_uploaded(url: str, caplog: Any) -> None:
+    with dos.CheckpointManager(url, base="latest", save_last=False) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+        loaded(run, 1)
+        run.save(2, state(2))
+    # This store copies nothing, and says of what.
+    said = [one.getMessage() for one in caplog.records if "not changed since" in one.getMessage()]
+    assert ["(latest)" in text for text in said] == [True, False, False]
+    assert all(f"({url}/step-1)" in text for text in said[1:])

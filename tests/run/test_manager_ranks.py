@@ -49,6 +49,8 @@ def run_job(
         own = state["weight"].to_local()
         for step in range((start or 0) + 1, last + 1):
             run.step(step, sharded(step), metrics={"loss": 1 / step + rank})
+        assert run._saves is not None
+        assert (run._saves._retention is None) is (rank > 0), "one rank deletes"
         return start, own[0, 0].item(), run.latest(), run.steps()
 
 
@@ -351,19 +353,49 @@ def test_after_the_process_group_was_destroyed_no_rank_acts_alone(
     assert [step.pins for step in dos.steps(url)] == ([()] if verb == "pin" else [])
 
 
-def go_back_to_different_steps(rank: int, world_size: int, url: str) -> str:
+def name_different_steps(rank: int, world_size: int, url: str) -> list[str]:
+    said = []
     with dos.CheckpointManager(url) as run:
+        for act in (
+            lambda: run.load({"step": 0}, rank + 1),
+            lambda: run.export(rank + 1, f"{url}-out"),
+        ):
+            try:
+                said.append(str(act()))
+            except dos.errors.ConfigError as error:
+                said.append(str(error))
+    with dos.CheckpointManager(url, base="latest" if rank else None) as run:
         try:
-            return str(run.load({"step": 0}, rank + 1))
+            run.save(1, {"step": 1})
         except dos.errors.ConfigError as error:
-            return str(error)
+            said.append(str(error))
+    return said
 
 
-def test_ranks_that_go_back_to_different_steps_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_load_or_export_different_steps_are_refused(tmp_path: Path) -> None:
+    """And those that name different bases."""
     url = (tmp_path / "run").as_uri()
-    for said in run_ranks(2, go_back_to_different_steps, url):
-        assert "same step=" in said
-    assert not (tmp_path / "run").exists()
+    for said in run_ranks(2, name_different_steps, url):
+        assert ["same step=" in text for text in said] == [True, True, False]
+        assert "same base=" in said[2]
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["_CLAIM"]
+
+
+def one_run_each(rank: int, world_size: int, url: str) -> tuple[Any, ...]:
+    """Two jobs of one rank each, which never make the same call at the same time."""
+    groups = [dist.new_group([number]) for number in range(world_size)]
+    found = {"step": 0}
+    with dos.CheckpointManager(f"{url}/{rank}", process_group=groups[rank]) as run:
+        for step in range(1, 2 + rank):
+            run.save(step, {"step": step})
+        run.async_save(5, {"step": 5})
+        run.async_export(5, f"{url}/out-{rank}").result(60)
+        return run.load(found), found["step"], run.steps(), run.claim is not None
+
+
+def test_a_manager_concerns_no_ranks_but_those_of_its_group(tmp_path: Path) -> None:
+    url = (tmp_path / "run").as_uri()
+    assert run_ranks(2, one_run_each, url) == [(5, 5, (1, 5), True), (5, 5, (1, 2, 5), True)]
 
 
 class SlowStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
 import threading
 from dataclasses import replace
@@ -31,15 +30,15 @@ from dcp_objstore.checkpoint.read import open_committed
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.run import upkeep
-from dcp_objstore.run.sweep import _base
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta
+from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 from tests.support.checkpoints import memory_url
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.upkeep import AgedStore, Ages, finish, tear, upload
-from tests.support.wrapped_stores import Request
+from tests.support.wrapped_stores import Request, Through
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 
@@ -184,6 +183,12 @@ def test_one_listing_and_one_newer_marker_show_that_a_step_is_not_the_newest(
     assert [one.verb for one in requests if one.verb == "list"] == ["list"]
     # Its own marker before the run is looked at and after that, and another's.
     assert len([one for one in requests if one.key == MARKER_KEY]) == 3
+    assert CLAIM_KEY not in {one.key for one in requests}, "there is none"
+    dos.pin(f"{run}/{names[0]}", "paper")  # its marker is new, its commit is not
+    requests.clear()
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(f"{run}/{names[2]}", dry_run=True)
+    assert len([one for one in requests if one.key == MARKER_KEY]) == 1
 
 
 def test_of_numbered_steps_the_one_that_was_saved_last_is_not_the_newest(tmp_path: Path) -> None:
@@ -254,6 +259,89 @@ def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(
     assert StockDotMetadata().describes(body, open_committed(store)[1])
 
 
+def test_what_stands_against_a_deletion_is_said_in_this_order(through: Through) -> None:
+    run = memory_url()
+    with pytest.raises(dos.errors.CheckpointNotFoundError):
+        dos.delete(f"{run}/step-1")
+    with dos.CheckpointManager(run, sweep=False) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"a": WEIGHT})
+        manager.load({"a": WEIGHT.clone()}, 1)
+        manager.save(2, {"a": WEIGHT})
+    dos.pin(f"{run}/step-2", "paper")
+    for allow in (False, True):
+        with pytest.raises(dos.errors.CheckpointPinnedError):
+            dos.delete(f"{run}/step-2", allow_newest=allow)
+    dos.unpin(f"{run}/step-2", "paper")
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(f"{run}/step-2")
+    assert dos.delete(f"{run}/step-3").commit_id  # it does not count, so nobody resumes from it
+    for allow in (False, True):
+        with pytest.raises(dos.errors.CheckpointNotFoundError):
+            dos.delete(f"{run}/step-3", allow_newest=allow)
+    assert [step.name for step in dos.steps(run)] == ["step-1", "step-2"]
+
+
+def test_what_lies_in_no_run_is_the_newest(tmp_path: Path) -> None:
+    top = f"memory://{tmp_path.name}"
+    dos.save({"a": WEIGHT}, top, progress=False)
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(top)
+    dos.delete(top, allow_newest=True)
+
+
+class Unconditional(WrappedStore):
+    """A store that knows no conditions."""
+
+    def put(self, key: str, data: Any, **settings: Any) -> Any:
+        return self.inner.put(key, data, retry=settings.get("retry", True))
+
+
+def test_a_store_without_conditions_is_only_looked_at(
+    through: Through, requests: list[Request]
+) -> None:
+    run = memory_url()
+    for step in (1, 2):
+        dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
+    probes.forget()
+    through(Unconditional)
+    requests.clear()
+    assert dos.delete(f"{run}/step-1", dry_run=True).dry_run
+    for act in (lambda: dos.pin(f"{run}/step-9", "paper"), lambda: dos.delete(f"{run}/step-9")):
+        with pytest.raises(dos.errors.CheckpointNotFoundError):
+            act()
+    assert {one.verb for one in requests} <= {"get", "list", "head"}
+    for change in (
+        lambda: dos.delete(f"{run}/step-1"),
+        lambda: dos.pin(f"{run}/step-1", "paper"),
+        lambda: dos.unpin(f"{run}/step-1", "paper"),
+        lambda: dos.claim_run(run),
+    ):
+        with pytest.raises(dos.errors.UnsupportedError, match="cannot create or replace"):
+            change()
+    assert [step.pins for step in dos.steps(run)] == [(), ()]
+    probes.forget()
+
+
+def test_repair_writes_nothing_in_a_dry_run() -> None:
+    url = memory_url()
+    dos.save({"a": WEIGHT}, url, progress=False)
+    store = StoreSpec(url).open()
+    store.delete(DOT_METADATA_KEY)
+    for dry_run in (True, False):
+        report = dos.repair(url, dry_run=dry_run)
+        assert (report.dot_metadata, report.dry_run) == ("written", dry_run)
+        assert (DOT_METADATA_KEY in {meta.key for meta in store.list()}) is not dry_run
+
+
+def test_pins_are_named_when_one_is_set_or_removed() -> None:
+    url = memory_url()
+    dos.save({"a": WEIGHT}, url, progress=False)
+    assert dos.pin(url, "b") == ("b",)
+    assert set(dos.pin(url, "a")) == {"a", "b"}
+    assert dos.unpin(url, "b") == ("a",)
+
+
 def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None:
     options, url = bucket.storage_options, bucket.at("step-1")
     save(bucket, "step-1")
@@ -308,42 +396,6 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     assert torch.equal(state["model"]["weight"], WEIGHT * 2)
 
 
-@pytest.mark.backends("seaweed")
-def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
-    bucket: Bucket, requests: list[Request]
-) -> None:
-    options = bucket.storage_options
-    for step in range(3):
-        save(bucket, f"step-{step}")
-
-    def sweep() -> tuple[list[str], int]:
-        requests.clear()
-        report = dos.sweep(bucket.url, storage_options=options)
-        return [one.url.rpartition("/")[2] for one in report.checkpoints], len(requests)
-
-    assert sweep()[0] == ["step-0", "step-1", "step-2"]
-    dos.delete(bucket.at("step-0"), storage_options=options, remove_objects=True)
-    names, sent = sweep()
-    assert names == ["step-1", "step-2"]
-    dos.delete(bucket.at("step-1"), storage_options=options, remove_objects=True)
-    names, sent_later = sweep()
-    assert names == ["step-2"]
-    assert sent_later < sent
-    assert bucket.keys("step-0") == [MARKER_KEY]
-
-
-def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(
-    tmp_path: Path, requests: list[Request]
-) -> None:
-    dos.save({"a": WEIGHT}, f"{tmp_path.as_uri()}/step-1", progress=False)
-    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).touch()
-    probes.forget()
-    requests.clear()
-    (swept,) = dos.sweep(tmp_path.as_uri(), dry_run=True).checkpoints
-    assert swept.dry_run
-    assert {one.verb for one in requests} == {"list", "get"}
-
-
 @pytest.mark.parametrize("swept", ["/run", ""])
 def test_a_step_that_a_superseded_job_committed_late_is_swept(
     bucket: Bucket, later: AgedStore, swept: str
@@ -378,21 +430,6 @@ def test_a_step_that_a_superseded_job_committed_late_is_swept(
     assert [one.name for one in dos.steps(run, storage_options=options)] == ["step-4"]
 
 
-@pytest.mark.parametrize("sweeps", ["the run", "the step"])
-def test_where_the_claim_cannot_be_read_no_step_is_taken_for_superseded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, sweeps: str
-) -> None:
-    step = tmp_path / "step-1"
-    dos.save({"a": WEIGHT}, step.as_uri(), progress=False)
-    for file in step.iterdir():
-        os.utime(file, (0, 0))
-    (tmp_path / CLAIM_KEY).write_bytes(b"damaged")
-    (swept,) = dos.sweep((tmp_path if sweeps == "the run" else step).as_uri()).checkpoints
-    assert (swept.outcome, swept.superseded) == ("clean", False)
-    assert "are not swept" in caplog.text
-    assert _base(None) == 0  # what lies at the top of a bucket is in no run
-
-
 def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Bucket) -> None:
     """moto says of every upload that it began years ago, SeaweedFS the truth: just now."""
     client = bucket.client()
@@ -414,34 +451,11 @@ def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Buc
     assert bucket.keys() == []  # and no tombstone
 
 
-def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> None:
-    for name in ("step-1", "step-2", "step-3"):
-        dos.save({"a": WEIGHT}, f"{tmp_path.as_uri()}/{name}", progress=False)
-    newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
-    (tmp_path / "step-1" / MARKER_KEY).write_bytes(newer)
-    (tmp_path / "step-2" / MARKER_KEY).write_bytes(b"damaged")
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "log.txt").touch()  # no place of a checkpoint
-    for dry_run in (True, False):
-        report = dos.sweep(tmp_path.as_uri(), dry_run=dry_run)
-        assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
-        assert [one.dry_run for one in report.checkpoints] == [dry_run] * 3
-        assert "upgrade" in (report.checkpoints[0].reason or "")
-    assert report.damaged == report.checkpoints[:2]
-
-
 def test_what_the_bucket_should_do_itself_is_said(bucket: Bucket) -> None:
     report = dos.sweep(bucket.url, storage_options=bucket.storage_options)
     assert report.uploads_unseen is None
     assert report.lifecycle_days is None
     assert f'"Prefix": "{bucket.prefix}"' in (report.lifecycle_json or "")
-
-
-def test_where_nothing_is_to_be_swept_nothing_is_written(
-    tmp_path: Path, requests: list[Request]
-) -> None:
-    dos.sweep(tmp_path.as_uri())
-    assert {one.verb for one in requests} == {"list"}
 
 
 def test_sweep_without_boto3_says_what_was_not_looked_at(

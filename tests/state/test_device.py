@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import secrets
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from benchmarks.sink import Sink
-from dcp_objstore.config import MIB
+from dcp_objstore.config import MIB, PINNED_MOST
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     RankFailedError,
@@ -41,11 +40,11 @@ from dcp_objstore.state import device, tensor_frame
 from dcp_objstore.state.device import (
     Inbound,
     Outbound,
+    lane_of,
+    lanes_into,
     pinned_memory,
     plan_ring,
-    settle_streams,
 )
-from dcp_objstore.state.ring import Ring
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.parts import plan_parts
@@ -96,88 +95,6 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
     return late
 
 
-# --- the ring ---
-
-
-def test_a_lent_slot_comes_back_when_the_last_view_of_it_is_gone() -> None:
-    ring = Ring(1, 16, plain_memory)
-    slot = ring.acquire(never_stopped)
-    lent = ring.lend(slot)
-    view = memoryview(lent[2:][:3])
-    del lent, slot
-    assert ring.try_acquire() is None
-    held = [view]
-    del view
-    # Wherever the last one is dropped.
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    thread.join()
-    assert ring.try_acquire() is not None
-
-
-def test_a_lent_slot_outlives_its_ring() -> None:
-    ring = Ring(1, 4, plain_memory)
-    slot = ring.acquire(never_stopped)
-    slot.array[:] = 7
-    lent = ring.lend(slot)
-    del ring, slot
-    gc.collect()
-    assert lent.tolist() == [7] * 4
-
-
-def test_a_slot_is_not_written_to_before_its_copies_are_complete() -> None:
-    lane = LateLane()
-    ring = Ring(1, 4, lane.allocate)
-    slot = ring.acquire(never_stopped)
-    slot.array[:] = 1
-    copied = torch.zeros(4, dtype=torch.uint8)
-    slot.tickets.append(lane.queue(lambda: copied.copy_(slot.memory)))
-    ring.release(slot)
-    assert not copied.any()
-    again = ring.acquire(never_stopped)
-    again.array[:] = 2
-    assert copied.tolist() == [1] * 4
-
-
-def test_no_slot_is_waited_for_while_another_may_be_made_and_never_more_are() -> None:
-    lane = LateLane()
-    ring = Ring(2, 4, lane.allocate)
-    for _ in range(5):
-        slot = ring.acquire(never_stopped)
-        slot.tickets.append(lane.queue(lambda: None))
-        ring.release(slot)
-    assert lane.allocated == [4, 4]
-    assert lane.copied > 0
-    assert None not in (ring.try_acquire(), ring.try_acquire()), "both came back"
-
-
-def test_waiting_for_a_slot_ends_when_it_is_to_end() -> None:
-    ring = Ring(1, 4, plain_memory)
-    taken = ring.acquire(never_stopped)
-
-    def stop() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ring.acquire(stop)
-    ring.release(taken)
-    assert ring.acquire(stop) is taken
-
-
-def test_a_slot_that_could_not_be_allocated_is_not_counted() -> None:
-    errors = [RuntimeError("no memory")]
-
-    def allocate(size_bytes: int) -> torch.Tensor:
-        if errors:
-            raise errors.pop()
-        return plain_memory(size_bytes)
-
-    ring = Ring(1, 4, allocate)
-    with pytest.raises(RuntimeError):
-        ring.acquire(never_stopped)
-    assert ring.acquire(never_stopped).array.nbytes == 4
-
-
 def test_work_that_other_threads_would_not_wait_for_is_waited_for(monkeypatch):
     """On the second GPU, the program works on a stream of its own."""
     waited = []
@@ -196,6 +113,141 @@ def test_work_that_other_threads_would_not_wait_for_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch, "cuda", cuda)
     device.settle_streams()
     assert waited == ["a stream of 1"]
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_work_of_another_accelerator_is_waited_for(monkeypatch, has_cuda):
+    """But a CUDA device that this process has not used is not initialized for that."""
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("all"))
+    accelerator = SimpleNamespace(is_available=lambda: True, current_stream=lambda: stream)
+    cuda = SimpleNamespace(is_initialized=lambda: False, is_available=lambda: has_cuda)
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    device.settle_streams()
+    assert waited == ([] if has_cuda else ["all"])
+    accelerator.is_available = lambda: False
+    cuda.is_available = lambda: False
+    device.settle_streams()
+    assert len(waited) == (not has_cuda)
+
+
+class Cuda:
+    """`torch.cuda` as far as a lane needs it: it knows where it is, and notes what is done."""
+
+    def __init__(self) -> None:
+        self.at: list[object] = []
+        self.done: list[tuple[object, ...]] = []
+
+    @contextmanager
+    def _at(self, place: object) -> Iterator[None]:
+        self.at.append(place)
+        yield
+        self.at.pop()
+
+    device = stream = _at
+
+    def current_stream(self, place: torch.device) -> str:
+        return f"this thread's of {place}"
+
+    def Stream(self, place: torch.device) -> SimpleNamespace:  # noqa: N802
+        stream = SimpleNamespace(place=place)
+        stream.wait_stream = lambda other: self.done.append(("wait", stream, other))
+        stream.synchronize = lambda: self.done.append(("synchronize", stream))
+        return stream
+
+    def Event(self, *, blocking: bool) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(record=lambda stream: self.done.append(("event", stream, blocking)))
+
+
+@pytest.fixture
+def cuda_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    made = Cuda()
+    monkeypatch.setattr(torch, "cuda", made)
+    device._stream.cache_clear()
+    yield made
+    device._stream.cache_clear()
+
+
+def test_copies_of_a_gpu_have_a_stream_of_their_own_behind_that_of_the_thread(cuda_here):
+    gpu = torch.device("cuda", 1)
+    lane = lane_of(gpu, "out")
+    (_, stream, _) = cuda_here.done[0]
+    assert stream.place == gpu
+    behind = ("wait", stream, "this thread's of cuda:1")
+    assert cuda_here.done == [behind]
+
+    def work() -> None:
+        # The device as well: at its end a stream would make the default one the current.
+        assert cuda_here.at == [gpu, stream]
+        cuda_here.done.append(("copy",))
+
+    ticket = lane.queue(work)
+    assert cuda_here.done[1:] == [("copy",), ("event", stream, True)]
+    assert ticket.record
+    lane.follow()
+    lane.finish()
+    assert cuda_here.done[3:] == [behind, ("synchronize", stream)]
+    assert not cuda_here.at
+
+
+def test_a_gpu_has_one_stream_a_direction_for_the_whole_process(cuda_here):
+    """The allocator keeps memory for each stream."""
+    gpus = [torch.device("cuda", number) for number in (0, 1)]
+    for _ in range(2):
+        for gpu in gpus:
+            for direction in ("in", "out"):
+                lane_of(gpu, direction)
+    streams = [stream for _, stream, _ in cuda_here.done]
+    assert len({id(stream) for stream in streams}) == 4
+    assert list(map(id, streams[:4])) == list(map(id, streams[4:]))
+    assert [stream.place for stream in streams[:4]] == [gpus[0], gpus[0], gpus[1], gpus[1]]
+
+
+def test_pinned_memory_is_made_for_the_gpu_that_copies_from_it(cuda_here, monkeypatch):
+    asked: list[tuple[object, ...]] = []
+
+    def empty(size_bytes: int, **settings: Any) -> str:
+        asked.append((size_bytes, settings, *cuda_here.at))
+        return "memory"
+
+    monkeypatch.setattr(torch, "empty", empty)
+    gpu = torch.device("cuda", 1)
+    assert lane_of(gpu, "in").allocate(8) == "memory"
+    assert asked == [(8, {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}, gpu)]
+
+
+def test_only_devices_with_a_lane_are_loaded_into_through_one(cuda_here):
+    gpu = torch.device("cuda", 0)
+    lanes = lanes_into([torch.device("cpu"), gpu, torch.device("meta")])
+    assert list(lanes) == [gpu]
+    inbound = Inbound(lanes, 0, 8)
+    assert inbound.takes(gpu)
+    assert not inbound.takes(torch.device("cpu"))
+    (_, stream, _) = cuda_here.done[0]
+    lane_of(gpu, "out")
+    assert cuda_here.done[1][1] is not stream, "in, not out"
+
+
+@pytest.mark.parametrize(
+    ("largest", "concurrency", "budget", "planned"),
+    [
+        (8, 4, 23, (0, 8, 23)),
+        (8, 4, 24, (1, 8, 16)),
+        (7, 4, 24, (1, 8, 16)),
+        (9, 4, 48, (1, 16, 32)),
+        (8, 4, 4 * 8, (2, 8, 16)),
+        (8, 4, 6 * 8, (3, 8, 16)),
+        (8, 4, 7 * 8, (3, 8, 32)),
+        (8, 4, 8 * 8, (4, 8, 32)),
+        (8, 1, 100 * 8, (3, 8, 16)),
+        (8, 4, 100 * 8, (6, 8, 64)),
+        (1, 4, 3, (1, 1, 2)),
+        (0, 4, 3, (1, 1, 2)),
+    ],
+)
+def test_a_body_counts_twice_and_its_slot_once(largest, concurrency, budget, planned):
+    assert plan_ring(largest, concurrency, budget) == planned
 
 
 @given(st.integers(1, 64 * MIB), st.integers(1, 64), st.integers(8 * MIB, 2048 * MIB))
@@ -226,7 +278,7 @@ def test_where_no_pinned_memory_can_be_had_ordinary_memory_is_used_with_one_warn
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(device, "_warned", threading.Event())
-    assert [pinned_memory(MIB).numel() for _ in range(3)] == [MIB] * 3
+    assert [pinned_memory(MIB).nbytes for _ in range(3)] == [MIB] * 3
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "out of memory" in warning
     assert "memory_budget_bytes" in warning
@@ -260,7 +312,7 @@ class GatheringStore(WrappedStore):
             yield bytes(held.popleft())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", cases(range(3), default=[0]))
 def test_a_save_through_the_ring_stores_what_a_save_without_it_does(seed, monkeypatch, through):
     state, plain, url = big_state(), memory_url(), memory_url()
     dos.save(state, plain, config=CONFIG)
@@ -315,6 +367,71 @@ def test_a_slot_is_filled_up_to_its_last_whole_block(lane):
         slices = outbound.slices(torch.zeros(count_mib * MIB, dtype=torch.uint8))
         sizes += [piece.nbytes // MIB for piece in slices]
     assert sizes == [12, 4, 12]
+
+
+@pytest.mark.parametrize(
+    ("part_mib", "concurrency", "slots"),
+    [(5, 1, 5), (16, 2, 5), (16, 3, 5), (16, 4, 6), (24, 4, 9), (16, None, PINNED_MOST + 2)],
+)
+def test_a_save_has_slots_for_the_parts_in_flight_and_two_more(part_mib, concurrency, slots):
+    config = dos.TransferConfig(
+        part_size_bytes=part_mib * MIB,
+        **({} if concurrency is None else {"upload_concurrency": concurrency}),
+    )
+    plan = plan_parts(0, part_mib * MIB)
+    assert Outbound(plan, config, never_stopped).slots == slots
+
+
+class NotingLane(LateLane):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def follow(self) -> None:
+        self.calls.append("follow")
+
+    def queue(self, work: Any) -> Any:
+        self.calls.append("copy")
+        return super().queue(work)
+
+
+def test_each_tensor_is_copied_after_the_work_that_makes_it_on_one_lane(monkeypatch):
+    made = []
+
+    def make() -> NotingLane:
+        made.append(NotingLane())
+        return made[-1]
+
+    use_lane(monkeypatch, make)
+    outbound = Outbound(plan_parts(0, PART), CONFIG, never_stopped)
+    for _ in range(2):
+        (piece,) = outbound.slices(torch.ones(100, dtype=torch.uint8))
+        assert piece.all()
+    (lane,) = made
+    assert lane.calls == ["follow", "copy"] * 2
+    assert len(lane.allocated) == 1, "one ring, and one slot for both"
+    assert outbound.slices(torch.empty(2, device="meta")) is None
+
+
+def test_slices_in_a_slot_are_aligned_and_do_not_overlap(lane):
+    outbound = Outbound(plan_parts(0, PART), CONFIG, never_stopped)
+    sizes = [1, 63, 64, 65, 100, 7]
+    held = [
+        piece
+        for value, size in enumerate(sizes)
+        for piece in outbound.slices(torch.full((size,), value, dtype=torch.uint8))
+    ]
+    starts = [piece.ctypes.data - lane.starts[0] for piece in held]
+    assert starts == [0, 64, 128, 192, 320, 448]
+    assert [set(piece.tolist()) for piece in held] == [{value} for value in range(len(sizes))]
+
+
+def test_a_slice_is_as_long_as_the_plan_has_it_and_a_slot_at_most(lane):
+    for part_mib, longest_mib in ((5, 4), (8, 8), (512, 16)):
+        outbound = Outbound(plan_parts(0, part_mib * MIB), CONFIG, never_stopped)
+        sizes = [piece.nbytes for piece in outbound.slices(torch.ones(20 * MIB, dtype=torch.uint8))]
+        assert max(sizes) == longest_mib * MIB
+        assert sum(sizes) == 20 * MIB
 
 
 @pytest.fixture(scope="module")
@@ -464,17 +581,6 @@ def test_one_slot_is_enough_for_who_lets_go_of_each_slice(lane):
             del piece
         assert seen == tensor.nbytes
     assert len(lane.allocated) == 1
-
-
-def test_work_on_a_stream_that_other_threads_do_not_wait_for_is_waited_for(monkeypatch):
-    default, own = Mock(), Mock()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: default)
-    monkeypatch.setattr(torch.cuda, "current_stream", [default, own].__getitem__)
-    settle_streams()
-    own.synchronize.assert_called_once()
-    default.synchronize.assert_not_called()
 
 
 # --- loading ---
@@ -631,6 +737,37 @@ def test_what_was_packed_by_another_rank_is_filled_as_on_the_host():
     assert same_bits(found[0], found[1])
 
 
+def test_a_request_is_fetched_into_its_part_of_a_slot_which_comes_back_after_it():
+    place = torch.device("cpu")
+    lane = LateLane()
+    first, second = RangeRequest(0, 100, 108), RangeRequest(0, 200, 204)
+    with Inbound({place: lane}, 1, 8) as inbound:
+        for request, size in ((first, 8), (second, 4), (first, 8)):
+            admitted = inbound.admit(request, Progress(60))
+            assert admitted is not None
+            assert admitted.nbytes == size
+            with inbound.taking(request):
+                pass
+        with inbound.taking(first):  # one that was not admitted passes
+            inbound.send(place, b"12345678", lambda _: None)
+    assert lane.allocated == [8]
+    assert Inbound({place: lane}, 0, 8).admit(first, Progress(60)) is None
+
+
+@pytest.mark.parametrize(("size", "through_a_slot"), [(8, True), (9, False)])
+def test_bytes_that_arrive_elsewhere_go_through_a_slot_if_they_fit(size, through_a_slot):
+    place, got = torch.device("cpu"), torch.zeros(size, dtype=torch.uint8)
+    lane = LateLane()
+    with Inbound({place: lane}, 1, 8) as inbound:
+        inbound.send(place, bytes(range(size)), got.copy_)
+        assert lane.allocated == ([8] if through_a_slot else [])
+        assert bool(got.any()) is not through_a_slot, "a slot is not waited for"
+        again = inbound._ring.try_acquire()
+        assert again is not None, "it came back"
+        assert got.any(), "and was settled"
+    assert got.tolist() == list(range(size))
+
+
 def test_after_an_error_nothing_is_sent_from_the_memory_that_was_admitted():
     """The body is fetched and consumed once more, wherever it arrives then."""
     request = RangeRequest(0, 0, 8)
@@ -695,7 +832,7 @@ def _load_together(rank: int, world: int, url: str, config: dos.TransferConfig) 
     return report.received_bytes
 
 
-@pytest.mark.parametrize("budget_mib", [8, 64])
+@pytest.mark.parametrize("budget_mib", cases([8, 64], default=[64]))
 def test_ranks_that_read_once_fill_the_memory_of_their_devices(budget_mib, tmp_path):
     wide, norm = seeded("wide", (1024, 3000)), seeded("norm", (1_500_000,))
     url = f"file://{tmp_path}/once"

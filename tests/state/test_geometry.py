@@ -4,9 +4,11 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
+from dcp_objstore.state import geometry
 from dcp_objstore.state.geometry import Box, Selection, collapse, fills, plan_copies
 
 
@@ -53,8 +55,47 @@ def test_stretches_of_any_size_deliver_every_wanted_element_exactly_once(case, s
     assert torch.equal(destination, expected)
 
 
-def test_nothing_is_read_for_an_empty_box():
-    assert Selection((0, 4), Box((0, 0), (0, 4)), 4).runs(10) == []
+@pytest.mark.parametrize(
+    ("shape", "wanted", "collapsed"),
+    [
+        ((), Box((), ()), ((), Box((), ()))),
+        ((6,), Box((0,), (6,)), ((6,), Box((0,), (6,)))),
+        ((4, 6), Box((1, 0), (2, 6)), ((24,), Box((6,), (12,)))),
+        ((4, 6), Box((1, 1), (2, 5)), ((4, 6), Box((1, 1), (2, 5)))),
+        ((4, 2, 3), Box((1, 0, 0), (2, 2, 3)), ((24,), Box((6,), (12,)))),
+        ((4, 2, 3), Box((1, 1, 0), (2, 1, 3)), ((4, 6), Box((1, 3), (2, 3)))),
+        ((4, 2, 3), Box((1, 0, 1), (2, 2, 1)), ((4, 2, 3), Box((1, 0, 1), (2, 2, 1)))),
+    ],
+)
+def test_trailing_dimensions_that_are_wanted_in_full_become_one(shape, wanted, collapsed):
+    assert collapse(shape, wanted) == collapsed
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "boxes"),
+    [
+        (0, 24, [(0, (4, 6))]),
+        (6, 18, [(0, (2, 6))]),
+        (6, 9, [(0, (1, 3))]),
+        (8, 11, [(0, (1, 3))]),
+        (8, 12, [(0, (1, 4))]),
+        (8, 14, [(0, (1, 4)), (4, (1, 2))]),
+        (8, 20, [(0, (1, 4)), (4, (1, 6)), (10, (1, 2))]),
+    ],
+)
+def test_a_stretch_is_the_rest_of_a_row_whole_rows_and_the_start_of_one(start, end, boxes):
+    copies = plan_copies((4, 6), Box((0, 0), (4, 6)), start, end)
+    assert [(copy.start, copy.source_shape) for copy in copies] == boxes
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (3, 0)])
+def test_nothing_is_copied_from_an_empty_stretch(shape):
+    assert plan_copies(shape, Box((0,) * len(shape), shape), 0, 0) == []
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
+def test_nothing_is_read_for_an_empty_box(sizes):
+    assert Selection((4, 4), Box((0, 0), sizes), 4).runs(10) == []
 
 
 def wanted_bytes(selection: Selection) -> set[int]:
@@ -125,8 +166,11 @@ def shape_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, draw(st.permutations(some))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(shape_and_boxes(), st.booleans())
+@example(((2, 2), [Box((0, 0), (2, 1)), Box((0, 0), (2, 1)), Box((0, 0), (0, 2))]), True)
+@example(((5, 5), [Box(at, (1, 1)) for at in itertools.product(range(5), repeat=2)]), True)
+@example(((5, 5), [Box((0, at), (5, 1)) for at in (0, 1, 2, 3, 3)]), True)
 @example(((4,), [Box((0,), (3,)), Box((0,), (3,))]), False)  # enough elements, but one is left out
 @example(((4,), [Box((1,), (3,)), Box((1,), (3,))]), False)
 @example(((2, 2), [Box((0, 0), (2, 1)), Box((0, 0), (2, 1))]), True)
@@ -139,3 +183,27 @@ def test_boxes_fill_a_shape_if_no_element_is_left_out(case, as_arrays: bool) -> 
     if as_arrays:
         rows = [np.array(some, dtype=np.uint64).reshape(len(boxes), len(shape)) for some in rows]
     assert fills(shape, *rows) == (not left.any())
+
+
+@pytest.mark.parametrize(("cells", "looked_at"), [(2, True), (3, True), (4, False)])
+def test_boxes_that_cut_a_shape_too_finely_are_only_counted(cells, looked_at, monkeypatch):
+    """Ever finer cuts would take ever more memory, and no rank makes them."""
+    monkeypatch.setattr(geometry, "_MAX_CELLS", 3)
+    shape = (4 * cells,)
+    offsets = [[4 * number] for number in range(cells)]
+    sizes = [[4]] * cells
+    assert fills(shape, offsets, sizes)
+    assert not fills(shape, offsets[1:], sizes[1:])
+    twice = [*offsets[:-1], offsets[-2]]
+    assert fills(shape, twice, sizes) is not looked_at
+
+
+def test_a_shape_may_have_more_dimensions_than_numpy_if_few_are_cut():
+    sizes = [(1,) * 70, (1,) * 69 + (2,)]
+    for last in (0, 1):
+        assert fills((1,) * 69 + (3,), [(0,) * 70, (0,) * 69 + (last,)], sizes) is (last == 1)
+
+
+def test_elements_beyond_what_a_float_tells_apart_are_counted_exactly():
+    numbers = [np.array([[one], [one]], dtype=np.uint64) for one in (0, 2**60 - 1)]
+    assert not fills((2**60,), *numbers)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from dcp_objstore.errors import StateMismatchError
-from dcp_objstore.state.memory import copy_elements, fill_order
+from dcp_objstore.state import memory
+from dcp_objstore.state.geometry import Box
+from dcp_objstore.state.memory import (
+    byte_memory,
+    copy_elements,
+    device_bytes,
+    fill_order,
+    fits,
+    narrow,
+    same_memory,
+)
 
 ALL = torch.zeros(24)
 MATRIX = ALL.view(4, 6)
+BYTES = ALL.view(torch.uint8).view(4, 24)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +35,16 @@ MATRIX = ALL.view(4, 6)
         ([ALL[4:8]], [ALL[4:9]], {"first"}, set()),
         ([ALL[4:8]], [ALL[4:7]], set(), {"second"}),
         ([ALL[4:8]], [ALL[5:8]], set(), {"second"}),
+        ([ALL[4:8]], [ALL[3:8]], {"first"}, set()),
+        ([ALL[4:8]], [ALL[3:7]], set(), {"second"}),
+        ([ALL[4:8]], [ALL[3:9:2]], set(), {"second"}),
+        ([ALL[4:8:2]], [ALL[5:9:2]], set(), set()),
+        ([BYTES[:, 8:10]], [MATRIX[:, :2]], set(), set()),
+        ([BYTES[:, 7:9]], [MATRIX[:, :2]], set(), {"second"}),
+        ([MATRIX[:, 2:]], [BYTES[:, 7:9]], set(), {"second"}),
+        ([MATRIX[:, 2:]], [BYTES[:, 6:8]], set(), set()),
+        ([MATRIX[:, 2:]], [BYTES.view(torch.int16)[:, 3:5]], set(), {"second"}),
+        ([MATRIX[1:3, ::2], ALL[:0]], [ALL[:0], MATRIX[::2, 1::2], ALL[18:20]], set(), set()),
         ([ALL[:12]], [ALL[12:]], set(), set()),
         ([ALL[12:]], [ALL[:12]], set(), set()),
         ([MATRIX[:, :2]], [MATRIX[:, 2:4]], set(), set()),  # each lies between parts of the other
@@ -33,6 +56,8 @@ MATRIX = ALL.view(4, 6)
         ([ALL[:2], ALL[20:]], [ALL[8:12]], set(), set()),
         ([ALL[8:12]], [ALL[:2], ALL[20:]], set(), set()),
         ([ALL[:0], ALL[4:8]], [ALL[:4]], set(), set()),
+        ([ALL[:0], ALL[4:8]], [ALL[4:8]], {"first"}, set()),
+        ([ALL[4:8]], [ALL[:0], ALL[4:8]], {"first"}, set()),
         ([ALL[:0]], [ALL], set(), set()),
         ([ALL], [ALL[:0]], set(), set()),
     ],
@@ -44,6 +69,216 @@ def test_keys_that_share_memory_end_as_if_they_were_filled_in_turn(
     after: set[str],
 ) -> None:
     assert fill_order({"first": first, "second": second}) == (covered, after)
+
+
+def test_dense_tensors_are_compared_without_memory_for_their_elements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(memory, "_meet")
+    assert fill_order({"first": [ALL[4:8]], "second": [ALL[5:9]]}) == (set(), {"second"})
+
+
+class On:
+    """A tensor as if its memory were another device's."""
+
+    def __init__(self, device: str, tensor: torch.Tensor) -> None:
+        self.device = device
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "covered", "after"),
+    [
+        ({"a": ALL[4:8], "b": ALL[5:9], "c": ALL[:12]}, {"a", "b"}, set()),
+        ({"a": ALL[4:8], "b": ALL[:12], "c": ALL[5:9]}, {"a"}, {"c"}),
+        ({"a": ALL[:4], "b": ALL[2:6], "c": ALL[4:8]}, set(), {"b", "c"}),
+        ({"c": ALL[4:8], "b": ALL[2:6], "a": ALL[:4]}, set(), {"a", "b"}),
+        ({"a": ALL[:4], "b": ALL[:6], "c": ALL[2:8]}, {"a"}, {"c"}),
+        ({"a": ALL[:12], "b": ALL[2:4], "c": ALL[6:8]}, set(), {"b", "c"}),
+        ({"a": ALL[2:4], "b": ALL[6:8], "c": ALL[:12]}, {"a", "b"}, set()),
+        ({"a": ALL, "b": On("cuda:0", ALL)}, set(), set()),
+        ({"a": ALL[:4], "b": On("cuda:0", ALL[1:3]), "c": ALL[2:6]}, set(), {"c"}),
+        (
+            {"a": On("cuda:0", ALL[:4]), "b": On("cuda:1", ALL), "c": On("cuda:0", ALL)},
+            {"a"},
+            set(),
+        ),
+    ],
+)
+def test_what_is_filled_in_vain_and_what_after_others_holds_for_many_keys(
+    tensors: Mapping[str, torch.Tensor], covered: set[str], after: set[str]
+) -> None:
+    assert fill_order({key: [tensor] for key, tensor in tensors.items()}) == (covered, after)
+
+
+def negative() -> torch.Tensor:
+    return torch.tensor([1 + 2j]).conj().imag
+
+
+def test_the_bytes_of_a_tensor_are_its_memory_and_keep_it_alive() -> None:
+    tensor = torch.arange(6, dtype=torch.int16).view(2, 3)
+    for found in (byte_memory(tensor), device_bytes(tensor)):
+        assert found is not None
+        found[2:4] += 1
+        assert found.tolist()[:6] == [0, 0, *tensor.flatten().view(torch.uint8).tolist()[2:6]]
+    assert tensor.tolist() == [[0, 1 + 2 * 0x0101, 2], [3, 4, 5]]
+    tensor.untyped_storage().resize_(24)
+    last = byte_memory(torch.full((1000,), 7, dtype=torch.uint8))
+    gc.collect()
+    assert last is not None
+    assert set(last.tolist()) == {7}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0)[::2],
+        torch.nn.Parameter(torch.ones(2)),
+        torch.tensor([1 + 2j]).conj(),
+        negative(),
+    ],
+    ids=["steps", "a subclass", "conjugated", "negated"],
+)
+def test_memory_that_is_not_the_values_one_after_the_other_is_left_to_torch(
+    tensor: torch.Tensor,
+) -> None:
+    assert byte_memory(tensor) is None
+    assert device_bytes(tensor) is None
+
+
+def test_memory_of_another_device_has_no_address_here() -> None:
+    assert byte_memory(torch.empty(2, device="meta")) is None
+    assert device_bytes(torch.empty(2, device="meta")).shape == (8,)
+
+
+def test_tied_tensors_are_told_by_the_same_elements() -> None:
+    base = torch.zeros(4, 4)
+    same = same_memory(base)
+    assert same == same_memory(base[:]) == same_memory(torch.nn.Parameter(base))
+    others = [
+        torch.zeros(4, 4),
+        base[:2],
+        base[2:],
+        base.t(),
+        base.view(16),
+        base.view(torch.int32),
+    ]
+    assert len({same, *map(same_memory, others)}) == 1 + len(others)
+    for value in (1.0, base.to_sparse(), base.numpy()):
+        assert same_memory(value) is None
+
+
+class Sharded:
+    """What a DTensor is to the rank that has a part of it."""
+
+    def __init__(self, part: torch.Tensor) -> None:
+        self._local_tensor = part
+
+
+def test_parts_of_sharded_tensors_are_told_by_the_elements_of_this_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "DTensor", Sharded)
+    base = torch.zeros(4)
+    assert same_memory(Sharded(base)) == same_memory(base)
+    assert same_memory(Sharded(base[:2])) != same_memory(Sharded(base[2:]))
+    # Ranks without elements ask, too.
+    assert same_memory(Sharded(base[:0])) == same_memory(Sharded(base[:0]))
+    assert same_memory(Sharded(torch.zeros(0))) != same_memory(Sharded(base[:0]))
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [
+        (torch.arange(6.0), torch.zeros(6)),
+        (torch.arange(6.0)[::2], torch.zeros(3)),
+        (torch.arange(3.0), torch.zeros(6)[::2]),
+        (torch.arange(6.0), torch.zeros(6, dtype=torch.float64)),
+        (torch.arange(6, dtype=torch.int32), torch.zeros(6)),  # of as many bytes
+        (torch.arange(6.0), torch.nn.Parameter(torch.zeros(6))),
+        (torch.arange(0.0), torch.zeros(0)),
+        (torch.tensor([1 + 2j]).conj(), torch.zeros(1, dtype=torch.complex64)),
+    ],
+)
+def test_elements_are_copied_by_value_and_autograd_is_told(
+    source: torch.Tensor, destination: torch.Tensor
+) -> None:
+    before = destination._version
+    copy_elements(source, destination)
+    assert torch.equal(destination, source.to(destination.dtype))
+    assert destination._version > before
+
+
+def test_tensors_of_inference_mode_are_filled_where_it_is_off() -> None:
+    with torch.inference_mode():
+        destinations = [torch.zeros(4), torch.zeros(4, dtype=torch.float64), torch.zeros(8)[::2]]
+    for destination in destinations:
+        copy_elements(torch.arange(4.0), destination)
+        assert destination.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "inside"),
+    [
+        ((2, 3), (3, 5), True),
+        ((2, 3), (2, 5), False),
+        ((2, 3), (3, 4), False),
+        ((2, 3), (3, 5, 1), False),
+        ((2, 3), (15,), False),
+        ((0, 0), (1, 2), True),
+    ],
+)
+def test_a_box_fits_up_to_the_last_element(
+    sizes: tuple[int, ...], shape: tuple[int, ...], inside: bool
+) -> None:
+    assert fits(Box((1, 2), sizes), shape) is inside
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+def test_a_box_is_cut_out_and_a_whole_tensor_left_as_it_is() -> None:
+    """torch cannot cut one that is quantized by channels."""
+    tensor = torch.arange(12).view(3, 4)
+    assert narrow(tensor, Box((1, 2), (2, 2))).tolist() == [[6, 7], [10, 11]]
+    assert narrow(tensor, Box((2, 0), (1, 4))).tolist() == [[8, 9, 10, 11]]
+    scales, zeros = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    whole = torch.quantize_per_channel(torch.ones(2, 2), scales, zeros, 0, torch.qint8)
+    assert narrow(whole, Box((0, 0), (2, 2))) is whole
+
+
+def by_channel(scale: float = 1.0, zero: int = 0, axis: int = 0, dtype: Any = torch.qint8) -> Any:
+    scales, zeros = torch.full((2,), scale), torch.full((2,), zero, dtype=torch.int64)
+    return torch.quantize_per_channel(torch.ones(2, 2), scales, zeros, axis, dtype)
+
+
+def by_tensor(scale: float = 1.0, zero: int = 0, dtype: Any = torch.qint8) -> Any:
+    return torch.quantize_per_tensor(torch.ones(2, 2), scale, zero, dtype)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+@pytest.mark.parametrize("make", [by_channel, by_tensor])
+def test_integers_are_copied_only_where_they_mean_the_same(make: Any) -> None:
+    destination = make()
+    destination.copy_(torch.zeros(2, 2))
+    copy_elements(make(), destination)
+    assert torch.equal(destination.int_repr(), make().int_repr())
+    others = [
+        *(make(scale=0.5), make(zero=1), make(dtype=torch.quint8), torch.ones(2, 2)),
+        by_channel() if make is by_tensor else by_tensor(),
+        *([by_channel(axis=1)] if make is by_channel else []),
+    ]
+    if make is by_channel:
+        # Of equal numbers, but the zero points are floats.
+        ones, scales = torch.ones(2, 2), torch.ones(2)
+        floats = torch.quantize_per_channel(ones, scales, torch.zeros(2), 0, torch.quint8)
+        with pytest.raises(StateMismatchError):
+            copy_elements(floats, make(dtype=torch.quint8))
+    for other in others:
+        for pair in ((other, make()), (make(), other)):
+            with pytest.raises(StateMismatchError):
+                copy_elements(*pair)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go

@@ -101,6 +101,34 @@ def test_all_values_are_handed_to_who_wants_to_choose(tmp_path: Path) -> None:
             assert all_drawn == drawn
 
 
+def test_values_are_in_the_order_of_the_ranks_and_those_not_saved_are_left_out() -> None:
+    value = dos.PerRank(5, choice="list")
+    value.fill({"10": ("ten",), "9": (None,), "2": ("two",), "0": ()})
+    assert (value.values, value.restored, value.value) == (["two", None, "ten"], True, 5)
+    value.fill({"0": ()})
+    assert (value.values, value.restored, value.value) == (None, False, 5)
+
+
+@pytest.mark.parametrize("own", [(6,), (None,), ()])
+def test_the_value_of_this_rank_takes_the_place_of_the_one_before(own: tuple[Any, ...]) -> None:
+    value = dos.PerRank(5)
+    value.fill({"1": (7,), "0": own})
+    assert (value.value, value.restored) == ((own or (5,))[0], bool(own))
+    assert value.values is None
+
+
+def test_what_has_a_state_dict_is_saved_by_it_and_restored_in_place() -> None:
+    loader = Loader(3)
+    value = dos.PerRank(loader)
+    assert value.to_save()["0"][0]["position"] == 3
+    assert dos.PerRank(3).to_save() == {"0": (3,)}
+    value.fill({"0": (Loader(8).state_dict(),)})
+    assert value.value is loader
+    assert loader.position == 8
+    value.fill({"1": (Loader(9).state_dict(),)})
+    assert (loader.position, value.restored) == (8, False)
+
+
 def test_without_a_process_group_there_is_rank_0(tmp_path: Path) -> None:
     url = (tmp_path / "step-1").as_uri()
     dos.save({"seed": dos.PerRank(7)}, url, progress=False)

@@ -86,13 +86,31 @@ def test_the_generators_that_both_sides_have_are_set(monkeypatch: pytest.MonkeyP
     assert {device: state[0] for device, state in given.items()} == {0: 0, 1: 1}
 
 
+def test_a_gpu_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    monkeypatch.delattr("torch.cuda.get_rng_state_all")
+    state = dos.RandomState().state_dict()
+    assert state["cuda"] == []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delattr("torch.cuda.set_rng_state")
+    state["cuda"] = [torch.zeros(16, dtype=torch.uint8)]
+    dos.RandomState().load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda state: state.pop("numpy"),
+        lambda state: state.pop("cuda"),
         lambda state: state.update(python=None),
+        lambda state: state.update(python=(3, torch.zeros(3, dtype=torch.int64), None)),
+        lambda state: state.update(python=(3, (1, 2), None)),
+        lambda state: state.update(python=(3, 1)),
         lambda state: state.update(torch=torch.zeros(3, dtype=torch.uint8)),
+        lambda state: state.update(torch=b"bytes"),
+        lambda state: state.update(torch=torch.zeros_like(state["torch"])),
         lambda state: state.update(numpy=(*state["numpy"][:1], torch.zeros(3), 0, 0, 0.0)),
+        lambda state: state.update(numpy=("another kind", *state["numpy"][1:])),
     ],
 )
 def test_what_is_no_such_state_is_refused_and_sets_nothing(change: Any) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import nn
 
 import dcp_objstore as dos
-from dcp_objstore.errors import StateMismatchError, UnsupportedError
+from dcp_objstore.errors import RankFailedError, StateMismatchError, UnsupportedError
 from dcp_objstore.state.per_rank import PerRank
-from dcp_objstore.state.state_dict import ConvertedState
+from dcp_objstore.state.state_dict import AgreeingPlanner, ConvertedState
 from tests.support.checkpoints import memory_url
 
 
@@ -178,6 +179,17 @@ def test_state_is_restored_for_parameters_that_had_none_while_others_had():
     assert [float(s["step"]) for s in state["optimizer"].state.values()] == [5.0] * 6
 
 
+def test_optimizer_state_is_saved_also_if_some_parameter_has_none():
+    state = trained(2)
+    del state["optimizer"].state[state["model"][2].bias]
+    before = dict(state["optimizer"].state)
+    saved = to_state_dict(state)["optimizer"]["state"]
+    assert {name for name, values in saved.items() if values} == {
+        name for name, _ in state["model"].named_parameters() if name != "2.bias"
+    }
+    assert dict(state["optimizer"].state) == before
+
+
 def test_a_parameter_that_was_saved_without_optimizer_state_is_left_without():
     saved = copied(to_state_dict(trained(2)))
     state = trained(0)
@@ -301,7 +313,7 @@ def test_an_optimizer_without_its_module_says_what_to_pass():
     assert caught.value.key == "train.optimizer"
     both = torch.optim.SGD([*model.parameters(), *other.parameters()])
     with pytest.raises(StateMismatchError, match="several modules"):
-        to_state_dict({"m": model, "o": other, "optimizer": both})
+        to_state_dict({"m": model, "o": other, "third": nn.Linear(2, 2), "optimizer": both})
 
 
 def test_a_bare_module_is_refused_with_the_way_to_pass_it():
@@ -383,6 +395,7 @@ def test_a_module_without_parameters_and_an_empty_parameter_group_are_fine():
     groups = [{"params": model.parameters()}, {"params": [], "lr": 0.5}]
     state = {"act": nn.ReLU(), "model": model, "optimizer": torch.optim.SGD(groups, lr=0.1)}
     saved = copied(to_state_dict(state))
+    assert saved["act"] == {}
     state["optimizer"].param_groups[1]["lr"] = 9.0
     restore(state, saved)
     assert [group["lr"] for group in state["optimizer"].param_groups] == [0.1, 0.5]
@@ -485,3 +498,243 @@ def test_only_the_optimizer_that_was_saved_without_state_is_left_without() -> No
     (found,) = other["optimizer_a"].state.values()
     assert torch.equal(found["exp_avg"], next(iter(state["optimizer_a"].state.values()))["exp_avg"])
     assert not other["optimizer_b"].state
+
+
+class Noted:
+    """A Stateful that notes when it is asked and restored."""
+
+    def __init__(self, name: str, calls: list[tuple[str, str]]) -> None:
+        self.name = name
+        self.calls = calls
+
+    def state_dict(self) -> dict[str, int]:
+        self.calls.append(("save", self.name))
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls.append(("load", self.name))
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c"], ["c", "b", "a"]])
+def test_ranks_go_through_the_state_in_one_order_whatever_that_of_their_dicts(names) -> None:
+    """The two methods may be collectives."""
+    calls: list[tuple[str, str]] = []
+    state = {name: Noted(name, calls) for name in names}
+    restore(state, copied(to_state_dict(state)))
+    assert calls == [(verb, name) for verb in ("save", "save", "load") for name in "abc"]
+
+
+def test_it_is_known_what_stands_where() -> None:
+    whole, part = nn.Linear(2, 2), nn.Linear(2, 2)
+    part.bias.requires_grad_(False)
+    converted = ConvertedState(
+        {
+            "whole": whole,
+            "of_whole": torch.optim.SGD(whole.parameters()),
+            "parts": [{0: dos.trainable(part), 1: torch.optim.SGD(part.parameters())}],
+            "own": PerRank(1),
+            "all": PerRank(1, choice="list"),
+        },
+        loading=False,
+    )
+    assert converted.modules == [("whole",)]
+    assert converted.optimizers == {
+        ("of_whole",): ("whole",),
+        ("parts", "0", "1"): ("parts", "0", "0"),
+    }
+    assert converted.per_rank == {("own",): False, ("all",): True}
+    assert converted.left_out == {("parts", "0", "0"): {"tensors": 1, "elements": 2}}
+
+
+def test_an_optimizer_belongs_to_the_smallest_module_that_has_its_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[1].parameters())
+    for state in ({"a": model, "b": model[1]}, {"b": model, "a": model[1]}):
+        converted = ConvertedState({"optimizer": optimizer, **state}, loading=False)
+        (place,) = converted.optimizers.values()
+        assert state[place[0]] is model[1]
+
+
+@pytest.mark.parametrize(
+    "frozen", [False, True], ids=["which has no elements", "which does not train"]
+)
+def test_an_optimizer_is_not_stepped_for_a_parameter_that_never_gets_a_state(frozen: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trains = nn.Parameter(torch.ones(2))
+            self.other = nn.Parameter(torch.ones(2 if frozen else 0), requires_grad=not frozen)
+
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    model.trains.grad = torch.ones(2)
+    optimizer.step()
+    before = optimizer.state[model.trains]["exp_avg"]
+    ConvertedState({"model": model, "optimizer": optimizer}, loading=True)
+    assert optimizer.state[model.trains]["exp_avg"] is before
+
+
+def test_the_state_dict_of_a_module_is_made_once() -> None:
+    """Under FSDP1 that is a collective."""
+    made: list[int] = []
+
+    class Model(nn.Linear):
+        def state_dict(self, *args, **settings):
+            made.append(1)
+            return super().state_dict(*args, **settings)
+
+    to_state_dict({"model": Model(2, 2)})
+    assert len(made) == 1
+
+
+def test_buffers_of_a_module_without_parameters_are_saved_and_restored() -> None:
+    norm = nn.BatchNorm1d(2, affine=False)
+    saved = copied(to_state_dict({"norm": norm}))
+    norm.running_mean.fill_(7.0)
+    restore({"norm": norm}, saved)
+    assert norm.running_mean.tolist() == [0.0, 0.0]
+
+
+def test_a_tensor_without_memory_is_refused_only_where_it_would_be_loaded_into() -> None:
+    ConvertedState({"t": torch.zeros(2, device="meta")}, loading=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "loaded"),
+    [
+        ([1, 2], [3]),
+        ([1, 2], (3,)),
+        ((1, 2), [3]),
+        (1, [3]),
+        (1, {"a": 3}),
+        ({}, {}),
+        (None, 0),
+        ([[1], None], [[], [2, 3]]),
+    ],
+)
+def test_a_plain_value_is_replaced_by_any_other(value, loaded) -> None:
+    state = {"in": {"value": value}}
+    restore(state, {"in": {"value": loaded}})
+    assert state == {"in": {"value": loaded}}
+
+
+def test_tensors_in_a_mapping_that_nobody_can_change_are_loaded_in_place() -> None:
+    tensor = torch.zeros(2)
+    state = {"fixed": MappingProxyType({"t": tensor, "of": Holder(MappingProxyType({1: 2}))})}
+    converted = ConvertedState(state, loading=True)
+    assert converted.state_dict == {"fixed": {"t": tensor, "of": {"1": 2}}}
+    assert converted.state_dict["fixed"]["t"] is tensor
+    converted.restore()
+    assert state["fixed"]["of"].held == {1: 2}
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"a": 1},
+        torch.ones(1),
+        nn.Linear(1, 1),
+        Odometer(),
+        [{"a": 1}],
+        [[torch.ones(1)]],
+        [0, [0, Odometer()]],
+    ],
+    ids=lambda inner: type(inner).__name__,
+)
+def test_what_stands_in_a_list_beside_plain_values_is_stored_by_itself(inner) -> None:
+    converted = ConvertedState({"list": [0, inner, "x"]}, loading=True)
+    listed = converted.state_dict["list"]
+    assert listed is not converted._state["list"]
+
+
+def test_containers_of_a_state_dict_come_back_in_their_types() -> None:
+    held = {
+        "ordered": OrderedDict(b=1, a=2),
+        "default": defaultdict(list, {3: [4]}),
+        "count": Counter({5: 6}),
+        "listed": [{7: 8}, [OrderedDict(c=9)]],
+        "whole": [1, [2]],
+        "tuple": ({1: 2},),
+    }
+    holder = Holder(held)
+    saved = copied(to_state_dict({"holder": holder}))
+    saved["holder"]["listed"][0]["7"] = 10
+    saved["holder"]["whole"] = [3]
+    restore({"holder": holder}, saved)
+    loaded = holder.held
+    assert loaded == {**held, "listed": [{7: 10}, [OrderedDict(c=9)]], "whole": [3]}
+    assert loaded is not held
+    assert {key: type(value) for key, value in loaded.items()} == {
+        key: type(value) for key, value in held.items()
+    }
+    assert type(loaded["listed"][1][0]) is OrderedDict
+    assert loaded["default"]["new"] == []
+
+
+def test_a_list_of_stateful_objects_that_was_shorter_is_named() -> None:
+    state = {"list": [Odometer(), Odometer()]}
+    with pytest.raises(StateMismatchError, match="1 values, fewer") as caught:
+        restore(state, {"list": [{"count": 1}]})
+    assert caught.value.key == "list"
+
+
+class Half:
+    """It has but one of the two methods."""
+
+    def state_dict(self): ...
+
+
+class OtherHalf:
+    def load_state_dict(self, state): ...
+
+
+@pytest.mark.parametrize("kind", [Half, OtherHalf])
+def test_an_object_with_one_of_the_two_methods_is_a_plain_value(kind: type) -> None:
+    value = kind()
+    assert to_state_dict({"a": value, "b": [value], "c": (value,)}) == {
+        "a": value,
+        "b": [value],
+        "c": (value,),
+    }
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"n": 1, "m": nn.Linear(1, 1)},
+        [1, nn.Linear(1, 1)],
+        (1, Odometer()),
+        torch.optim.SGD([torch.ones(1)]),
+        dos.trainable(nn.Linear(1, 1)),
+        PerRank(1),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_nothing_that_is_restored_in_place_may_stand_in_a_tuple(part) -> None:
+    with pytest.raises(StateMismatchError, match="tuple"):
+        to_state_dict({"t": (0, part)})
+    with pytest.raises(StateMismatchError, match="PerRank"):
+        to_state_dict({"t": PerRank((0, part))})
+
+
+class Failing:
+    """A planner of DCP's that meets a defect."""
+
+    def set_up_planner(self, *args) -> None:
+        raise ValueError("of another kind")
+
+    def finish_plan(self, plan) -> None:
+        raise KeyError("plan")
+
+
+class Planner(AgreeingPlanner, Failing):
+    _url = "s3://bucket/run/step-1"
+
+
+@pytest.mark.parametrize(
+    "call", [lambda planner: planner.set_up_planner({}), lambda planner: planner.finish_plan(None)]
+)
+def test_every_error_of_a_planner_can_be_sent_to_all_ranks_and_names_the_checkpoint(call) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        call(Planner())
+    assert caught.value.url == Planner._url

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dcp_objstore as dos
 from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, StateMismatchError
+from dcp_objstore.state.trainable import Trainable, count_left_out
 from tests.support.campaign import cases
 from tests.support.checkpoints import Options, memory_url
 from tests.support.left_copies import lose_objects
@@ -87,6 +88,32 @@ def test_only_what_trains_is_saved_and_training_goes_on_from_it() -> None:
     report = dos.load(after, url)
     assert (report.missing, report.unexpected) == ((), ())
     assert train(after, 3) == train(before, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({}, {"adapter.weight", "adapter.weight.scale", "norm.running_mean", "extra"}),
+        ({"buffers": False}, {"adapter.weight", "adapter.weight.scale"}),
+        (
+            {"buffers": False, "frozen": ("base.weight", "extra")},
+            {"adapter.weight", "adapter.weight.scale", "base.weight", "extra"},
+        ),
+    ],
+)
+def test_an_entry_belongs_to_the_part_as_its_parameter_does(
+    settings: dict[str, Any], part: set[str]
+) -> None:
+    names = ["adapter.weight", "adapter.weight.scale", "base.weight", "base.weight.scale"]
+    entries = {name: name.upper() for name in (*names, "norm.running_mean", "norm.bias", "extra")}
+    kept = Trainable(Net(), **settings).part_of(entries)
+    assert kept == {name: name.upper() for name in part}
+
+
+def test_tensors_that_are_left_out_are_counted_with_their_elements() -> None:
+    whole = {"a": torch.ones(2, 3), "b": torch.ones(5), "c": torch.ones(()), "extra": b"bytes"}
+    assert count_left_out(whole, {"b": 1}) == {"tensors": 2, "elements": 7}
+    assert count_left_out(whole, whole) == {"tensors": 0, "elements": 0}
 
 
 def test_without_buffers_only_parameters_are_saved() -> None:

@@ -110,7 +110,7 @@ def test_under_mock_aws_one_creator_wins() -> None:
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="raced")
         store = open_store("s3://raced/run", BOTO3, ONCE)
 
-        together = threading.Barrier(8)
+        together = threading.Barrier(8, timeout=60)
 
         def create(key: str) -> bool:
             together.wait()

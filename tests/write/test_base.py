@@ -14,31 +14,47 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import parse_index_key
+from dcp_objstore.checkpoint.index import Index
+from dcp_objstore.checkpoint.names import parse_data_key, parse_index_key
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.observe.events import NotCopied, PartCopied, Planned, Saved
+from dcp_objstore.state import tensor_frame
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import Capabilities, CopySource, Version
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.transfer.copies import copied_parts
-from dcp_objstore.write import api
-from dcp_objstore.write.base import Unchanged, _candidates
+from dcp_objstore.transfer.digests import block_digests
+from dcp_objstore.transfer.parts import plan_parts
+from dcp_objstore.write import api, base as base_module
+from dcp_objstore.write.base import (
+    Base,
+    Unchanged,
+    _candidates,
+    _shares,
+    find_unchanged,
+    open_base,
+)
 from dcp_objstore.write.layout import SizedItem
 from dcp_objstore.write.upload_items import _groups
-from tests.support.checkpoints import assert_nothing_visible, memory_url
+from tests.support.checkpoints import assert_nothing_visible, cause, memory_url
 from tests.support.lanes import LateLane, use_lane
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks
@@ -192,10 +208,14 @@ def test_a_store_that_copies_whole_objects_gets_what_does_not_change_in_its_own(
     local: Folder, through: Through
 ) -> None:
     through(WholeAlone)
+    events: list[Any] = []
     copied = [
-        save(local.at(f"step-{edition}"), None, edition, base="latest").copied_bytes
+        save(
+            local.at(f"step-{edition}"), None, edition, base="latest", on_event=events.append
+        ).copied_bytes
         for edition in (1, 2, 3)
     ]
+    assert of(NotCopied, events) == [], "it was asked for whole objects only"
     assert copied[:2] == [0, 0]
     assert copied[2] > 16 * MIB
     assert_holds(local.at("step-3"), None, 3)
@@ -258,32 +278,17 @@ def test_what_is_too_short_for_a_part_lies_together_for_the_next_save(local: Fol
     assert_holds(local.at("step-3"), None, third)
 
 
-def test_many_runs_share_a_few_objects(local: Folder) -> None:
-    names = [f"{number:02}" for number in range(41)]
-    first = {name: torch.full((5 * MIB // 4 + 7,), float(name)) for name in names}
-    save(local.at("step-1"), state=first)
-    second = {name: one + 1 if int(name) % 2 else one for name, one in first.items()}
-    report = save(local.at("step-2"), state=second, base="latest")
-    assert report.copied_bytes > 21 * 5 * MIB
-    assert report.objects == 16 + 1
-    assert_holds(local.at("step-2"), None, second)
-
-
-def test_copied_objects_keep_the_limit_of_their_size(local: Folder) -> None:
-    names = [f"{number:02}" for number in range(40)]
-    first = {name: torch.full((3 * MIB // 4,), float(name)) for name in names}
-    large = {"large": torch.ones(9 * MIB // 4), **first}
-    limit = dos.TransferConfig(max_object_size_bytes=7 * MIB)
-    save(local.at("step-1"), state=large)  # one run, which is longer than the limit
-    for step in (2, 3):  # then as many runs as objects, more than share 16 of them
-        save(local.at(f"step-{step}"), state=large, base="latest", config=limit)
-        sizes = [len(local.get(f"step-{step}/{key}")) for key in local.keys(f"step-{step}")]
-        above = [size for size in sizes if size > 7 * MIB]
-        assert len(above) == 1, "only a tensor that is larger by itself"
-        assert above[0] < 10 * MIB
-        assert_holds(local.at(f"step-{step}"), None, large)
-    copied = save(local.at("step-4"), state=large, base="latest").copied_bytes
-    assert copied > 120 * MIB
+def test_several_runs_in_one_object_are_each_where_the_index_says(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_module, "_MOST_OBJECTS", 1)
+    save(local.at("step-1"))
+    events: list[Any] = []
+    report = save(local.at("step-2"), None, 1, base="latest", on_event=events.append)
+    assert report.copied_bytes > 16 * MIB
+    (planned,) = of(Planned, events)
+    assert (planned.objects, planned.requests) == (report.objects, report.parts) == (1 + 1, 2 + 1)
+    assert_holds(local.at("step-2"), None, 1)
 
 
 class EmptyValues(DefaultSavePlanner):
@@ -320,6 +325,198 @@ def test_every_way_to_save_takes_a_base(way: str, local: Folder) -> None:
         report = writer.last_save
     assert 16 * MIB < report.copied_bytes < 17 * MIB
     assert_holds(local.at("step-2"), None, 1)
+
+
+# --- what is compared, and how
+
+
+def compared(
+    local: Folder,
+    base: dict[str, Any],
+    state: dict[str, Any],
+    *,
+    base_config: dos.TransferConfig | None = None,
+    change: Callable[[Index], Index] = lambda index: index,
+    **settings: Any,
+) -> Unchanged:
+    """Compare a state with a base that has been saved of another, and copy nothing."""
+    if not local.keys():
+        save(local.at("step-1"), state=base, config=base_config)
+    opened = open_base("latest", StoreSpec(local.at("step-2")))
+    assert opened.index is not None
+    return find_unchanged(
+        Base(opened.url, change(opened.index)),
+        create_default_local_save_plan(state, True).items,
+        settings.pop("resolve", lambda item: state[item.index.fqn]),
+        part_plan=plan_parts(0, 16 * MIB),
+        **{
+            "known_digests": {},
+            "config": dos.TransferConfig(),
+            "digests_of": block_digests,
+            "whole_only": False,
+            **settings,
+        },
+    )
+
+
+def in_objects(unchanged: Unchanged) -> list[list[str]]:
+    return [
+        [item.item.index.fqn for run in runs for item in run.items] for runs in unchanged.objects
+    ]
+
+
+@pytest.mark.parametrize("at", [0, 4 * MIB, 9 * MIB - 1])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_change_in_any_block_of_a_tensor_is_a_change(
+    local: Folder, at: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_device:
+        use_lane(monkeypatch, LateLane)
+    tensor = torch.zeros(9 * MIB, dtype=torch.uint8)
+    other = torch.zeros(9 * MIB, dtype=torch.uint8)
+    other[at] = 1
+    assert in_objects(compared(local, {"t": tensor}, {"t": tensor.clone()})) == [["t"]]
+    assert compared(local, {}, {"t": other}).items == set()
+
+
+def test_small_tensors_are_hashed_at_once_and_large_ones_a_few_at_a_time(local: Folder) -> None:
+    state = {"small": torch.ones(MIB // 4), **{f"{n}": torch.ones(MIB // 4 + 1) for n in range(9)}}
+    resolved: list[str] = []
+    few, last, hashed = Event(), Event(), []
+
+    def resolve(item: WriteItem) -> torch.Tensor:
+        resolved.append(item.index.fqn)
+        (few if len(resolved) == 3 else last if len(resolved) == 10 else Event()).set()
+        return state[item.index.fqn]
+
+    def digests_of(piece: Any) -> bytes:
+        few.wait(30)
+        last.wait(0.2 * (not hashed))
+        hashed.append((piece.nbytes, len(resolved)))
+        return block_digests(piece)
+
+    config = dos.TransferConfig(hash_threads=1)
+    unchanged = compared(local, state, state, config=config, resolve=resolve, digests_of=digests_of)
+    assert len(unchanged.items) == 10
+    assert [size for size, _ in hashed] == [MIB + 4] * 9
+    assert 3 <= hashed[0][1] <= 1 + 4, "one that is hashed and a few that wait"
+
+
+def test_digests_that_staging_knows_are_not_computed_again(local: Folder) -> None:
+    tensor = torch.ones(5 * MIB // 4)
+    right = block_digests(tensor.view(torch.uint8).numpy())
+
+    def never(piece: Any) -> bytes:
+        raise AssertionError
+
+    for known, same in ((right, True), (bytes(len(right)), False)):
+        unchanged = compared(
+            local,
+            {"t": tensor},
+            {"t": tensor},
+            known_digests={(tensor.data_ptr(), tensor.nbytes): known},
+            digests_of=never,
+        )
+        assert bool(unchanged.items) == same
+
+
+def test_what_a_planner_makes_of_another_dtype_or_size_is_uploaded(local: Folder) -> None:
+    tensor = torch.zeros(6 * MIB // 4)
+    for made in (tensor.view(torch.int32), tensor[:MIB], io.BytesIO(bytes(6 * MIB))):
+        unchanged = compared(local, {"t": tensor}, {"t": tensor}, resolve=lambda item: made)  # noqa: B023
+        assert unchanged.items == set()
+
+
+def test_a_planner_that_fails_says_of_which_tensor_with_a_base_too(local: Folder) -> None:
+    class Failing(DefaultSavePlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            if write_item.index.fqn == "b":
+                raise ValueError("no b")
+            return super().resolve_data(write_item)
+
+    value = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}
+    save(local.at("step-1"), state=value)
+    writer = dos.ObjectStoreWriter(local.at("step-2"), base="latest", progress=False)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.save(value, storage_writer=writer, planner=Failing(), no_dist=True)
+    error = cause(caught.value)
+    assert isinstance(error, dos.errors.RankFailedError)
+    assert error.key == "b"
+    assert "no b" in error.message
+
+
+def test_a_run_of_just_the_least_part_is_copied(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = {"t": torch.zeros(6 * MIB // 4)}
+    ((run,),) = compared(local, value, value).objects
+    for more, copied in ((0, [["t"]]), (1, [])):
+        monkeypatch.setattr(base_module, "LEAST_PART_BYTES", run.size_bytes + more)
+        assert in_objects(compared(local, value, value)) == copied
+
+
+def test_a_run_is_cut_before_what_would_exceed_an_object(local: Folder) -> None:
+    names = "abcdef"
+    value = {name: torch.zeros(3 * MIB // 4) for name in names}
+    (runs,) = compared(local, value, value).objects
+    (run,) = runs
+    most = run.items[5].end - run.items[2].end  # with the padding before each
+    config = dos.TransferConfig(max_object_size_bytes=most)
+    assert in_objects(compared(local, value, value, config=config)) == [[*"abc"], [*"def"]]
+    config = dos.TransferConfig(max_object_size_bytes=most - 1)
+    assert in_objects(compared(local, value, value, config=config)) == [[*"abc"], [*"de"]]
+    whole = compared(local, value, value, config=config, whole_only=True)
+    assert in_objects(whole) == [[*names]]
+    assert whole.parts == 1
+    assert whole.to_copy == whole.items
+    changed = {**value, "f": torch.ones(3 * MIB // 4)}
+    whole = compared(local, value, changed, whole_only=True)
+    assert (in_objects(whole), len(whole.items)) == ([], 5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "shares"),
+    [
+        ([], 9, []),
+        ([3, 3, 3], 9, [[3], [3], [3]]),
+        ([3] * 18, 9, [[3, 3]] * 2 + [[3]] * 14),
+        ([3] * 32, 6, [[3, 3]] * 16),
+        ([3] * 32, 5, [[3]] * 32),
+        ([3, 4, 2] * 16, 6, [[3], [4, 2]] * 16),
+        ([3, 3, 1] * 16, 6, [[3, 3], [1]] * 16),
+    ],
+)
+def test_runs_share_sixteen_objects_or_as_many_as_their_limit_asks_for(
+    sizes: list[int], most: int, shares: list[list[int]]
+) -> None:
+    runs: Any = [SimpleNamespace(size_bytes=size) for size in sizes]
+    assert [[run.size_bytes for run in share] for share in _shares(runs, most)] == shares
+
+
+def test_what_an_object_without_an_etag_has_is_not_copied_and_that_of_others_is(
+    local: Folder,
+) -> None:
+    def lose_tag(index: Index) -> Index:
+        entry, *others = index.objects
+        return replace(index, objects=(msgspec.structs.replace(entry, e_tag=None), *others))
+
+    value = {name: torch.zeros(3 * MIB // 2) for name in "ab"}
+    small = dos.TransferConfig(max_object_size_bytes=6 * MIB, part_size_bytes=5 * MIB)
+    unchanged = compared(local, value, value, base_config=small, change=lose_tag)
+    assert in_objects(unchanged) == [["b"]]
+    assert {index.fqn for index in unchanged.items} == {"a", "b"}
+    (refused,) = unchanged.refused
+    assert "ETag" in refused.reason
+    assert 6 * MIB < refused.size_bytes < 6 * MIB + 10_000
+
+
+def test_a_checkpoint_above_which_there_is_nothing_has_no_latest_and_nothing_to_tell(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoreSpec, "parent", lambda spec: (None, ""))
+    events: list[Any] = []
+    save(local.at("step-1"), base="latest", on_event=events.append)
+    assert of(NotCopied, events) == []
 
 
 def test_memory_of_a_device_is_compared_through_the_ring(
@@ -502,17 +699,36 @@ def overwritten(local: Folder) -> None:
 
 
 def framed(local: Folder) -> None:
-    """As by a torch with other framing; undone by the test's monkeypatch."""
+    """As by a torch with other framing."""
     torch.serialization.set_crc32_options(not torch.serialization.get_crc32_options())
 
 
-@pytest.mark.parametrize("harm", [deleted, damaged, foreign, swept, overwritten, framed, None])
+def newer(local: Folder) -> None:
+    """With a dtype that this torch does not have."""
+    base_module.known_dtype = lambda name: None
+
+
+def huge(local: Folder) -> None:
+    """As with tensors that are larger than this machine's memory."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("you tried to allocate 1 TiB")
+
+    base_module.tensor_frame = SimpleNamespace(**{**vars(tensor_frame), "frame": fail})  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "harm", [deleted, damaged, foreign, swept, overwritten, framed, newer, huge, None]
+)
 def test_whatever_the_base_is_all_is_saved_and_the_reason_told(
     harm: Callable[[Folder], None] | None,
     local: Folder,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = torch.serialization.get_crc32_options()
+    for name in ("known_dtype", "tensor_frame"):  # to be put back
+        monkeypatch.setattr(base_module, name, getattr(base_module, name))
     url = local.at("base")
     if harm is not None:
         save(url)
@@ -529,7 +745,7 @@ def test_whatever_the_base_is_all_is_saved_and_the_reason_told(
     (told,) = of(NotCopied, events)
     assert told.base == url
     assert told.reason in caplog.text
-    was_compared = harm in (swept, overwritten, framed)
+    was_compared = harm in (swept, overwritten, framed, newer, huge)
     assert (16 * MIB < told.not_copied_bytes < 17 * MIB) == was_compared
 
 
@@ -574,7 +790,8 @@ def test_what_one_copy_fails_to_bring_is_uploaded_and_the_others_stay(
         for one in requests
         if one.verb in ("copy", "put", "put_stream") and one.key.endswith(".distcp")
     ]
-    assert len(set(written)) == len(written) == 3
+    names = [parse_data_key(key) for key in written]
+    assert sorted((name.rank, name.n) for name in names if name) == [(0, 0), (0, 1), (0, 2)]
     assert_holds(local.at("step-2"), None, 1)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -125,15 +126,17 @@ def test_the_plan_in_columns_is_that_of_dcps_planner(seed: int) -> None:
             )
             place += dims
         assert chunks == sorted((tuple(c.offsets), tuple(c.sizes)) for c in tensors[key].chunks)
-    # Each row of the index is written once, by a rank that has it.
-    rows = [row for of_rank in plan.planned.rows for row in of_rank.tolist()]
-    assert sorted(rows) == list(range(len(rows)))
-    written = [
-        [items[at].index for at in kept.tolist()]
-        for items, kept in zip(ranks, plan.own, strict=True)
-    ]
-    assert {i for of_rank in written for i in of_rank} == {i.index for of in ranks for i in of}
-    assert sum(map(len, written)) == len(rows)
+    # Each row of the index is written once, by a rank that has it: the tensors', then the values'.
+    written = {
+        row: items[at]
+        for items, kept, rows in zip(ranks, plan.own, plan.planned.rows, strict=True)
+        for at, row in zip(kept.tolist(), rows.tolist(), strict=True)
+    }
+    assert len(written) == sum(map(len, plan.own))
+    of_rows = [written[row].index for row in range(len(written))]
+    every = {item.index for items in ranks for item in items}
+    order = {key: number for number, key in enumerate([*plan.planned.tensors, *plan.planned.blobs])}
+    assert of_rows == sorted(every, key=lambda index: (order[index.fqn], index.offset or ()))
 
 
 def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_together() -> None:
@@ -142,6 +145,58 @@ def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_toget
     assert kept[0].tolist()[-9:] == list(range(9, 18))
     sizes = [sum(item_bytes([*items, value("v")][at]) for at in of.tolist()) for of in kept]
     assert [size // 20_000 for size in sizes] == [3, 3, 3]
+
+
+def test_what_lies_on_one_rank_counts_before_what_several_have_is_shared_out() -> None:
+    both = [shard(f"w{n}", [size], [0], [size]) for n, size in enumerate([7000, 2, 2])]
+    for own, kept in ((plain("own", [5000]), [[0, 2, 3], [0]]), (value("own"), [[0, 1], [1, 2]])):
+        assert [of.tolist() for of in planned([[own, *both], both]).own] == kept
+
+
+def test_the_largest_is_shared_out_first() -> None:
+    items = [plain(f"w{n}", [size]) for n, size in enumerate([2000, 2000, 2000, 6000])]
+    kept = planned([items, items]).own
+    assert sorted(of.tolist() for of in kept) == [[0, 1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "own"),
+    [
+        (4096, WriteItemType.TENSOR, [[0, 1], []]),
+        (4097, WriteItemType.TENSOR, [[0], [1]]),
+        (1, WriteItemType.SHARD, [[0], [1]]),
+    ],
+)
+def test_of_what_several_ranks_have_tiny_tensors_alone_stay_on_the_first(
+    size: int, kind: WriteItemType, own: list[list[int]]
+) -> None:
+    items = [shard(f"w{n}", [size], [0], [size], torch.uint8, kind) for n in range(2)]
+    assert [kept.tolist() for kept in planned([items, items]).own] == own
+
+
+def test_what_ranks_know_of_one_key_is_what_the_first_of_them_says() -> None:
+    """Of its place in the nested state and of what does not matter for its bytes."""
+    data = plain("w", [3]).tensor_data
+    assert data is not None
+    properties = TensorProperties(dtype=torch.float32, requires_grad=True)
+    grad = replace(plain("w", [3]), tensor_data=replace(data, properties=properties))
+    plans = [
+        LocalPlan.of([value("v")], {"v": ("v",)}),
+        LocalPlan.of([plain("u", [3]), grad, plain("w2", [3])], {"v": ("no",), "w": ("w", 0)}),
+        LocalPlan.of([plain("w", [3])], {"w": ("no",), "x": ("x",)}),
+    ]
+    found = plan_globally(plans).planned
+    assert found.flatten_mapping == {"v": ("v",), "w": ("w", 0), "x": ("x",)}
+    kinds = [(one.key, one.requires_grad) for one in found.tensors.values()]
+    assert kinds == [("u", False), ("w", True), ("w2", False)]
+
+
+@pytest.mark.parametrize("kind", ["offsets", "sizes"])
+def test_a_planner_that_cuts_a_tensor_in_other_dimensions_is_refused(kind: str) -> None:
+    boxes = {"offsets": [0, 0], "sizes": [2, 2], kind: [2]}
+    with pytest.raises(dos.errors.UnsupportedError, match="other dimensions") as caught:
+        LocalPlan.of([shard("w", [2, 2], **boxes)], {})
+    assert caught.value.key == "w"
 
 
 @pytest.mark.parametrize(
@@ -160,7 +215,28 @@ def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_toget
             [[shard("w", [4], [0], [3])], [shard("w", [4], [0], [4])]],
             r"rank 0 has \[3\] at \[0\] .* rank 1 \[4\] at \[0\]; .* the same sharding",
         ),
-        ([[shard("w", [4], [2], [4])], [shard("w", [4], [0], [2])]], "outside"),
+        (
+            [[shard("w", [4], [2], [4])], [shard("w", [4], [0], [2])]],
+            r"rank 0 has \[4\] at \[2\], which is outside of a float32 tensor of shape \(4,\)",
+        ),
+        ([[shard("w", [4], [0], [4]), shard("w", [4], [-1], [2])]], "outside"),
+        ([[shard("w", [4], [0], [4]), shard("w", [4], [2], [-1])]], "outside"),
+        (
+            [[shard("w", [4], [0], [4])], [shard("w", [4], [1], [1]), shard("w", [4], [3], [1])]],
+            r"rank 0 has \[4\] at \[0\] of this tensor, and rank 1 \[1\] at \[1\], which overlap",
+        ),
+        (
+            [[shard("w", [9], [0], [2])], [shard("w", [9], [2], [6])], [shard("w", [9], [7], [2])]],
+            r"rank 1 has \[6\] at \[2\] of this tensor, and rank 2 \[2\] at \[7\], which overlap",
+        ),
+        (
+            [
+                [shard("w", [6, 4], [0, 0], [3, 4]), shard("w", [6, 4], [5, 0], [1, 4])],
+                [shard("w", [6, 4], [3, 0], [1, 2]), shard("w", [6, 4], [3, 2], [2, 2])],
+                [shard("w", [6, 4], [4, 0], [2, 2])],
+            ],
+            r"rank 2 has \[2, 2\] at \[4, 0\] of this tensor, and rank 0 \[1, 4\] at \[5, 0\]",
+        ),
         (
             [
                 [shard("w", [4, 4], [0, 0], [2, 4])],
@@ -178,29 +254,80 @@ def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_toget
     ],
 )
 def test_ranks_whose_parts_do_not_fit_together_are_refused(ranks: list[Items], says: str) -> None:
+    others = [plain("cube", [1, 1, 1]), shard("m", [4], [0], [1]), shard("m", [4], [1], [3])]
     with pytest.raises(dos.errors.StateMismatchError, match=says) as caught:
-        planned([[value("x"), *items] for items in ranks])
+        planned([[value("x"), *others, *items] for items in ranks])
     assert caught.value.key == "w"
 
 
-def test_boxes_that_are_no_grid_are_no_overlap() -> None:
-    bricks = [([0, 0], [2, 3]), ([0, 3], [2, 1]), ([2, 0], [2, 1]), ([2, 1], [2, 3])]
+@pytest.mark.parametrize(
+    "bricks",
+    [
+        [([0, 0], [2, 3]), ([0, 3], [2, 1]), ([2, 0], [2, 1]), ([2, 1], [2, 3])],
+        [([0, 0], [1, 2]), ([0, 2], [4, 2]), ([1, 0], [3, 2])],
+        [([0, 0], [4, 2]), ([0, 2], [1, 2]), ([1, 2], [3, 2]), ([1, 1], [0, 2])],
+    ],
+)
+def test_boxes_that_are_no_grid_are_no_overlap(bricks: list[tuple[list[int], list[int]]]) -> None:
     ranks = [[shard("w", [4, 4], *box)] for box in bricks]
-    assert planned(ranks).planned.tensors["w"].chunk_count == 4
+    assert planned(ranks).planned.tensors["w"].chunk_count == len(bricks)
 
 
 def test_boxes_of_a_grid_are_not_compared_one_by_one() -> None:
     offsets = np.array([[0, 0], [0, 2], [2, 0], [2, 2]])
-    whole = np.ones(4, bool)
-    assert (
-        _may_overlap(np.zeros(4, int), offsets, np.full((4, 2), 2), has_elements=whole, count=1)
-        == []
-    )
+    assert _may_overlap(np.zeros(4, int), offsets, np.full((4, 2), 2)) == set()
 
 
 def test_an_empty_shard_at_the_place_of_another_is_left_out() -> None:
     ranks = [[shard("w", [4], [0], [0])], [shard("b", [9], [0], [9]), shard("w", [4], [0], [4])]]
     assert [kept.tolist() for kept in planned(ranks).own] == [[], [0, 1]]
+
+
+def planner_of(ranks: Sequence[Items], url: str = "memory://x/1") -> tuple[Any, list[SavePlan]]:
+    """The coordinator's planner, and what the ranks send it."""
+    plans = [LocalPlan.of(items, {}) for items in ranks]
+    offers = [SavePlan([], storage_data=planner._Offer(url, plan)) for plan in plans]
+    return AgreeingSavePlanner("memory://x/1", {}, 2), offers
+
+
+def test_an_error_in_the_plan_of_all_ranks_has_the_url() -> None:
+    coordinator, offers = planner_of([[plain("w", [3])], [plain("w", [4])]])
+    with pytest.raises(dos.errors.StateMismatchError) as caught:
+        coordinator.create_global_plan(offers)
+    assert (caught.value.url, caught.value.key) == ("memory://x/1", "w")
+    with pytest.raises(dos.errors.InputError) as lost:
+        coordinator.create_global_plan(offers[:1])
+    assert lost.value.url == "memory://x/1"
+    _, elsewhere = planner_of([[value("v")]], "memory://x/2")
+    with pytest.raises(dos.errors.InvalidUrlError, match="memory://x/2"):
+        coordinator.create_global_plan([offers[0], *elsewhere])
+
+
+def test_each_rank_learns_the_number_of_the_new_layout_and_what_it_writes() -> None:
+    items = [plain("w", [3]), shard("s", [4], [0], [4]), shard("t", [4], [0], [4])]
+    coordinator, offers = planner_of([items, items])
+    central, metadata = coordinator.create_global_plan(offers)
+    shares = [plan.storage_data for plan in central]
+    assert [share.own.tolist() for share in shares] == [[0, 2], [1]]
+    assert shares[0].number == shares[1].number
+    assert metadata.planner_data is coordinator._planned
+    again, _ = coordinator.create_global_plan(offers)
+    assert again[0].storage_data.number != shares[0].number
+    coordinator._known = planner._KnownLayout(5, metadata.planner_data, shares[0].own)
+    central, known = coordinator.create_global_plan(offers)
+    assert [plan.storage_data for plan in central] == [None, None]
+    assert known.planner_data is metadata.planner_data
+
+
+def test_an_error_in_the_state_of_a_state_is_that_of_the_save(tmp_path: Path) -> None:
+    outer = Outer()
+    with (
+        patch.object(outer.net, "state_dict", side_effect=OSError("no disk")),
+        pytest.raises(dos.errors.RankFailedError, match="OSError: no disk") as caught,
+    ):
+        dos.save({"a": outer}, tmp_path.as_uri(), progress=False)
+    assert (caught.value.url, caught.value.rank) == (tmp_path.as_uri(), 0)
+    assert not (tmp_path / "_COMMIT").exists()
 
 
 # --- an unchanged layout ---
@@ -390,17 +517,16 @@ def test_one_process_alone_plans_a_layout_once(tmp_path: Path) -> None:
     assert [is_planned(save, "save", state, url) for url in urls] == [*(True, False, False)]
 
 
-def in_turn(rank: int, world: int, url: str) -> list[bool]:
-    states: list[dict[str, Any]] = [
-        {f"w{n}": torch.ones(3), "rank": dos.PerRank(rank)} for n in range(6)
-    ]
-    order = [0, 1, 0, 1, 2, 3, 0, 4, 5, 1]
-    return [is_planned(save, "save", states[at], f"{url}/{n}") for n, at in enumerate(order)]
-
-
-def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(tmp_path: Path) -> None:
-    planned = [True, True, False, False, True, True, False, True, True, True]
-    assert run_ranks(2, in_turn, tmp_path.as_uri()) == [planned] * 2
+def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_layouts_alone", {})
+    states: list[dict[str, Any]] = [{f"w{n}": torch.ones(3)} for n in range(5)]
+    order = [0, 1, 0, 1, 2, 3, 0, 4, 0, 1]
+    urls = [f"{tmp_path.as_uri()}/{n}" for n in range(len(order))]
+    found = [is_planned(save, "save", states[at], url) for at, url in zip(order, urls, strict=True)]
+    assert found == [True, True, False, False, True, True, False, True, False, True]
+    check(states[1], urls[-1])
 
 
 def random_saves(rank: int, world: int, root: str, seed: int) -> tuple[int, int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,32 @@ def test_a_program_that_ends_waits_for_its_saves_and_fails_loudly_if_one_is_lost
     assert "/taken was NOT saved: the program ended while it was uploading" in ended.stderr
     assert "CheckpointExistsError" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_program_has_ended_before_what_it_waits_for_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handlers: list[Any] = []
+    seen: list[bool] = []
+    monkeypatch.setattr("threading._register_atexit", handlers.append)
+    monkeypatch.setattr(program_end, "_ended", threading.Event())
+    program_end.at_program_end(lambda: seen.append(program_end.has_ended()))
+    assert program_end.has_ended() is False
+    (end,) = handlers
+    end()
+    assert seen == [True]
+
+
+def test_a_program_without_standard_error_fails_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    program_end.show_lost("s3://bucket/step-1", OSError("lost"), "the store is down")
+    stream: Any = sys.stderr
+    stream.flush()
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    with pytest.raises(RuntimeError, match="last save"):
+        stream.flush()
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])

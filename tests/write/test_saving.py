@@ -307,17 +307,6 @@ def test_a_planner_makes_the_next_tensor_when_the_last_one_is_gone() -> None:
     assert alive == [0, 0, 0]
 
 
-def test_objects_keep_their_limit_though_a_planner_makes_tensors_larger(tmp_path: Path) -> None:
-    state = {f"t{n}": torch.ones(800_000, dtype=torch.float16) for n in range(4)}
-    config = dos.TransferConfig(max_object_size_bytes=5 * MIB)
-    writer = dos.ObjectStoreWriter(tmp_path.as_uri(), config=config)
-    planner = Casting(lambda t: t.float())
-    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-    sizes = [place.stat().st_size for place in tmp_path.glob("*.distcp")]
-    assert len(sizes) == 4
-    assert max(sizes) <= 5 * MIB
-
-
 def test_a_planner_that_changes_a_shape_is_refused_and_nothing_is_committed() -> None:
     url = memory_url()
     with pytest.raises(CheckpointException) as caught:
@@ -481,34 +470,6 @@ def test_small_tensors_between_large_ones_are_read_with_one_request() -> None:
     assert reader.last_load.requests == 1
     dcp.load({key: value.zero_() for key, value in state.items()}, storage_reader=reader)
     assert all(value.eq(int(key[:2])).all() for key, value in state.items())
-
-
-@pytest.mark.parametrize(("part", "most"), [(16 * MIB, 9 * MIB), (5 * MIB, 4 * MIB)])
-def test_tensors_of_up_to_a_mib_are_handed_to_the_transport_together(
-    part: int, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Each buffer has the transport ask for the GIL, for which a busy program lets it wait.
-    sizes: list[int] = []
-    upload = uploading.upload_object
-
-    def counting(store: Any, key: str, buffers: Iterator[Any], *rest: Any, **settings: Any) -> Any:
-        def counted() -> Iterator[Any]:
-            for buffer in buffers:
-                sizes.append(buffer.nbytes)
-                yield buffer
-
-        return upload(store, key, counted(), *rest, **settings)
-
-    monkeypatch.setattr(uploading, "upload_object", counting)
-    state = {f"{n}": torch.full((MIB // 16 * (n % 4 + 1),), float(n)) for n in range(60)}
-    total = sum(value.nbytes for value in state.values())
-    url = memory_url()
-    dos.save(state, url, config=dos.TransferConfig(part_size_bytes=part))
-    assert len(sizes) <= total // (most - 2 * MIB) + 1
-    assert max(sizes) <= most
-    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
-    dos.load(loaded, url)  # with every digest compared
-    assert all(torch.equal(loaded[key], value) for key, value in state.items())
 
 
 @pytest.mark.parametrize("elements", [100, 10_000, 200_000])

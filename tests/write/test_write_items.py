@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import dcp_objstore as dos
+from dcp_objstore import torch_private
 from dcp_objstore.write import planner
 from dcp_objstore.write.planner import WriteItems
 
@@ -66,7 +69,7 @@ def test_items_are_those_that_dcp_makes_and_are_made_once(world: None, made: lis
 
 
 @pytest.mark.parametrize("key", ["plain", "scalar", "sharded", "replicated"])
-@pytest.mark.parametrize("change", ["shape", "dtype", "requires_grad", "gone"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "layout", "requires_grad", "gone"])
 def test_items_of_what_has_changed_are_made_anew(
     world: None, made: list[str], key: str, change: str
 ) -> None:
@@ -78,6 +81,8 @@ def test_items_of_what_has_changed_are_made_anew(
         value[key] = torch.ones(7, 7)
     elif change == "dtype":
         value[key] = before.to(torch.float64)
+    elif change == "layout":
+        value[key] = torch.ones(before.shape).to_sparse()
     elif change == "requires_grad":
         value[key] = before.detach().requires_grad_()
     else:
@@ -98,6 +103,32 @@ def test_a_tensor_in_an_equal_mesh_of_another_job_has_items_of_its_own(
     made.clear()
     items.of(state(), is_coordinator=True)
     assert made == ["sharded", "replicated", "value", "parameter"]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_items_of_a_tensor_that_says_itself_how_it_is_sharded_are_made_each_time(
+    world: None, made: list[str], within: bool
+) -> None:
+    items, value = WriteItems(), state()
+    tensor = value["sharded"]._local_tensor if within else value["sharded"]
+    tensor.__create_chunk_list__ = list
+    items.of(value, is_coordinator=True)
+    made.clear()
+    items.of(value, is_coordinator=True)
+    assert made == ["sharded", "value", "parameter"]
+
+
+def test_a_sharding_whose_items_are_kept_is_kept_too(world: None) -> None:
+    """Another one at its address would pass for it."""
+    items, value = WriteItems(), state()
+    items.of(value, is_coordinator=True)
+    kept = weakref.ref(torch_private.spec_of(value["sharded"]))
+    del value
+    gc.collect()
+    assert kept() is not None
+    items.of({}, is_coordinator=True)
+    gc.collect()
+    assert kept() is None
 
 
 def test_only_the_latest_state_is_kept(world: None, made: list[str]) -> None:

@@ -80,19 +80,17 @@ def needs_of(
     selections: dict[int, Selection] = {}
     for span in spans:
         start, end = span.tag.position, span.tag.position + span.end - span.start
+        place = (span.object_number, span.start, span.end)
         for read in span.tag.reads:
-            low, high, size = start, end, 0
+            low, high, packed = start, end, (0, -1)
             selection = read.selection
             if selection is not None:
                 low, high = selection.within(start, end)
                 size = selection.count_bytes(start, end)
-            place = (span.object_number, span.start, span.end)
-            low, high = span.start + low - start, span.start + high - start
-            if selection is None or size > _PACK_BELOW * (high - low):
-                rows.append((*place, low, high, 0, -1))
-            else:
-                selections[numbers[id(read)]] = selection
-                rows.append((*place, low, high, size, numbers[id(read)]))
+                if size <= _PACK_BELOW * (high - low):
+                    packed = size, numbers[id(read)]
+                    selections[numbers[id(read)]] = selection
+            rows.append((*place, span.start + low - start, span.start + high - start, *packed))
     return np.array(rows, dtype=NEED), selections
 
 
@@ -151,13 +149,16 @@ class Exchange:
         self._thread = DaemonPool(1, "exchange")
         self._over = False  # whether no rank waits for another any more
         self._round = 0
-        self._reads: Sequence[Read] = ()
-        self._spans: dict[tuple[int, int, int], Span[Block]] = {}
-        self.requests: list[RangeRequest[Block]] = []
-        self._fetched: dict[int, SharedRequest] = {}
-        self._due: list[int] = []
-        self._slots: SharedMemory  # set by `prepare`
-        self._slot_bytes = 0
+        # Set by `prepare`.
+        self._reads: Sequence[Read]
+        self._spans: dict[tuple[int, int, int], Span[Block]]
+        self.requests: list[RangeRequest[Block]]
+        self._fetched: dict[int, SharedRequest]
+        self._due: list[int]
+        self._slots: SharedMemory
+        self._slot_bytes: int
+        self._arena: torch.Tensor
+        self.memory_bytes: int
         # The slots of other ranks that this rank can read.
         self._local: dict[int, _Slots] = {}
         # Ranks that cannot read this rank's slots, and the messages to them by sequence.
@@ -166,8 +167,6 @@ class Exchange:
         self._changed = threading.Condition()
         self._admitted = 0  # the number of requests that have a slot; they are admitted in order
         self._freed = 0  # the number of requests whose slots no rank needs any more
-        self._arena = torch.from_numpy(np.empty(0, dtype=np.uint8))
-        self.memory_bytes = 0
         self.received_bytes = 0
         # Whether it is known which ranks can read whose slots.
         self._connected: Future[None] = Future()
@@ -228,8 +227,7 @@ class Exchange:
         addresses: list[_SlotsAddress | None] = self._gather(own)
         for rank in {r.fetcher for requests in self._rounds for r in requests} - {self._rank}:
             slots = addresses[rank]
-            memory = None if slots is None else attach(slots.memory)
-            if slots is not None and memory is not None:
+            if slots is not None and (memory := attach(slots.memory)) is not None:
                 self._local[rank] = _Slots(memory, slots.slot_bytes)
         reached: list[list[int]] = self._gather(list(self._local))
         self._slots.close_descriptor()
@@ -317,13 +315,11 @@ class Exchange:
             return
         result_of(self._connected, look=progress.check_stopped, step_seconds=STEP_SECONDS)
         slot = self._slot_of(planned)
-        messages = {
+        self._outbox[planned.sequence] = {
             rank: self._message(planned, rank, segments, slot)
             for rank, segments in planned.messages.items()
             if rank in self._remote
         }
-        with self._changed:
-            self._outbox[planned.sequence] = messages
 
     def _message(
         self, planned: SharedRequest, rank: int, segments: Sequence[Segment], body: memoryview
@@ -358,16 +354,15 @@ class Exchange:
             RankFailedError: another rank has died.
         """
         while not self.done:
-            due = self._due[self._round]
-            with self._changed:
-                if any(sequence not in self._outbox for sequence in range(self._freed, due)):
-                    return
+            due = range(self._freed, self._due[self._round])
+            if any(sequence not in self._outbox for sequence in due):
+                return
             requests = self._rounds[self._round]
             result_of(self._thread.submit(self._trade, requests))
             self._deliver(requests)
 
     def _agree(self, error: DcpObjstoreError | None) -> None:
-        """Confirm that no rank has failed; otherwise raise on those that have not. A collective."""
+        """Confirm that no rank has failed; otherwise raise. A collective."""
         with self._together():
             failed = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._group)
@@ -375,8 +370,7 @@ class Exchange:
                 return
             errors: list[DcpObjstoreError | None] = [None] * dist.get_world_size(self._group)
             dist.all_gather_object(errors, error, group=self._group)
-            if error is None:
-                raise PeerFailedError(next(filter(None, errors)))
+            raise PeerFailedError(next(filter(None, errors)))
 
     def _trade(self, requests: Sequence[SharedRequest]) -> None:
         """Send and receive the messages of a round. A collective."""
@@ -447,12 +441,12 @@ class Exchange:
             return
         for start, end in request.blocks:
             low, high = max(start, segment.start), min(end, segment.end)
-            if low >= high:
-                continue
-            span = self._spans[request.object_number, start, end]
-            piece = part[low - segment.start : high - segment.start]
-            position = span.tag.position + low - start
-            for read in span.tag.reads:
-                # A block may have several reads, each with a segment of its own.
-                if read.selection is None or read.selection.copies(position, position + len(piece)):
-                    read.accept(position, piece)
+            if low < high:
+                span = self._spans[request.object_number, start, end]
+                piece = part[low - segment.start : high - segment.start]
+                position = span.tag.position + low - start
+                for read in span.tag.reads:
+                    # A block may have several reads, each with a segment of its own.
+                    wanted = read.selection
+                    if wanted is None or wanted.copies(position, position + len(piece)):
+                        read.accept(position, piece)

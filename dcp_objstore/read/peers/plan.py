@@ -166,7 +166,7 @@ class _SharedBlock:
 
     Attributes:
         wants: what each rank needs of it: the fields of `NEED` from `low` on.
-        readers: the ranks of which one reads it.
+        readers: the ranks of which one reads it, in order.
     """
 
     object_number: int
@@ -196,7 +196,7 @@ def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock
     order = np.lexsort((ranks, rows["end"], rows["start"], rows["object_number"]))
     rows, ranks = rows[order], ranks[order]
     if not len(rows):
-        return [], [0] * len(needs)
+        return [], []
     place = rows[["object_number", "start", "end"]]
     first = np.flatnonzero(np.concatenate([[True], place[1:] != place[:-1]]))
     # Rows are sorted by rank within a block, so a block is shared if its first and last rank
@@ -223,7 +223,7 @@ def _split(needs: Sequence[Needs], holders: _Holders) -> tuple[list[_SharedBlock
             else:
                 blocks.append(part)
     if holders:  # what the same ranks read stands together
-        blocks.sort(key=lambda block: (block.object_number, min(block.readers), block.start))
+        blocks.sort(key=lambda block: (block.object_number, block.readers[0], block.start))
     return blocks, loads.tolist()
 
 
@@ -237,7 +237,7 @@ def _by_node(block: _SharedBlock, holders: dict[bytes, list[int]]) -> Iterator[_
     hosts = sorted(filter(at_home.get, holders) if any(at_home.values()) else holders)
     host = hosts[block.object_number % len(hosts)]
     for node, ranks in at_home.items():
-        served = sorted({*ranks, *(strangers if node == host else ())})
+        served = [*ranks, *(strangers if node == host else ())]
         if served:
             wants = {rank: block.wants[rank] for rank in served}
             yield replace(block, wants=wants, readers=ranks or holders[node])

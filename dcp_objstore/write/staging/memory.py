@@ -39,7 +39,7 @@ class _Slab:
     memory: torch.Tensor
     array: ByteArray
     pinned: bool
-    used_at: int = 0
+    used_at: int
 
 
 class StagingMemory:
@@ -126,7 +126,7 @@ class StagingMemory:
         self.allocated_bytes += size_bytes
         if pinned:
             _pin(memory)
-        return _Slab(memory, array, pinned)
+        return _Slab(memory, array, pinned, self._takes)
 
 
 def _pin(memory: torch.Tensor) -> None:

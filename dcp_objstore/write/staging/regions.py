@@ -72,8 +72,6 @@ class _View:
 
 def _view(tensor: torch.Tensor) -> _View:
     start = int(tensor.storage_offset()) * tensor.itemsize
-    if tensor.is_contiguous():
-        return _View(tensor, tensor.untyped_storage(), start, start + tensor.nbytes)
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return _View(tensor, tensor.untyped_storage(), start, start + reach * tensor.itemsize)
 
@@ -86,7 +84,7 @@ def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
     views: dict[tuple[torch.device, int], list[_View]] = {}
     places: dict[int, tuple[Region, int]] = {}
     for tensor in tensors:
-        if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        if tensor.layout != torch.strided or not tensor.numel():
             continue
         if not tensor.untyped_storage().data_ptr():
             continue
@@ -120,7 +118,7 @@ def _packed(tensor: torch.Tensor) -> Region:
 
 
 def _touching(views: list[_View]) -> Iterator[list[_View]]:
-    """Group views, which are ordered by their start, so that the views of a group touch."""
+    """Group views (at least one), ordered by their start, so that the views of a group touch."""
     group: list[_View] = []
     end = 0
     for view in views:
@@ -129,8 +127,7 @@ def _touching(views: list[_View]) -> Iterator[list[_View]]:
             group = []
         end = max(end, view.end)
         group.append(view)
-    if group:
-        yield group
+    yield group
 
 
 def lay(regions: list[Region], memory: StagingMemory, *, pinned: bool) -> None:

@@ -7,6 +7,7 @@ that runs the save and from the copy that the thread holds.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 import weakref
@@ -137,13 +138,12 @@ class KeptStager(StagesAtOnce):
         url = getattr(self, "checkpoint_id", None)
         with plugin_errors(current_rank(), url):
             earlier = self._background
-            if earlier is not None:
-                if not earlier.wait(_GRACE_SECONDS if self._on_busy == "raise" else None):
-                    raise SaveInProgressError(
-                        "an earlier save with this writer is still running in the background; wait"
-                        " for its future, or use a second writer"
-                    )
-                self._background = None
+            patience = _GRACE_SECONDS if self._on_busy == "raise" else None
+            if earlier is not None and not earlier.wait(patience):
+                raise SaveInProgressError(
+                    "an earlier save with this writer is still running in the background; wait for"
+                    " its future, or use a second writer"
+                )
             began_at = time.monotonic()
             staged = stage(state_dict)
             self._staged = staged_event(str(url), current_rank() or 0, staged.size_bytes, began_at)
@@ -199,4 +199,4 @@ class KeptStager(StagesAtOnce):
 
 def _reduce_for_child(writer: KeptStager) -> Any:
     writer._runs_here(in_child=True)
-    return writer.__reduce_ex__(2)
+    return writer.__reduce_ex__(pickle.DEFAULT_PROTOCOL)

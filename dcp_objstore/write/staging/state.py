@@ -63,14 +63,13 @@ class StagedState(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         # `multiprocessing` sends the memory of a tensor to a child, but no attributes.
         state = dict(self)
-        sharding = enumerate(map(torch_private.own_sharding, _tensors(state)))
-        return _received, (state, {number: own for number, own in sharding if own})
+        return _received, (state, [*map(torch_private.own_sharding, _tensors(state))])
 
 
-def _received(state: dict[str, Any], sharding: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def _received(state: dict[str, Any], sharding: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the state that a parent has staged, in the child that saves it."""
-    for number, tensor in enumerate(_tensors(state)):
-        vars(tensor).update(sharding.get(number, {}))
+    for tensor, own in zip(_tensors(state), sharding, strict=True):
+        vars(tensor).update(own)
     return state
 
 
@@ -105,23 +104,22 @@ class Staging:
         regions = list({id(region): region for region, _ in places.values()}.values())
         self._tickets: list[Ticket] = []
         self._host: list[Region] = []
-        with torch.no_grad():
-            self._begin(regions, memory)
-            for key, tensor in tensors.items():
-                copies[key] = copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
-            self.state = StagedState(
-                (name, _rebuilt(value, copies)) for name, value in state_dict.items()
-            )
-            _keep_sharding(state_dict, self.state)
-            self.state.size_bytes = sum(region.size_bytes for region in regions)
+        self._begin(regions, memory)
+        for key, tensor in tensors.items():
+            copies[key] = copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
+        self.state = StagedState(
+            (name, _rebuilt(value, copies)) for name, value in state_dict.items()
+        )
+        _keep_sharding(state_dict, self.state)
+        self.state.size_bytes = sum(region.size_bytes for region in regions)
         # Keeps the tensors alive: their memory is read until `finish` has returned.
         self._sources = list(tensors.values())
 
     def _begin(self, regions: list[Region], memory: StagingMemory) -> None:
         """Give each region memory, and queue the copies from devices."""
-        pinned = [region for region in regions if region.device.type == "cuda"]
-        lay(pinned, memory, pinned=True)
-        lay([region for region in regions if region.device.type != "cuda"], memory, pinned=False)
+        for pinned in (True, False):
+            alike = [region for region in regions if (region.device.type == "cuda") == pinned]
+            lay(alike, memory, pinned=pinned)
         on_devices: dict[torch.device, list[Region]] = {}
         for region in regions:
             on_devices.setdefault(region.device, []).append(region)
@@ -135,11 +133,14 @@ class Staging:
 
     def finish(self) -> None:
         """Copy within host memory, and wait for the copies from devices."""
-        host = [region for region in self._host if region.device.type == "cpu" and region.storage]
-        with torch.no_grad():
-            self.state.digests = _copy_host(host)
-            _copy_by_torch([r for r in self._host if r.device.type != "cpu" or not r.storage])
+        host: list[Region] = []
+        others: list[Region] = []
+        for region in self._host:
+            of_host = region.device.type == "cpu" and region.storage is not None
+            (host if of_host else others).append(region)
         self._host.clear()
+        self.state.digests = _copy_host(host)
+        _copy_by_torch(others)
         for ticket in self._tickets:
             ticket.synchronize()
         self._tickets.clear()
@@ -296,7 +297,7 @@ def _deep_copies(values: list[Any]) -> list[Any]:
     for number, value in enumerate(values):
         if type(value) in _PLAIN and value.is_quantized:
             # DCP's stager would lose the scale and the zero point; torch cannot clone every kind.
-            own[number] = torch.load(io.BytesIO(pickled_blob(value)), weights_only=True)
+            own[number] = torch.load(io.BytesIO(pickled_blob(value)))
         elif isinstance(value, torch_private.ShardedTensor):  # which DCP's stager refuses
             own[number] = torch_private.copied_to_host(value)
     others = [value for number, value in enumerate(values) if number not in own]
@@ -311,10 +312,7 @@ def _copies_by_dcp(values: list[Any]) -> list[Any]:
         if isinstance(value, DTensor):
             torch_private.wait_for_collective(torch_private.local_tensor(value))
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    try:
-        copied: Any = stager.stage({"values": values})  # not async: no future
-    finally:
-        stager.close()
+    copied: Any = stager.stage({"values": values})  # not async: no future
     copies: list[Any] = copied["values"]
     return copies
 

@@ -1,0 +1,183 @@
+"""`dos.load`: what it adds to errors, warns of and undoes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+import dcp_objstore as dos
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DcpObjstoreError,
+    RankFailedError,
+    StateMismatchError,
+)
+from dcp_objstore.observe.events import Failed
+from dcp_objstore.read import api
+from dcp_objstore.stores import StoreSpec
+from tests.support.checkpoints import memory_url
+from tests.support.listening import Heard, of
+
+PARTLY = "partly filled"
+
+
+@pytest.fixture
+def url() -> str:
+    dos.save({"t": torch.arange(5.0), "v": 3}, url := memory_url(), progress=False)
+    return url
+
+
+def remove_data(url: str) -> None:
+    store = StoreSpec(url).open()
+    for meta in list(store.list()):
+        if meta.key.endswith(".distcp"):
+            store.delete(meta.key)
+
+
+def test_an_error_says_whether_tensors_may_be_partly_filled(url: str) -> None:
+    """Not before the first byte is read."""
+    with pytest.raises(CheckpointNotFoundError) as early:
+        dos.load({"t": torch.zeros(5)}, memory_url(), progress=False)
+    assert PARTLY not in str(early.value)
+    with pytest.raises(StateMismatchError) as caught:
+        dos.load({"t": torch.zeros(6)}, url, progress=False)
+    assert PARTLY not in str(caught.value)
+    remove_data(url)
+    with pytest.raises(CheckpointCorruptError) as late:
+        dos.load({"t": torch.zeros(5)}, url, progress=False)
+    assert PARTLY in str(late.value)
+    assert late.value.url == url
+
+
+@pytest.mark.parametrize(
+    ("left_out", "parts", "asked", "advice"),
+    [
+        (["model"], [], ["model.w"], "load it as dos.trainable"),
+        (["model"], [("model",)], ["model.w"], "in which the same parameters train"),
+        (["a.b"], [("a", "b")], ["a.b.w"], "in which the same parameters train"),
+        (["a.b"], [("a",)], ["a.b.w"], "load it as dos.trainable"),
+        (["other", "model"], [], ["model.w"], "of 'model'"),
+        (["model"], [], ["models.w", "optim"], ""),
+        ([], [("model",)], ["model.w"], ""),
+    ],
+)
+def test_of_a_module_that_was_saved_in_part_an_error_says_how_it_is_loaded(
+    left_out: Iterable[str], parts: Any, asked: Iterable[str], advice: str
+) -> None:
+    found = api._advice(left_out, parts, asked)
+    assert advice in found
+    assert bool(found) == bool(advice)
+
+
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_what_a_partial_load_leaves_is_warned_of_by_the_first_rank(
+    url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: int | None
+) -> None:
+    monkeypatch.setattr(api, "current_rank", lambda: rank)
+    state = {"t": torch.zeros(5), **{f"x{n}": torch.zeros(1) for n in range(7)}}
+    report = dos.load(state, url, strict=False, progress=False)
+    assert report.missing == tuple(f"x{n}" for n in range(7))
+    assert report.unexpected == ("v",)
+    if rank:
+        assert caplog.records == []
+        return
+    (record,) = caplog.records
+    assert "7 keys" in record.getMessage()
+    assert "x4 and 2 more" in record.getMessage()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_parameters_without_optimizer_state_are_warned_of_by_the_first_rank(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: int, strict: bool
+) -> None:
+    def trained() -> dict[str, Any]:
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        model["used"](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    dos.save(trained(), url := memory_url(), progress=False)
+    monkeypatch.setattr(api, "current_rank", lambda: rank)
+    dos.load(trained(), url, strict=strict, progress=False)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (rank == 0)
+    texts = ["for 2 parameters", "(idle.bias, idle.weight)"] if strict else ["6 keys"]
+    assert all(text in line for line in said for text in texts)
+
+
+def test_a_load_that_nobody_has_finished_is_the_failure_of_another_rank(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Mock()
+    monkeypatch.setattr(api.state_dict_loader, "load", load)
+    with pytest.raises(RankFailedError, match="without reporting") as caught:
+        dos.load({}, url, progress=False)
+    assert caught.value.url == url
+    assert load.call_args.kwargs["no_dist"] is True, "one process needs nobody else"
+
+
+def test_a_value_that_cannot_be_restored_fails_the_load(url: str) -> None:
+    class Stateful:
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise ZeroDivisionError(state["x"])
+
+    dos.save({"s": Stateful()}, url := memory_url(), progress=False)
+    with pytest.raises(DcpObjstoreError, match="ZeroDivisionError: 1") as caught:
+        dos.load({"s": Stateful()}, url, progress=False)
+    assert PARTLY in str(caught.value)
+
+
+def test_an_error_before_the_checkpoint_is_open_is_as_it_is(url: str) -> None:
+    heard = Heard()
+    with pytest.raises(StateMismatchError, match="both become") as caught:
+        dos.load({}, url, rename=[("^.$", "x")], on_event=heard, progress=False)
+    assert "trained" not in str(caught.value)
+    assert len(of(Failed, heard)) == 1
+
+
+def test_a_partial_load_of_all_that_is_asked_for_warns_of_nothing(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dos.load({"t": torch.zeros(5)}, url, strict=False, progress=False)
+    assert caplog.records == []
+
+
+def test_errors_before_the_load_are_reported_with_the_url(url: str) -> None:
+    heard = Heard()
+    with pytest.raises(DcpObjstoreError):
+        dos.load({"t": torch.zeros(5, device="meta")}, url, on_event=heard, progress=False)
+    assert [event.url for event in of(Failed, heard)] == [url]
+    with pytest.raises(ConfigError) as caught:
+        dos.load({"t": torch.zeros(5)}, url, on_dtype="no", progress=False)  # type: ignore[arg-type]
+    assert "on_dtype" in str(caught.value)
+
+
+def test_each_setting_reaches_the_load(url: str, tmp_path: Any) -> None:
+    heard: list[Any] = []
+    report = dos.load(
+        {"new": torch.zeros(5)},
+        url,
+        rename=[("^t$", "new")],
+        verify=False,
+        on_event=heard.append,
+        trace=tmp_path / "trace.json",
+        progress=False,
+    )
+    assert report.unverified
+    assert heard
+    assert (tmp_path / "trace.json").exists()
+    half = torch.zeros(5, dtype=torch.float16)
+    with pytest.raises(StateMismatchError):
+        dos.load({"t": half}, url, on_dtype="error", progress=False)

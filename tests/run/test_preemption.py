@@ -1,0 +1,163 @@
+"""How a job learns that it must end, and what a signal does besides."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dcp_objstore.run.preemption import Preemption, PreemptionWatch
+
+pytestmark = pytest.mark.usefixtures("usual_signals")
+
+
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None])
+def before(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """What SIGINT does, if anything, before a watch is installed."""
+    at_first = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, request.param or signal.SIG_DFL)
+    yield request.param
+    signal.signal(signal.SIGINT, at_first)
+
+
+def test_a_signal_announces_the_end_and_what_was_done_before_comes_back(before: Any) -> None:
+    watch = PreemptionWatch(Preemption(signals=[signal.SIGINT], check=lambda: False))
+    assert not watch.announced()
+    watch.install()
+    if before is None:  # a handler that Python did not install
+        watch._before[signal.SIGINT] = None
+    assert not watch.announced()
+    signal.raise_signal(signal.SIGINT)
+    assert watch.announced(), "whatever the check says"
+    watch.raise_held()  # nothing: there was no handler, or Python's own
+    watch.restore()
+    assert signal.getsignal(signal.SIGINT) == (before or signal.SIG_DFL)
+
+
+def test_what_an_earlier_handler_raises_is_raised_once_later() -> None:
+    def leave(number: int, frame: Any) -> None:
+        assert frame is not None
+        raise SystemExit(number)
+
+    at_first = signal.signal(signal.SIGUSR2, leave)
+    watch = PreemptionWatch(Preemption(signals=[signal.SIGUSR2]))
+    watch.install()
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        with pytest.raises(SystemExit) as caught:
+            watch.raise_held()
+        assert caught.value.code == signal.SIGUSR2
+        watch.raise_held()
+        watch.restore()
+        with pytest.raises(SystemExit):
+            signal.raise_signal(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, at_first)
+
+
+@pytest.mark.parametrize(
+    ("before", "others", "acts"),
+    [
+        (signal.SIG_DFL, [], True),
+        (signal.SIG_DFL, [signal.SIGUSR1], True),
+        (signal.SIG_DFL, [signal.SIGUSR1, signal.SIGUSR2], False),
+        (signal.SIG_IGN, [], False),
+    ],
+)
+def test_a_handler_that_was_chained_gives_a_signal_its_default_action_if_nobody_catches_it(
+    monkeypatch: pytest.MonkeyPatch, before: Any, others: list[signal.Signals], acts: bool
+) -> None:
+    number, acted = signal.SIGUSR2, []
+    at_first = {one: signal.getsignal(one) for one in (number, signal.SIGUSR1)}
+    signal.signal(number, before)
+    watch = PreemptionWatch(Preemption(signals=[number]))
+    watch.install()
+    chained: Any = signal.getsignal(number)
+    watch.restore()
+    catching = [PreemptionWatch(Preemption(signals=[one])) for one in others]
+
+    def theirs(*received: Any) -> None:
+        chained(*received)
+
+    def act(raised: int) -> None:  # the default action would end this process
+        acted.append((raised, signal.getsignal(number)))
+
+    try:
+        for other in catching:
+            other.install()
+        signal.signal(number, theirs)
+        with monkeypatch.context() as patched:
+            patched.setattr(signal, "raise_signal", act)
+            os.kill(os.getpid(), number)
+        assert acted == ([(number, signal.SIG_DFL)] if acts else [])
+        assert signal.getsignal(number) is theirs
+        for other in catching:
+            other.restore()
+    finally:
+        for one, handler in at_first.items():
+            signal.signal(one, handler)
+
+
+def test_a_check_is_asked_until_it_says_yes_and_its_errors_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers: Iterator[Any] = iter([OSError("first"), 0, OSError("second"), "yes"])
+
+    def check() -> Any:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    watch = PreemptionWatch(Preemption(signals=(), check=check))
+    assert [watch.announced() for _ in range(4)] == [False, False, False, True]
+    assert [one.getMessage() for one in caplog.records] == [
+        "the check for preemption failed: OSError('first')"
+    ]
+
+
+def test_the_handler_that_a_program_installs_in_the_block_stays() -> None:
+    at_first = signal.getsignal(signal.SIGUSR2)
+
+    def theirs(*_: object) -> None: ...
+
+    watch = PreemptionWatch(Preemption(signals=[signal.SIGUSR2]))
+    watch.install()
+    signal.signal(signal.SIGUSR2, theirs)
+    watch.restore()
+    try:
+        assert signal.getsignal(signal.SIGUSR2) is theirs
+    finally:
+        signal.signal(signal.SIGUSR2, at_first)
+
+
+def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    watch = PreemptionWatch(Preemption())
+    watch.install()
+    watch.install()
+    watch.restore()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("preemption", "warns"),
+    [
+        (Preemption(), True),
+        (Preemption(check=lambda: False), False),
+        (Preemption(signals=()), False),
+    ],
+)
+def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
+    caplog: pytest.LogCaptureFixture, preemption: Preemption, warns: bool
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    beside = threading.Thread(target=PreemptionWatch(preemption).install)
+    beside.start()
+    beside.join()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert ("main thread" in caplog.text) == warns

@@ -1,0 +1,64 @@
+"""The values of a step in its marker, and the numbers of a run's steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.run.steps import described_by, step_number, step_numbers, step_url
+from dcp_objstore.stores import StoreSpec
+from tests.support.checkpoints import memory_url
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (0.5, 0.5),
+        (3, 3),
+        ("good", "good"),
+        (torch.tensor(0.25), 0.25),
+        (np.float32(0.25), 0.25),
+        (float("nan"), "nan"),
+        (torch.tensor(float("-inf")), "-inf"),
+    ],
+)
+def test_a_metric_is_stored_as_json_has_it(value: Any, stored: Any) -> None:
+    assert described_by(7, {}, None, {"loss": value}) == {"step": 7, "metrics": {"loss": stored}}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ([("loss", 1)], "mapping"),
+        ({"loss": torch.ones(2)}, "'loss' is not a single number"),
+        ({"loss": np.ones(2)}, "'loss' is not a single number"),
+        ({"loss": object()}, "JSON"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        described_by(7, {}, None, metrics)
+
+
+def test_the_values_of_a_step_come_before_those_of_the_run() -> None:
+    described = described_by(7, {"model": "tiny", "lr": 1}, {"lr": 2}, None)
+    assert described == {"step": 7, "model": "tiny", "lr": 2}
+
+
+def test_names_of_steps_have_one_form() -> None:
+    names = ["step-0", "step-10", "step-01", "step-", "step--1", "xstep-1", "step-1x"]
+    assert [step_number(name) for name in names] == [0, 10, *[None] * 5]
+    assert step_url("s3://bucket/run/", 7) == step_url("s3://bucket/run", 7)
+
+
+def test_the_newest_numbers_are_found_among_other_names() -> None:
+    run = memory_url()
+    for name in ("step-9", "step-10", "a", "zz-1", "zz-2"):
+        dos.save({"w": torch.ones(1)}, f"{run}/{name}", progress=False)
+    for newest, found in ((None, (9, 10)), (1, (10,)), (2, (9, 10)), (5, (9, 10)), (9, (9, 10))):
+        assert step_numbers(StoreSpec(run), newest) == found

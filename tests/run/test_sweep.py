@@ -1,0 +1,340 @@
+"""`dos.sweep` below a URL: where it looks, what it reports, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.checkpoint import probe as probes, sweep as rule
+from dcp_objstore.checkpoint.names import (
+    CLAIM_KEY,
+    MARKER_KEY,
+    beacon_key,
+    data_key,
+    index_key,
+    new_nonce,
+)
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    ConfigError,
+    DcpObjstoreError,
+    LostRaceError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    UnsupportedError,
+)
+from dcp_objstore.run import sweep as sweeping
+from dcp_objstore.run.sweep import SweepReport, sweep_below
+from dcp_objstore.stores import StoreSpec, open_store
+from dcp_objstore.stores.local import _TEMPORARY
+from tests.support.checkpoints import memory_url
+from tests.support.upkeep import AgedStore, Ages
+from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
+
+STATE = {"w": torch.ones(5)}
+GRACES: list[dict[str, float]] = [
+    {},
+    {"grace_seconds": 3 * 3600},
+    {"grace_seconds": 1.5 * 3600},
+    {"grace_seconds": 3600},
+]
+
+
+def swept(report: SweepReport) -> dict[str, str]:
+    return {one.url.removeprefix(report.url).lstrip("/"): one.outcome for one in report.checkpoints}
+
+
+def age(folder: Path, hours: float = 48) -> None:
+    """Make all that is in a folder so old."""
+    then = time.time() - hours * 3600
+    for path in folder.rglob("*"):
+        os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize(
+    ("names", "is_swept"),
+    [
+        ([MARKER_KEY], False),  # of a step that was deleted: a run has ever more of them
+        ([MARKER_KEY, "notes.txt"], True),
+        ([beacon_key("0" * 24)], True),
+        ([data_key(0, 0, "0" * 24)], True),
+        ([index_key("0" * 24)], True),
+        ([".probe-" + "0" * 24], True),
+        (["notes.txt"], False),
+        (["__0_0.distcp"], False),
+    ],
+)
+def test_a_place_is_swept_where_a_save_can_have_left_something(
+    names: list[str], is_swept: bool
+) -> None:
+    run = memory_url()
+    dos.save(STATE, f"{run}/step-1")
+    for name in names:
+        open_store(f"{run}/step-0").put(name, b"")
+    report = dos.sweep(run, dry_run=True)
+    assert list(swept(report)) == [*(["step-0"] if is_swept else []), "step-1"]
+
+
+def test_what_a_sweep_has_removed_is_counted_over_all_checkpoints(tmp_path: Path) -> None:
+    for step in (1, 2):
+        folder = tmp_path / f"step-{step}"
+        folder.mkdir()
+        for name in (data_key(0, 0, new_nonce()), index_key(new_nonce())):
+            (folder / name).write_bytes(b"12345")
+        (folder / f"{_TEMPORARY}0.{data_key(0, 0, new_nonce())}").write_bytes(b"123")
+        (folder / f"{_TEMPORARY}1.theirs").write_bytes(b"123")
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / f"{_TEMPORARY}2.{MARKER_KEY}").write_bytes(b"1234")
+    age(tmp_path)
+    for dry_run in (True, False):
+        report = dos.sweep(tmp_path.as_uri(), dry_run=dry_run)
+        assert swept(report) == {"step-1": "swept", "step-2": "swept", "step-3": "clean"}
+        assert (report.deleted, report.deleted_bytes) == (4, 20)
+        assert (report.uploads_aborted, report.uploads_bytes) == (3, 10)
+        assert (report.url, report.dry_run) == (tmp_path.as_uri(), dry_run)
+        assert (report.uploads_unseen, report.damaged) == (None, ())
+        assert [one.dry_run for one in report.checkpoints] == [dry_run] * 3
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    left.discard(".dcp-objstore.lock")
+    assert left == {f"{_TEMPORARY}1.theirs", MARKER_KEY}
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (LostRaceError("another job came first"), "lost"),
+        (CheckpointCorruptError("cannot be read"), "damaged"),
+        (UnsupportedError("too new"), "damaged"),
+    ],
+)
+def test_a_sweep_goes_on_after_a_checkpoint_that_it_must_leave(
+    monkeypatch: pytest.MonkeyPatch, error: DcpObjstoreError, outcome: str
+) -> None:
+    run = f"memory://{secrets.token_hex(6)}"
+    for step in (1, 2):
+        dos.save(STATE, f"{run}/step-{step}")
+    dos.save(STATE, run)  # no run can be above it
+    really = rule.sweep
+
+    def sweep(store: Any, **settings: Any) -> Any:
+        if store.url.endswith("step-1"):
+            raise error
+        return really(store, **settings)
+
+    monkeypatch.setattr(rule, "sweep", sweep)
+    report = dos.sweep(run)
+    assert swept(report) == {"": "clean", "step-1": outcome, "step-2": "clean"}
+    assert report.checkpoints[1].reason == error.message
+    assert report.damaged == (report.checkpoints[1:2] if outcome == "damaged" else ())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionDeniedError("may not read it"),
+        CheckpointCorruptError("damaged"),
+        UnsupportedError("too new"),
+    ],
+)
+def test_a_claim_that_cannot_be_read_makes_no_step_superseded(
+    tmp_path: Path, through: Through, caplog: pytest.LogCaptureFixture, error: DcpObjstoreError
+) -> None:
+    run = tmp_path.as_uri()
+    with dos.CheckpointManager(run, sweep=False) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE)
+        manager.load({"w": torch.zeros(5)}, 1)
+        manager.save(3, STATE)
+    age(tmp_path)
+
+    def refuse(verb: str, key: str, _: int) -> Fault | None:
+        return Fault("before", error) if key == CLAIM_KEY else None
+
+    def superseded(url: str) -> list[str]:
+        report = dos.sweep(url, dry_run=True)
+        return [one.url.rpartition("/")[2] for one in report.checkpoints if one.superseded]
+
+    assert superseded(run) == superseded(f"{run}/step-2") == ["step-2"]
+    assert superseded(f"{run}/step-3") == []
+    through(lambda store: FaultStore(store, refuse))
+    for url in (run, f"{run}/step-2"):
+        caplog.clear()
+        assert superseded(url) == []
+        assert f"steps of superseded jobs in {run} are not swept" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_step_that_no_job_has_claimed_is_not_superseded(
+    monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Neither where the claim of its run is damaged, nor at the top of a bucket, in no run."""
+    ages: Ages = {}
+    opened = StoreSpec.open
+    monkeypatch.setattr(StoreSpec, "open", lambda spec: AgedStore(opened(spec), ages))
+    top = f"memory://{secrets.token_hex(6)}"
+    url = f"{top}/run/step-1" if damaged else top
+    dos.save(STATE, url)
+    store = StoreSpec(url).open()
+    assert isinstance(store, AgedStore)
+    store.age()
+    if damaged:
+        open_store(f"{top}/run").put(CLAIM_KEY, b"damaged")
+    for at in {top, url}:
+        (one,) = dos.sweep(at, dry_run=True).checkpoints
+        assert (one.outcome, one.superseded) == ("clean", False)
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError("down"), UnsupportedError("no boto3")])
+def test_uploads_that_cannot_be_listed_are_said_and_the_rest_is_swept(
+    monkeypatch: pytest.MonkeyPatch, error: DcpObjstoreError
+) -> None:
+    run = memory_url()
+    dos.save(STATE, f"{run}/step-1")
+
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sweeping, "open_uploads", fail)
+    report = dos.sweep(run)
+    assert (swept(report), report.uploads_unseen) == ({"step-1": "clean"}, error.message)
+
+
+class _Rules:
+    """A bucket's lifecycle rules, or why they cannot be read."""
+
+    def __init__(self, rules: Any) -> None:
+        self.rules = rules
+
+    def lifecycle_rules(self) -> Any:
+        if isinstance(self.rules, Exception):
+            raise self.rules
+        return self.rules
+
+
+def _aborting(prefix: str) -> dict[str, Any]:
+    return {
+        "ID": "theirs",
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7},
+    }
+
+
+@pytest.mark.parametrize(
+    ("url", "rules", "days", "prefixes", "unread"),
+    [
+        ("s3://bucket/run", [_aborting("run/")], 7, None, None),
+        ("s3://bucket", [_aborting("")], 7, None, None),
+        ("s3://bucket/run", [_aborting("runs/")], None, {"runs/", "run/"}, None),
+        ("s3://bucket", [_aborting("run/")], None, {"run/", ""}, None),
+        ("s3://bucket/run", PermissionDeniedError("denied"), None, {"run/"}, "denied"),
+        ("s3://bucket/run", None, None, {"run/"}, "they cannot be read here"),
+        ("memory://bucket/run", None, None, None, None),
+    ],
+)
+def test_the_lifecycle_that_a_bucket_should_have_is_said_unless_it_has_one(
+    url: str, rules: Any, days: int | None, prefixes: set[str] | None, unread: str | None
+) -> None:
+    uploads: Any = None if rules is None else _Rules(rules)
+    found, text, why = sweeping._lifecycle(StoreSpec(url), uploads)
+    shown = None if text is None else {r["Filter"]["Prefix"] for r in json.loads(text)["Rules"]}
+    assert (found, shown, why) == (days, prefixes, unread)
+
+
+def test_what_the_bucket_does_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "_lifecycle", lambda *_: (7, "{}", "denied"))
+    report = dos.sweep(memory_url())
+    assert (report.lifecycle_days, report.lifecycle_json) == (7, "{}")
+    assert report.lifecycle_unread == "denied"
+
+
+def test_what_is_younger_than_the_grace_period_stays(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).write_bytes(b"12345")
+    age(tmp_path, hours=2)
+    url = tmp_path.as_uri()
+    assert [dos.sweep(url, dry_run=True, **grace).deleted for grace in GRACES] == [0, 0, 1, 1]
+    for wrong in (3599, float("inf"), "a day"):
+        with pytest.raises(ConfigError, match="grace"):
+            dos.sweep(url, grace_seconds=wrong)  # type: ignore[arg-type]
+
+
+def test_a_lifecycle_of_gcs_is_said_in_its_form() -> None:
+    _, text, _ = sweeping._lifecycle(StoreSpec("gs://bucket/run"), None)
+    assert text is not None
+    assert "matchesPrefix" in text
+
+
+def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
+    requests: list[Request],
+) -> None:
+    run = memory_url()
+    for step in range(3):
+        dos.save(STATE, f"{run}/step-{step}", progress=False)
+
+    def sweep() -> tuple[list[str], int]:
+        requests.clear()
+        report = dos.sweep(run)
+        return [one.url.rpartition("/")[2] for one in report.checkpoints], len(requests)
+
+    assert sweep()[0] == ["step-0", "step-1", "step-2"]
+    sent = []
+    for step in (0, 1):
+        dos.delete(f"{run}/step-{step}", remove_objects=True)
+        names, number = sweep()
+        assert CLAIM_KEY not in {one.key for one in requests}, "there is none"
+        assert names == [f"step-{later}" for later in range(step + 1, 3)]
+        sent.append(number)
+    assert sent[1] < sent[0]
+
+
+def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    dos.save(STATE, f"{tmp_path.as_uri()}/step-1", progress=False)
+    (tmp_path / "step-1" / data_key(0, 0, new_nonce())).touch()
+    probes.forget()
+    requests.clear()
+    (one,) = dos.sweep(tmp_path.as_uri(), dry_run=True).checkpoints
+    assert one.dry_run
+    assert {one.verb for one in requests} == {"list", "get"}
+
+
+def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> None:
+    for name in ("step-1", "step-2", "step-3"):
+        dos.save(STATE, f"{tmp_path.as_uri()}/{name}", progress=False)
+    newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
+    (tmp_path / "step-1" / MARKER_KEY).write_bytes(newer)
+    (tmp_path / "step-2" / MARKER_KEY).write_bytes(b"damaged")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "log.txt").touch()  # no place of a checkpoint
+    for dry_run in (True, False):
+        report = dos.sweep(tmp_path.as_uri(), dry_run=dry_run)
+        assert [one.outcome for one in report.checkpoints] == ["damaged", "damaged", "clean"]
+        assert [one.dry_run for one in report.checkpoints] == [dry_run] * 3
+        assert "upgrade" in (report.checkpoints[0].reason or "")
+    assert report.damaged == report.checkpoints[:2]
+
+
+def test_where_nothing_is_to_be_swept_nothing_is_written(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    dos.sweep(tmp_path.as_uri())
+    assert {one.verb for one in requests} == {"list"}
+
+
+def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow() -> None:
+    run = memory_url()
+    for step in (1, 2, 3):
+        dos.save(STATE, f"{run}/step-{step}", progress=False)
+    answers = iter([False, True])
+    report = sweep_below(StoreSpec(run), is_over=answers.__next__)
+    assert list(swept(report)) == ["step-1"]

@@ -1,0 +1,24 @@
+"""Names of dtypes as an index has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.state.stored import constant_name, known_dtype
+
+
+def test_constants_have_their_names_in_torch() -> None:
+    constants = [torch.float32, torch.strided, torch.channels_last]
+    assert [constant_name(one) for one in constants] == ["float32", "strided", "channels_last"]
+
+
+def test_a_dtype_is_known_if_torch_and_this_version_know_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert known_dtype("bfloat16") is torch.bfloat16
+    for name in ("quint4x2", "strided", "float3"):
+        assert known_dtype(name) is None
+    monkeypatch.setitem(ix.ITEM_SIZE_BYTES, "float3", 1)
+    assert known_dtype("float3") is None

@@ -1,0 +1,316 @@
+"""The writer's own edges: its settings, its checks before a save, and calls in the wrong place."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
+
+import dcp_objstore as dos
+from dcp_objstore.errors import (
+    ConfigError,
+    InputError,
+    InvalidUrlError,
+    RankFailedError,
+    UnsupportedError,
+)
+from dcp_objstore.observe.dispatch import Channel
+from dcp_objstore.observe.events import Failed, NotCopied
+from dcp_objstore.write import writer as writer_module
+from dcp_objstore.write.api import run_save
+from tests.support.checkpoints import cause, memory_url
+from tests.support.wrapped_stores import Through
+
+Writer = dos.ObjectStoreWriter
+
+
+def save(writer: Writer, url: str | None = None) -> Any:
+    state = {"t": torch.ones(3)}
+    return dcp.save(state, storage_writer=writer, checkpoint_id=url, no_dist=True)
+
+
+def of(kind: type, events: list[Any]) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+# Settings -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy])
+def test_a_copied_writer_has_every_setting_and_has_not_saved_yet(
+    again: Callable[[Writer], Writer], tmp_path: Path
+) -> None:
+    url = (tmp_path / "run/step-1").as_uri()
+    claim = dos.claim_run((tmp_path / "run").as_uri())
+    writer = Writer(
+        url,
+        overwrite=True,
+        progress=False,
+        allow_unfenced=True,
+        user_metadata={"loss": 0.5},
+        stock_metadata=False,
+        claim=claim,
+        base="latest",
+        on_busy="raise",
+        local=str(tmp_path / "local"),
+        config=dos.TransferConfig(part_size_bytes=6 * 2**20),
+    )
+    save(writer)
+    assert writer.last_save is not None
+    assert writer.save_id is not None
+    made = again(writer)
+    assert (made.last_save, made.save_id, made._background) == (None, None, None)
+    assert made._warned_keys == set()
+    ours = {"_target", "_event_settings", *writer_module._OF_SAVES}
+    settings = {name: value for name, value in vars(writer).items() if name not in ours}
+    assert {name: vars(made)[name] for name in settings} == settings
+    assert len(settings) == 10
+    assert made.checkpoint_id == url
+    save(made)
+    opened = dos.open(url)
+    assert opened.user_metadata == {"loss": 0.5}
+    assert not (tmp_path / "run/step-1/.metadata").exists()
+
+
+def test_a_new_writer_has_saved_nothing_and_each_save_has_an_id_of_its_own() -> None:
+    writer = Writer(progress=False)
+    assert (writer.last_save, writer.save_id, writer.checkpoint_id) == (None, None, None)
+    ids = []
+    for url in (memory_url(), memory_url()):
+        meta = save(writer, url).storage_meta
+        assert (meta.checkpoint_id, meta.save_id) == (url, writer.save_id)
+        assert writer.last_save is not None
+        assert writer.last_save.url == writer.checkpoint_id == url
+        ids.append(writer.save_id)
+    assert len({*ids, None}) == 3
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_id", "fits"),
+    [("s3://bucket/run", True), ("memory://x/y", True), ("/tmp/x", False), (Path("/tmp"), False)],
+)
+def test_a_writer_says_which_checkpoints_it_can_save_to(checkpoint_id: Any, fits: bool) -> None:
+    assert Writer.validate_checkpoint_id(checkpoint_id) is fits
+
+
+def test_the_marker_has_the_users_metadata_and_nothing_of_ours_where_nothing_is_left_out() -> None:
+    class Partly(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2))
+            self.register_buffer("mask", torch.ones(5), persistent=False)
+
+    url, partly = memory_url(), memory_url()
+    dos.save({"t": torch.ones(2)}, url, user_metadata={"step": 7}, progress=False)
+    assert dos.open(url).user_metadata == {"step": 7}
+    given = {"step": 7}
+    dos.save({"model": Partly()}, partly, user_metadata=given, progress=False)
+    assert given == {"step": 7}
+    assert dos.open(partly).user_metadata["step"] == 7
+    writer = Writer(memory_url(), user_metadata=given)
+    counts = {
+        ("a", "b"): {"tensors": 1, "elements": 5},
+        ("c",): {"tensors": 0, "elements": 0},
+    }
+    state: Any = SimpleNamespace(left_out=counts)
+    assert writer._describe(state) is state
+    assert writer._user_metadata == {
+        "left_out": {"a.b": {"tensors": 1, "elements": 5}},
+        "step": 7,
+    }
+
+
+# Checks before a save -----------------------------------------------------------------------------
+
+
+def test_what_cannot_be_for_the_url_is_refused_when_the_url_is_known(tmp_path: Path) -> None:
+    claim = dos.claim_run(tmp_path.as_uri())
+    elsewhere = memory_url()
+    refused: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"claim": claim}, InputError),
+        ({"base": "gs://b/x"}, ConfigError),
+    ]
+    for settings, kind in refused:
+        with pytest.raises(kind):
+            Writer(elsewhere, **settings)
+        late = Writer(progress=False, **settings)
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            save(late, elsewhere)
+        assert isinstance(cause(caught.value), kind)
+        with pytest.raises(dos.errors.CheckpointNotFoundError):
+            dos.open(elsewhere)
+    with pytest.raises(InvalidUrlError):
+        Writer(elsewhere, base="newest")
+
+
+def test_a_save_in_which_each_rank_would_write_its_own_checkpoint_is_refused() -> None:
+    writer = Writer(url := memory_url())
+    with pytest.raises(UnsupportedError, match="use_collectives") as caught:
+        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
+    assert (caught.value.url, caught.value.rank) == (url, 0)
+    writer.set_up_storage_writer(True)
+    assert writer._current_save().rank == 0
+
+
+@pytest.mark.parametrize("coordinates", [False, True])
+def test_every_rank_opens_the_store_as_a_save_begins_and_one_shows_it(
+    coordinates: bool, through: Through, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Any] = []
+    shown: list[dict[str, Any]] = []
+    through(lambda store: opened.append(store) or store)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Channel, "show", lambda self, **what: shown.append(what))
+    for progress in (True, False):
+        opened.clear()
+        writer = Writer(memory_url(), progress=progress)
+        writer.set_up_storage_writer(coordinates, rank=int(not coordinates))
+        assert opened, "wrong credentials are known before anything is planned"
+    assert shown == [
+        {"bar": coordinates, "summary": coordinates},
+        {"bar": False, "summary": coordinates},
+    ]
+
+
+def test_an_error_has_the_rank_and_the_url_of_the_save_that_it_ends() -> None:
+    writer = Writer(url := memory_url())
+    plan = SavePlan(create_default_local_save_plan({"t": torch.ones(2).to_sparse()}, True).items)
+    for rank in (None, 3):
+        if rank is not None:
+            writer.set_up_storage_writer(True, rank=rank)
+        with pytest.raises(UnsupportedError, match="sparse") as caught:
+            writer.prepare_local_plan(plan)
+        assert (caught.value.rank, caught.value.url, caught.value.key) == (rank, url, "t")
+
+
+def test_calls_of_a_save_that_this_thread_has_not_begun_are_refused_with_the_url() -> None:
+    writer = Writer(url := memory_url())
+    planner, metadata = SimpleNamespace(), SimpleNamespace()
+    calls: list[Callable[[], Any]] = [
+        lambda: writer.prepare_global_plan([]),
+        lambda: writer.write_data(SavePlan([]), planner),  # type: ignore[arg-type]
+        lambda: writer.finish(metadata, []),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedError, match="no save was begun") as caught:
+            call()
+        assert caught.value.url == url
+    begun = threading.Thread(target=writer.set_up_storage_writer, args=(True,))
+    begun.start()
+    begun.join(30)
+    with pytest.raises(UnsupportedError, match="in this thread"):
+        calls[0]()
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+class NoState:
+    def state_dict(self) -> Any:
+        raise ValueError("no state")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("where", ["its state", "its plan", "its upload"])
+def test_a_save_that_fails_before_or_after_it_was_begun_is_told_of_once(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+    url = memory_url()
+    state: dict[str, Any] = {"t": torch.ones(1)}
+    if where == "its upload":
+        monkeypatch.setattr(writer_module, "upload_items", None)
+    elif where == "its plan":
+        state["sparse"] = torch.ones(1).to_sparse()
+    else:
+        state["a"] = NoState()
+    with pytest.raises((RankFailedError, UnsupportedError)) as caught:
+        dos.save(state, url, on_event=events.append, progress=False)
+    (failed,) = of(Failed, events)
+    error = type(caught.value).__name__
+    assert (failed.operation, failed.url, failed.error) == ("save", url, error)
+    assert events[-1] is failed
+    store = dos.stores.open_store(url)
+    assert list(store.list()) == [], "no beacon either"
+
+
+# A base -------------------------------------------------------------------------------------------
+
+
+def test_each_save_of_a_writer_looks_for_the_latest_base_itself(tmp_path: Path) -> None:
+    root = tmp_path.as_uri()
+    state = {"t": torch.arange(2.0**21)}
+    writer = Writer(f"{root}/step-1", base="latest", progress=False)
+    run_save(writer, dict(state), None)
+    state["t"] = state["t"] + 1
+    copied = []
+    for step in (2, 3):
+        dcp.save(state, storage_writer=writer, checkpoint_id=f"{root}/step-{step}", no_dist=True)
+        assert writer.last_save is not None
+        copied.append(writer.last_save.copied_bytes > 2**23)
+    assert copied == [False, True]
+
+
+def test_only_the_coordinator_tells_why_there_is_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(writer_module, "report_not_copied", lambda *args: told.append(args[2]))
+    url = memory_url()
+    writer = Writer(url, base=url.replace("step-1", "step-0"))
+    for coordinates in (True, False):
+        save: Any = SimpleNamespace(is_coordinator=coordinates, spec=writer._target.spec)
+        assert writer._opened_base(save) is None
+    assert len(told) == 1
+    assert "copies nothing" in told[0]
+    save.is_coordinator = True
+    assert Writer(url)._opened_base(save) is None
+    assert len(told) == 1, "none was asked for"
+    events: list[Any] = []
+    dos.save({"t": torch.ones(1)}, url, base=f"{url}-0", on_event=events.append, progress=False)
+    assert len(of(NotCopied, events)) == 1 or told[-1] == told[0]
+
+
+# dcp.async_save -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "settings", "own"),
+    [
+        (True, {}, True),
+        (True, {"process_group": None, "no_dist": False}, True),
+        (True, {"process_group": "given"}, False),
+        (True, {"no_dist": True}, False),
+        (False, {}, False),
+    ],
+)
+def test_saves_with_our_writer_in_the_default_group_get_a_group_of_their_own(
+    ours: bool, settings: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(writer_module, "own_group", lambda *args: made.append(args) or "own")
+    writer: Any = Writer(memory_url()) if ours else dcp.FileSystemWriter("/tmp/none")
+    save = writer_module.in_own_group(lambda *args, **settings: (args, settings))
+    args, found = save(1, 2, storage_writer=writer, **settings)
+    assert args == (1, 2)
+    assert found.pop("storage_writer") is writer
+    assert found == ({**settings, "process_group": "own"} if own else settings)
+    config = writer._target.config if ours else None
+    assert made == [(writer_module.DCP_SAVES, None, config)] * own
+
+
+def test_torchs_executor_is_hooked_once() -> None:
+    Writer(memory_url())
+    hooked = writer_module.ThreadExecutor.execute_save
+    Writer(memory_url())
+    assert writer_module.ThreadExecutor.execute_save is hooked
+    assert not hasattr(hooked.__wrapped__, "__wrapped__")  # type: ignore[attr-defined]
