@@ -1239,8 +1239,12 @@ def test_the_memory_of_a_thread_that_reads_goes_back_to_the_system():
     assert owners == [mmap.mmap]
 
 
-def test_memory_is_mapped_also_where_the_system_has_no_huge_pages(monkeypatch):
-    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+@pytest.mark.parametrize("known", [True, False])
+def test_memory_is_mapped_also_where_the_system_or_its_kernel_has_no_huge_pages(known, monkeypatch):
+    if known:
+        monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)
+    else:
+        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
     memory = new_memory(5000)
     memory[4999] = 7
     assert bytes(memory) == bytes(4999) + b"\x07"
