@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
@@ -294,11 +295,10 @@ class _Follower:
         """Remove the pin of a step; an error is logged."""
         assert self.pin is not None
         try:
-            upkeep.unpin(
-                url, self.pin, storage_options=self.run.storage_options, config=self.run.config
-            )
-        except errors.CheckpointNotFoundError:
-            pass  # and with it the pin
+            with suppress(errors.CheckpointNotFoundError):  # and with it the pin
+                upkeep.unpin(
+                    url, self.pin, storage_options=self.run.storage_options, config=self.run.config
+                )
         except errors.DcpObjstoreError as error:
             logger.warning(
                 "%s is still pinned as %r; the next poll with this name tries again: %s",
