@@ -247,6 +247,17 @@ def test_a_key_that_is_listed_twice_is_corrupt():
         ix.decode(msgspec.msgpack.encode(plain))
 
 
+@pytest.mark.parametrize("keys", [["w", "step"], ["step", "step"]])
+def test_a_value_under_a_key_that_is_taken_is_corrupt(keys: list[str]) -> None:
+    values = {
+        name: item(offset=at, payload_offset=at + 64) for name, at in (("a", 200), ("b", 400))
+    }
+    plain = msgspec.msgpack.decode(indexes.encode(index(blobs=values, flatten_mapping=None)))
+    plain[3] = keys
+    with pytest.raises(CheckpointCorruptError, match="twice"):
+        ix.decode(msgspec.msgpack.encode(plain))
+
+
 def test_a_count_of_chunks_allocates_nothing_that_the_index_does_not_hold():
     plain = msgspec.msgpack.decode(indexes.encode(index()))
     for count in (-1, 0, 2, 2**31, 2**62, 2**63):
