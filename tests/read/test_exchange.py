@@ -175,7 +175,7 @@ class Rank:
         self.accepted.append((id(read), position, end))
         accept(position, body)
 
-    def offer(self, rank: int, count: int, budget_bytes: int = 8 * BLOCK) -> Offer:
+    def offer(self, rank: int, count: int, budget_bytes: int = 16 * BLOCK) -> Offer:
         needs, selections = exchange.needs_of(self.planned.reads, self.planned.spans)
         return Offer(
             *("url", "commit", rank, group_digest(range(count)), needs, selections),
@@ -514,12 +514,24 @@ def test_a_worker_gets_a_slot_as_soon_as_it_is_its_turn(
     rounds = [[request_of(0, n, to1=())] for n in range(3)]
     exchanging, progress = prepared(ExchangePlan(rounds), one), Progress(60)
     first, second, third = exchanging.requests
+    asked, really = threading.Event(), exchanging.may_begin
+
+    def may_begin(request: RangeRequest[Any]) -> bool:
+        found = really(request)
+        if not found:
+            asked.set()  # and then it waits, and gives the lock away
+        return found
+
+    monkeypatch.setattr(exchanging, "may_begin", may_begin)
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(exchanging.admit, second, progress)
+        assert asked.wait(30)
         assert exchanging.admit(first, progress) is not None
         slot = waiting.result(30)
         assert slot is not None and slot.nbytes == BLOCK
+        asked.clear()
         waiting = pool.submit(exchanging.admit, third, progress)
+        assert asked.wait(30)
         exchanging._round = 1
         exchanging._outbox[0] = {}
         exchanging._free_slots()

@@ -116,7 +116,6 @@ class PeerFailedError(Exception):
     """
 
     def __init__(self, cause: DcpObjstoreError) -> None:
-        super().__init__(str(cause))
         self.cause = cause
 
 
