@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.probe import require_rewrites
-from dcp_objstore.distributed.failures import every_rank, meeting, on_first
+from dcp_objstore.distributed.failures import capture, every_rank, meeting, on_first
 from dcp_objstore.distributed.groups import sync_group, world_group
 from dcp_objstore.run.steps import step_number
 from dcp_objstore.stores import StoreSpec
@@ -61,10 +61,13 @@ def claim_run(
         UnsupportedError: the store has no conditional writes, or a newer version wrote the run.
         DcpObjstoreError: the store refused or failed; raised on every rank.
     """
-    named = url if isinstance(url, str) else None
+    spec, wrong = capture(lambda: StoreSpec(url, storage_options, config))
+    named = None if spec is None else spec.url  # a wrong URL may have a password in it
 
     def make() -> RunClaim:
-        spec = StoreSpec(url, storage_options, config)
+        if spec is None:
+            assert wrong is not None
+            raise wrong
         run = spec.open()
         wait_for(require_rewrites, run, "no run can be claimed")
         return RunClaim(spec.url, wait_for(rule.claim_run, run, spec.open_child))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -49,7 +49,7 @@ from dcp_objstore.run.preemption import BY_SIGTERM, Preemption, PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
-from dcp_objstore.run.steps import check_step, step_numbers, step_url
+from dcp_objstore.run.steps import check_step, newest_step, step_numbers, step_url
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.base import check_base
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from dcp_objstore.inspect.selection import Patterns
     from dcp_objstore.observe.events import OnEvent
 
+T = TypeVar("T")
 _PREEMPTED = "preempted"
 
 
@@ -738,7 +739,7 @@ class CheckpointManager:
         for each newer step that was deleted, until a sweep has removed its objects.) Once the
         manager is closed, each rank that calls it asks by itself.
         """
-        return next(iter(self._asked(lambda: step_numbers(self._run, 1))), None)
+        return self._asked(lambda: newest_step(self._run))
 
     def steps(self) -> tuple[int, ...]:
         """Return the committed steps, the newest last. A collective; rank 0 makes the requests.
@@ -749,7 +750,7 @@ class CheckpointManager:
         """
         return self._asked(lambda: step_numbers(self._run))
 
-    def _asked(self, ask: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    def _asked(self, ask: Callable[[], T]) -> T:
         """Return what rank 0 learns, or this rank alone if the manager is closed."""
         if self._closed:
             return ask()

@@ -19,7 +19,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.run.claim_run import go_back
 from dcp_objstore.run.housekeeping import Retainer, after_commit
-from dcp_objstore.run.steps import check_step, described_by, step_numbers, step_url
+from dcp_objstore.run.steps import check_step, described_by, newest_step, step_url
 from dcp_objstore.write import api, async_save as async_api
 from dcp_objstore.write.base import LATEST
 
@@ -211,10 +211,10 @@ class RunSaves:
 
         def leave() -> RunClaim | None:
             claim, resumed = self._retainer.claim, self._retainer.resumed
-            newest = step_numbers(self._run, 1)
-            if not newest or newest[-1] <= (step if resumed is None else resumed):
+            newest = newest_step(self._run)
+            if newest is None or newest <= (step if resumed is None else resumed):
                 return claim
-            later = f"the run has later steps (up to {newest[-1]}), from which the next job resumes"
+            later = f"the run has later steps (up to {newest}), from which the next job resumes"
             if resumed is None:
                 raise CheckpointExistsError(
                     f"step {step} was not saved: this job has loaded no step of the run, and"

@@ -55,6 +55,11 @@ def step_numbers(run: StoreSpec, newest: int | None = None) -> tuple[int, ...]:
     return numbers
 
 
+def newest_step(run: StoreSpec) -> int | None:
+    """Return the number of the newest step of a run that counts, or None."""
+    return next(iter(step_numbers(run, 1)), None)
+
+
 def described_by(
     step: int,
     of_run: Mapping[str, Any],

@@ -69,6 +69,5 @@ class RandomState:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
-        if torch.cuda.is_available():
-            for device, state in enumerate(cuda[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(state.cpu(), device)
+        for device, state in enumerate(cuda[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state.cpu(), device)

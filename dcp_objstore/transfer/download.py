@@ -439,24 +439,27 @@ class _Worker(Generic[T]):
         shared = self.shared
         ahead = deque(handed_over)
         try:
-            for fetch in ahead:
-                fetch.body = shared.open(fetch.request, fetch.unread[0].start)
-            while True:
-                shared.progress.check_stopped()
-                self._send_ahead(ahead)
-                if not ahead:
-                    return
-                self._read_piece(ahead[0])
-                if ahead[0].unread:
-                    ahead.rotate(-1)
-                else:
-                    self._end(ahead.popleft())
-        except StragglerError:
-            pass  # another worker goes on with it
+            with suppress(StragglerError):  # another worker goes on with it
+                for fetch in ahead:
+                    fetch.body = shared.open(fetch.request, fetch.unread[0].start)
+                self._work(ahead)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             for fetch in ahead:
                 fetch.body.close()
             shared.done.put(error)
+
+    def _work(self, ahead: deque[_Fetch[T]]) -> None:
+        """Read a piece of each request in turn until there are none left."""
+        while True:
+            self.shared.progress.check_stopped()
+            self._send_ahead(ahead)
+            if not ahead:
+                return
+            self._read_piece(ahead[0])
+            if ahead[0].unread:
+                ahead.rotate(-1)
+            else:
+                self._end(ahead.popleft())
 
     def _send_ahead(self, ahead: deque[_Fetch[T]]) -> None:
         """Begin requests until this worker has as many under way as it may."""

@@ -399,7 +399,6 @@ class _StagedSave:
         self._staging: Staging | None = None
         self._error: DcpObjstoreError | None = None
         self._interrupt: BaseException | None = None
-        self._began_at = 0.0
         self._running = False
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from dcp_objstore.checkpoint.names import MARKER_KEY, new_nonce
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
 from dcp_objstore.compat.dot_metadata import encode_metadata
 from dcp_objstore.errors import (
-    CorruptDataError,
+    DcpObjstoreError,
     InputError,
     RankFailedError,
     RetryableError,
@@ -268,7 +268,7 @@ def _read_back(index: ix.Index) -> tuple[ix.Index, bytes]:
     body = ix.encode(index)
     try:
         return ix.decode(body), body
-    except (CorruptDataError, UnsupportedError) as error:
+    except DcpObjstoreError as error:
         raise RankFailedError(
             f"the save is not committed, because its index could not be read back: {error.message}",
             key=error.key,

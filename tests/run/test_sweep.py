@@ -327,6 +327,9 @@ def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> Non
 def test_where_nothing_is_to_be_swept_nothing_is_written(
     tmp_path: Path, requests: list[Request]
 ) -> None:
+    with pytest.raises(ConfigError, match="grace"):
+        dos.sweep(tmp_path.as_uri(), grace_seconds=60)
+    assert requests == []
     dos.sweep(tmp_path.as_uri())
     assert {one.verb for one in requests} == {"list"}
 

@@ -103,6 +103,7 @@ def test_all_values_are_handed_to_who_wants_to_choose(tmp_path: Path) -> None:
 
 def test_values_are_in_the_order_of_the_ranks_and_those_not_saved_are_left_out() -> None:
     value = dos.PerRank(5, choice="list")
+    assert (value.values, value.restored) == (None, False)
     value.fill({"10": ("ten",), "9": (None,), "2": ("two",), "0": ()})
     assert (value.values, value.restored, value.value) == (["two", None, "ten"], True, 5)
     value.fill({"0": ()})

@@ -75,7 +75,6 @@ def test_cuda_draws_go_on_where_they_were_saved() -> None:
 def test_the_generators_that_both_sides_have_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [torch.full((16,), number, dtype=torch.uint8) for number in range(3)]
     given: dict[int, torch.Tensor] = {}
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.get_rng_state_all", lambda: states)
@@ -86,12 +85,21 @@ def test_the_generators_that_both_sides_have_are_set(monkeypatch: pytest.MonkeyP
     assert {device: state[0] for device, state in given.items()} == {0: 0, 1: 1}
 
 
+def test_the_states_lie_on_the_host_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        state = dos.RandomState().state_dict()
+    expected = draw()
+    with torch.device("meta"):
+        dos.RandomState().load_state_dict(state)
+    assert draw() == expected
+
+
 def test_a_gpu_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     monkeypatch.delattr("torch.cuda.get_rng_state_all")
     state = dos.RandomState().state_dict()
     assert state["cuda"] == []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delattr("torch.cuda.set_rng_state")
     state["cuda"] = [torch.zeros(16, dtype=torch.uint8)]
     dos.RandomState().load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Names of dtypes as an index has them."""
+"""What a rank says of its objects, and names of dtypes as an index has them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.state.stored import constant_name, known_dtype
+from dcp_objstore.state.stored import StoredObject, constant_name, known_dtype
+
+
+def test_an_object_counts_as_copied_only_where_that_is_said() -> None:
+    entry = ix.ObjectEntry("a", 8, None, b"d" * 16)
+    assert [StoredObject(entry, 1, "memory://x", *copied).copied for copied in ((), (True,))] == [
+        False,
+        True,
+    ]
 
 
 def test_constants_have_their_names_in_torch() -> None:

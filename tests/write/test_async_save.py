@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -119,6 +120,15 @@ def test_a_copy_that_was_made_stays_made_though_its_save_fails() -> None:
         handle.result(30)
 
 
+def test_a_copy_that_was_made_is_so_for_whoever_waits_for_it(held: Held) -> None:
+    handle = dos.async_save(state(), memory_url())
+    assert held.reached.wait(30)
+    assert handle.staging_completion.done()
+    assert handle.staged(0) is None
+    assert not handle.done()
+    assert "running" in repr(handle)
+
+
 def test_a_save_says_when_its_copy_was_made_and_how_large_it_is() -> None:
     events: list[Any] = []
     url, before_ns = memory_url(), time.time_ns()
@@ -210,6 +220,49 @@ def test_a_save_that_is_refused_as_another_runs_leaves_that_and_its_error_as_the
     assert async_api.wait_until(first._ended, 30)
     with pytest.raises(CheckpointExistsError):
         dos.async_save(state(), memory_url(), on_busy="raise")
+
+
+class Meeting(async_api.BackgroundSaves):
+    """Two threads look for the latest save at the same time, unless a lock forbids it."""
+
+    def __init__(self) -> None:
+        self._latest: Handle | None = None
+        self._looks = threading.local()
+        self._first, self._second = threading.Barrier(2), threading.Barrier(2)
+
+    @property
+    def latest(self) -> Handle | None:  # type: ignore[override]
+        latest, looks = self._latest, getattr(self._looks, "count", 0)
+        self._looks.count = looks + 1
+        if looks == 0:
+            self._first.wait(30)
+        elif looks == 1:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self._second.wait(0.3)
+        return latest
+
+    @latest.setter
+    def latest(self, handle: Handle) -> None:
+        self._latest = handle
+
+
+def test_of_two_threads_that_begin_a_save_at_once_one_finds_the_other(
+    saves: async_api._Saves, held: Held
+) -> None:
+    meeting = Meeting()
+
+    def begin() -> Handle | SaveInProgressError:
+        try:
+            return async_api.begin_save(meeting, state(), memory_url(), on_busy="raise")
+        except SaveInProgressError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        begun = [one.result(30) for one in [pool.submit(begin) for _ in range(2)]]
+    held.go_on.set()
+    (handle,) = [one for one in begun if isinstance(one, Handle)]
+    assert meeting._latest is handle
+    handle.result(30)
 
 
 def test_a_word_that_on_busy_does_not_know_is_refused_before_anything_waits(

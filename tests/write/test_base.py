@@ -22,6 +22,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
@@ -402,6 +403,21 @@ def test_small_tensors_are_hashed_at_once_and_large_ones_a_few_at_a_time(local: 
     assert 3 <= hashed[0][1] <= 1 + 4, "one that is hashed and a few that wait"
 
 
+def test_the_ring_of_a_device_is_left_to_the_thread_that_compares(
+    local: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_lane(monkeypatch, LateLane)
+    state = {f"{n}": torch.full((5 * MIB // 4,), float(n)) for n in range(3)}
+    threads: list[threading.Thread] = []
+
+    def digests_of(piece: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return block_digests(piece)
+
+    assert len(compared(local, state, state, digests_of=digests_of).items) == 3
+    assert threads == [threading.current_thread()] * 6
+
+
 def test_digests_that_staging_knows_are_not_computed_again(local: Folder) -> None:
     tensor = torch.ones(5 * MIB // 4)
     right = block_digests(tensor.view(torch.uint8).numpy())
@@ -460,6 +476,8 @@ def test_a_run_is_cut_before_what_would_exceed_an_object(local: Folder) -> None:
     value = {name: torch.zeros(3 * MIB // 4) for name in names}
     (runs,) = compared(local, value, value).objects
     (run,) = runs
+    assert run.is_whole
+    assert xxhash.xxh3_128(run.framing).digest() == run.source.framing_digest
     most = run.items[5].end - run.items[2].end  # with the padding before each
     config = dos.TransferConfig(max_object_size_bytes=most)
     assert in_objects(compared(local, value, value, config=config)) == [[*"abc"], [*"def"]]

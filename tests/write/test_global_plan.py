@@ -14,7 +14,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -515,6 +517,22 @@ def test_one_process_alone_plans_a_layout_once(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "n": 1}
     urls = [f"{tmp_path.as_uri()}/{n}" for n in range(3)]
     assert [is_planned(save, "save", state, url) for url in urls] == [*(True, False, False)]
+
+
+def test_a_layout_is_known_only_to_the_group_that_has_planned_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "_layouts_alone", {})
+    urls = [f"{tmp_path.as_uri()}/{n}" for n in range(4)]
+    state = {"w": torch.ones(3)}
+    found = [is_planned(save, "save", state, urls[0])]
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        found += [is_planned(save, "save", state, url) for url in urls[1:3]]
+    finally:
+        dist.destroy_process_group()
+    found.append(is_planned(save, "save", state, urls[3]))
+    assert found == [True, True, False, False]
 
 
 def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(

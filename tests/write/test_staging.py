@@ -198,7 +198,8 @@ def test_a_state_of_tensors_and_scalars_is_copied_without_dcp(
 ) -> None:
     monkeypatch.setattr(staging, "DefaultStager", None)
     scalars = {"n": 1, "t": True, "f": 0.5, "c": 1j, "s": "x", "b": b"x", "no": None}
-    assert stage({"w": torch.ones(1), "more": [scalars]})["more"] == [scalars]
+    tensors = {"w": torch.ones(1), "p": nn.Parameter(torch.ones(1))}
+    assert stage({**tensors, "more": [scalars]})["more"] == [scalars]
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,15 @@ def test_parts_that_are_the_tensors_own_memory_are_not_bounded(
     assert given[2:] == [2], "as where a planner converts a file"
 
 
+def test_parts_are_as_large_as_an_object_of_the_largest_item_needs() -> None:
+    """It has an object of its own, however small objects should be."""
+    config = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * MIB)
+    state = {"few": torch.zeros(3), "many": torch.zeros(1).expand(256 * MIB)}
+    items = create_default_local_save_plan(state, True).items
+    store = dos.stores.open_store(memory_url())
+    assert uploading._plan_parts(items, store, config).part_size_bytes == 32 * MIB
+
+
 def test_what_changed_and_is_whole_all_the_same_is_told_once_a_tensor(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

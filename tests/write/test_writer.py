@@ -262,16 +262,37 @@ def test_each_save_of_a_writer_looks_for_the_latest_base_itself(tmp_path: Path) 
     assert copied == [False, True]
 
 
+def test_the_base_is_read_once_and_for_all_ranks_before_their_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    really_open, begin = writer_module.open_base, Writer.set_up_storage_writer
+
+    def opening(base: str, spec: Any) -> Any:
+        steps.append(base)
+        return really_open(base, spec)
+
+    def beginning(writer: Writer, *args: Any, **settings: Any) -> None:
+        steps.append("begun")
+        begin(writer, *args, **settings)
+
+    monkeypatch.setattr(writer_module, "open_base", opening)
+    monkeypatch.setattr(Writer, "set_up_storage_writer", beginning)
+    dos.save({"t": torch.ones(3)}, (tmp_path / "step-1").as_uri(), base="latest", progress=False)
+    assert steps == ["latest", "begun"]
+
+
 def test_only_the_coordinator_tells_why_there_is_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(writer_module, "report_not_copied", lambda *args: told.append(args[2]))
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(writer_module, "report_not_copied", lambda *args: told.append(args[2:]))
     url = memory_url()
     writer = Writer(url, base=url.replace("step-1", "step-0"))
     for coordinates in (True, False):
         save: Any = SimpleNamespace(is_coordinator=coordinates, spec=writer._target.spec)
         assert writer._opened_base(save) is None
-    assert len(told) == 1
-    assert "copies nothing" in told[0]
+    ((why, size_bytes),) = told
+    assert "copies nothing" in why
+    assert size_bytes == 0, "nothing was compared"
     save.is_coordinator = True
     assert Writer(url)._opened_base(save) is None
     assert len(told) == 1, "none was asked for"
