@@ -399,7 +399,7 @@ class _StagedSave:
         self._staging: Staging | None = None
         self._error: DcpObjstoreError | None = None
         self._interrupt: BaseException | None = None
-        self._running = False
+        self._once = threading.Lock()
 
     def begin_staging(self, state: Mapping[str, Any]) -> None:
         """Allocate memory and start the copies from devices. `run` raises what fails here."""
@@ -442,10 +442,8 @@ class _StagedSave:
 
     def run(self, error: BaseException | None = None) -> None:
         """Run the save, unless another thread does; all ranks raise the error, if there is one."""
-        with _saves.here.lock:
-            if self._running:
-                return  # Ctrl-C came as the thread was started
-            self._running = True
+        if not self._once.acquire(blocking=False):
+            return  # Ctrl-C came as the thread was started
         report, failed = None, None
         try:
             self._fail(error)

@@ -275,7 +275,7 @@ class Layout:
         body = tensor_frame.small_payload(payload, size_bytes)
         # `_frame` is inlined, because this runs once per tensor, and there may be tens of thousands
         # of them.
-        padding = tensor_frame.padding_before(self._position, len(frame.header))
+        padding = tensor_frame.padding_before(self._position, header_bytes=len(frame.header))
         lead = bytes(padding) + frame.header
         self._framing.update(lead)
         self._framing.update(frame.trailer)
@@ -306,7 +306,7 @@ class Layout:
     def _begin_tensor(self, item: WriteItem, payload: torch.Tensor) -> _Sliced:
         """Begin a large tensor: frame its memory, or slices that are copied from its device."""
         frame = tensor_frame.frame(payload.dtype, tuple(payload.shape), self._options)
-        padding = tensor_frame.padding_before(self._position, len(frame.header))
+        padding = tensor_frame.padding_before(self._position, header_bytes=len(frame.header))
         self._frame(bytes(padding) + frame.header)
         size_bytes = self.plan.slice_size_bytes
         return _Sliced(

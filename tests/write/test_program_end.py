@@ -85,6 +85,7 @@ def test_a_program_without_standard_error_fails_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     program_end.show_lost("s3://bucket/step-1", OSError("lost"), "the store is down")
     stream: Any = sys.stderr
     stream.flush()
