@@ -11,7 +11,7 @@ import numpy as np
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_objstore.read.item_read import ItemRead
-from dcp_objstore.read.tensor_read import Block, TensorRead, is_value, location_of, plan_spans
+from dcp_objstore.read.tensor_read import Block, TensorRead, location_of, plan_spans
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES
 from dcp_objstore.transfer.ranges import Span
 
@@ -52,8 +52,8 @@ def plan_load(
     reads: list[TensorRead | ItemRead] = []
     for item in items:
         location = location_of(checkpoint, item)
-        whole = is_value(item) or location.dtype is None
-        reads.append(ItemRead(item, location) if whole else TensorRead(item, location))
+        is_raw = location.dtype is not None  # a value has none
+        reads.append(TensorRead(item, location) if is_raw else ItemRead(item, location))
     spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
     return PlannedLoad(checkpoint, reads, spans)
 

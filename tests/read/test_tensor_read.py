@@ -155,7 +155,8 @@ def test_each_block_of_each_item_is_found_by_its_place(tmp_path: Any) -> None:
     url = memory_url()
     values = {"a": torch.arange(3.0), "big": torch.arange(9 * MIB // 4), "none": torch.ones(0)}
     state = {**values, "step": 7, "z": torch.ones(5, dtype=torch.uint8), "words": ["x", "y"]}
-    dos.save(state, url, progress=False, config=dos.TransferConfig(part_size_bytes=5 * MIB))
+    config = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * MIB)
+    dos.save(state, url, progress=False, config=config)
     store = StoreSpec(url).open()
     opened = open_rooted(store)
     places: dict[tuple[int, int, int], tuple[str, int]] = {}
@@ -167,6 +168,7 @@ def test_each_block_of_each_item_is_found_by_its_place(tmp_path: Any) -> None:
             end = location.payload_offset + min(at + 4 * MIB, location.payload_length)
             places[location.object_number, start, end] = key, at
     assert len(places) > len(state)
+    assert len(opened.object_keys) > 1
     for chosen in ([*places], [*reversed(places)], [*places][1::2], []):
         spans = blocks_at(opened, chosen)
         assert [*spans] == chosen
