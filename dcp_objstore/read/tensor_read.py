@@ -154,14 +154,13 @@ class TensorRead:
             first = self._selection.wanted.offsets[0] * self._dtype.itemsize - position
             low, high = max(0, first), min(arrived.nbytes, first + self._memory.nbytes)
             self._memory[low - first : high - first] = arrived[low:high]
-            return
-        if self._inbound is not None:
+        elif self._inbound is not None:
             work = functools.partial(self._send, position)
             self._inbound.send(self._view.device, block, work)
-            return
-        copies = self._selection.copies(position, position + arrived.nbytes)
-        with torch.inference_mode(self._view.is_inference()), torch.no_grad():
-            self._place(copies, self._elements(arrived))
+        else:
+            copies = self._selection.copies(position, position + arrived.nbytes)
+            with torch.inference_mode(self._view.is_inference()), torch.no_grad():
+                self._place(copies, self._elements(arrived))
 
     def accept_packed(self, position: int, size_bytes: int, packed: Buffer) -> None:
         """Copy packed elements of the `size_bytes` payload bytes at `position`. Thread-safe."""
@@ -199,10 +198,10 @@ class TensorRead:
                 low, high = max(0, first), min(arrived.numel(), first + self._device_bytes.numel())
                 part = arrived[low:high]
                 self._device_bytes[low - first : high - first].copy_(part, non_blocking=True)
-                return
-            start, end = self._selection.within(position, position + arrived.numel())
-            elements = self._staged(arrived[start - position : end - position])
-            self._place(self._selection.copies(start, end), elements)
+            else:
+                start, end = self._selection.within(position, position + arrived.numel())
+                elements = self._staged(arrived[start - position : end - position])
+                self._place(self._selection.copies(start, end), elements)
 
     def _staged(self, arrived: torch.Tensor) -> torch.Tensor:
         """Copy elements to device memory, which is aligned for every dtype."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
 from hypothesis import example, given, strategies as st
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError, UnsupportedError
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from tests.support import indexes
+from tests.support.states import ALL_DTYPES
 
 DIGEST = b"d" * 16
 
@@ -245,6 +247,17 @@ def test_a_key_that_is_listed_twice_is_corrupt():
         ix.decode(msgspec.msgpack.encode(plain))
 
 
+@pytest.mark.parametrize("keys", [["w", "step"], ["step", "step"]])
+def test_a_value_under_a_key_that_is_taken_is_corrupt(keys: list[str]) -> None:
+    values = {
+        name: item(offset=at, payload_offset=at + 64) for name, at in (("a", 200), ("b", 400))
+    }
+    plain = msgspec.msgpack.decode(indexes.encode(index(blobs=values, flatten_mapping=None)))
+    plain[3] = keys
+    with pytest.raises(CheckpointCorruptError, match="twice"):
+        ix.decode(msgspec.msgpack.encode(plain))
+
+
 def test_a_count_of_chunks_allocates_nothing_that_the_index_does_not_hold():
     plain = msgspec.msgpack.decode(indexes.encode(index()))
     for count in (-1, 0, 2, 2**31, 2**62, 2**63):
@@ -318,13 +331,23 @@ def test_numbers_of_every_width_survive(number):
     assert decoded.boxes("w")[1].tolist() == [[number]]
 
 
-def test_every_dtype_of_this_torch_that_has_memory_is_known_with_its_size():
-    import torch
-
-    for name, size_bytes in ix.ITEM_SIZE_BYTES.items():
+def test_the_elements_of_every_dtype_that_can_be_saved_have_their_size_in_torch() -> None:
+    others = ("quint8", "qint8", "qint32", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    names = {str(dtype).removeprefix("torch.") for dtype in ALL_DTYPES}.union(others)
+    assert names == ix.ITEM_SIZE_BYTES.keys()
+    for name in names:
         dtype = getattr(torch, name, None)
-        if dtype is not None:
-            assert dtype.itemsize == size_bytes, name
+        if dtype is None:
+            continue
+        for payload in (12 * dtype.itemsize, 12 * dtype.itemsize - 1):
+            place = item(payload_length=payload, length=300)
+            one = tensor(dtype=name, chunks=(indexes.Chunk((0, 0), (3, 4), place),))
+            body = indexes.encode(index(tensors={"w": one}, blobs={}))
+            if payload % dtype.itemsize or payload < 12:
+                with pytest.raises(CheckpointCorruptError, match="payload"):
+                    ix.decode(body)
+            else:
+                ix.decode(body)
 
 
 def test_a_payload_of_several_blocks_needs_a_digest_for_each():

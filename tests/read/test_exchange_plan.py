@@ -232,6 +232,7 @@ def test_many_small_neighbours_make_one_request_and_one_segment_each() -> None:
 
 def test_a_segment_is_as_long_as_what_is_packed_of_it_or_as_its_bytes() -> None:
     assert Segment(64, 96).length_bytes == 32
+    assert (Segment(64, 96).packed_bytes, Segment(64, 96).read) == (0, -1)
     assert Segment(64, 128, packed_bytes=10, read=3).length_bytes == 10
 
 

@@ -18,6 +18,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     RankFailedError,
     StateMismatchError,
+    UntrustedPickleError,
 )
 from dcp_objstore.observe.events import Failed
 from dcp_objstore.read import api
@@ -181,3 +182,35 @@ def test_each_setting_reaches_the_load(url: str, tmp_path: Any) -> None:
     half = torch.zeros(5, dtype=torch.float16)
     with pytest.raises(StateMismatchError):
         dos.load({"t": half}, url, on_dtype="error", progress=False)
+
+
+class Custom:
+    """A class that nobody has declared."""
+
+
+@pytest.mark.filterwarnings("ignore:the value of 'v' needs")
+def test_a_value_that_may_run_code_is_refused_unless_it_is_trusted() -> None:
+    dos.save({"v": Custom()}, url := memory_url(), progress=False)
+    state: dict[str, Any] = {"v": None}
+    with pytest.raises(UntrustedPickleError, match="Custom"):
+        dos.load(state, url, progress=False)
+    assert state == {"v": None}
+    dos.load(state, url, trust_pickle=True, progress=False)
+    assert isinstance(state["v"], Custom)
+
+
+def test_an_optimizer_loses_what_was_saved_without_state_and_keeps_what_was_not_saved() -> None:
+    def trained(*names: str, stepped: str) -> tuple[nn.ModuleDict, torch.optim.AdamW]:
+        model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
+        optimizer = torch.optim.AdamW(model.parameters())
+        for name in stepped:
+            model[name](torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained("a", "b", stepped="a")
+    dos.save({"model": model, "optim": optimizer}, url := memory_url(), progress=False)
+    model, optimizer = trained("a", "b", "c", stepped="abc")
+    dos.load({"model": model, "optim": optimizer}, url, strict=False, progress=False)
+    with_state = [name for name in "abc" if optimizer.state.get(model[name].weight)]
+    assert with_state == ["a", "c"]

@@ -139,6 +139,21 @@ def test_events_and_report_say_what_was_read(url: str) -> None:
     assert reader.last_load is not None and reader.last_load.unverified
 
 
+def test_copies_of_this_node_are_read_only_where_digests_say_that_they_are_right(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "copies").mkdir()
+    state = {"t": torch.arange(5.0), "v": "value"}
+    dos.save(state, url := (tmp_path / "run/step-1").as_uri(), local=str(tmp_path / "copies"))
+    for verify in (True, False):
+        reader = reader_of(url, local=str(tmp_path / "copies"), verify=verify)
+        load = Load(reader)
+        load.read()
+        assert load.state["t"].tolist() == [0, 1, 2, 3, 4]
+        assert reader.last_load is not None
+        assert (reader.last_load.local_bytes > 0) == verify
+
+
 @pytest.mark.parametrize("how", ["replaced", "retargeted"])
 def test_ranks_that_opened_different_checkpoints_are_refused(url: str, how: str) -> None:
     load = Load(reader_of(url))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -260,6 +261,56 @@ def test_tensors_of_inference_mode_are_filled_like_any_others(how: str, dtype: t
                 read.accept(0, body)
                 assert destination.any() == (how == "whole"), "a device gets it in its own time"
         assert torch.equal(destination, values[2:5, 1:6].to(dtype))
+
+
+@pytest.mark.parametrize("how", ["host", "device", "packed device"])
+@pytest.mark.parametrize("cuts", [(0, 192), (0, 70, 77, 130, 192), (64, 160)])
+def test_rows_are_filled_from_blocks_that_begin_and_end_anywhere(
+    how: str, cuts: tuple[int, ...]
+) -> None:
+    """Each has some of them."""
+    values = torch.arange(48.0).view(6, 8)
+    body = values.numpy().tobytes()
+    destination = torch.zeros(3, 8)
+    read = read_of((2, 0), (3, 8), (6, 8), "float32")
+    read.bind(destination)
+    with Inbound({destination.device: LateLane()}, 2, 4096) as inbound:
+        if how != "host":
+            read.send_through(inbound)
+        for low, high in itertools.pairwise(cuts):
+            if how == "packed device":
+                low, high = low // 4 * 4, high // 4 * 4  # noqa: PLW2901 - whole elements
+                packed = np.empty(read.selection.count_bytes(low, high), np.uint8)
+                read.selection.pack(np.frombuffer(body[low:high], np.uint8), low, packed)
+                read.accept_packed(low, high - low, packed)
+            else:
+                read.accept(low, body[low:high])
+    assert torch.equal(destination, values[2:5])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+@pytest.mark.parametrize(
+    ("stored", "quantized", "fits"),
+    [
+        ("int8", True, False),
+        ("qint8", False, False),
+        ("float32", True, True),
+        ("int8", False, True),
+    ],
+)
+def test_raw_elements_become_quantized_ones_only_from_floats(
+    stored: str, quantized: bool, fits: bool
+) -> None:
+    destination = torch.zeros(4)
+    if quantized:
+        destination = torch.quantize_per_tensor(destination, 0.5, 0, torch.qint8)
+    read = read_of((0,), (4,), (4,), stored)
+    if fits:
+        read.bind(destination)
+        return
+    with pytest.raises(StateMismatchError, match=f"saved as {stored}") as caught:
+        read.bind(destination)
+    assert caught.value.key == "t"
 
 
 @pytest.mark.parametrize("shift", range(4))

@@ -49,7 +49,7 @@ from tests.support.command_line import environment
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import READ_ONLY, Bucket
 from tests.support.unfinished_uploads import PART, begin_upload
-from tests.support.wrapped_stores import Fault, FaultStore, Through
+from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
 
 STATES = {
     "step-1": "committed",
@@ -523,7 +523,7 @@ def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
     assert replaced.written_at == max(meta.last_modified for meta in before)
 
 
-def test_of_each_run_below_a_url_its_own_claim_counts() -> None:
+def test_of_each_run_below_a_url_its_own_claim_counts(requests: list[Request]) -> None:
     above = memory_url()
     for run in ("a", "b"):
         with dos.CheckpointManager(f"{above}/{run}") as manager:
@@ -532,7 +532,10 @@ def test_of_each_run_below_a_url_its_own_claim_counts() -> None:
             if run == "b":
                 manager.load({"w": torch.zeros(5)}, 1)
                 manager.save(3, {"w": torch.ones(5)})
+    requests.clear()
     found = dos.list_checkpoints(above).checkpoints
+    # Of the run above, and of the two below: before the markers are read and after that.
+    assert [one.key for one in requests].count(CLAIM_KEY) == 1 + 2 * 2
     assert [one.name for one in found if one.state == "superseded"] == ["b/step-2"]
     assert len(found) == 5
 

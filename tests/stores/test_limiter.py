@@ -445,12 +445,30 @@ def test_two_slow_requests_among_16_are_a_sign(fast_between: int) -> None:
     assert limiter.window.is_throttled == (fast_between < 15)
 
 
+def test_a_slow_request_counts_once_however_often_it_is_looked_at() -> None:
+    clock = Clock()
+    limiter = Limiter(clock)
+    slot = slot_of(limiter, judged=True)
+    for _ in range(8):
+        slot.begin("x")
+        clock.now += 0.1
+        slot.end("x", answered=True)
+    slot.begin("x")
+    clock.now += 1.5
+    for _ in range(3):
+        slot.look()
+    slot.end("x", answered=True)
+    assert not limiter.window.is_throttled
+    assert list(slot._verdicts).count(True) == 1
+
+
 def test_while_the_store_throttles_one_slow_request_is_a_sign() -> None:
     clock = Clock()
     limiter = Limiter(clock, clock.sleep)
     slot = slot_of(limiter, judged=True)
     limiter.throttled(99.0)
     for seconds in [0.1] * 20 + [1.5]:
+        assert limiter.window.cut_at == 100.0  # fast ones are none
         slot.begin("x")
         begun_at = clock.now
         clock.now += seconds

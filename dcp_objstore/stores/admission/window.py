@@ -143,9 +143,7 @@ class Window(msgspec.Struct, frozen=True):
         return max(LEAST_WINDOW, min(self.size, most))
 
     def rate(self, now: float) -> float:
-        """Return the number of requests that may be begun per second."""
-        if not self.is_throttled:
-            return math.inf
+        """Return the number of requests that may be begun per second; infinite if not throttled."""
         waited = max(0.0, now - self.cut_at) / _RECOVERY_SECONDS
         return self.cut_rate * (1 + waited + waited**3)
 
