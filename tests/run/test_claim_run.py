@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.errors import InvalidUrlError, StoreUnavailableError
+from dcp_objstore.errors import InvalidUrlError, PermissionDeniedError
 from tests.support.checkpoints import memory_url
 from tests.support.wrapped_stores import Fault, FaultStore, Through
 
@@ -20,8 +20,8 @@ def test_a_wrong_url_is_refused_and_no_password_in_it_repeated(url: Any) -> None
 
 
 def test_an_error_of_the_store_names_the_run(through: Through) -> None:
-    through(lambda store: FaultStore(store, lambda *_: Fault("before", StoreUnavailableError(""))))
+    through(lambda store: FaultStore(store, lambda *_: Fault("before", PermissionDeniedError(""))))
     url = memory_url()
-    with pytest.raises(StoreUnavailableError) as caught:
+    with pytest.raises(PermissionDeniedError) as caught:
         dos.claim_run(f"{url}/")
     assert caught.value.url == url
