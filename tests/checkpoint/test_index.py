@@ -129,15 +129,17 @@ CONTRADICTIONS = {
     "a value in the bytes of a tensor": index(
         blobs={"step": item(offset=199, length=48, payload_offset=199)}
     ),
-    "a value in the bytes of a tensor, and another object with one in between": index(
+    "items that overlap, with one of another object before and in between": index(
         objects=(
             ix.ObjectEntry("a", 1000, None, DIGEST),
             ix.ObjectEntry("b", 1000, None, DIGEST),
         ),
+        tensors={"w": tensor(chunks=(replaced(tensor().chunks[0], object_number=1),))},
         blobs={
-            "step": item(offset=199, length=48, payload_offset=199),
-            "other": item(object_number=1, offset=100, length=48, payload_offset=100),
+            "first": item(offset=100, length=48, payload_offset=100),
+            "step": item(object_number=1, offset=199, length=48, payload_offset=199),
         },
+        flatten_mapping={},
     ),
     "a flag of 2": chunk(pickled=2),
     "volumes that add up modulo 2**64": index(
