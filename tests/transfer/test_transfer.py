@@ -303,8 +303,9 @@ def test_a_worker_has_few_requests_under_way_if_each_worker_has_a_processor(
     assert _depth(64, RangeReading(takes_gil=takes_gil)) == 1
 
 
+@pytest.mark.parametrize("local", [(), (1,)])
 def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
+    local: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: 2)
     monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
@@ -315,7 +316,9 @@ def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
     store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
     store.put("x", [data])
     requests = [
-        RangeRequest(0, at, at + 8, [Span(0, n, n + 4, None) for n in (at, at + 4)])
+        RangeRequest(
+            number := int(at == 8), at, at + 8, [Span(number, n, n + 4, None) for n in (at, at + 4)]
+        )
         for at in range(0, len(data), 8)
     ]
     came = bytearray(len(data))
@@ -324,7 +327,7 @@ def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
         came[piece.start : piece.end] = body
 
     config = TransferConfig(download_concurrency=8)
-    fetched = fetch_ranges(store, ["x"], requests, consume, config, Progress(60))
+    fetched = fetch_ranges(store, ["x", "x"], requests, consume, config, Progress(60), local=local)
     with contextlib.closing(fetched) as arriving:
         assert [request for request in arriving if request is not None] == requests
     assert came == data
