@@ -511,21 +511,36 @@ def test_runs_share_sixteen_objects_or_as_many_as_their_limit_asks_for(
     assert [[run.size_bytes for run in share] for share in _shares(runs, most)] == shares
 
 
-def test_what_an_object_without_an_etag_has_is_not_copied_and_that_of_others_is(
-    local: Folder,
+@pytest.mark.parametrize("has", [{"e_tag": None}, {"framing_digest": bytes(16)}])
+def test_what_an_object_without_an_etag_or_with_other_framing_has_is_not_copied_and_others_are(
+    has: dict[str, Any], local: Folder
 ) -> None:
-    def lose_tag(index: Index) -> Index:
+    def changed(index: Index) -> Index:
         entry, *others = index.objects
-        return replace(index, objects=(msgspec.structs.replace(entry, e_tag=None), *others))
+        return replace(index, objects=(msgspec.structs.replace(entry, **has), *others))
 
     value = {name: torch.zeros(3 * MIB // 2) for name in "ab"}
     small = dos.TransferConfig(max_object_size_bytes=6 * MIB, part_size_bytes=5 * MIB)
-    unchanged = compared(local, value, value, base_config=small, change=lose_tag)
+    unchanged = compared(local, value, value, base_config=small, change=changed)
     assert in_objects(unchanged) == [["b"]]
     assert {index.fqn for index in unchanged.items} == {"a", "b"}
     (refused,) = unchanged.refused
     assert "ETag" in refused.reason
     assert 6 * MIB < refused.size_bytes < 6 * MIB + 10_000
+
+
+def test_an_object_of_the_base_with_a_hole_is_not_copied_and_takes_no_memory(local: Folder) -> None:
+    value = {name: torch.zeros(3 * MIB // 2) for name in "ab"}
+
+    def with_hole(index: Index) -> Index:
+        offset = index.columns.offset.astype("int64")
+        offset[1] += 1 << 60
+        return replace(index, columns=index.columns._replace(offset=offset))
+
+    unchanged = compared(local, value, value, change=with_hole)
+    assert in_objects(unchanged) == []
+    assert len(unchanged.items) == 2
+    assert len(unchanged.refused) == 1
 
 
 def test_a_checkpoint_above_which_there_is_nothing_has_no_latest_and_nothing_to_tell(

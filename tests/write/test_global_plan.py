@@ -40,6 +40,7 @@ from dcp_objstore.write.global_plan import GlobalPlan, LocalPlan, _may_overlap, 
 from dcp_objstore.write.layout import item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from tests.support.campaign import cases
+from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
 
 Items = list[WriteItem]
@@ -517,6 +518,16 @@ def test_one_process_alone_plans_a_layout_once(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "n": 1}
     urls = [f"{tmp_path.as_uri()}/{n}" for n in range(3)]
     assert [is_planned(save, "save", state, url) for url in urls] == [*(True, False, False)]
+
+
+@pytest.mark.parametrize(
+    ("state", "is_empty"), [({}, True), ({"n": 1}, False), ({"w": torch.ones(2)}, False)]
+)
+def test_only_a_state_without_tensors_and_values_is_called_empty(
+    state: dict[str, Any], is_empty: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dos.save(state, memory_url(), progress=False)
+    assert ("the state is empty" in caplog.text) == is_empty
 
 
 def test_a_layout_is_known_only_to_the_group_that_has_planned_it(

@@ -414,6 +414,7 @@ def test_regions_lie_aligned_in_slabs_of_64_mib_and_large_ones_in_their_own(
         )
 
 
+@pytest.mark.filterwarnings("error")
 def test_values_that_are_no_tensors_are_copied_deeply() -> None:
     given = Anything()
     state: dict[str, Any] = {
@@ -433,6 +434,7 @@ def test_values_that_are_no_tensors_are_copied_deeply() -> None:
     state["tuple"][1].clear()
     assert staged["any"].tensor.tolist() == [1.0] * 3
     assert not staged["any"].tensor.is_shared()
+    assert not staged["any"].tensor.is_pinned()
     assert staged["any"].names == ["a"]
     assert staged["set"] == {1, 2}
     assert staged["array"].tolist() == [1.0, 1.0]
