@@ -322,8 +322,7 @@ class Inbound:
         lane = self._lanes[device]
         arrived: ByteArray = np.frombuffer(block, dtype=np.uint8)
         slot: Slot | None = getattr(self._of_thread, "slot", None)
-        source = None if slot is None else slot.part_of(arrived)
-        if slot is not None and source is not None:
+        if slot is not None and (source := slot.part_of(arrived)) is not None:
             slot.tickets.append(lane.queue(functools.partial(work, source)))
             return
         # Never wait for a slot: this may be the thread that the holders of all slots wait for.

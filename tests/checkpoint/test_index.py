@@ -141,6 +141,12 @@ CONTRADICTIONS = {
         },
         flatten_mapping={},
     ),
+    "items that overlap behind the first": index(
+        blobs={
+            "step": item(offset=200, length=48, payload_offset=200),
+            "epoch": item(offset=247, length=48, payload_offset=247),
+        }
+    ),
     "a flag of 2": chunk(pickled=2),
     "volumes that add up modulo 2**64": index(
         objects=(ix.ObjectEntry("a", 2**63 - 1, None, DIGEST),),

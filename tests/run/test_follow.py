@@ -316,6 +316,21 @@ def test_deletions_and_a_run_that_goes_away_end_nothing(url: str, time: Time) ->
     assert dropped == []
 
 
+def test_a_step_that_was_deleted_does_not_hide_one_that_stopped_counting_at_that_time(
+    url: str, time: Time
+) -> None:
+    def delete_and_go_back() -> None:
+        dos.delete(f"{url}/step-1")
+        train(url, [4], back_to=2)
+
+    train(url, [1, 2, 3])
+    time.later = [delete_and_go_back]
+    dropped: list[dos.reports.ListedCheckpoint] = []
+    steps = dos.follow(url, on_dropped=dropped.append)
+    assert [next(steps).name for _ in range(4)] == ["step-1", "step-2", "step-3", "step-4"]
+    assert names(dropped) == ["step-3"]
+
+
 def test_a_new_job_and_a_sweep_yield_nothing_again(url: str, time: Time) -> None:
     train(url, [1, 2])
     dropped: list[dos.reports.ListedCheckpoint] = []

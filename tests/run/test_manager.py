@@ -1729,6 +1729,15 @@ def test_what_is_no_number_of_a_step_is_refused(
         check_step(least_and_most)
 
 
+@pytest.mark.parametrize("step", [-1, 10**18, True, 1.0, "1", None])
+def test_nothing_is_saved_as_what_is_no_number_of_a_step(url: str, step: Any) -> None:
+    with dos.CheckpointManager(url) as run:
+        for save in (run.save, run.async_save):
+            with pytest.raises(dos.errors.ConfigError, match="whole number"):
+                save(step, state(1))
+        assert run.steps() == ()
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -113,6 +113,15 @@ def test_best_are_better_than_the_rest_and_always_numbers(
         assert max(best) <= min(rest) if mode == "min" else min(best) >= max(rest)
 
 
+@pytest.mark.parametrize("value", [True, False, "0.1", None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_step_whose_metric_is_no_finite_number_is_not_the_best(value: object, mode: str) -> None:
+    run = [
+        StepFacts(step=step, metrics={"loss": loss}) for step, loss in enumerate([0.5, value, 1])
+    ]
+    assert KeepBest("loss", 3, mode).keeps(run) == {0, 2}  # type: ignore[arg-type]
+
+
 def test_example_of_the_readme() -> None:
     losses = {100: 0.9, 200: 0.2, 300: 0.8, 400: 0.7, 500: 0.6, 600: float("nan")}
     run = [StepFacts(step=step, metrics={"loss": loss}) for step, loss in losses.items()]

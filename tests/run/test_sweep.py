@@ -341,3 +341,4 @@ def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow() -> Non
     answers = iter([False, True])
     report = sweep_below(StoreSpec(run), is_over=answers.__next__)
     assert list(swept(report)) == ["step-1"]
+    assert not report.dry_run

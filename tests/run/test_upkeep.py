@@ -191,6 +191,19 @@ def test_one_listing_and_one_newer_marker_show_that_a_step_is_not_the_newest(
     assert len([one for one in requests if one.key == MARKER_KEY]) == 1
 
 
+def test_a_checkpoint_without_an_index_that_is_newer_is_not_read_to_find_the_newest(
+    tmp_path: Path, requests: list[Request]
+) -> None:
+    run = tmp_path.as_uri()
+    for name in ("old", "new"):
+        dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
+    (tmp_path / "old" / "notes.txt").touch()
+    requests.clear()
+    with pytest.raises(dos.errors.InputError, match="newest"):
+        dos.delete(f"{run}/new", dry_run=True)
+    assert len([one for one in requests if one.key == MARKER_KEY]) == 1
+
+
 def test_of_numbered_steps_the_one_that_was_saved_last_is_not_the_newest(tmp_path: Path) -> None:
     run = tmp_path.as_uri()
     for step in (10, 9):

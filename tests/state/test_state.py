@@ -500,6 +500,24 @@ def test_only_the_optimizer_that_was_saved_without_state_is_left_without() -> No
     assert not other["optimizer_b"].state
 
 
+def test_momentum_of_some_parameter_groups_is_restored_and_of_the_others_there_is_none() -> None:
+    def make(steps: int) -> dict[str, object]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias], "momentum": 0.0}]
+        state = {"model": model, "optimizer": torch.optim.SGD(groups, lr=0.01, momentum=0.9)}
+        train(state, steps)
+        return state
+
+    url, saved = memory_url(), make(3)
+    dos.save(saved, url, progress=False)
+    for steps in (0, 1):
+        loaded = make(steps)
+        dos.load(loaded, url, progress=False)
+        assert torch.equal(state_of(loaded)["momentum_buffer"], state_of(saved)["momentum_buffer"])
+        assert not loaded["optimizer"].state.get(loaded["model"].bias)
+
+
 class Noted:
     """A Stateful that notes when it is asked and restored."""
 
