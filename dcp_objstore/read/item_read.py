@@ -64,7 +64,6 @@ class ItemRead:
     @property
     def selection(self) -> None:
         """None: the read needs the whole payload."""
-        return
 
     @property
     def needed_bytes(self) -> int:

@@ -25,7 +25,6 @@ def nearest(key: str, saved: list[str]) -> list[str]:
         end = os.path.commonprefix((key[::-1], name[::-1]))  # noqa: RUF071 - as above
         return len(start) + len(end)
 
-    if len(saved) > _COMPARED:
-        saved = heapq.nlargest(_COMPARED, saved, key=in_common)
-    alike = [name for name in difflib.get_close_matches(key, saved, n=3) if name not in shifted]
+    likely = heapq.nlargest(_COMPARED, saved, key=in_common)
+    alike = [name for name in difflib.get_close_matches(key, likely) if name not in shifted]
     return [*shifted, *alike][:3]

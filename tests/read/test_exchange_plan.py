@@ -283,6 +283,14 @@ def test_only_what_the_same_ranks_need_of_one_object_shares_a_request() -> None:
     ]
 
 
+@pytest.mark.parametrize("other", [(0, 1, 64), (0, 0, 32), (0, 0, 65), (1, 0, 64)])
+def test_only_a_block_of_the_same_object_and_bounds_is_shared(other: tuple[int, int, int]) -> None:
+    number, start, end = other
+    needs = [_needs(_both((0, 64))), _needs(_both((start, end), number=number))]
+    for plan in plan_exchange(needs, request_size_bytes=200, round_size_bytes=9999):
+        assert not any(plan.rounds)
+
+
 @pytest.mark.parametrize(
     ("bound", "rounds"), [(100, [2, 2, 1]), (99, [1, 1, 1, 1, 1]), (149, [2, 2, 1]), (250, [5])]
 )

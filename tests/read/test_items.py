@@ -113,10 +113,14 @@ def test_renamed_items_are_the_same_under_other_keys(opened: StoredCheckpoint) -
     for absent in ("a", "nested.b"):
         assert items.tensor(absent) is None
         assert items.find(absent, (0,), 0) is None
+    kept = RenamedItems(own, [("^a$", "first")]).paths
+    assert kept is not None and kept["nested.b"] == ("nested", "b")
     metadata = items.describe("load id")
     assert metadata.planner_data == items.paths
     theirs = own.describe("load id").state_dict_metadata
     assert metadata.state_dict_metadata == {name: theirs[key] for name, key in names.items()}
+    own.paths = None
+    assert RenamedItems(own, [("^a$", "first")]).paths is None
 
 
 def test_an_item_of_ours_has_the_digests_of_its_blocks_and_a_bound() -> None:

@@ -149,9 +149,21 @@ def test_the_nearest_of_many_names_is_found(asked: str, first: str, others: int)
     assert nearest(asked, saved)[0] == first
 
 
+def test_of_many_names_the_end_counts_as_much_as_the_start() -> None:
+    saved = [f"encoder.norm{number:04}.bias" for number in range(300)]
+    saved.append("decoder.head.weight")
+    assert nearest("encoder.head.weight", saved)[0] == "decoder.head.weight"
+
+
 def test_of_names_with_a_prefix_more_or_less_the_shortest_prefix_is_named_first() -> None:
     saved = ["ema.module.model.head.weight", "model.head.weight", "x.model.head.weight", "weight"]
     assert nearest("head.weight", saved) == ["weight", "model.head.weight", "x.model.head.weight"]
+    # After them come those that are merely alike.
+    saved = ["weight", "head.weight", "model.bed.weight", "model.head.weights"]
+    assert nearest("model.head.weight", saved) == ["head.weight", "weight", "model.head.weights"]
+    assert nearest("model.head.weight", saved[1:3]) == ["head.weight", "model.bed.weight"]
+    saved = [f"layer{number}.weight" for number in range(4)]
+    assert nearest("layer9.weight", saved) == saved[:0:-1]
 
 
 def test_of_the_names_inside_a_key_up_to_three_are_named() -> None:

@@ -293,6 +293,17 @@ def test_a_rank_whose_group_cannot_pass_bytes_offers_to_load_by_itself(
     assert load.state["v"] == "value"
 
 
+@pytest.mark.parametrize("read_once", [True, False])
+def test_a_rank_offers_to_load_with_those_of_its_group_if_each_byte_is_read_once(
+    url: str, monkeypatch: pytest.MonkeyPatch, read_once: bool
+) -> None:
+    monkeypatch.setattr(module, "current_rank", lambda: 0)
+    monkeypatch.setattr(module.ObjectStoreReader, "_group_ranks", lambda _: (0, 1))
+    offer = Load(reader_of(url, read_once=read_once)).plan.storage_data
+    assert offer.group == (group_digest((0, 1)) if read_once else None)
+    assert (offer.needs is not None) == read_once
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_error_of_the_lowest_rank_names_the_next_step(
     monkeypatch: pytest.MonkeyPatch, rank: int

@@ -77,7 +77,7 @@ WANTED: dict[str, tuple[Sequence[int], Sequence[int], Sequence[int]]] = {
     "columns of long rows": ((0, 100), (3, 50), (3, 200)),
     "nothing": ((0, 0), (0, 40), (10, 40)),
     "small": ((0,), (4,), (16,)),
-    "a bit larger": ((0,), (4,), (17,)),
+    "a bit larger": ((1,), (2,), (17,)),
 }
 BLOCKS = [(at, at + 64) for at in range(0, 384, 64)]
 # The pieces of the payload with digests; without; and without, if other ranks may need the block.
@@ -105,7 +105,7 @@ PIECES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple
     ),
     "nothing": ([], [], []),
     "small": ([(0, 16)], [(0, 4)], [(0, 16)]),
-    "a bit larger": ([(0, 17)], [(0, 4)], [(0, 4)]),
+    "a bit larger": ([(0, 17)], [(1, 3)], [(1, 3)]),
 }
 
 

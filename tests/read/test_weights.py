@@ -667,6 +667,14 @@ def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path: Path, what:
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
 
 
+def test_a_tensor_that_a_file_lacks_is_named(memory: str) -> None:
+    for name, body in BAD["the index names a tensor that the file has not"][0].items():
+        open_store(memory).put(name, body)
+    with pytest.raises(CheckpointCorruptError) as caught:
+        dos.load_state_dict(memory, progress=False)
+    assert (caught.value.key, caught.value.object_key) == ("v", "1.safetensors")
+
+
 def test_the_names_of_metadata_are_its_own(memory: str) -> None:
     metadata = {"dtype": "bf16", "shape": "large", "data_offsets": "none", "format": "pt"}
     put(memory, model=file_of({"__metadata__": metadata, "w": F32}, bytes(8)))
