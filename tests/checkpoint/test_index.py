@@ -147,13 +147,6 @@ CONTRADICTIONS = {
             "epoch": item(offset=247, length=48, payload_offset=247),
         }
     ),
-    "items that overlap beside one of another object": index(
-        objects=tuple(ix.ObjectEntry(key, 1000, None, DIGEST) for key in ("a", "b")),
-        blobs={
-            "step": item(object_number=1, offset=10, length=48, payload_offset=10),
-            "epoch": item(offset=199, length=48, payload_offset=199),
-        },
-    ),
     "a flag of 2": chunk(pickled=2),
     "volumes that add up modulo 2**64": index(
         objects=(ix.ObjectEntry("a", 2**63 - 1, None, DIGEST),),

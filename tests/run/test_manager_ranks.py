@@ -320,6 +320,28 @@ def test_a_background_save_that_fails_on_one_rank_is_raised_on_all(tmp_path: Pat
     assert [step.name for step in dos.steps(url)] == ["step-1"]
 
 
+def leave_after_close(rank: int, world: int, url: str, fails: bool) -> str | None:
+    try:
+        with dos.CheckpointManager(url) as run:
+            run.step(1, {"step": dos.PerRank(rank)})
+            run.close()
+            dist.destroy_process_group()
+            if fails:
+                raise ValueError("of the program")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_block_of_a_closed_manager_ends_without_the_process_group(
+    tmp_path: Path, fails: bool
+) -> None:
+    url = (tmp_path / "run").as_uri()
+    assert run_ranks(2, leave_after_close, url, fails) == ["of the program" if fails else None] * 2
+    assert [step.name for step in dos.steps(url)] == ["step-1"]
+
+
 def call_without_a_group(rank: int, world_size: int, url: str, verb: str) -> str:
     """What the tutorials' `cleanup()` does before the manager's block ends."""
     run = dos.CheckpointManager(url)
