@@ -184,13 +184,14 @@ class Retainer:
         except DcpObjstoreError as error:
             logger.warning("%s was not swept: %s", self._run.url, error)
             return
-        logger.info(
-            "swept %s: %d objects (%d bytes) and %d uploads that are not needed were removed",
-            self._run.url,
-            swept.deleted,
-            swept.deleted_bytes,
-            swept.uploads_aborted,
-        )
+        if swept.deleted or swept.uploads_aborted:
+            logger.info(
+                "swept %s: %d objects (%d bytes) and %d uploads that are not needed were removed",
+                self._run.url,
+                swept.deleted,
+                swept.deleted_bytes,
+                swept.uploads_aborted,
+            )
 
     def _delete(self, step: int, known: dict[int, StepFacts]) -> None:
         url = step_url(self._run.url, step)

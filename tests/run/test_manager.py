@@ -775,6 +775,21 @@ def test_a_run_is_swept_once_an_hour_if_it_can_be(
     assert sweeps.began == began
 
 
+@pytest.mark.parametrize(("deleted", "aborted"), [(0, 0), (1, 0), (0, 1)])
+def test_a_sweep_is_logged_if_it_removed_something(
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    deleted: int,
+    aborted: int,
+) -> None:
+    done = SimpleNamespace(deleted=deleted, deleted_bytes=deleted, uploads_aborted=aborted)
+    monkeypatch.setattr(retaining, "sweep_below", lambda *_, **__: done)
+    caplog.set_level("INFO", logger="dcp_objstore")
+    retaining.Retainer(StoreSpec(url)).sweep()
+    assert ("removed" in caplog.text) is bool(deleted or aborted)
+
+
 def test_a_sweep_that_takes_hours_is_not_begun_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
