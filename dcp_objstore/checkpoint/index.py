@@ -16,6 +16,7 @@ when an old reader would misread a new index.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import re
@@ -49,6 +50,9 @@ _MAX_SIZE = 2**63 - 1
 _MAX_DIMENSIONS = 64
 # Steps of a place in the nested dict: DCP descends by recursion, in Python, to make them.
 MAX_PLACE_LENGTH: Final = 1000
+_NUMBER = "None|True|False|-?[0-9]+|-?[0-9]+[.][0-9]+|-?[0-9]+([.][0-9]+)?e[-+]?[0-9]+"
+# The text of a key that is no str: a number, or a flat tuple of numbers. So `ast` may read it.
+_LITERAL = re.compile(rf"(?=.{{1,200}}$)(({_NUMBER})|\(({_NUMBER})(, ({_NUMBER}))*,?\))")
 # The widths of a column in bytes; each column has the narrowest that holds its largest number.
 _WIDTHS = (1, 2, 4, 8)
 _HALF = np.uint64(32)
@@ -188,26 +192,34 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
     columns: tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]
     flatten_mapping: dict[str, tuple[str | int, ...]] | None
     storage: StorageInfo
-    number_keys: dict[str, tuple[int, ...]] = {}
+    literal_keys: dict[str, tuple[int, ...]] = {}
 
 
-class NumberKey(str):
-    """The name, in a path, of a key that is an int. DCP's flattening leaves it as it is."""
+class LiteralKey(str):
+    """The name, in a path, of a key that is a number, a bool, None or a tuple of such.
+
+    Its text is Python's own, from which `value` gets the key. DCP's flattening leaves it as it is.
+    """
 
     __slots__ = ()
 
     def __str__(self) -> str:
         return self
 
+    @property
+    def value(self) -> Any:
+        """The key."""
+        return ast.literal_eval(self)
+
 
 def plain(step: str | int) -> str | int:
     """Return a step of a path as DCP has it."""
-    return str.__str__(step) if isinstance(step, NumberKey) else step
+    return str.__str__(step) if isinstance(step, LiteralKey) else step
 
 
-def is_number(step: str | int) -> bool:
-    """Whether a step of a path is the text of an int, as Python writes it."""
-    return isinstance(step, str) and re.fullmatch("0|-?[1-9][0-9]{0,18}", step) is not None
+def is_literal(step: object) -> bool:
+    """Whether a step of a path is the text of such a key."""
+    return isinstance(step, str) and _LITERAL.fullmatch(step) is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,8 +231,8 @@ class Index:
         blobs: keys of the pickled values, whose items are exactly what DCP's planner gave
             (BYTE_IO).
         flatten_mapping: the place of each flattened key in the nested state dict, or None.
-        number_keys: the steps of such places that stand for an int in a dict, by the step's number.
-            (In `flatten_mapping` they are str, as DCP has them; an int is a position in a list.)
+        literal_keys: the steps of such places that are the key of a dict and no str, by their
+            numbers. (In `flatten_mapping` they are str; an int there is a position in a list.)
     """
 
     objects: tuple[ObjectEntry, ...]
@@ -229,7 +241,7 @@ class Index:
     columns: Columns
     flatten_mapping: dict[str, tuple[str | int, ...]] | None = None
     storage: StorageInfo = field(default_factory=StorageInfo)
-    number_keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    literal_keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _first_row: dict[str, int] = field(init=False)
     _first_number: dict[str, int] = field(init=False)
     _first_digest: Numbers = field(init=False)
@@ -362,7 +374,7 @@ def encode(index: Index) -> bytes:
             columns=tuple(map(_narrow, index.columns)),  # type: ignore[arg-type]  # there are nine
             flatten_mapping=index.flatten_mapping,
             storage=index.storage,
-            number_keys=index.number_keys,
+            literal_keys=index.literal_keys,
         )
     )
 
@@ -401,10 +413,10 @@ def decode(body: bytes) -> Index:
         if len(place) > MAX_PLACE_LENGTH:
             text = f"the index places it {len(place)} deep, at most {MAX_PLACE_LENGTH} are possible"
             raise CheckpointCorruptError(text, key=key)
-    for key, steps in stored.number_keys.items():
+    for key, steps in stored.literal_keys.items():
         place = (stored.flatten_mapping or {}).get(key, ())
-        if not all(0 <= at < len(place) and is_number(place[at]) for at in steps):
-            raise CheckpointCorruptError("the index has a number as key where none is", key=key)
+        if not all(0 <= at < len(place) and is_literal(place[at]) for at in steps):
+            raise CheckpointCorruptError("the index takes a name for a number", key=key)
     chunks = sum(tensor.chunk_count for tensor in stored.tensors)
     numbers = sum(tensor.chunk_count * len(tensor.shape) for tensor in stored.tensors)
     items = chunks + len(stored.blobs)
@@ -417,7 +429,7 @@ def decode(body: bytes) -> Index:
         columns,
         flatten_mapping=stored.flatten_mapping,
         storage=stored.storage,
-        number_keys=stored.number_keys,
+        literal_keys=stored.literal_keys,
     )
     _check_places(index)
     _check_digests(index)

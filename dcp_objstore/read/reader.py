@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_objstore.checkpoint.index import NumberKey
+from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.distributed.failures import without_frames
 from dcp_objstore.distributed.groups import exchange_group
 from dcp_objstore.distributed.plugin import Target, plugin_errors
@@ -251,9 +251,9 @@ class ObjectStoreReader(StorageReader):
         if load is None or load.checkpoint is None:
             return {}
         items, paths = load.checkpoint.items, dict(load.checkpoint.items.paths or {})
-        for key, numbers in items.number_keys.items():
+        for key, numbers in items.literal_keys.items():
             steps = enumerate(paths[key])
-            paths[key] = tuple(NumberKey(step) if at in numbers else step for at, step in steps)
+            paths[key] = tuple(LiteralKey(step) if at in numbers else step for at, step in steps)
         return paths
 
     @classmethod

@@ -147,7 +147,7 @@ class PlannedIndex:
     """What an index says of the items of a save, but not where they are stored.
 
     Attributes:
-        tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping, number_keys: the fields of
+        tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping, literal_keys: the fields of
             `Index`.
         rows: the row of each item of a plan, for each rank; empty if only the planner knows.
     """
@@ -158,7 +158,7 @@ class PlannedIndex:
     chunk_sizes: ix.Column
     rows: Sequence[ix.Numbers]
     flatten_mapping: dict[str, tuple[str | int, ...]] | None
-    number_keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    literal_keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def planned_index(metadata: Metadata) -> PlannedIndex:
@@ -250,7 +250,7 @@ def build_index(
             save_id=storage.save_id,
             modules=tuple(storage.modules),
         ),
-        number_keys=planned.number_keys,
+        literal_keys=planned.literal_keys,
     )
     return index, objects
 

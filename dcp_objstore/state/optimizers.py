@@ -22,6 +22,7 @@ import torch.distributed as dist
 import xxhash
 
 from dcp_objstore import torch_private
+from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.state.record import alike, nested, split
@@ -44,6 +45,7 @@ class NamedOptimizer:
         state_dict: its state dict by names. The tensors are the optimizer's own.
         lacking: names of trainable parameters that were saved without state, while others had some.
         not_needed: keys of settings of other groups.
+        has_names: whether the optimizer's state dict has torch's form. Otherwise nothing is named.
     """
 
     def __init__(
@@ -54,6 +56,12 @@ class NamedOptimizer:
     ) -> None:
         self._outer, self._optimizer = optimizer, _inner(optimizer)
         self._packed: dict[str, Any] = self._optimizer.state_dict()
+        self.lacking: list[str] = []
+        self.not_needed: set[str] = set()
+        self._wanted: dict[str, Any] | None = None
+        self.has_names = "state" in self._packed and "param_groups" in self._packed
+        if not self.has_names:
+            return
         of_id: dict[int, list[str]] = {}
         for name, parameter in torch_private.all_parameters(module):
             of_id.setdefault(id(parameter), []).append(name)
@@ -76,9 +84,6 @@ class NamedOptimizer:
             for key, value in self._packed["state"].items()
             if key not in self._names or self._names[key][0] in names
         }
-        self.lacking: list[str] = []
-        self.not_needed: set[str] = set()
-        self._wanted: dict[str, Any] | None = None
 
     @property
     def state_dict(self) -> dict[str, Any]:
@@ -122,8 +127,8 @@ class NamedOptimizer:
                     self._settings[rest] = name, inner
                     self._wanted[rest] = record.destination(key, self._setting(name, inner))
             elif kind != "state":
-                self._beside[rest] = split(path)
-                self._wanted[rest] = record.destination(key, None)
+                self._beside[rest] = beside = split(path)
+                self._wanted[rest] = record.destination(key, self._current(key, beside))
             elif (own := self._own_name(tail)) is not None:
                 number = self._number_of[own]
                 inner = path[2:] if path[1:2] == (own,) else (*tail[len(own) + 1 :].split("."),)
@@ -135,8 +140,8 @@ class NamedOptimizer:
                 if name not in is_gone:
                     is_gone[name] = len(path) > 2 and any(map(record.names, _prefixes(tail)))
                 if not is_gone[name]:
-                    self._beside[rest] = split(path)
-                    self._wanted[rest] = record.destination(key, None)
+                    self._beside[rest] = beside = split(path)
+                    self._wanted[rest] = record.destination(key, self._current(key, beside))
         self.not_needed = {
             ".".join((*place, rest))
             for rest in saved
@@ -157,20 +162,28 @@ class NamedOptimizer:
 
     def _destination(self, key: str, number: Any, path: Path) -> torch.Tensor | None:
         """Return the current tensor, or a new one, of the device that `load_state_dict` chooses."""
-        current = self._packed["state"].get(number)
-        for step in path:
-            if isinstance(current, Mapping):
-                current = current.get(step, current.get(int(step)) if _is_int(step) else None)
-            else:
-                current = current[step] if _is_list(current, step) else None
-        parameter = self._parameters[number]
-        saved: Any = self._record.entries[key]
-        if isinstance(current, torch.Tensor) and current.size() == getattr(saved, "size", None):
+        current = self._current(key, ("state", number, *path))
+        if current is not None:
             return self._record.destination(key, current)
+        parameter = self._parameters[number]
         group = next(g for g in self._packed["param_groups"] if number in g["params"])
         on_host = path[-1:] == ("step",) and not (group.get("capturable") or group.get("fused"))
         device = torch.device("cpu") if on_host else parameter.device
         return self._record.destination(key, None, None if on_host else parameter.detach(), device)
+
+    def _current(self, key: str, path: Path) -> torch.Tensor | None:
+        """Return the tensor that the optimizer has now, if it has the stored size."""
+        current: Any = self._packed
+        for step in path:
+            if isinstance(current, Mapping):
+                current = current.get(step.value if isinstance(step, LiteralKey) else step)
+            elif isinstance(current, list) and type(step) is int and step < len(current):
+                current = current[step]
+            else:
+                return None
+        saved: Any = self._record.entries[key]
+        is_alike = isinstance(current, torch.Tensor) and current.size() == getattr(saved, "size", 0)
+        return current if is_alike else None
 
     def _note_lacking(self) -> None:
         """Note parameters whose state is lacking: they were saved, and others have state."""
@@ -263,7 +276,9 @@ class NamedOptimizer:
                     ".".join(self._place),
                     first_few(differing, 3),
                 )
-            groups.append({**own, **settings, **{key: own[key] for key in _OWN if key in own}})
+            # A setting that the constructor knows stays: an older version may not have saved it.
+            kept = {k: own[k] for k in own if not found or k in self._optimizer.defaults}
+            groups.append({**kept, **settings, **{key: own[key] for key in _OWN if key in own}})
         if unknown:
             logger.warning(
                 "the checkpoint has no settings for %d groups of the optimizer %s, which keep their"
@@ -298,14 +313,6 @@ def _same(a: Any, b: Any) -> bool:
 def _prefixes(name: str) -> Iterator[str]:
     """Yield `a`, `a.b` and `a.b.c` of `a.b.c`."""
     return itertools.accumulate(name.split("."), "{}.{}".format)
-
-
-def _is_int(step: Any) -> bool:
-    return str(step).removeprefix("-").isdecimal()
-
-
-def _is_list(value: Any, step: Any) -> bool:
-    return isinstance(value, list | tuple) and type(step) is int and step < len(value)
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

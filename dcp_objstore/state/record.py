@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
-from dcp_objstore.checkpoint.index import NumberKey
-from dcp_objstore.state.per_rank import is_stateful
+from dcp_objstore.checkpoint.index import LiteralKey
+from dcp_objstore.state.per_rank import PerRank, is_stateful
+from dcp_objstore.state.trainable import Trainable
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -125,9 +126,8 @@ def has_parts(value: Any) -> bool:
         return any(has_parts(item) for item in value)
     if isinstance(value, Mapping):
         return any(has_parts(item) for item in value.values())
-    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | DTensor) or (
-        not isinstance(value, torch.Tensor) and (is_stateful(value) or hasattr(value, "to_fill"))
-    )
+    kinds = torch.nn.Module | Trainable | torch.optim.Optimizer | DTensor | PerRank
+    return isinstance(value, kinds) or is_stateful(value)
 
 
 def leaves(
@@ -174,7 +174,7 @@ def _built(value: Any) -> Any:
     if value and all(type(step) is int for step in value):
         return [_built(value[number]) for number in sorted(value)]
     return {
-        int(step) if isinstance(step, NumberKey) else step: _built(item)
+        step.value if isinstance(step, LiteralKey) else step: _built(item)
         for step, item in value.items()
     }
 

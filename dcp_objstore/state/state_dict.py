@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dcp_objstore import torch_private
-from dcp_objstore.checkpoint.index import NumberKey, is_number
+from dcp_objstore.checkpoint.index import LiteralKey, is_literal
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
@@ -137,7 +137,8 @@ class ConvertedState:
                     key=on_meta[0],
                 )
             self._check_names_of_ranks()
-            self.state_dict = _plain(state, {leaf.path: leaf.original for leaf in self._leaves})
+            originals = {leaf.path: leaf.original for leaf in self._leaves}
+            self.state_dict = _plain(state, originals, literal=not loading)
         except BaseException:
             self.undo()
             raise
@@ -146,22 +147,17 @@ class ConvertedState:
         self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module | Trainable]
     ) -> _Leaf:
         place = _place(path)
-        if isinstance(value, torch.nn.Module):
-            self.whole.append(place)
-            return _Leaf(path, value, _module_state(value), value)
-        if isinstance(value, Trainable):
-            whole = _module_state(value.module)
-            part = value.part_of(whole)
-            self.left_out[place] = count_left_out(whole, part)
-            return _Leaf(path, value, part, value.module)
-        if isinstance(value, torch.optim.Optimizer):
-            self.optimizers.append(place)
-            self.whole.append(place)
-            owner = _module_of(value, modules, path)
-            named = self._named(value, modules[owner])
-            return _Leaf(path, value, named.state_dict, None, named, _place(owner))
+        if isinstance(value, torch.nn.Module | Trainable):
+            return self._convert_module(path, value)
         if isinstance(value, PerRank):
             return _Leaf(path, value, self._convert_per_rank(path, value))
+        if isinstance(value, torch.optim.Optimizer):
+            self.optimizers.append(place)
+            owner = _module_of(value, modules, path)
+            named = self._named(value, modules[owner])
+            if named is not None:
+                self.whole.append(place)
+                return _Leaf(path, value, named.state_dict, None, named, _place(owner))
         if is_stateful(value):
             self.whole.append(place)
             return _Leaf(path, value, value.state_dict())
@@ -175,15 +171,26 @@ class ConvertedState:
             self.whole.append(place)
         return _Leaf(path, value, value)
 
+    def _convert_module(self, path: Path, value: torch.nn.Module | Trainable) -> _Leaf:
+        whole = _module_state(_module_in(value))
+        if isinstance(value, torch.nn.Module):
+            self.whole.append(_place(path))
+            return _Leaf(path, value, whole, value)
+        part = value.part_of(whole)
+        self.left_out[_place(path)] = count_left_out(whole, part)
+        return _Leaf(path, value, part, value.module)
+
     def _named(
         self, optimizer: torch.optim.Optimizer, owner: torch.nn.Module | Trainable
-    ) -> NamedOptimizer | FlatOptimizer:
+    ) -> NamedOptimizer | FlatOptimizer | None:
+        """Return the optimizer by names; None if its state dict is of a form of its own."""
         module = _module_in(owner)
         names = dict(torch_private.all_parameters(module))
         wanted = owner.part_of(names) if isinstance(owner, Trainable) else names
         if torch_private.has_flat_parameters(module):
             return FlatOptimizer(optimizer, module, wanted, loading=self._loading)
-        return NamedOptimizer(optimizer, module, wanted)
+        named = NamedOptimizer(optimizer, module, wanted)
+        return named if named.has_names else None
 
     def _check_names_of_ranks(self) -> None:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
@@ -227,7 +234,8 @@ class ConvertedState:
                 leaf.asked = AskedValue(_at(state_dict, leaf.path), record, place)
                 wanted = leaf.asked.wanted
             if wanted is not None:
-                _at(state_dict, leaf.path[:-1])[place[-1]] = wanted
+                container = _at(state_dict, leaf.path[:-1])
+                container[leaf.path[-1] if isinstance(container, list) else place[-1]] = wanted
 
     @property
     def settings_of_others(self) -> set[str]:
@@ -269,14 +277,14 @@ class ConvertedState:
             loaded = leaf.asked.loaded(loaded)
             if is_numbered_state(leaf.value):  # torch's own checkpoints have the numbers as str
                 numbered = loaded.get("state", {}).items()
-                loaded["state"] = {int(k) if is_number(k) else k: v for k, v in numbered}
+                loaded["state"] = {int(k) if str(k).isdecimal() else k: v for k, v in numbered}
         loaded = alike(leaf.original, loaded)
         if leaf.module is not None:
             # Of a part, the planner has checked the names.
             options = StateDictOptions(strict=leaf.value is leaf.module)
             if loaded:
                 set_model_state_dict(leaf.module, loaded, options=options)
-        elif is_stateful(leaf.value):
+        elif is_stateful(leaf.value):  # or an optimizer whose state dict has a form of its own
             leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):
             leaf.value[:] = loaded
@@ -480,7 +488,7 @@ def _shown(path: Path) -> str:
     return "state" + "".join(f"[{step!r}]" for step in path)
 
 
-def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+def _by_name(value: Mapping[Any, Any], path: Path, *, literal: bool) -> dict[str, Any]:
     """Return the keys by their `str`, which DCP uses as names.
 
     Raises:
@@ -488,8 +496,9 @@ def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     """
     keys: dict[str, Any] = {}
     for key in value:
-        # A bool is an int, too, and is no number.
-        name = NumberKey(key) if type(key) is int else str(key)
+        name = str(key)
+        if literal and not isinstance(key, str) and is_literal(name):
+            name = LiteralKey(name) if LiteralKey(name).value == key else name
         if name in keys:
             raise StateMismatchError(
                 f"the keys {keys[name]!r} and {key!r} of {_shown(path)} have the same name in a"
@@ -500,32 +509,28 @@ def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     return keys
 
 
-def _plain(value: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
+def _plain(value: Any, leaves: Mapping[Path, Any], path: Path = (), *, literal: bool) -> Any:
     """Rebuild the nesting in new dicts and lists, with these leaves.
 
-    Keys become str: DCP names a value by `str(key)` and puts it back under that name.
+    Keys become str: DCP names a value by `str(key)` and puts it back under that name. With
+    `literal`, for a save, the index notes which were numbers.
     """
     value = leaves.get(path, value)
     if isinstance(value, Mapping):
         return {
-            name: _plain(value[key], leaves, (*path, key))
-            for name, key in _by_name(value, path).items()
+            name: _plain(value[key], leaves, (*path, key), literal=literal)
+            for name, key in _by_name(value, path, literal=literal).items()
         }
     if isinstance(value, list) and not is_whole(value):
-        return [_plain(item, leaves, (*path, number)) for number, item in enumerate(value)]
+        return [
+            _plain(item, leaves, (*path, number), literal=literal)
+            for number, item in enumerate(value)
+        ]
     return value
 
 
 def _at(value: Any, path: Path, *, by_str: bool = True) -> Any:
     """Return the value at a path, in dicts with str keys (`by_str`) or with the user's keys."""
-    for number, step in enumerate(path):
-        if isinstance(value, Mapping):
-            value = value[str(step) if by_str else step]
-        elif step < len(value):
-            value = value[step]
-        else:
-            raise StateMismatchError(
-                f"the list was saved with {len(value)} values, fewer than in the state",
-                key=_name(path[:number]),
-            )
+    for step in path:
+        value = value[str(step) if by_str and isinstance(value, Mapping) else step]
     return value

@@ -16,6 +16,7 @@ from dcp_objstore.errors import InvalidUrlError, RankFailedError, StateMismatchE
 from dcp_objstore.read import planner as module
 from dcp_objstore.read.mismatch import mismatch, refuse_other_dtypes
 from dcp_objstore.read.planner import AgreeingLoadPlanner
+from dcp_objstore.state.state_dict import ConvertedState
 from tests.support.checkpoints import memory_url
 
 
@@ -25,7 +26,10 @@ def saved(state: dict[str, Any]) -> Metadata:
 
 
 def planner(state: Mapping[str, Any], metadata: Metadata, **settings: Any) -> AgreeingLoadPlanner:
-    made = AgreeingLoadPlanner(settings.pop("url", "url"), **settings)
+    converted = ConvertedState({}, loading=True)
+    for name in ("per_rank", "left_out", "whole"):
+        vars(converted)[name] = settings.pop(name, getattr(converted, name))
+    made = AgreeingLoadPlanner(settings.pop("url", "url"), converted, **settings)
     made.set_up_planner(dict(state), metadata)
     return made
 
@@ -165,7 +169,7 @@ def test_a_part_must_be_asked_for_by_the_ranks_together(
     """Of twelve keys, in the parts of a byte; keys beside it do not count."""
     keys = [f"part.{n}" for n in range(12)]
     metadata = saved({**dict.fromkeys(keys, 1), "parting": 1, "other": 1})
-    settings: dict[str, Any] = {"parts": [("part",)], "strict": strict}
+    settings: dict[str, Any] = {"left_out": [("part",)], "strict": strict}
     halves = [dict.fromkeys(keys[:7], 0), dict.fromkeys(keys[7:], 0)]
     coordinator = planner(halves[0], metadata, **settings)
     coordinator.create_global_plan(plans(metadata, *halves, **settings))
@@ -256,45 +260,3 @@ def test_a_rank_asks_for_its_own_value_or_for_all(
     }
     assert one.missing == (f"none.{rank}",)
     assert set(one.unexpected) == {"rng.x", "other.0"}
-
-
-def test_optimizer_state_that_was_not_saved_is_left_out_where_the_parameter_was() -> None:
-    saved_state: dict[str, Any] = {
-        "model": {"a": torch.ones(1), "b": torch.ones(1)},
-        "optim": {"state": {"a": {"step": torch.ones(1)}}, "param_groups": 1},
-    }
-    metadata = saved(saved_state)
-    per_parameter = {name: {"step": torch.ones(1), "avg": torch.ones(1)} for name in "abc"}
-    state = {
-        "model": {name: torch.ones(1) for name in "abc"},
-        "optim": {"state": per_parameter, "param_groups": 1},
-    }
-    optimizers = {("optim",): ("model",)}
-    one = planner(state, metadata, optimizers=optimizers, strict=False)
-    plan = one.create_local_plan()
-    assert {item.dest_index.fqn for item in plan.items} == {
-        *("model.a", "model.b", "optim.state.a.step", "optim.param_groups"),
-    }
-    assert one.without_state == {(("optim",), "b")}
-    assert one.unknown == {(("optim",), "c")}
-    assert one.stepped == {("optim",)}
-    assert set(one.missing) == {
-        *("model.c", "optim.state.a.avg"),
-        *(f"optim.state.{name}.{field}" for name in "bc" for field in ("step", "avg")),
-    }
-    del state["model"]["c"], per_parameter["c"], per_parameter["a"]["avg"]
-    one = planner(state, metadata, optimizers=optimizers)
-    one.create_local_plan()
-    assert one.without_state == {(("optim",), "b")}
-    assert one.unknown == set()
-    # Without the optimizer, too, it is unknown unless that is an error.
-    metadata = saved({"model": saved_state["model"]})
-    one = planner(state, metadata, optimizers=optimizers, strict=False)
-    one.create_local_plan()
-    assert one.without_state == set()
-    assert one.unknown == {(("optim",), "a"), (("optim",), "b")}
-    assert one.stepped == set()
-    one = planner(state | {"optim": {"state": per_parameter}}, metadata, optimizers=optimizers)
-    one.create_local_plan()
-    assert one.without_state == {(("optim",), "a"), (("optim",), "b")}
-    assert one.stepped == set()

@@ -22,10 +22,11 @@ def to_state_dict(state):
     return ConvertedState(state, loading=False).state_dict
 
 
-def restore(state, saved, without_state=()) -> None:
-    converted = ConvertedState(state, loading=True)
-    converted.state_dict = saved
-    converted.restore(without_state)
+def restore(state, saved) -> None:
+    """Load what a state dict has, as it was written."""
+    url = memory_url()
+    dos.save(saved, url, progress=False)
+    dos.load(state, url, progress=False)
 
 
 def trained(steps: int, seed: int = 0) -> dict[str, object]:
@@ -94,8 +95,8 @@ _OPTIMIZERS = [
     and issubclass(kind, torch.optim.Optimizer)
     and kind is not torch.optim.Optimizer
 ]
-# Their trial step, which a load needs, fails: the one wants a closure, the other sparse gradients.
-_WITHOUT_A_TRIAL = ("LBFGS", "SparseAdam")
+# The one wants a closure, the other sparse gradients.
+_OTHER_STEPS = ("LBFGS", "SparseAdam")
 
 
 def small(kind: type[torch.optim.Optimizer], steps: int = 0) -> dict[str, object]:
@@ -127,11 +128,10 @@ def test_an_optimizer_that_has_not_stepped_is_saved_as_such(
     dos.save(saved, url, progress=False)
     assert dict(saved["optimizer"].state) == before
     assert any(key.startswith("optimizer.state") for key in dos.open(url)) is bool(before)
-    if kind.__name__ in _WITHOUT_A_TRIAL:
+    if kind.__name__ in _OTHER_STEPS:
         state = small(kind)
-        with pytest.raises(dos.errors.RankFailedError):
-            dos.load(state, url, progress=False)
-        assert state["optimizer"].param_groups[0]["lr"] > 0
+        dos.load(state, url, progress=False)
+        assert dict(state["optimizer"].state) == before
         assert state["model"].weight.grad is None
         return
     expected = train(small(kind), 3)
@@ -159,22 +159,10 @@ def state_of(state: dict[str, object]) -> dict[str, torch.Tensor]:
     return state["optimizer"].state[state["model"].weight]
 
 
-def test_after_a_load_that_failed_an_optimizer_is_as_fresh_as_before():
-    state = trained(0)
-    converted = ConvertedState(state, loading=True)
-    assert state["optimizer"].state
-    converted.undo()
-    assert not state["optimizer"].state
-
-
 def test_state_is_restored_for_parameters_that_had_none_while_others_had():
     saved = copied(to_state_dict(trained(5)))
     state = trained(2)
     del state["optimizer"].state[state["model"][2].bias]
-    before = dict(state["optimizer"].state)
-    failed = ConvertedState(state, loading=True)
-    failed.undo()
-    assert dict(state["optimizer"].state) == before
     restore(state, saved)
     assert [float(s["step"]) for s in state["optimizer"].state.values()] == [5.0] * 6
 
@@ -192,8 +180,9 @@ def test_optimizer_state_is_saved_also_if_some_parameter_has_none():
 
 def test_a_parameter_that_was_saved_without_optimizer_state_is_left_without():
     saved = copied(to_state_dict(trained(2)))
-    state = trained(0)
-    restore(state, saved, {(("optimizer",), "2.bias")})
+    del saved["optimizer"]["state"]["2.bias"]
+    state = trained(1)
+    restore(state, saved)
     assert state["model"][2].bias not in state["optimizer"].state
     assert float(state["optimizer"].state[state["model"][2].weight]["step"]) == 2.0
 
@@ -326,10 +315,6 @@ def test_what_could_not_be_loaded_again_is_refused_before_it_is_saved():
     with pytest.raises(StateMismatchError, match="tuple") as caught:
         to_state_dict({"models": (1, {"m": model})})
     assert caught.value.key == "models"
-    groups = [{"params": model.parameters()}, {"params": []}, {"params": []}]
-    with pytest.raises(StateMismatchError, match="several parameter groups without") as caught:
-        to_state_dict({"model": model, "optimizer": torch.optim.SGD(groups)})
-    assert caught.value.key == "optimizer"
     with pytest.raises(StateMismatchError, match="must be str"):
         to_state_dict({1: model})
 
@@ -494,7 +479,8 @@ def test_only_the_optimizer_that_was_saved_without_state_is_left_without() -> No
         state[f"optimizer_{name}"].step()
     saved = to_state_dict(state)
     other = make(1)
-    restore(other, saved, [(("optimizer_b",), "weight")])
+    saved["optimizer_b"]["state"].clear()
+    restore(other, saved)
     (found,) = other["optimizer_a"].state.values()
     assert torch.equal(found["exp_avg"], next(iter(state["optimizer_a"].state.values()))["exp_avg"])
     assert not other["optimizer_b"].state
@@ -555,11 +541,9 @@ def test_it_is_known_what_stands_where() -> None:
         },
         loading=False,
     )
-    assert converted.modules == [("whole",)]
-    assert converted.optimizers == {
-        ("of_whole",): ("whole",),
-        ("parts", "0", "1"): ("parts", "0", "0"),
-    }
+    optimizers = [("of_whole",), ("parts", "0", "1")]
+    assert converted.optimizers == optimizers
+    assert converted.whole == [("parts",), ("whole",), *optimizers]
     assert converted.per_rank == {("own",): False, ("all",): True}
     assert converted.left_out == {("parts", "0", "0"): {"tensors": 1, "elements": 2}}
 
@@ -569,8 +553,10 @@ def test_an_optimizer_belongs_to_the_smallest_module_that_has_its_parameters() -
     optimizer = torch.optim.SGD(model[1].parameters())
     for state in ({"a": model, "b": model[1]}, {"b": model, "a": model[1]}):
         converted = ConvertedState({"optimizer": optimizer, **state}, loading=False)
-        (place,) = converted.optimizers.values()
-        assert state[place[0]] is model[1]
+        assert [*converted.state_dict["optimizer"]["param_groups"][0]["params"]] == [
+            "weight",
+            "bias",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -624,7 +610,6 @@ def test_a_tensor_without_memory_is_refused_only_where_it_would_be_loaded_into()
         ([1, 2], (3,)),
         ((1, 2), [3]),
         (1, [3]),
-        (1, {"a": 3}),
         ({}, {}),
         (None, 0),
         ([[1], None], [[], [2, 3]]),
@@ -691,9 +676,8 @@ def test_containers_of_a_state_dict_come_back_in_their_types() -> None:
 
 def test_a_list_of_stateful_objects_that_was_shorter_is_named() -> None:
     state = {"list": [Odometer(), Odometer()]}
-    with pytest.raises(StateMismatchError, match="1 values, fewer") as caught:
+    with pytest.raises(StateMismatchError, match="not in the checkpoint"):
         restore(state, {"list": [{"count": 1}]})
-    assert caught.value.key == "list"
 
 
 class Half:

@@ -83,7 +83,7 @@ def encode(index: Index) -> bytes:
     ]
     return msgspec.msgpack.encode([
         *(index.format, index.objects, tensors, list(index.blobs), columns),
-        *(index.flatten_mapping, index.storage),
+        *(index.flatten_mapping, index.storage, {}),
     ])  # fmt: skip
 
 
