@@ -180,8 +180,8 @@ def test_a_collective_that_is_under_way_is_waited_for(
     monkeypatch.setattr(AsyncCollectiveTensor, "wait", noted)
     pending = all_reduce(torch.ones(2), "sum", world)
     assert isinstance(pending, AsyncCollectiveTensor)
-    torch_private.wait_for_collective(pending)
-    torch_private.wait_for_collective(torch.ones(2))
+    assert type(torch_private.waited(pending)) is torch.Tensor
+    torch_private.waited(torch.ones(2))
     assert len(waited) == 1
 
 

@@ -26,6 +26,7 @@ from dcp_objstore.distributed.plugin import same_url
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.dcp_metadata import PlannedIndex
 from dcp_objstore.state.state_dict import AgreeingPlanner
+from dcp_objstore.state.tensor_frame import check_kind
 from dcp_objstore.write.global_plan import LocalPlan, plan_globally
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.staging.state import StagedState
@@ -78,7 +79,7 @@ def _signature(value: Any) -> tuple[Any, ...] | None:
     """Return a key that is equal for values with the same items; None to make them each time."""
     if type(value) not in (torch.Tensor, DTensor):
         return None
-    local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
+    local = torch_private.local_tensor(value)
     if type(local) is not torch.Tensor or any(map(torch_private.own_sharding, (value, local))):
         return None  # the tensor itself says which items it has
     spec = torch_private.spec_of(value) if isinstance(value, DTensor) else None
@@ -210,6 +211,8 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
     def make_items(self) -> list[WriteItem]:
         """Return what this rank has; reuse the items of a staged state."""
+        for key, value in self.state_dict.items():
+            check_kind(value, key)
         if self._staged:
             return _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
         return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
