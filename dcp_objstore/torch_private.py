@@ -265,7 +265,7 @@ class HostStager(StateDictStager):
     def _offload_tensor(self, x: torch.Tensor, memo: Any, non_blocking: bool = False) -> Any:
         copied = self._copied(x)
         if copied is None:
-            return super()._offload_tensor(x, memo, non_blocking)
+            return super()._offload_tensor(x, memo, non_blocking)  # type: ignore[no-untyped-call]
         memo[id(x)] = copied
         return copied
 

@@ -26,8 +26,7 @@ from dcp_objstore.errors import (
     UntrustedPickleError,
 )
 from dcp_objstore.state.geometry import Box
-from dcp_objstore.state.memory import copy_elements, fits, narrow, values_of
-from dcp_objstore.torch_private import is_wrapper
+from dcp_objstore.state.memory import copy_elements, fits, part_for
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
@@ -181,9 +180,7 @@ class ItemRead:
                 key=key,
             )
         try:
-            if not is_wrapper(destination):
-                tensor = values_of(tensor)
-            copy_elements(narrow(tensor, wanted), destination)
+            copy_elements(part_for(destination, tensor, wanted), destination)
         except StateMismatchError as error:
             raise error.at(key=key) from None
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -128,7 +129,18 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a wrapper as a plain tensor; or the tensor."""
     if not is_wrapper(tensor):
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    except Exception:  # noqa: BLE001 - torchao's weights refuse with an AttributeError
+        return tensor.dequantize()
+
+
+def part_for(destination: torch.Tensor, tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return what a box covers of a stored tensor, as a wrapper if both are and it can be cut."""
+    if is_wrapper(destination):
+        with suppress(Exception):  # a class may cut only rows, or only between blocks
+            return narrow(tensor, box)
+    return narrow(values_of(tensor), box)
 
 
 def check_takes_values(wrapper: torch.Tensor) -> None:

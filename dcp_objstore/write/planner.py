@@ -23,6 +23,7 @@ from dcp_objstore.checkpoint.index import Numbers
 from dcp_objstore.distributed.failures import same_on_all
 from dcp_objstore.distributed.groups import gone_error, is_first
 from dcp_objstore.distributed.plugin import same_url
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.dcp_metadata import PlannedIndex
 from dcp_objstore.state.state_dict import AgreeingPlanner
@@ -72,7 +73,14 @@ class WriteItems:
 
 
 def _write_items(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
-    return create_default_local_save_plan({key: value}, is_coordinator).items
+    check_kind(value, key)
+    try:
+        return create_default_local_save_plan({key: value}, is_coordinator).items
+    except DcpObjstoreError:
+        raise
+    except Exception as error:
+        name = type(value).__name__
+        raise UnsupportedError(f"a {name} cannot be saved: {error}", key=key) from error
 
 
 def _signature(value: Any) -> tuple[Any, ...] | None:
@@ -211,11 +219,10 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
 
     def make_items(self) -> list[WriteItem]:
         """Return what this rank has; reuse the items of a staged state."""
-        for key, value in self.state_dict.items():
-            check_kind(value, key)
         if self._staged:
             return _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
-        return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
+        items = (_write_items(*pair, self.is_coordinator) for pair in self.state_dict.items())
+        return [item for of_value in items for item in of_value]
 
     def _described(self) -> LocalPlan:
         """Return what this rank wants to save; make its items in the first call."""

@@ -7,6 +7,7 @@ has to give, whichever way the tensor was saved and whichever tensor it is loade
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch._C._distributed_c10d import HashStore
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import dcp_objstore as dos
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
-from dcp_objstore.errors import DcpObjstoreError, StateMismatchError, UnsupportedError
+from dcp_objstore.errors import StateMismatchError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.stores import open_store
 from tests.support.checkpoints import memory_url
+from tests.support.ranks import run_ranks
 from tests.support.wrappers import (
     CLASSES,
     Boxed,
@@ -60,7 +61,7 @@ RAW = [name for name in ITEM_SIZE_BYTES if not name.startswith(("quint", "qint")
 KINDS: dict[str, Callable[[], torch.Tensor]] = {
     **{name: lambda name=name: numbers(3, 4, dtype=getattr(torch, name)) for name in RAW},
     "large": lambda: numbers(600_000),
-    "scalar": lambda: numbers(),
+    "scalar": numbers,
     "empty": lambda: numbers(0, 3),
     "transposed": lambda: numbers(3, 4).t(),
     "strided": lambda: numbers(9, 4)[1::3, ::2],
@@ -248,3 +249,234 @@ def _unspoilt(state: dict[str, Any], url: str) -> None:
 
 def _unspoilt_by_dcp(state: dict[str, Any], url: str) -> None:
     dcp.async_save(state, storage_writer=dos.ObjectStoreWriter(url)).result()
+
+
+@pytest.mark.parametrize("kind", ["nested", "jagged", "lazy", "opaque", "partial", "partial codes"])
+def test_what_cannot_be_filled_is_refused_at_the_load_by_its_key(kind: str) -> None:
+    url = memory_url()
+    dos.save({"fine": torch.ones(2), "odd": torch.ones(3)}, url, progress=False)
+    state = {"fine": torch.zeros(2), "odd": REFUSED[kind]()}
+    with pytest.raises(UnsupportedError) as caught:
+        dos.load(state, url, progress=False)
+    assert caught.value.key == "odd"
+    assert state["fine"].tolist() == [0, 0]
+
+
+def test_plain_values_load_into_a_wrapper_whose_class_takes_them() -> None:
+    url = memory_url()
+    values = torch.randn(3, 4)
+    saved = {"boxed": values, "codes": values, "shard": values, "other": Boxed(values)}
+    dos.save(saved, url, progress=False)
+    expected = codes(3, 4).copy_(values)
+    state = {
+        "boxed": Boxed(torch.zeros(3, 4)),
+        "codes": codes(3, 4),
+        "shard": on_mesh(codes(3, 4), Shard(0)),
+        "other": codes(3, 4),
+    }
+    dos.load(state, url, progress=False)
+    assert bits(state["boxed"].inner) == bits(values)
+    for key in ("codes", "shard", "other"):
+        assert is_same(local(state[key]), expected)
+
+
+def test_a_wrapper_that_takes_no_plain_values_is_refused_before_a_tensor_is_filled() -> None:
+    url = memory_url()
+    dos.save({"a": torch.ones(2), "odd": torch.ones(3, 4)}, url, progress=False)
+    state = {"a": torch.zeros(2), "odd": codes(3, 4, kind=Frozen)}
+    before = by_torch(state["odd"])
+    with pytest.raises(StateMismatchError, match="Frozen") as caught:
+        dos.load(state, url, progress=False)
+    assert caught.value.key == "odd"
+    assert state["a"].tolist() == [0, 0]
+    assert is_same(state["odd"], before)
+
+
+def test_a_wrapper_loads_into_one_of_another_class_or_with_other_settings_by_its_values() -> None:
+    url = memory_url()
+    saved = codes(3, 4, bias=1.0)
+    dos.save({"other": saved, "settings": saved}, url, progress=False)
+    state = {"other": Boxed(torch.zeros(3, 4)), "settings": codes(3, 4)}
+    dos.load(state, url, progress=False)
+    assert torch.equal(state["other"].inner, saved.plain())
+    assert is_same(state["settings"], codes(3, 4).copy_(saved.plain()))
+    frozen = {"other": codes(3, 4, kind=Frozen)}
+    with pytest.raises(StateMismatchError, match="Frozen") as caught:
+        dos.load(frozen, url, progress=False)
+    assert caught.value.key == "other"
+
+
+def test_a_part_of_a_wrapper_is_read_as_plain_values() -> None:
+    url = memory_url()
+    saved = codes(3, 4)
+    dos.save({"x": saved}, url, progress=False)
+    assert torch.equal(dos.open(url)["x"][1:, 2:], saved.plain()[1:, 2:])
+
+
+def test_wrappers_with_common_parts_are_loaded_as_if_one_by_one() -> None:
+    url = memory_url()
+    scale = torch.rand(3)
+    tied = Codes(torch.ones(3, 4, dtype=torch.int8), scale)
+    near = Codes(torch.zeros(3, 4, dtype=torch.int8), scale)
+    state = {"a": tied, "b": tied, "near": near, "row": tied.codes[1]}
+    expected = {key: by_torch(tensor) for key, tensor in state.items()}
+    dos.async_save(dict(state), url).result()
+    for tensor in (tied, near):
+        spoil(tensor)
+    dos.load(state, url, progress=False)
+    assert all(is_same(state[key], expected[key]) for key in state)
+
+
+def shown(tensor: torch.Tensor) -> str:
+    return str([str(part) for part in tensor.unbind()] if tensor.is_nested else tensor)
+
+
+class Holder:
+    """A value with a tensor in it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*CLASSES, "sparse", "jagged", "masked", "quantized"])
+def test_tensors_within_values_are_copied_as_a_save_would_write_them(kind: Any) -> None:
+    """A tuple or an object is pickled as one, so what is in it needs no place in a grid."""
+    makes = {**REFUSED, **KINDS, Codes: KINDS["codes"], Frozen: KINDS["frozen codes"]}
+    makes |= {Boxed: KINDS["boxed"], Pair: KINDS["wrapped twice"]}
+    makes |= {Tagged: KINDS["tagged"], Counting: KINDS["counting"]}
+    tensor = makes[kind]()
+    state = {"tuple": (1, tensor), "object": Holder(tensor)}
+    expected = by_torch(tensor)
+    url = memory_url()
+    handle = dos.async_save(state, url)
+    if kind not in ("sparse", "jagged", "masked"):
+        spoil(tensor)
+    handle.result()
+    loaded: dict[str, Any] = {"tuple": None, "object": None}
+    dos.load(loaded, url, progress=False, trust_pickle=True)
+    for found in (loaded["tuple"][1], loaded["object"].tensor):
+        assert type(found) is type(expected)
+        if kind in ("sparse", "jagged", "masked"):
+            assert shown(found) == shown(expected)
+        else:
+            assert is_same(found, expected)
+
+
+class Undeclared(Boxed):
+    """A class that `torch.load` does not know to be safe."""
+
+
+def test_a_class_that_was_not_declared_needs_trust_and_the_save_says_so_once() -> None:
+    url = memory_url()
+    saved = Undeclared(torch.rand(3))
+    state = {"x": saved, "y": Undeclared(torch.rand(3)), "z": torch.nn.Parameter(torch.ones(1))}
+    with pytest.warns(UserWarning, match="Undeclared.*add_safe_globals") as warned:
+        dos.save(state, url, progress=False)
+    assert len([w for w in warned if "Undeclared" in str(w.message)]) == 1
+    fresh = {"x": Undeclared(torch.zeros(3))}
+    with pytest.raises(
+        UntrustedPickleError, match=r"add_safe_globals.*trust_pickle=True"
+    ) as caught:
+        dos.load(fresh, url, progress=False)
+    assert caught.value.key == "x"
+    dos.load(fresh, url, progress=False, trust_pickle=True)
+    assert is_same(fresh["x"], saved)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_float4_is_converted_to_nothing_and_refused_before_a_tensor_is_filled(
+    swapped: bool,
+) -> None:
+    url = memory_url()
+    dtypes = [torch.float4_e2m1fn_x2, torch.float32]
+    stored, wanted = reversed(dtypes) if swapped else dtypes
+    dos.save({"a": torch.ones(2), "odd": numbers(4, dtype=stored)}, url, progress=False)
+    state = {"a": torch.zeros(2), "odd": numbers(4, dtype=wanted)}
+    with pytest.raises(StateMismatchError, match="float4_e2m1fn_x2") as caught:
+        dos.load(state, url, progress=False)
+    assert caught.value.key == "odd"
+    assert state["a"].tolist() == [0, 0]
+
+
+def _rows(rank: int, world: int) -> Codes:
+    """Rows of one tensor that all ranks have together, two a rank of two."""
+    torch.manual_seed(0)
+    whole, count = codes(6, 4), 6 // world
+    return Codes(*(part[rank * count : (rank + 1) * count].clone() for part in inner(whole)))
+
+
+def _sharded(rows: Codes, placement: Any, world: int) -> DTensor:
+    mesh = init_device_mesh("cpu", (world,))
+    plain = DTensor.from_local(torch.empty(rows.shape), mesh, [placement])
+    return torch_private.dtensor(rows, torch_private.spec_of(plain))
+
+
+def _save_rows(rank: int, world: int, url: str) -> None:
+    torch.serialization.add_safe_globals([Codes])
+    dos.save({"x": _sharded(_rows(rank, world), Shard(0), world)}, url, progress=False)
+
+
+def _load_rows(rank: int, world: int, url: str) -> bool:
+    torch.serialization.add_safe_globals([Codes])
+    expected, state = _rows(rank, world), _rows(rank, world)
+    spoil(state)
+    dos.load({"x": _sharded(state, Shard(0), world)}, url, progress=False)
+    return is_same(state, expected)
+
+
+def _load_columns(rank: int, world: int, url: str) -> None:
+    """Load columns of a wrapper of which only rows can be cut: by their values."""
+    torch.serialization.add_safe_globals([Codes])
+    expected = _rows(0, 1).plain().chunk(world, 1)[rank]
+    plain, own = torch.zeros(6, 4 // world), codes(6, 4 // world)
+    state = {"x": _sharded(own, Shard(1), world)}
+    dos.load({"x": DTensor.from_local(plain, state["x"].device_mesh, [Shard(1)])}, url)
+    assert torch.equal(plain, expected)
+    dos.load(state, url, progress=False)
+    assert is_same(own, codes(6, 4 // world).copy_(expected))
+
+
+def _save_columns(rank: int, world: int, url: str) -> None:
+    torch.serialization.add_safe_globals([Codes])
+    dos.save({"x": _sharded(codes(6, 2), Shard(1), world)}, url, progress=False)
+
+
+def _cut_what_cannot_be_cut(rank: int, world: int, url: str) -> str | None:
+    torch.serialization.add_safe_globals([Codes])
+    with pytest.raises(StateMismatchError, match=r"Codes.*only rows") as caught:
+        dos.load({"x": codes(6, 4)}, url, progress=False)
+    return caught.value.key
+
+
+def _save_odd_on_one(rank: int, world: int, url: str, kind: str) -> tuple[str, str | None]:
+    make = {**REFUSED, "partial": lambda: _sharded(codes(2, 2), Partial(), world)}[kind]
+    odd = make() if rank or kind == "partial" else torch.ones(3)
+    said = []
+    for save in (SAVES["save"], _unspoilt):
+        with pytest.raises(UnsupportedError) as caught:
+            save({f"own{rank}": torch.ones(2), "odd": odd}, url)
+        said.append((type(caught.value).__name__, caught.value.key))
+    assert said[0] == said[1]
+    return said[0]
+
+
+def test_rows_of_wrappers_load_on_another_number_of_ranks_bit_for_bit(tmp_path: Path) -> None:
+    url = (tmp_path / "run" / "step-1").as_uri()
+    run_ranks(2, _save_rows, url)
+    for world in (1, 2, 3):
+        assert run_ranks(world, _load_rows, url) == [True] * world
+    run_ranks(2, _load_columns, url)
+
+
+def test_part_of_a_wrapper_is_filled_only_if_its_class_gives_a_view(tmp_path: Path) -> None:
+    url = (tmp_path / "run" / "step-1").as_uri()
+    run_ranks(2, _save_columns, url)
+    assert run_ranks(1, _cut_what_cannot_be_cut, url) == ["x"]
+
+
+@pytest.mark.parametrize("kind", ["sparse", "lazy", "opaque", "partial"])
+def test_every_rank_is_told_of_what_one_of_them_cannot_save(kind: str, tmp_path: Path) -> None:
+    url = (tmp_path / "run" / "step-1").as_uri()
+    assert run_ranks(2, _save_odd_on_one, url, kind) == [("UnsupportedError", "odd")] * 2
+    assert not list(tmp_path.rglob("_COMMIT"))

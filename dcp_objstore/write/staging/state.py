@@ -299,7 +299,9 @@ def _refuse(error: UnsupportedError, key: str, _: object) -> NoReturn:
 
 def _is_copied_raw(unit: Any) -> bool:
     """Whether a unit is a tensor whose memory is copied; others are deep-copied."""
-    return type(unit) in PLAIN_TYPES and not (unit.is_quantized or unit.is_nested)
+    if type(unit) not in PLAIN_TYPES or unit.layout != torch.strided:
+        return False
+    return not (unit.is_quantized or unit.is_nested)
 
 
 def _deep_copies(values: list[Any]) -> list[Any]:
@@ -318,17 +320,17 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor
     if isinstance(tensor, torch_private.ShardedTensor):
         return torch_private.copied_to_host(tensor)
-    if torch_private.is_dispatched(tensor) or (
-        type(tensor) in PLAIN_TYPES and not _is_copied_raw(tensor)
-    ):
-        return torch.load(io.BytesIO(pickled_blob(tensor)), weights_only=False)
+    is_plain = type(tensor) in PLAIN_TYPES
+    if is_plain and tensor.layout != torch.strided:
+        return tensor.detach().clone()
+    if torch_private.is_dispatched(tensor) or (is_plain and not _is_copied_raw(tensor)):
+        own: torch.Tensor = torch.load(io.BytesIO(pickled_blob(tensor)), weights_only=False)
+        return own
     return None
 
 
 def _no_region(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor that has no region: sparse, or without memory, which the writer may refuse."""
-    if tensor.layout != torch.strided:
-        return tensor.detach().clone()  # DCP's own stager fails
+    """Copy a tensor without memory, which the writer may refuse."""
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
