@@ -203,11 +203,14 @@ def is_wrapper(value: object) -> bool:
 
 
 def parts(value: Any) -> list[Any]:
-    """Return what a wrapper, and wrappers in it, are made of; or the value. torch 2.9 to 2.15."""
-    value = waited(value)
+    """Return what a wrapper, and wrappers in it, are made of; or the value. torch 2.9 to 2.15.
+
+    A DTensor is made of this rank's shard.
+    """
+    value = waited(local_tensor(value))
     if not is_wrapper(value):
         return [value]
-    return [part for name in value.__tensor_flatten__()[0] for part in parts(getattr(value, name))]
+    return [part for tensor in _inner(value).values() for part in parts(tensor)]
 
 
 def rebuilt(value: Any, of: Iterator[Any]) -> Any:
@@ -218,8 +221,15 @@ def rebuilt(value: Any, of: Iterator[Any]) -> Any:
     if not is_wrapper(value):
         return next(of)
     names, context = value.__tensor_flatten__()
-    inner = {name: rebuilt(getattr(value, name), of) for name in names}
+    inner = {name: getattr(value, name) for name in names}
+    inner |= {name: rebuilt(tensor, of) for name, tensor in _inner(value).items()}
     return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+
+def _inner(wrapper: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a wrapper names; it may name other objects, too."""
+    named = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
 def are_alike(one: Any, other: Any) -> bool:
@@ -234,8 +244,9 @@ def _form(tensor: Any) -> tuple[object, ...]:
     if not is_wrapper(tensor):
         return tensor.dtype, tensor.shape
     names, context = tensor.__tensor_flatten__()
-    inner = [_form(getattr(tensor, name)) for name in names]
-    return type(tensor), tensor.dtype, tensor.shape, [*names], context, inner
+    inner = {name: _form(value) for name, value in _inner(tensor).items()}
+    others = [getattr(tensor, name) for name in names if name not in inner]
+    return type(tensor), tensor.dtype, tensor.shape, context, inner, others
 
 
 def is_dispatched(tensor: torch.Tensor) -> bool:

@@ -93,7 +93,7 @@ def _signature(value: Any) -> tuple[Any, ...] | None:
     spec = torch_private.spec_of(value) if isinstance(value, DTensor) else None
     # The identical spec object, which the key keeps alive: with an equal spec, this process may
     # have another coordinate in the mesh.
-    return id(spec), spec, local.dtype, local.layout, value.requires_grad, value.size()
+    return id(spec), spec, local.dtype, value.requires_grad, value.size()
 
 
 # The process has only one of them, because `dcp_objstore.async_save` runs one save at a time.

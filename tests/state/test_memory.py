@@ -21,6 +21,7 @@ from dcp_objstore.state.memory import (
     narrow,
     same_memory,
 )
+from tests.support.wrappers import Boxed, Codes, Pair
 
 ALL = torch.zeros(24)
 MATRIX = ALL.view(4, 6)
@@ -76,6 +77,20 @@ def test_dense_tensors_are_compared_without_memory_for_their_elements(
 ) -> None:
     monkeypatch.delattr(memory, "_meet")
     assert fill_order({"first": [ALL[4:8]], "second": [ALL[5:9]]}) == (set(), {"second"})
+
+
+def test_wrappers_share_what_their_parts_share() -> None:
+    scale, codes = torch.ones(3), torch.ones(3, 4, dtype=torch.int8)
+    tied, near = Codes(codes, scale), Codes(torch.ones(3, 4, dtype=torch.int8), scale)
+    assert fill_order({"a": [tied], "b": [tied]}) == ({"a"}, set())
+    assert fill_order({"a": [tied], "b": [near]}) == (set(), {"b"})
+    assert fill_order({"a": [codes], "b": [tied]}) == ({"a"}, set())
+    assert fill_order({"a": [tied], "b": [codes]}) == (set(), {"b"})
+    halves = [tied[:1], tied[1:]]
+    assert fill_order({"a": halves, "b": [tied]}) == ({"a"}, set())
+    assert fill_order({"a": [tied], "b": [Boxed(torch.ones(2))]}) == (set(), set())
+    twice = Pair(Boxed(codes), Boxed(codes))  # what its own parts share is its own matter
+    assert fill_order({"a": [twice]}) == (set(), set())
 
 
 class On:
