@@ -207,6 +207,8 @@ def parts(value: Any) -> list[Any]:
 
     A DTensor is made of this rank's shard.
     """
+    if type(value) is torch.Tensor:  # the most by far
+        return [value]
     value = waited(local_tensor(value))
     if not is_wrapper(value):
         return [value]
@@ -215,6 +217,8 @@ def parts(value: Any) -> list[Any]:
 
 def rebuilt(value: Any, of: Iterator[Any]) -> Any:
     """Return such a wrapper made of others, in the order of `parts`. torch 2.9 to 2.15."""
+    if type(value) is torch.Tensor:
+        return next(of)
     value = waited(value)
     if isinstance(value, DTensor):
         return dtensor(rebuilt(local_tensor(value), of), spec_of(value))
