@@ -31,6 +31,7 @@ from tests.support.wrappers import (
     CLASSES,
     Boxed,
     Codes,
+    Copying,
     Counting,
     Frozen,
     Opaque,
@@ -442,10 +443,12 @@ def _save_columns(rank: int, world: int, url: str) -> None:
     dos.save({"x": _sharded(codes(6, 2), Shard(1), world)}, url, progress=False)
 
 
-def _cut_what_cannot_be_cut(rank: int, world: int, url: str) -> str | None:
+def _cut_what_cannot_be_cut(
+    rank: int, world: int, url: str, kind: type[Codes], why: str
+) -> str | None:
     torch.serialization.add_safe_globals([Codes])
-    with pytest.raises(StateMismatchError, match=r"Codes.*only rows") as caught:
-        dos.load({"x": codes(6, 4)}, url, progress=False)
+    with pytest.raises(StateMismatchError, match=f"{kind.__name__}.*{why}") as caught:
+        dos.load({"x": codes(6, 4, kind=kind)}, url, progress=False)
     return caught.value.key
 
 
@@ -470,9 +473,11 @@ def test_rows_of_wrappers_load_on_another_number_of_ranks_bit_for_bit(tmp_path: 
 
 
 def test_part_of_a_wrapper_is_filled_only_if_its_class_gives_a_view(tmp_path: Path) -> None:
-    url = (tmp_path / "run" / "step-1").as_uri()
-    run_ranks(2, _save_columns, url)
-    assert run_ranks(1, _cut_what_cannot_be_cut, url) == ["x"]
+    columns, rows = ((tmp_path / "run" / name).as_uri() for name in ("columns", "rows"))
+    run_ranks(2, _save_columns, columns)
+    assert run_ranks(1, _cut_what_cannot_be_cut, columns, Codes, "only rows") == ["x"]
+    run_ranks(2, _save_rows, rows)
+    assert run_ranks(1, _cut_what_cannot_be_cut, rows, Copying, "a copy") == ["x"]
 
 
 @pytest.mark.parametrize("kind", ["sparse", "lazy", "opaque", "partial"])

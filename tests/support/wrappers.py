@@ -122,6 +122,15 @@ class Frozen(Codes):
         return Wrapper.__torch_dispatch__.__func__(cls, op, types, args, kwargs)
 
 
+class Copying(Codes):
+    """As `Codes`, but a part of it is a copy."""
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(op, types, args, kwargs)
+        return made.mapped(torch.clone) if op is aten.slice.Tensor else made
+
+
 class Pair(Wrapper):
     """A wrapper of wrappers."""
 
