@@ -31,6 +31,7 @@ from torch.distributed.checkpoint._async_thread_executor import (
     # Saves in a thread for `dcp.async_save`, in thread mode. torch 2.9 to 2.15.
     _ThreadBasedAsyncCheckpointExecutor as ThreadExecutor,
 )
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
@@ -44,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from dcp_objstore.contexts import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 # Process groups.
 
@@ -140,12 +141,14 @@ def copied_to_host(value: ShardedTensor) -> ShardedTensor:
     )
 
 
-def local_tensor(value: DTensor) -> torch.Tensor:
-    """Return this rank's shard itself, without autograd or waiting. torch 2.9 to 2.15.
+def local_tensor(value: Any) -> Any:
+    """Return this rank's shard of a DTensor, else the value. torch 2.9 to 2.15.
+
+    It is the shard itself, without autograd or waiting.
 
     `DTensor.to_local` makes a new tensor, and waits for a collective that is under way.
     """
-    return value._local_tensor
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def spec_of(value: DTensor) -> Any:
@@ -199,10 +202,101 @@ def size_in_checkpoint(tensor: torch.Tensor) -> torch.Size:
     return torch.Size(tensor.global_shape) if isinstance(tensor, protocol) else tensor.size()
 
 
-def wait_for_collective(tensor: torch.Tensor) -> None:
-    """Wait for the collective that makes this tensor, if there is one. torch 2.9 to 2.15."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor.wait()
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor when the collective that makes it, if any, has ended. torch 2.9 to 2.15."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+# A wrapper is a tensor without memory that says by `__tensor_flatten__` which tensors it is made
+# of. `is_traceable_wrapper_subclass` looks for the same methods.
+
+
+def is_wrapper(value: object) -> bool:
+    """Return whether it is a wrapper. torch 2.9 to 2.15."""
+    return hasattr(type(value), "__tensor_flatten__") and not getattr(value, "is_nested", False)
+
+
+def parts(value: Any) -> list[Any]:
+    """Return what a wrapper, and wrappers in it, are made of; or the value. torch 2.9 to 2.15.
+
+    A DTensor is made of this rank's shard.
+    """
+    if type(value) is torch.Tensor:  # the most by far
+        return [value]
+    value = waited(local_tensor(value))
+    if not is_wrapper(value):
+        return [value]
+    return [part for tensor in _inner(value).values() for part in parts(tensor)]
+
+
+def rebuilt(value: Any, of: Iterator[Any]) -> Any:
+    """Return such a wrapper made of others, in the order of `parts`. torch 2.9 to 2.15."""
+    if type(value) is torch.Tensor:
+        return next(of)
+    value = waited(value)
+    if isinstance(value, DTensor):
+        return dtensor(rebuilt(local_tensor(value), of), spec_of(value))
+    if not is_wrapper(value):
+        return next(of)
+    names, context = value.__tensor_flatten__()
+    inner = {name: getattr(value, name) for name in names}
+    inner |= {name: rebuilt(tensor, of) for name, tensor in _inner(value).items()}
+    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+
+def _inner(wrapper: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a wrapper names; it may name other objects, too."""
+    named = {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Return whether they have the same value if their parts have. torch 2.9 to 2.15."""
+    try:
+        return _form(one) == _form(other)
+    except Exception:  # noqa: BLE001 - of contexts that cannot be compared
+        return False
+
+
+def _form(tensor: Any) -> tuple[object, ...]:
+    if not is_wrapper(tensor):
+        return tensor.dtype, tensor.shape
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _form(value) for name, value in _inner(tensor).items()}
+    others = [getattr(tensor, name) for name in names if name not in inner]
+    return type(tensor), tensor.dtype, tensor.shape, context, inner, others
+
+
+def is_dispatched(tensor: torch.Tensor) -> bool:
+    """Return whether its class runs code in the place of operators. torch 2.9 to 2.15."""
+    dispatch = type(tensor).__torch_dispatch__
+    return dispatch is not torch.Tensor.__torch_dispatch__ and not isinstance(tensor, DTensor)
+
+
+def is_opaque(tensor: torch.Tensor) -> bool:
+    """Return whether it has no memory and does not say what it is made of. torch 2.9 to 2.15."""
+    if not is_dispatched(tensor) or is_wrapper(tensor) or is_fake(tensor):
+        return False
+    return bool(tensor.numel()) and not tensor.data_ptr()
+
+
+class HostStager(StateDictStager):
+    """Copies values to host memory as `dcp.async_save` does. torch 2.9 to 2.15.
+
+    Args:
+        copied: a function that returns the copy of a tensor, or None to have torch copy it.
+    """
+
+    def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        super().__init__()
+        self._copied = copied
+
+    def _offload_tensor(self, x: torch.Tensor, memo: Any, non_blocking: bool = False) -> Any:
+        copied = self._copied(x)
+        if copied is None:
+            return super()._offload_tensor(x, memo, non_blocking)  # type: ignore[no-untyped-call]
+        memo[id(x)] = copied
+        return copied
 
 
 def non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
@@ -261,6 +355,7 @@ def legacy_classes() -> tuple[type, ...]:
 
 
 __all__ = [
+    "HostStager",
     "MemoryFormatEncoding",
     "ProcessExecutor",
     "ShardedTensor",
@@ -268,6 +363,7 @@ __all__ = [
     "StorageInfo",
     "ThreadExecutor",
     "all_parameters",
+    "are_alike",
     "copied_to_host",
     "count_groups",
     "default_store",
@@ -276,17 +372,22 @@ __all__ = [
     "groups_named_from",
     "has_cpu_backend",
     "has_flat_parameters",
+    "is_dispatched",
     "is_fake",
+    "is_opaque",
     "is_registered",
+    "is_wrapper",
     "layout_by_name",
     "legacy_classes",
     "local_tensor",
     "non_persistent_buffers",
     "own_sharding",
+    "parts",
+    "rebuilt",
     "set_group_timeout",
     "size_in_checkpoint",
     "spec_of",
     "storage_classes",
     "unbind_default_group",
-    "wait_for_collective",
+    "waited",
 ]

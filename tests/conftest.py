@@ -89,6 +89,7 @@ LONGEST = (
     "tests/state/test_device.py",
     "tests/local/test_folder.py",
     "tests/e2e/test_torn_bodies.py",
+    "tests/e2e/test_tensor_kinds.py",
     "tests/read/test_weights.py",
     "tests/compat/test_hostile_inputs.py",
     "tests/stores/test_azure.py",

@@ -31,6 +31,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 import dcp_objstore
 from dcp_objstore import torch_private
+from tests.support.wrappers import Boxed, Codes, Counting, Frozen, Opaque, Pair, Tagged
 
 _HOUR = datetime.timedelta(hours=1)
 _PACKAGE = Path(dcp_objstore.__file__).parent
@@ -180,9 +181,76 @@ def test_a_collective_that_is_under_way_is_waited_for(
     monkeypatch.setattr(AsyncCollectiveTensor, "wait", noted)
     pending = all_reduce(torch.ones(2), "sum", world)
     assert isinstance(pending, AsyncCollectiveTensor)
-    torch_private.wait_for_collective(pending)
-    torch_private.wait_for_collective(torch.ones(2))
+    assert type(torch_private.waited(pending)) is torch.Tensor
+    torch_private.waited(torch.ones(2))
     assert len(waited) == 1
+
+
+def test_a_wrapper_tells_its_parts_and_is_rebuilt_of_others(world: dist.ProcessGroup) -> None:
+    codes, scale, plain = torch.ones(2, 3, dtype=torch.int8), torch.ones(2), torch.ones(2, 3)
+    pair = Pair(Codes(codes, scale, 2.0), Boxed(plain))
+    mesh = init_device_mesh("cpu", (1,))
+    spec = torch_private.spec_of(distribute_tensor(plain, mesh, [Shard(0)]))
+    sharded = torch_private.dtensor(pair, spec)
+    for value in (pair, sharded):
+        assert [id(part) for part in torch_private.parts(value)] == list(
+            map(id, (codes, scale, plain))
+        )
+        made: Any = torch_private.rebuilt(value, iter([codes + 1, scale * 3, plain * 5]))
+        local = torch_private.local_tensor(made)
+        assert type(local) is Pair and local.first.context() == 2.0
+        assert torch.equal(local.plain(), torch.full((2, 3), 2.0 * 3 + 2 + 5))
+    assert (
+        torch_private.spec_of(torch_private.rebuilt(sharded, iter([codes, scale, plain]))) is spec
+    )
+    for value in ("text", plain, plain.as_subclass(Tagged)):
+        assert not torch_private.is_wrapper(value)
+        assert torch_private.parts(value)[0] is value
+        assert torch_private.rebuilt(value, iter([7])) == 7
+    pending = all_reduce(torch.ones(2), "sum", world)
+    assert [type(part) for part in torch_private.parts(pending)] == [torch.Tensor]
+    jagged = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    assert not torch_private.is_wrapper(jagged)
+
+
+def test_wrappers_are_alike_if_only_their_parts_can_differ() -> None:
+    def codes(*shape: int, bias: Any = 0.0, dtype: torch.dtype = torch.int8) -> Codes:
+        return Codes(torch.ones(shape, dtype=dtype), torch.rand(shape[0]), bias)
+
+    assert torch_private.are_alike(codes(2, 3), codes(2, 3))
+    many = torch.ones(2)
+    others = [codes(3, 2), codes(2, 3, bias=1.0), codes(2, 3, dtype=torch.uint8), torch.ones(2, 3)]
+    others += [codes(2, 3, bias=many), Frozen(*torch_private.parts(codes(2, 3)))]
+    for other in others:
+        assert not torch_private.are_alike(codes(2, 3), other)
+    # Tensors cannot be compared in one word.
+    assert not torch_private.are_alike(codes(2, 3, bias=many), codes(2, 3, bias=many + 1))
+
+
+def test_classes_that_run_code_in_place_of_operators_are_told_apart() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    counting, opaque = torch.ones(2).as_subclass(Counting), Opaque(torch.ones(2))
+    dispatched = [Boxed(torch.ones(2)), counting, opaque, fake]
+    assert all(map(torch_private.is_dispatched, dispatched))
+    assert not any(
+        map(torch_private.is_dispatched, (torch.ones(2), torch.ones(2).as_subclass(Tagged)))
+    )
+    assert [torch_private.is_opaque(tensor) for tensor in dispatched] == [False, False, True, False]
+    assert not torch_private.is_opaque(Opaque(torch.ones(0)))
+
+
+def test_a_stager_takes_the_copies_that_it_is_given() -> None:
+    special, plain = torch.ones(2), torch.zeros(2)
+    instead = torch.full((2,), 9.0)
+    stager = torch_private.HostStager(lambda tensor: instead if tensor is special else None)
+    within = [special, {"a": (special, plain)}]
+    copied: Any = stager.stage(within)
+    stager.close()
+    assert copied[0] is instead
+    assert copied[1]["a"][0] is instead
+    assert copied[1]["a"][1] is not plain
+    assert copied[1]["a"][1].tolist() == [0, 0]
 
 
 def test_buffers_that_are_not_persistent() -> None:

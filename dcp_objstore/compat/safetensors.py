@@ -43,6 +43,7 @@ _NAMES = {
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
     "I64": "int64",
     "I32": "int32",
     "I16": "int16",
@@ -55,6 +56,8 @@ _NAMES = {
     "C64": "complex64",
 }
 _NAMES_OF = {dtype: name for name, dtype in _NAMES.items()}
+# The format counts numbers; an element of torch's dtype is two of them, in the last dimension.
+_PAIRS = "float4_e2m1fn_x2"
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 # The format's own limit for a file, here for all files of a model. (140,000 tensors take 20 MB.)
@@ -115,13 +118,14 @@ _entries = msgspec.json.Decoder(dict[str, _Entry])
 _indices = msgspec.json.Decoder(_Index)
 
 
-def check(key: str, name: str, dtype: torch.dtype) -> None:
+def check(key: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that the format cannot hold.
 
     Args:
         key: its key.
         name: its name in the file.
         dtype: its dtype.
+        shape: its shape.
 
     Raises:
         UnsupportedError: the format has no such dtype, or uses the name itself.
@@ -132,10 +136,12 @@ def check(key: str, name: str, dtype: torch.dtype) -> None:
             " with keys=, or export to a torch.save file",
             key=key,
         )
-    if constant_name(dtype) not in _NAMES_OF:
+    stored = constant_name(dtype)
+    if stored not in _NAMES_OF or (stored == _PAIRS and not shape):
+        what = f"safetensors has no {'scalar of' if stored in _NAMES_OF else 'dtype'} {stored}"
         raise UnsupportedError(
-            f"safetensors has no dtype {constant_name(dtype)}; convert it with dtype=,"
-            " leave the key out with keys=, or export to a torch.save file",
+            f"{what}; convert it with dtype=, leave the key out with keys=, or export to a"
+            " torch.save file",
             key=key,
         )
 
@@ -146,9 +152,10 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
     at = 0
     for name, dtype, shape in tensors:
         end = at + math.prod(shape) * dtype.itemsize
+        stored = constant_name(dtype)
         entries[name] = {
-            "dtype": _NAMES_OF[constant_name(dtype)],
-            "shape": list(shape),
+            "dtype": _NAMES_OF[stored],
+            "shape": [*shape[:-1], 2 * shape[-1]] if stored == _PAIRS else list(shape),
             "data_offsets": [at, end],
         }
         at = end
@@ -347,6 +354,11 @@ def _place(name: str, key: str, entry: _Entry, *, begin: int, size_bytes: int) -
     start, end = offsets
     # A dtype that is not known here has no name of torch's, which are in lower case.
     dtype = _NAMES.get(entry.dtype, entry.dtype.upper())
+    if dtype == _PAIRS:
+        if shape and shape[-1] % 2 == 0:
+            shape = (*shape[:-1], shape[-1] // 2)
+        else:  # torch has no such tensor
+            dtype = entry.dtype
     item_bytes = ix.ITEM_SIZE_BYTES.get(dtype, 0)
     if start > end or (item_bytes and start + math.prod(shape) * item_bytes != end):
         raise ValueError(f"{key!r} has offsets {start} and {end} that do not fit its shape")

@@ -77,7 +77,7 @@ def safetensors_file(
     # As the library orders them: the widest elements first, so that all are aligned.
     keys = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, names[key]))
     for key in keys:
-        safetensors.check(key, names[key], tensors[key].dtype)
+        safetensors.check(key, names[key], tensors[key].dtype, tensors[key].shape)
     header = safetensors.header_bytes(
         (names[key], tensors[key].dtype, tensors[key].shape) for key in keys
     )

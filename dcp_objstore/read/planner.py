@@ -27,6 +27,7 @@ from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.record import Path, Place, Record
 from dcp_objstore.state.state_dict import AgreeingPlanner, ConvertedState
 from dcp_objstore.state.stored import constant_name
+from dcp_objstore.state.tensor_frame import check_kind
 
 # The keys of `optimizer.state_dict()`: torch numbers parameters there, and has no names.
 _NUMBERED_STATE = re.compile(r"(?:^|\.)state\.\d+\.")
@@ -281,6 +282,7 @@ def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
         if saved is None:
             continue
         is_tensor = isinstance(value, torch.Tensor)
+        check_kind(value, key)
         if isinstance(saved, TensorStorageMetadata):
             if is_tensor and (size := torch_private.size_in_checkpoint(value)) != saved.size:
                 problems.append(

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.distributed.failures import without_frames
 from dcp_objstore.distributed.groups import exchange_group
@@ -31,6 +32,7 @@ from dcp_objstore.errors import (
     CheckpointGoneError,
     ConfigError,
     DcpObjstoreError,
+    StateMismatchError,
     UnsupportedError,
 )
 from dcp_objstore.local.copies import LoadCopies
@@ -53,11 +55,12 @@ from dcp_objstore.read.stored_checkpoint import (
 from dcp_objstore.read.tensor_read import is_value
 from dcp_objstore.state.left_out import LeftOut, left_out_of
 from dcp_objstore.stores.urls import is_supported_url
+from dcp_objstore.torch_private import is_wrapper, parts
 
 if TYPE_CHECKING:
     import os
 
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.observe.dispatch import Channel
@@ -441,9 +444,7 @@ class ObjectStoreReader(StorageReader):
             if exchange is not None:
                 exchange.prepare(planned, config.memory_budget_bytes // 8)
             destinations: list[Destination] = [
-                partial(planner.load_bytes, item)
-                if is_value(item)
-                else planner.resolve_tensor(item).detach()
+                partial(planner.load_bytes, item) if is_value(item) else _destination(planner, item)
                 for item in plan.items
             ]
             try:
@@ -478,3 +479,28 @@ class ObjectStoreReader(StorageReader):
         load.has_met = True
         ranks = len(self._group_ranks())
         return all_arrived(share.meeting, ranks, self._target.config, load.spec.url)
+
+
+def _destination(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    """Return the tensor that the planner gives for an item, itself if it is a wrapper.
+
+    Raises:
+        StateMismatchError: part of a wrapper is asked for, and its class gives no view of it.
+    """
+    own = getattr(planner, "state_dict", {}).get(item.dest_index.fqn)
+    whole = torch_private.local_tensor(own)
+    if not is_wrapper(whole):
+        return planner.resolve_tensor(item).detach()
+    try:
+        with torch.no_grad():  # or else `DTensor.to_local` makes a view
+            tensor = torch_private.waited(planner.resolve_tensor(item))
+        storages = {*map(torch_private.storage_number, parts(tensor))}
+        if storages.isdisjoint(map(torch_private.storage_number, parts(whole))):
+            raise NotImplementedError("its class gives a copy")
+    except Exception as error:
+        raise StateMismatchError(
+            f"a part of the state's {type(whole).__name__}, which a stored chunk fills, cannot be"
+            f" reached ({error}); load into a plain tensor, or with the sharding that was saved",
+            key=item.dest_index.fqn,
+        ) from error
+    return tensor

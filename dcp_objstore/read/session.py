@@ -33,7 +33,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
-from dcp_objstore.state.memory import copy_elements, fill_order
+from dcp_objstore.state.memory import apart, copy_elements, fill_order
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
@@ -99,6 +99,9 @@ def run_load(
     completed = CompletionQueue(config.memory_budget_bytes)
     if on_dtype == "error":
         _refuse_other_dtypes(planned, destinations)
+    for read in planned.reads:
+        if isinstance(read, ItemRead):
+            read.is_trusted = trust_pickle
     copied = _bind(planned, destinations, completed)
     devices = {tensor.device for tensor in destinations if isinstance(tensor, torch.Tensor)}
     alone = planned.spans if exchange is None else exchange.alone()
@@ -254,7 +257,7 @@ def _bind(
     for read, destination in zip(planned.reads, destinations, strict=True):
         filled = destination
         if isinstance(destination, torch.Tensor) and read.item.dest_index.fqn in after:
-            filled = torch.empty_like(destination, memory_format=torch.contiguous_format)
+            filled = apart(destination)
             copied.append(_Copied(filled, destination))
         if isinstance(read, ItemRead):
             read.bind(filled, completed.add)

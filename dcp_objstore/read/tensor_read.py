@@ -31,12 +31,16 @@ from dcp_objstore.errors import (
 from dcp_objstore.state.geometry import Box, Selection, collapse
 from dcp_objstore.state.memory import (
     byte_memory,
+    check_takes_values,
+    copy_elements,
     count_write,
     device_bytes,
     fits,
     is_quantized,
     narrow,
 )
+from dcp_objstore.state.stored import constant_name
+from dcp_objstore.torch_private import is_wrapper, parts
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 
@@ -79,6 +83,7 @@ class TensorRead:
         self._memory: ByteArray | None = None
         self._inbound: Inbound | None = None
         self._device_bytes: torch.Tensor | None = None
+        self._wrapper: torch.Tensor | None = None
 
     @property
     def selection(self) -> Selection:
@@ -93,16 +98,26 @@ class TensorRead:
                 place.
 
         Raises:
-            StateMismatchError: the stored or the destination tensor is quantized, and torch cannot
-                convert between them.
+            StateMismatchError: torch cannot convert between the stored and the destination's dtype,
+                or the class of a wrapper does not take plain elements.
         """
-        if is_quantized(self._dtype) or (
-            is_quantized(destination.dtype) and self._dtype != torch.float32
+        dtypes = {self._dtype, destination.dtype}
+        if (any(map(is_quantized, dtypes)) and self._dtype != torch.float32) or (
+            torch.float4_e2m1fn_x2 in dtypes and len(dtypes) > 1
         ):
             raise StateMismatchError(
                 f"saved as {self.location.dtype}, which cannot be loaded into a"
-                f" {str(destination.dtype).removeprefix('torch.')} tensor",
+                f" {constant_name(destination.dtype)} tensor",
                 key=self.item.dest_index.fqn,
+            )
+        if is_wrapper(destination):  # its class copies into it when all elements have arrived
+            try:
+                check_takes_values(destination)
+            except StateMismatchError as error:
+                raise error.at(key=self.item.dest_index.fqn) from None
+            self._wrapper = destination
+            destination = torch.empty(
+                destination.shape, dtype=destination.dtype, device=destination.device
             )
         self._destination = self._view = destination
         if destination.is_contiguous():
@@ -219,8 +234,13 @@ class TensorRead:
         return math.prod(self._selection.wanted.sizes) * self._dtype.itemsize
 
     def finish(self) -> None:
-        """Tell autograd that the destination was written: the bytes may have bypassed torch."""
+        """Tell autograd that the destination was written: the bytes may have bypassed torch.
+
+        Copy into a wrapper what has arrived for it.
+        """
         count_write(self._destination)
+        if self._wrapper is not None:
+            copy_elements(self._destination, self._wrapper)
 
 
 @dataclass(slots=True)
@@ -330,27 +350,28 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> None:
         UnsupportedError: the destination has no memory of its own, or is not strided.
     """
     key = item.dest_index.fqn
-    if destination.is_meta or torch_private.is_fake(destination):
-        raise UnsupportedError("the destination is a meta or fake tensor without memory", key=key)
-    if destination.layout != torch.strided:
-        raise UnsupportedError(
-            f"the destination has layout {str(destination.layout).removeprefix('torch.')}; only"
-            " strided tensors can be filled",
-            key=key,
-        )
-    if destination.numel() and not destination.data_ptr():
-        raise UnsupportedError("the destination's memory was freed", key=key)
-    if any(s == 0 and n > 1 for s, n in zip(destination.stride(), destination.shape, strict=True)):
-        raise UnsupportedError(
-            "the destination is an expanded tensor, whose elements share memory; clone it first",
-            key=key,
-        )
+    for why in filter(None, map(_unfillable, parts(destination))):
+        raise UnsupportedError(f"the destination {why}", key=key)
     if destination.shape != item.lengths:
         raise StateMismatchError(
             f"{tuple(item.lengths)} elements are requested for a destination of shape"
             f" {tuple(destination.shape)}",
             key=key,
         )
+
+
+def _unfillable(tensor: torch.Tensor) -> str:
+    """Return why a tensor cannot be written in place, or nothing."""
+    if tensor.is_meta or torch_private.is_fake(tensor):
+        return "is a meta or fake tensor without memory"
+    if tensor.layout != torch.strided:
+        layout = constant_name(tensor.layout)
+        return f"has layout {layout}; only strided tensors can be filled"
+    if tensor.numel() and not tensor.data_ptr():
+        return "has no memory: it was freed, or its class does not say what it is made of"
+    if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "is an expanded tensor, whose elements share memory; clone it first"
+    return ""
 
 
 def is_value(item: ReadItem) -> bool:

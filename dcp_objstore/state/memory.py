@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.torch_private import is_wrapper, parts, rebuilt
 
 if TYPE_CHECKING:
     from dcp_objstore.state.geometry import Box
@@ -82,7 +83,7 @@ def same_memory(value: Any) -> tuple[object, ...] | None:
     None for what is no plain tensor. Of a DTensor it is the rank's own part that counts, which may
     be empty.
     """
-    local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
+    local = torch_private.local_tensor(value)
     if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout != torch.strided:
         return None
     place = torch_private.storage_number(local), local.storage_offset()
@@ -101,29 +102,86 @@ def is_quantized(dtype: torch.dtype) -> bool:
 
 
 def copy_elements(source: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy all elements, and convert them if the dtypes differ.
+    """Copy all elements, and convert them if the dtypes or the classes of tensors differ.
 
     Raises:
-        StateMismatchError: one tensor is quantized, and the other is not quantized in the same way.
+        StateMismatchError: one tensor is quantized, and the other is not quantized in the same way;
+            or the destination is a wrapper whose class does not take the elements.
     """
+    if is_wrapper(destination) and torch_private.are_alike(source, destination):
+        for part, own in zip(parts(source), parts(destination), strict=True):
+            copy_elements(part, own)
+        return
+    if is_wrapper(destination):
+        check_takes_values(destination)
     if source.is_quantized or destination.is_quantized:
         _check_quantization(source, destination)
     have, to = byte_memory(source), byte_memory(destination)
     if have is None or to is None or source.dtype != destination.dtype:
-        with torch.inference_mode(destination.is_inference()), torch.no_grad():
-            destination.copy_(source)
+        with torch.inference_mode(parts(destination)[0].is_inference()), torch.no_grad():
+            destination.copy_(values_of(source))
     else:
         to[:] = have
         count_write(destination)
 
 
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a wrapper as a plain tensor; or the tensor."""
+    if not is_wrapper(tensor):
+        return tensor
+    try:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    except Exception:  # noqa: BLE001 - torchao's weights refuse with an AttributeError
+        return tensor.dequantize()
+
+
+def part_for(destination: torch.Tensor, tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return what a box covers of a stored tensor, as a wrapper if both are and it can be cut."""
+    if is_wrapper(destination):
+        with suppress(Exception):  # a class may cut only rows, or only between blocks
+            return narrow(tensor, box)
+    return narrow(values_of(tensor), box)
+
+
+def check_takes_values(wrapper: torch.Tensor) -> None:
+    """Raise unless the class of a wrapper copies plain elements into it, as it does into a copy.
+
+    A class that makes a plain tensor of each wrapper changes only that, and says nothing.
+
+    Raises:
+        StateMismatchError: the class refuses the elements, or the copy stays as it was.
+    """
+    trial, held = apart(wrapper), []
+    try:
+        for number in (1, 0) if wrapper.numel() else ():
+            values = torch.full(wrapper.shape, number, dtype=wrapper.dtype, device=wrapper.device)
+            with torch.no_grad():
+                trial.copy_(values)
+            held.append([part.clone() for part in parts(trial)])
+        if held and all(map(torch.equal, *held)):
+            raise NotImplementedError("copy_ changes nothing")
+    except Exception as error:
+        raise StateMismatchError(
+            f"the state's {type(wrapper).__name__} takes no other tensor than one of its class,"
+            f" made with the same settings ({str(error).partition(chr(10))[0]}); load into a tensor"
+            " as it was saved"
+        ) from error
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor of the same class, dtype and shape, contiguous if it is plain."""
+    if is_wrapper(tensor):
+        return cast("torch.Tensor", rebuilt(tensor, map(torch.clone, parts(tensor))))
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
 def _check_quantization(source: torch.Tensor, destination: torch.Tensor) -> None:
     """Raise unless both are quantized in the same way: torch copies the integers unchanged."""
-    have, want = _quantization(source), _quantization(destination)
-    if have != want:
+    if _quantization(source) != _quantization(destination):
         raise StateMismatchError(
-            f"saved as {_shown(have)}, the state has {_shown(want)}; load into a tensor that is"
-            " quantized in the same way, or save tensor.dequantize()"
+            f"saved as {source.dtype}, the state has {destination.dtype}, and the scales or zero"
+            " points differ; load into a tensor that is quantized in the same way, or save"
+            " tensor.dequantize()"
         )
 
 
@@ -139,19 +197,11 @@ def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, scheme, scales.tolist(), zero_points.tolist(), axis
 
 
-def _shown(quantization: tuple[Any, ...]) -> str:
-    """Describe a quantization briefly, for an error."""
-    name = str(quantization[0]).removeprefix("torch.")
-    if len(quantization) == 1:
-        return name
-    _, scheme, scale, zero_point, *_ = quantization
-    if scheme == torch.per_tensor_affine:
-        return f"{name} with scale {scale:g} and zero point {zero_point}"
-    return f"{name} with other scales or zero points for each channel"
-
-
 class _Region(NamedTuple):
-    """Where the tensors of a key lie: bytes `[start, end)`, of which they take `size_bytes`."""
+    """Where tensors of a key lie: bytes `[start, end)`, of which they take `size_bytes`.
+
+    They are parts of one tensor, or of one of those that a wrapper is made of.
+    """
 
     key: str
     number: int
@@ -159,6 +209,7 @@ class _Region(NamedTuple):
     start: int
     end: int
     size_bytes: int
+    tensors: Sequence[torch.Tensor]
 
     @property
     def is_dense(self) -> bool:
@@ -180,25 +231,26 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
         The keys that need not be filled, because later keys fill all of their memory, and the keys
         to fill after the others, because they share elements with an earlier one.
     """
-    regions = [
-        _region(key, number, [tensor for tensor in of_key if tensor.numel()])
-        for number, (key, of_key) in enumerate(tensors.items())
-        if any(tensor.numel() for tensor in of_key)
-    ]
+    regions: list[_Region] = []
+    for key, of_key in tensors.items():
+        for of_part in zip(*map(parts, of_key), strict=True):
+            if held := [tensor for tensor in of_part if tensor.numel()]:
+                regions.append(_region(key, len(regions), held))
     pairs: list[list[_Region]] = []
     begun: list[_Region] = []
     for region in sorted(regions, key=lambda region: (region.device, region.start)):
         begun = [r for r in begun if r.device == region.device and r.end > region.start]
-        pairs += [sorted((r, region), key=attrgetter("number")) for r in begun]
+        others = [r for r in begun if r.key != region.key]
+        pairs += [sorted((r, region), key=attrgetter("number")) for r in others]
         begun.append(region)
-    covered = {earlier.key for earlier, later in pairs if later.covers(earlier)}
+    hidden = {earlier.number for earlier, later in pairs if later.covers(earlier)}
+    needed = {region.key for region in regions if region.number not in hidden}
+    covered = {region.key for region in regions} - needed
     after = {
         later.key
         for earlier, later in pairs
-        if covered.isdisjoint((earlier.key, later.key))
-        and (
-            (earlier.is_dense and later.is_dense) or _meet(tensors[earlier.key], tensors[later.key])
-        )
+        if needed.issuperset((earlier.key, later.key))
+        and ((earlier.is_dense and later.is_dense) or _meet(earlier.tensors, later.tensors))
     }
     return covered, after
 
@@ -217,6 +269,7 @@ def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
         start=min(tensor.data_ptr() for tensor in tensors),
         end=max(tensor.data_ptr() + _reach(tensor) for tensor in tensors),
         size_bytes=sum(tensor.nbytes for tensor in tensors),
+        tensors=tensors,
     )
 
 

@@ -18,12 +18,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor, Placement
+from torch.nn.parameter import is_lazy
 from torch.utils.serialization import config as serialization_config
 
+from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.state.memory import byte_memory, is_quantized
 from dcp_objstore.state.stored import constant_name
+from dcp_objstore.torch_private import is_wrapper, parts, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 # Payloads start at multiples of this in their object: the alignment of storages in torch's own
 # files, and the size of a cache line.
 ALIGNMENT_BYTES = 64
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Up to this size a copy costs less than making an array.
 _COPIED_BYTES = 2**14
 
@@ -116,7 +121,9 @@ def raw_payload(tensor: torch.Tensor) -> torch.Tensor | None:
         UnsupportedError: the tensor has no memory (meta, fake), or is sparse.
     """
     if tensor.requires_grad or type(tensor) is not torch.Tensor:
-        tensor = tensor.detach()
+        check_kind(tensor)
+        tensor = torch_private.waited(tensor)
+        tensor = tensor if is_wrapper(tensor) else tensor.detach()
     check_layout(tensor.layout)
     if tensor.is_meta:
         raise UnsupportedError("a meta tensor has no data to save")
@@ -128,16 +135,39 @@ def raw_payload(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def check_layout(layout: torch.layout) -> None:
+def check_kind(value: object, key: str | None = None) -> None:
+    """Refuse a tensor that no grid of chunks can hold, or that does not say what it is made of.
+
+    Raises:
+        UnsupportedError: the value is such a tensor.
+    """
+    tensor = torch_private.local_tensor(value)
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, torch_private.ShardedTensor):
+        return
+    name, why = type(tensor).__name__, ""
+    if isinstance(value, DTensor) and any(map(Placement.is_partial, value.placements)):
+        name, why = "DTensor with a Partial placement", "redistribute it to Shard or Replicate"
+    elif is_lazy(tensor):
+        why = "it has no shape before the module has run"
+    elif not hasattr(tensor, "__create_write_items__"):
+        check_layout(torch.jagged if tensor.is_nested else tensor.layout, key)
+        if torch_private.is_opaque(tensor):
+            why = "it has no memory and no __tensor_flatten__; use the tensors that it is made of"
+    if why:
+        raise UnsupportedError(f"a {name} cannot be saved or loaded: {why}", key=key)
+
+
+def check_layout(layout: torch.layout, key: str | None = None) -> None:
     """Refuse tensors that DCP cannot place in a grid of chunks; stock writers fail on them too.
 
     Raises:
-        UnsupportedError: the layout is sparse, or MKL-DNN's.
+        UnsupportedError: the layout is sparse, jagged (of a nested tensor), or MKL-DNN's.
     """
-    if layout not in (torch.strided, torch.jagged):
+    if layout != torch.strided:
         raise UnsupportedError(
-            f"a tensor of layout {str(layout).removeprefix('torch.')} cannot be saved; save its"
-            " to_dense(), or its parts (indices and values) as separate tensors"
+            f"a tensor of layout {constant_name(layout)} cannot be saved or loaded; use its"
+            " to_dense(), or its parts (indices, offsets and values) as separate tensors",
+            key=key,
         )
 
 
@@ -184,5 +214,5 @@ def payload_slices(tensor: torch.Tensor, slice_size_bytes: int) -> Iterator[Byte
 def pickled_blob(tensor: torch.Tensor) -> ByteArray:
     """Return the whole tensor as plain `torch.save` writes it, from the CPU."""
     sink = io.BytesIO()
-    torch.save(tensor.detach().cpu(), sink)
+    torch.save(rebuilt(tensor, (part.detach().cpu() for part in parts(tensor))), sink)
     return np.frombuffer(sink.getbuffer(), dtype=np.uint8)

@@ -157,7 +157,8 @@ class Layout:
         resolve: a function that returns the data of an item, as DCP's planners do.
         plan: the sizes of parts and slices.
         hash_slice: a function that begins to compute the digests of a slice's blocks.
-        on_value: a function that receives each pickled value's key and bytes.
+        on_value: a function that receives each pickled value's key and bytes, and those of the
+            first tensor of each class that is pickled.
         outbound: the path for slices out of a GPU's memory.
         known_digests: digests that staging has computed, by the address and size of the memory.
 
@@ -181,6 +182,7 @@ class Layout:
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     _gathered: bytearray = field(default_factory=bytearray)
     _options: tuple[object, ...] = field(default_factory=tensor_frame.save_options)
+    _pickled: set[type] = field(default_factory=lambda: set(tensor_frame.PLAIN_TYPES))
 
     @property
     def framing_digest(self) -> bytes:
@@ -260,7 +262,11 @@ class Layout:
         payload = tensor_frame.raw_payload(data)
         if payload is None:
             tensor_frame.check_dtype(data.dtype)
-            return self._begin_whole(item, tensor_frame.pickled_blob(data), data.dtype)
+            blob = tensor_frame.pickled_blob(data)
+            if type(data) not in self._pickled:
+                self._pickled.add(type(data))
+                self.on_value(item.index.fqn, blob.tobytes())
+            return self._begin_whole(item, blob, data.dtype)
         size_bytes = payload.nbytes
         if size_bytes > (SMALL_BYTES if payload.is_cpu else _SMALL_DEVICE_BYTES):
             return self._begin_tensor(item, payload)

@@ -23,9 +23,11 @@ from dcp_objstore.checkpoint.index import Numbers
 from dcp_objstore.distributed.failures import same_on_all
 from dcp_objstore.distributed.groups import gone_error, is_first
 from dcp_objstore.distributed.plugin import same_url
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.dcp_metadata import PlannedIndex
 from dcp_objstore.state.state_dict import AgreeingPlanner
+from dcp_objstore.state.tensor_frame import check_kind
 from dcp_objstore.write.global_plan import LocalPlan, plan_globally
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.staging.state import StagedState
@@ -71,20 +73,27 @@ class WriteItems:
 
 
 def _write_items(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
-    return create_default_local_save_plan({key: value}, is_coordinator).items
+    check_kind(value, key)
+    try:
+        return create_default_local_save_plan({key: value}, is_coordinator).items
+    except DcpObjstoreError:
+        raise
+    except Exception as error:
+        name = type(value).__name__
+        raise UnsupportedError(f"a {name} cannot be saved: {error}", key=key) from error
 
 
 def _signature(value: Any) -> tuple[Any, ...] | None:
     """Return a key that is equal for values with the same items; None to make them each time."""
     if type(value) not in (torch.Tensor, DTensor):
         return None
-    local = torch_private.local_tensor(value) if isinstance(value, DTensor) else value
+    local = torch_private.local_tensor(value)
     if type(local) is not torch.Tensor or any(map(torch_private.own_sharding, (value, local))):
         return None  # the tensor itself says which items it has
     spec = torch_private.spec_of(value) if isinstance(value, DTensor) else None
     # The identical spec object, which the key keeps alive: with an equal spec, this process may
     # have another coordinate in the mesh.
-    return id(spec), spec, local.dtype, local.layout, value.requires_grad, value.size()
+    return id(spec), spec, local.dtype, value.requires_grad, value.size()
 
 
 # The process has only one of them, because `dcp_objstore.async_save` runs one save at a time.
@@ -212,7 +221,8 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         """Return what this rank has; reuse the items of a staged state."""
         if self._staged:
             return _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
-        return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
+        items = (_write_items(*pair, self.is_coordinator) for pair in self.state_dict.items())
+        return [item for of_value in items for item in of_value]
 
     def _described(self) -> LocalPlan:
         """Return what this rank wants to save; make its items in the first call."""

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
@@ -81,6 +83,7 @@ def upload_items(
     store = save.open()
     known_digests = planner.digests if isinstance(planner, AgreeingSavePlanner) else {}
     digests_of = partial(_hash, save.channel) if save.channel.detailed else block_digests
+    resolve = torch.no_grad()(planner.resolve_data)  # `DTensor.to_local` gives the shard itself
     # For all items: what cannot be copied after all is uploaded.
     part_plan = _plan_parts(plan.items, store, config)
     unchanged = Unchanged()
@@ -88,7 +91,7 @@ def upload_items(
         unchanged = find_unchanged(
             base,
             plan.items,
-            planner.resolve_data,
+            resolve,
             known_digests=known_digests,
             config=config,
             part_plan=part_plan,
@@ -118,7 +121,7 @@ def upload_items(
         while pending := next(filter(None, groups), None):
             layout = Layout(
                 pending=pending,
-                resolve=planner.resolve_data,
+                resolve=resolve,
                 plan=part_plan,
                 hash_slice=partial(hashers.submit, digests_of),
                 on_value=lambda key, body: warn_unsafe_value(body, key, warned_keys),

@@ -177,6 +177,22 @@ def test_one_safetensors_file_leaves_values_out_and_names_them(url: str, tmp_pat
     assert torch.equal(found["optim.step"], torch.tensor(3.0))
 
 
+def test_float4_goes_into_safetensors_and_comes_out_of_it(tmp_path: Path) -> None:
+    shapes = {"matrix": (4, 8), "odd": (3,), "none": (0, 5)}
+    state = {key: seeded(key, shape, torch.float4_e2m1fn_x2) for key, shape in shapes.items()}
+    place = (tmp_path / "step").as_uri()
+    dos.save(state, place, progress=False)
+    dos.export_checkpoint(place, tmp_path / "ours" / "model.safetensors")
+    assert_same(load_file(tmp_path / "ours" / "model.safetensors"), state)
+    save_file(state, tmp_path / "theirs.safetensors")
+    for file in (tmp_path / "ours" / "model.safetensors", tmp_path / "theirs.safetensors"):
+        assert_same(dos.load_state_dict(file.as_uri(), progress=False), state)
+    dos.save({"scalar": state["odd"][0], **state}, place, progress=False, overwrite=True)
+    with pytest.raises(UnsupportedError, match="float4") as caught:
+        dos.export_checkpoint(place, tmp_path / "scalar.safetensors")
+    assert caught.value.key == "scalar"
+
+
 @pytest.mark.backends("seaweed", "gcs")
 def test_sharded_tensors_come_whole_out_of_a_bucket_and_into_another(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

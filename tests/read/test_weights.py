@@ -681,8 +681,11 @@ def test_the_names_of_metadata_are_its_own(memory: str) -> None:
     assert dos.load_state_dict(memory, progress=False)["w"].tolist() == [0.0, 0.0]
 
 
-def test_a_tensor_of_an_unknown_dtype_is_left_out(memory: str) -> None:
-    strange = {"dtype": "F4", "shape": [4, 4], "data_offsets": [8, 16]}
+@pytest.mark.parametrize(("dtype", "shape"), [("F6_E3M2", [4, 4]), ("F4", [16, 1]), ("F4", [])])
+def test_a_tensor_of_an_unknown_dtype_is_left_out(
+    memory: str, dtype: str, shape: list[int]
+) -> None:
+    strange = {"dtype": dtype, "shape": shape, "data_offsets": [8, 16]}
     put(memory, model=file_of({"w": F32, "x": strange}, bytes(16)))
     assert dos.load_state_dict(memory, "w", progress=False)["w"].tolist() == [0.0, 0.0]
     assert dos.open(memory)["x"].dtype_name == "unknown"

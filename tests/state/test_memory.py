@@ -21,6 +21,7 @@ from dcp_objstore.state.memory import (
     narrow,
     same_memory,
 )
+from tests.support.wrappers import Boxed, Codes, Pair
 
 ALL = torch.zeros(24)
 MATRIX = ALL.view(4, 6)
@@ -76,6 +77,20 @@ def test_dense_tensors_are_compared_without_memory_for_their_elements(
 ) -> None:
     monkeypatch.delattr(memory, "_meet")
     assert fill_order({"first": [ALL[4:8]], "second": [ALL[5:9]]}) == (set(), {"second"})
+
+
+def test_wrappers_share_what_their_parts_share() -> None:
+    scale, codes = torch.ones(3), torch.ones(3, 4, dtype=torch.int8)
+    tied, near = Codes(codes, scale), Codes(torch.ones(3, 4, dtype=torch.int8), scale)
+    assert fill_order({"a": [tied], "b": [tied]}) == ({"a"}, set())
+    assert fill_order({"a": [tied], "b": [near]}) == (set(), {"b"})
+    assert fill_order({"a": [codes], "b": [tied]}) == ({"a"}, set())
+    assert fill_order({"a": [tied], "b": [codes]}) == (set(), {"b"})
+    halves = [tied[:1], tied[1:]]
+    assert fill_order({"a": halves, "b": [tied]}) == ({"a"}, set())
+    assert fill_order({"a": [tied], "b": [Boxed(torch.ones(2))]}) == (set(), set())
+    twice = Pair(Boxed(codes), Boxed(codes))  # what its own parts share is its own matter
+    assert fill_order({"a": [twice]}) == (set(), set())
 
 
 class On:
@@ -181,7 +196,7 @@ class Sharded:
 def test_parts_of_sharded_tensors_are_told_by_the_elements_of_this_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory, "DTensor", Sharded)
+    monkeypatch.setattr(memory.torch_private, "DTensor", Sharded)
     base = torch.zeros(4)
     assert same_memory(Sharded(base)) == same_memory(base)
     assert same_memory(Sharded(base[:2])) != same_memory(Sharded(base[2:]))
@@ -282,16 +297,14 @@ def test_integers_are_copied_only_where_they_mean_the_same(make: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_what_is_quantized_in_another_way_is_described_briefly() -> None:
+def test_what_is_quantized_in_another_way_is_refused_with_both_dtypes() -> None:
     floats, zeros = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
     one, other = (
         torch.quantize_per_channel(floats, torch.full((2,), scale), zeros, 0, torch.qint8)
         for scale in (0.5, 0.25)
     )
-    with pytest.raises(StateMismatchError, match=r"as qint8 with other scales .* state has qint8"):
+    with pytest.raises(StateMismatchError, match=r"qint8, .*qint8, and the scales"):
         copy_elements(one, other)
     whole = torch.quantize_per_tensor(floats, 0.5, 3, torch.quint8)
-    with pytest.raises(
-        StateMismatchError, match=r"quint8 with scale 0.5 and zero point 3, .* float"
-    ):
+    with pytest.raises(StateMismatchError, match=r"quint8, .* torch.float32"):
         copy_elements(whole, floats)

@@ -12,20 +12,22 @@ import io
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from dcp_objstore import torch_private
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.state import device
-from dcp_objstore.state.tensor_frame import pickled_blob
+from dcp_objstore.state.tensor_frame import PLAIN_TYPES, check_kind, pickled_blob
+from dcp_objstore.torch_private import parts, rebuilt
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, BlockDigest
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.write.staging.memory import StagingMemory
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # A copying thread takes this many bytes at a time: whole digest blocks.
 _COPY_BYTES = 32 * MIB
 # Tensors of at least this size are hashed as they are copied, in steps so small that source and
@@ -90,15 +91,12 @@ class Staging:
 
     def __init__(self, state_dict: Mapping[str, Any], memory: StagingMemory) -> None:
         """Lay out the copy, copy what is no tensor, and start the copies from devices."""
-        leaves = [leaf for value in state_dict.values() for leaf in _leaves(value)]
-        tensors = {
-            id(local): local for leaf in leaves if (local := _plain_tensor(leaf)) is not None
-        }
-        others = {
-            id(leaf): leaf
-            for leaf in leaves
-            if type(leaf) not in _SCALARS and _plain_tensor(leaf) is None
-        }
+        leaves = {id(leaf): leaf for value in state_dict.values() for leaf in _leaves(value)}
+        # The lists keep the parts of wrappers alive, and so their ids.
+        made_of = {key: parts(leaf) for key, leaf in leaves.items() if type(leaf) not in _SCALARS}
+        units = {id(unit): unit for of_leaf in made_of.values() for unit in of_leaf}
+        tensors = {key: unit for key, unit in units.items() if _is_copied_raw(unit)}
+        others = {key: unit for key, unit in units.items() if key not in tensors}
         copies: dict[int, Any] = dict(zip(others, _deep_copies(list(others.values())), strict=True))
         places = plan_regions(list(tensors.values()))
         regions = list({id(region): region for region, _ in places.values()}.values())
@@ -107,8 +105,12 @@ class Staging:
         self._begin(regions, memory)
         for key, tensor in tensors.items():
             copies[key] = copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
+        whole = {
+            key: rebuilt(leaves[key], iter([copies[id(unit)] for unit in of_leaf]))
+            for key, of_leaf in made_of.items()
+        }
         self.state = StagedState(
-            (name, _rebuilt(value, copies)) for name, value in state_dict.items()
+            (name, _rebuilt(value, whole)) for name, value in state_dict.items()
         )
         _keep_sharding(state_dict, self.state)
         self.state.size_bytes = sum(region.size_bytes for region in regions)
@@ -226,19 +228,29 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _rebuilt(value: Any, copies: Mapping[int, Any]) -> Any:
-    """Rebuild the same containers with copies of the leaves."""
+def _rebuilt(value: Any, copies: Mapping[int, Any], *, is_item: bool = True) -> Any:
+    """Rebuild the same containers with copies of the leaves.
+
+    Args:
+        is_item: whether DCP stores each tensor in it as an item of its own. (It pickles tuples.)
+    """
     kind = type(value)
     if kind in _SCALARS:
         return value
     if kind not in _CONTAINERS:
-        if isinstance(value, DTensor) and id(value) not in copies:
-            local = torch_private.local_tensor(value)
-            return torch_private.dtensor(copies[id(local)], torch_private.spec_of(value))
+        if is_item and isinstance(value, torch.Tensor):
+            try:
+                check_kind(value)
+            except UnsupportedError as error:
+                # DCP asks it for its items when it plans the save, and then tells all ranks.
+                refused = torch.empty(0, device="cpu")
+                vars(refused)["__create_write_items__"] = partial(_refuse, error)
+                return refused
         return copies[id(value)]
+    is_item = is_item and kind is not tuple
     if isinstance(value, dict):
-        return kind((key, _rebuilt(item, copies)) for key, item in value.items())
-    return kind(_rebuilt(item, copies) for item in value)
+        return kind((k, _rebuilt(item, copies, is_item=is_item)) for k, item in value.items())
+    return kind(_rebuilt(item, copies, is_item=is_item) for item in value)
 
 
 def _keep_sharding(state: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
@@ -253,7 +265,8 @@ def _keep_sharding(state: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
     pairs = [
         (name, tensor, copied)
         for name in state
-        for tensor, copied in zip(_tensors(state[name]), _tensors(staged[name]), strict=True)
+        for leaf, of_copy in zip(_leaves(state[name]), _leaves(staged[name]), strict=True)
+        for tensor, copied in zip(_tensors(leaf), _tensors(of_copy), strict=False)
     ]
     copies: dict[int, Any] = {id(tensor): copied for _, tensor, copied in pairs}
     for name, tensor, copied in pairs:
@@ -280,12 +293,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield torch_private.local_tensor(leaf)
 
 
-def _plain_tensor(leaf: Any) -> torch.Tensor | None:
-    """Return the tensor whose memory is copied; None for a leaf that is deep-copied."""
-    tensor = torch_private.local_tensor(leaf) if isinstance(leaf, DTensor) else leaf
-    if type(tensor) not in _PLAIN or tensor.is_quantized:
-        return None
-    return tensor
+def _refuse(error: UnsupportedError, key: str, _: object) -> NoReturn:
+    raise error.at(key=key)
+
+
+def _is_copied_raw(unit: Any) -> bool:
+    """Whether a unit is a tensor whose memory is copied; others are deep-copied."""
+    if type(unit) not in PLAIN_TYPES or unit.layout != torch.strided:
+        return False
+    return not (unit.is_quantized or unit.is_nested)
 
 
 def _deep_copies(values: list[Any]) -> list[Any]:
@@ -293,34 +309,28 @@ def _deep_copies(values: list[Any]) -> list[Any]:
 
     The memory of these copies is not kept for the next save.
     """
-    own: dict[int, Any] = {}
-    for number, value in enumerate(values):
-        if type(value) in _PLAIN and value.is_quantized:
-            # DCP's stager would lose the scale and the zero point; torch cannot clone every kind.
-            own[number] = torch.load(io.BytesIO(pickled_blob(value)))
-        elif isinstance(value, torch_private.ShardedTensor):  # which DCP's stager refuses
-            own[number] = torch_private.copied_to_host(value)
-    others = [value for number, value in enumerate(values) if number not in own]
-    copies = _copies_by_dcp(others) if others else []
-    for number, copied in own.items():  # in ascending order
-        copies.insert(number, copied)
+    with closing(torch_private.HostStager(_copied)) as stager:
+        copies: list[Any] = stager.stage(values)
     return copies
 
 
-def _copies_by_dcp(values: list[Any]) -> list[Any]:
-    for value in values:
-        if isinstance(value, DTensor):
-            torch_private.wait_for_collective(torch_private.local_tensor(value))
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    copied: Any = stager.stage({"values": values})  # not async: no future
-    copies: list[Any] = copied["values"]
-    return copies
+def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Copy a tensor that DCP's stager would not copy rightly; return None for others."""
+    if is_lazy(tensor):
+        return tensor
+    if isinstance(tensor, torch_private.ShardedTensor):
+        return torch_private.copied_to_host(tensor)
+    is_plain = type(tensor) in PLAIN_TYPES
+    if is_plain and tensor.layout != torch.strided:
+        return tensor.detach().clone()
+    if torch_private.is_dispatched(tensor) or (is_plain and not _is_copied_raw(tensor)):
+        own: torch.Tensor = torch.load(io.BytesIO(pickled_blob(tensor)), weights_only=False)
+        return own
+    return None
 
 
 def _no_region(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor that has no region: sparse, or without memory, which the writer may refuse."""
-    if tensor.layout != torch.strided:
-        return tensor.detach().clone()  # DCP's own stager fails
+    """Copy a tensor without memory, which the writer may refuse."""
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
