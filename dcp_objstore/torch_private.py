@@ -30,6 +30,10 @@ from torch.distributed.checkpoint._async_thread_executor import (
     # Saves in a thread for `dcp.async_save`, in thread mode. torch 2.9 to 2.15.
     _ThreadBasedAsyncCheckpointExecutor as ThreadExecutor,
 )
+from torch.distributed.checkpoint._nested_dict import (  # type: ignore[attr-defined]
+    # Puts a value into a nested dict. torch 2.9 to 2.15.
+    set_element,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
@@ -262,6 +266,7 @@ __all__ = [
     "local_tensor",
     "non_persistent_buffers",
     "own_sharding",
+    "set_element",
     "set_group_timeout",
     "size_in_checkpoint",
     "spec_of",

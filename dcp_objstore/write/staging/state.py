@@ -297,7 +297,7 @@ def _deep_copies(values: list[Any]) -> list[Any]:
     for number, value in enumerate(values):
         if type(value) in _PLAIN and value.is_quantized:
             # DCP's stager would lose the scale and the zero point; torch cannot clone every kind.
-            own[number] = torch.load(io.BytesIO(pickled_blob(value)))
+            own[number] = torch.load(io.BytesIO(pickled_blob(value)), mmap=False)
         elif isinstance(value, torch_private.ShardedTensor):  # which DCP's stager refuses
             own[number] = torch_private.copied_to_host(value)
     others = [value for number, value in enumerate(values) if number not in own]
