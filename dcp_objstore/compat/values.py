@@ -116,8 +116,6 @@ def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> 
         key: the state-dict key.
         is_verified: whether the bytes have the digests that they were saved with.
     """
-    if isinstance(error, DcpObjstoreError):
-        return error.at(key=key)
     if not is_verified and not _is_whole(body):
         return CheckpointCorruptError(
             f"the value is damaged, or not what torch.save writes: {_said(error)}", key=key

@@ -133,6 +133,8 @@ class ItemRead:
             )
             try:
                 self._destination(body)
+            except DcpObjstoreError as error:
+                raise error.at(key=key) from None
             except Exception as error:
                 raise self._not_built(error, body) from error
 

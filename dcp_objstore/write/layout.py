@@ -126,10 +126,17 @@ def check_item(item: WriteItem) -> None:
     """Refuse an item that cannot be saved, before anything is sent.
 
     Raises:
-        UnsupportedError: DCP cannot place the layout, the dtype cannot be loaded again, or the
-            chunk is larger than an object may be.
+        UnsupportedError: the key is no UTF-8 (the rank would fail while DCP gathers its results,
+            where the others wait for it), DCP cannot place the layout, the dtype cannot be loaded
+            again, or the chunk is larger than an object may be.
     """
+    key: object = item.index.fqn
     try:
+        if not isinstance(key, str) or not _is_text(key):
+            raise UnsupportedError(
+                f"the key {key!r} cannot be stored: use a str of characters that UTF-8 has (a name"
+                " of a file may hold others)"
+            )
         if item.tensor_data is not None:
             tensor_frame.check_layout(item.tensor_data.properties.layout)
             tensor_frame.check_dtype(item.tensor_data.properties.dtype)
@@ -222,10 +229,7 @@ class Layout:
             except DcpObjstoreError as error:
                 raise error.at(key=item.index.fqn) from None
             except Exception as error:
-                raise RankFailedError(
-                    f"could not read the value to save: {type(error).__name__}: {error}",
-                    key=item.index.fqn,
-                ) from error
+                raise _unreadable(item, error) from error
         if self._gathered:
             yield self._take_gathered()
 
@@ -239,10 +243,12 @@ class Layout:
         data = self.resolve(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
-                raise TypeError(f"the planner resolved a BYTE_IO item to {type(data).__name__}")
+                raise UnsupportedError(
+                    f"the planner resolved a BYTE_IO item to {type(data).__name__}"
+                )
             return data
         if not isinstance(data, torch.Tensor):
-            raise TypeError(f"the planner resolved a tensor item to {type(data).__name__}")
+            raise UnsupportedError(f"the planner resolved a tensor item to {type(data).__name__}")
         assert item.tensor_data is not None
         if data.shape != item.tensor_data.chunk.sizes:
             raise UnsupportedError(
@@ -367,6 +373,25 @@ class Layout:
     def _take_gathered(self) -> ByteArray:
         taken, self._gathered = self._gathered, bytearray()
         return np.frombuffer(taken, dtype=np.uint8)
+
+
+def _is_text(key: str) -> bool:
+    try:
+        return key.isascii() or bool(key.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _unreadable(item: WriteItem, error: Exception) -> DcpObjstoreError:
+    """Return what is raised because an item's data cannot be read, by the cause."""
+    key, said = item.index.fqn, f"{type(error).__name__}: {error}"
+    if item.tensor_data is not None or isinstance(error, MemoryError | OSError | RuntimeError):
+        return RankFailedError(f"could not read the value to save: {said}", key=key)
+    return UnsupportedError(
+        f"this value cannot be pickled ({said}): save plain data in its place, or an object with"
+        " state_dict and load_state_dict, or leave it out of the state",
+        key=key,
+    )
 
 
 def _watched_words(piece: ByteArray) -> ByteArray:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.state import device
 from dcp_objstore.state.tensor_frame import pickled_blob
@@ -99,7 +99,10 @@ class Staging:
             for leaf in leaves
             if type(leaf) not in _SCALARS and _plain_tensor(leaf) is None
         }
-        copies: dict[int, Any] = dict(zip(others, _deep_copies(list(others.values())), strict=True))
+        try:
+            copies = dict(zip(others, _deep_copies([*others.values()]), strict=True))
+        except Exception as error:
+            raise _not_copied(state_dict, others, error) from error
         places = plan_regions(list(tensors.values()))
         regions = list({id(region): region for region, _ in places.values()}.values())
         self._tickets: list[Ticket] = []
@@ -305,6 +308,40 @@ def _deep_copies(values: list[Any]) -> list[Any]:
     for number, copied in own.items():  # in ascending order
         copies.insert(number, copied)
     return copies
+
+
+def _not_copied(
+    state_dict: Mapping[str, Any], others: Mapping[int, Any], error: Exception
+) -> DcpObjstoreError:
+    """Return what is raised because values cannot be copied, with the key of the first of them."""
+    said = f"{type(error).__name__}: {error}"
+    key = next(
+        (name for name, leaf in _named(state_dict) if id(leaf) in others and _fails(leaf)), None
+    )
+    if isinstance(error, MemoryError | OSError):
+        return RankFailedError(f"the value could not be copied: {said}", key=key)
+    return UnsupportedError(
+        f"this value cannot be copied for a save in the background ({said}): save plain data in its"
+        " place, or an object with state_dict and load_state_dict, or leave it out of the state",
+        key=key,
+    )
+
+
+def _named(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf with its key."""
+    if type(value) not in _CONTAINERS:
+        yield name, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _named(item, f"{name}.{key}".removeprefix("."))
+
+
+def _fails(leaf: Any) -> bool:
+    try:
+        _deep_copies([leaf])
+    except Exception:  # noqa: BLE001 - whatever the class of the value raises
+        return True
+    return False
 
 
 def _copies_by_dcp(values: list[Any]) -> list[Any]:
