@@ -31,6 +31,7 @@ from torch.distributed.checkpoint._async_thread_executor import (
     _ThreadBasedAsyncCheckpointExecutor as ThreadExecutor,
 )
 from torch.distributed.checkpoint._nested_dict import (  # type: ignore[attr-defined]
+    flatten_state_dict,
     # Puts a value into a nested dict. torch 2.9 to 2.15.
     set_element,
 )
@@ -46,7 +47,7 @@ from torch.distributed.tensor import DTensor
 from dcp_objstore.contexts import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
 # Process groups.
 
@@ -240,6 +241,11 @@ def storage_classes() -> dict[torch.dtype, str]:
     return classes
 
 
+def flattened(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a nested state by the keys that DCP gives them. torch 2.9 to 2.15."""
+    return flatten_state_dict(dict(state_dict))[0]
+
+
 def legacy_classes() -> tuple[type, ...]:
     """Return the typed tensor and storage classes, such as `FloatTensor`. torch 2.9 to 2.15."""
     return (*torch._tensor_classes, *torch._storage_classes)
@@ -257,6 +263,7 @@ __all__ = [
     "count_groups",
     "default_store",
     "dtensor",
+    "flattened",
     "groups_named_from",
     "has_cpu_backend",
     "is_fake",

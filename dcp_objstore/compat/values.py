@@ -22,11 +22,10 @@ import torch
 from dcp_objstore.compat.archive import ZIP_START, ArchiveError
 from dcp_objstore.compat.inert_pickle import HostilePickleError
 from dcp_objstore.compat.vet import vet
+from dcp_objstore.distributed.plugin import by_cause
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,
-    RankFailedError,
-    UnsupportedError,
     UntrustedPickleError,
 )
 from dcp_objstore.observe.report import first_few
@@ -98,7 +97,7 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
     except Exception as error:  # noqa: BLE001 - whatever the value's class does; the save goes on
         text = (
             f"the value of {key!r} was saved, but does not load again in this program"
-            f" ({_said(error)})"
+            f" ({type(error).__name__}: {error})"
         )
     warned.add(key)
     warnings.warn(text, UserWarning, stacklevel=2)
@@ -118,7 +117,8 @@ def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> 
     """
     if not is_verified and not _is_whole(body):
         return CheckpointCorruptError(
-            f"the value is damaged, or not what torch.save writes: {_said(error)}", key=key
+            f"the value is damaged, or not what torch.save writes: {type(error).__name__}: {error}",
+            key=key,
         )
     if isinstance(error, _NOT_OF_TORCH) or "PytorchStreamReader" in str(error):
         return UntrustedPickleError(
@@ -127,18 +127,13 @@ def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> 
             " author of this checkpoint",
             key=key,
         )
-    if isinstance(error, MemoryError | OSError | RuntimeError):
-        return RankFailedError(f"the stored value could not be built: {_said(error)}", key=key)
-    return UnsupportedError(
-        f"the bytes are what was saved, but this program cannot build the value ({_said(error)}):"
-        " its class has changed since the save or is not installed, or the planner does not take"
-        " it. Load it with the code that saved it, or leave this key out",
-        key=key,
+    return by_cause(
+        error,
+        "the bytes of this value are what was saved, but it could not be built",
+        key,
+        "its class has changed since the save or is not installed, or the planner does not take it."
+        " Load it with the code that saved it, or leave this key out",
     )
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _refusal(body: bytes) -> str | None:
@@ -206,8 +201,7 @@ def refused_globals(
         return None
     unsafe = _unsafe_globals(body)
     if not unsafe:
-        # Torch names no global. The value is damaged if the checksums, which torch ignores, differ.
-        return "a pickle that torch refuses by weights_only=True" if _is_whole(body) else None
+        return None
     return first_few([name[:200] for name in sorted(unsafe - inert or unsafe)], 5)
 
 

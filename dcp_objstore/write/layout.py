@@ -8,6 +8,7 @@ buffers.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
+from dcp_objstore.distributed.plugin import by_cause
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.memory import lend
 from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name
@@ -130,19 +132,31 @@ def check_item(item: WriteItem) -> None:
             where the others wait for it), DCP cannot place the layout, the dtype cannot be loaded
             again, or the chunk is larger than an object may be.
     """
-    key: object = item.index.fqn
+    key, data = item.index.fqn, item.tensor_data
     try:
-        if not isinstance(key, str) or not _is_text(key):
+        if not isinstance(key, str) or not (key.isascii() or _is_text(key)):
             raise UnsupportedError(
                 f"the key {key!r} cannot be stored: use a str of characters that UTF-8 has (a name"
                 " of a file may hold others)"
             )
-        if item.tensor_data is not None:
-            tensor_frame.check_layout(item.tensor_data.properties.layout)
-            tensor_frame.check_dtype(item.tensor_data.properties.dtype)
-        check_item_size(item_bytes(item))
+        if data is not None:
+            _check_kind(data.properties.layout, data.properties.dtype)
+            check_item_size(item_bytes(item))
     except UnsupportedError as error:
-        raise error.at(key=item.index.fqn) from None
+        raise error.at(key=key) from None
+
+
+def _is_text(key: str) -> bool:
+    try:
+        return bool(key.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+@functools.cache
+def _check_kind(layout: torch.layout, dtype: torch.dtype) -> None:
+    tensor_frame.check_layout(layout)
+    tensor_frame.check_dtype(dtype)
 
 
 class _Sliced(NamedTuple):
@@ -199,7 +213,8 @@ class Layout:
 
         Raises:
             DcpObjstoreError: an item cannot be saved; the error names its key.
-            RankFailedError: the planner or torch raised an error of another type.
+            UnsupportedError, RankFailedError: the planner, the class of a value or torch raised
+                another error.
         """
         # What is gathered, one more small tensor and its framing are no larger than a slice.
         enough_bytes = min(_GATHERED_BYTES, self.plan.slice_size_bytes - 2 * SMALL_BYTES)
@@ -229,7 +244,8 @@ class Layout:
             except DcpObjstoreError as error:
                 raise error.at(key=item.index.fqn) from None
             except Exception as error:
-                raise _unreadable(item, error) from error
+                key = item.index.fqn
+                raise by_cause(error, "this value cannot be read or pickled", key) from error
         if self._gathered:
             yield self._take_gathered()
 
@@ -373,25 +389,6 @@ class Layout:
     def _take_gathered(self) -> ByteArray:
         taken, self._gathered = self._gathered, bytearray()
         return np.frombuffer(taken, dtype=np.uint8)
-
-
-def _is_text(key: str) -> bool:
-    try:
-        return key.isascii() or bool(key.encode())
-    except UnicodeEncodeError:
-        return False
-
-
-def _unreadable(item: WriteItem, error: Exception) -> DcpObjstoreError:
-    """Return what is raised because an item's data cannot be read, by the cause."""
-    key, said = item.index.fqn, f"{type(error).__name__}: {error}"
-    if item.tensor_data is not None or isinstance(error, MemoryError | OSError | RuntimeError):
-        return RankFailedError(f"could not read the value to save: {said}", key=key)
-    return UnsupportedError(
-        f"this value cannot be pickled ({said}): save plain data in its place, or an object with"
-        " state_dict and load_state_dict, or leave it out of the state",
-        key=key,
-    )
 
 
 def _watched_words(piece: ByteArray) -> ByteArray:

@@ -12,7 +12,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 # The state of a generator of random numbers is a tensor of up to so many bytes on the CPU.
 _STATE_BYTES = 8192
 _PICKLES = (ZIP_START, b"\x80")
-
-
-class _Digests(NamedTuple):
-    """Digests of a value: `exact` is the same for equal values, and `quick` for most of them."""
-
-    quick: bytes | None
-    exact: bytes | None
 
 
 class SeenValues:
@@ -88,23 +81,20 @@ class SeenValues:
         Call it if the ranks have different digests of all their values.
         """
         own, failed = capture(
-            lambda: {
-                key: _Digests(_digest(_Quick, of), _digest(_Exact, of))
-                for key, of in values.items()
-            }
+            lambda: {key: (_digest(_Exact, of), _digest(_Quick, of)) for key, of in values.items()}
         )
         of_ranks = from_all(own or {}, url, group)
         different: dict[str, str] = {}
         for key in {key: None for of_rank in of_ranks for key in of_rank}:
             ranks = [(rank, of[key]) for rank, of in enumerate(of_ranks) if key in of]
             (first, one), *others = ranks
-            other = next((rank for rank, of in others if of.exact != one.exact), None)
+            other = next((rank for rank, (exact, _) in others if exact != one[0]), None)
             if other is not None:
                 places = (str(global_rank(rank, group)) for rank in (first, other))
                 different[key] = f"{key} on ranks {' and '.join(places)}"
             elif len(ranks) < len(of_ranks):
                 self.left_out.add(key)
-            elif any(of.quick != one.quick for _, of in others):
+            elif any(of != one for _, of in others):  # the quick one
                 self.unordered.add(key)
         self.left_out.update(different)
         if different and is_first(group):

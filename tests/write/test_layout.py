@@ -269,7 +269,7 @@ def test_an_error_of_the_planner_keeps_its_type_in_the_text_and_its_place() -> N
     def resolve(item: WriteItem) -> Any:
         raise ZeroDivisionError("of mine")
 
-    with pytest.raises(RankFailedError, match="ZeroDivisionError: of mine") as caught:
+    with pytest.raises(UnsupportedError, match="ZeroDivisionError: of mine") as caught:
         lay({"t": torch.ones(1)}, resolve=resolve)
     assert caught.value.key == "t"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
+from dcp_objstore.distributed.plugin import by_cause
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.state import device
 from dcp_objstore.state.tensor_frame import pickled_blob
@@ -102,7 +103,7 @@ class Staging:
         try:
             copies = dict(zip(others, _deep_copies([*others.values()]), strict=True))
         except Exception as error:
-            raise _not_copied(state_dict, others, error) from error
+            raise _not_copied(state_dict, error) from error
         places = plan_regions(list(tensors.values()))
         regions = list({id(region): region for region, _ in places.values()}.values())
         self._tickets: list[Ticket] = []
@@ -310,38 +311,17 @@ def _deep_copies(values: list[Any]) -> list[Any]:
     return copies
 
 
-def _not_copied(
-    state_dict: Mapping[str, Any], others: Mapping[int, Any], error: Exception
-) -> DcpObjstoreError:
+def _not_copied(state_dict: Mapping[str, Any], error: Exception) -> DcpObjstoreError:
     """Return what is raised because values cannot be copied, with the key of the first of them."""
-    said = f"{type(error).__name__}: {error}"
-    key = next(
-        (name for name, leaf in _named(state_dict) if id(leaf) in others and _fails(leaf)), None
-    )
-    if isinstance(error, MemoryError | OSError):
-        return RankFailedError(f"the value could not be copied: {said}", key=key)
-    return UnsupportedError(
-        f"this value cannot be copied for a save in the background ({said}): save plain data in its"
-        " place, or an object with state_dict and load_state_dict, or leave it out of the state",
-        key=key,
-    )
-
-
-def _named(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its key."""
-    if type(value) not in _CONTAINERS:
-        yield name, value
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _named(item, f"{name}.{key}".removeprefix("."))
-
-
-def _fails(leaf: Any) -> bool:
-    try:
-        _deep_copies([leaf])
-    except Exception:  # noqa: BLE001 - whatever the class of the value raises
-        return True
-    return False
+    key = None
+    for name, value in torch_private.flattened(state_dict).items():
+        try:
+            if _plain_tensor(value) is None:
+                _deep_copies([value])
+        except Exception as failed:  # noqa: BLE001 - this is the one
+            key, error = name, failed
+            break
+    return by_cause(error, "this value cannot be copied, as a save in the background does", key)
 
 
 def _copies_by_dcp(values: list[Any]) -> list[Any]:
