@@ -191,6 +191,8 @@ class ItemRead:
             copy_elements(narrow(tensor.detach(), wanted), destination)
         except StateMismatchError as error:
             raise error.at(key=key) from None
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise StateMismatchError(
                 f"the stored {tensor.dtype} tensor cannot be copied into the state's"

@@ -21,7 +21,8 @@ from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import Numbers
 from dcp_objstore.distributed.failures import from_all
 from dcp_objstore.distributed.groups import gone_error, is_first
-from dcp_objstore.distributed.plugin import same_url
+from dcp_objstore.distributed.plugin import by_cause, same_url
+from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.dcp_metadata import PlannedIndex
 from dcp_objstore.state.per_rank import is_stateful
@@ -72,7 +73,12 @@ class WriteItems:
 
 
 def _write_items(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
-    return create_default_local_save_plan({key: value}, is_coordinator).items
+    try:
+        return create_default_local_save_plan({key: value}, is_coordinator).items
+    except DcpObjstoreError as error:
+        raise error.at(key=key) from None
+    except Exception as error:
+        raise by_cause(error, "torch cannot say how to store this", key) from error
 
 
 def _signature(value: Any) -> tuple[Any, ...] | None:
@@ -225,7 +231,12 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         """Return what this rank has; reuse the items of a staged state."""
         if self._staged:
             return _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
-        return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
+        try:
+            return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
+        except Exception:
+            for key, value in self.state_dict.items():
+                _write_items(key, value, self.is_coordinator)  # raises with the key
+            raise
 
     def _described(self) -> LocalPlan:
         """Return what this rank wants to save; make its items in the first call."""

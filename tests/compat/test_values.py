@@ -398,6 +398,20 @@ def test_a_tensor_that_torch_cannot_build_is_not_damaged(
     assert caught.value.key == "q"
 
 
+def test_a_full_device_is_not_called_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = memory_url()
+    tensor = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+    dos.save({"q": tensor}, url, progress=False)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("of a GPU")
+
+    monkeypatch.setattr("dcp_objstore.read.item_read.copy_elements", full)
+    with pytest.raises(RankFailedError, match="of a GPU") as caught:
+        dos.load({"q": torch.empty_like(tensor)}, url, progress=False)
+    assert caught.value.key == "q"
+
+
 def test_saving_an_unsafe_value_warns_once_per_key() -> None:
     body = saved(slice(3))
     warned: set[str] = set()

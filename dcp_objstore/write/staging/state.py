@@ -316,7 +316,7 @@ def _not_copied(state_dict: Mapping[str, Any], error: Exception) -> DcpObjstoreE
     key = None
     for name, value in torch_private.flattened(state_dict).items():
         try:
-            if _plain_tensor(value) is None:
+            if not isinstance(value, torch.Tensor):
                 _deep_copies([value])
         except Exception as failed:  # noqa: BLE001 - this is the one
             key, error = name, failed
