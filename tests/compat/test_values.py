@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import dcp_objstore as dos
 from dcp_objstore.compat import values
@@ -288,6 +289,24 @@ def test_bytes_with_their_digests_are_not_called_damaged_whatever_they_are() -> 
     for strange in (b"", b"a planner's own format", body[:-1], hostile.v2(b"cm\nn" * 3)):
         with pytest.raises(UntrustedPickleError, match="trust_pickle"):
             check_safe(strange, "key", trust_pickle=False, is_verified=True)
+
+
+class OwnFormat(DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - its name there
+        return io.BytesIO(b"own format")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_format_of_a_planners_own_is_damaged_only_if_nothing_says_that_it_is_whole(
+    verify: bool,
+) -> None:
+    url = memory_url()
+    with pytest.warns(UserWarning, match="not what torch.save writes"):
+        writer = dos.ObjectStoreWriter(url, progress=False)
+        dcp.save({"v": 1}, storage_writer=writer, planner=OwnFormat(), no_dist=True)
+    with pytest.raises(UntrustedPickleError if verify else CheckpointCorruptError) as caught:
+        dos.load({"v": 0}, url, verify=verify, progress=False)
+    assert caught.value.key == "v"
 
 
 class Fails:

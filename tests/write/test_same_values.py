@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import dcp_objstore as dos
+from dcp_objstore.write import same_values
 from dcp_objstore.write.same_values import SeenValues, _digest, _Exact, _Quick
 from tests.support.ranks import run_ranks
 
@@ -235,3 +236,49 @@ def fails_on_one(rank: int, world: int, root: str) -> list[str]:
 
 def test_a_value_that_only_one_rank_could_not_save_stops_none(tmp_path: Path) -> None:
     assert run_ranks(2, fails_on_one, tmp_path.as_uri()) == [[], []]
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, *of_ranks: dict[str, Any]) -> list[SeenValues]:
+    """Let ranks compare these values; return what each has seen."""
+    sent: list[Any] = []
+    monkeypatch.setattr(same_values, "from_all", lambda own, *_: sent.append(own) or sent)
+    monkeypatch.setattr(same_values, "global_rank", lambda rank, _: rank)
+    monkeypatch.setattr(same_values, "is_first", lambda _: True)
+    seen = [SeenValues() for _ in of_ranks]
+    for turn in range(2):  # in the second turn each rank has what all send
+        for own, values in zip(seen, of_ranks, strict=True):
+            if turn:
+                monkeypatch.setattr(same_values, "from_all", lambda *_: sent[: len(seen)])
+            assert own.compare(values, "memory://x/1", None) is None
+        for own in seen if not turn else ():
+            own.left_out.clear()
+            own.unordered.clear()
+    return seen
+
+
+def test_equal_values_in_another_order_are_compared_by_all_ranks_without_a_meeting_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks: list[dict[str, Any]] = [
+        {"order": {"a": 1, "b": 2}, "n": 1},
+        {"n": 1, "order": {"b": 2, "a": 1}},
+    ]
+    seen = compared(monkeypatch, *ranks)
+    assert [one.unordered for one in seen] == [{"order"}] * 2
+    assert not any(one.left_out for one in seen)
+    assert SeenValues().digest(ranks[0]) != SeenValues().digest(ranks[1])
+    first, second = (one.digest(values) for one, values in zip(seen, ranks, strict=True))
+    assert first == second != seen[1].digest({**ranks[1], "order": {"b": 2, "a": 2}})
+
+
+def test_what_some_ranks_lack_is_compared_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks: list[dict[str, Any]] = [{"n": 1, "stage.0": 5}, {"n": 1, "stage.1": 6}]
+    seen = compared(monkeypatch, *ranks)
+    assert [one.left_out for one in seen] == [{"stage.0", "stage.1"}] * 2
+    first, second = (
+        one.digest(one.compared(values)) for one, values in zip(seen, ranks, strict=True)
+    )
+    assert first == second
+    assert not caplog.text
