@@ -31,6 +31,11 @@ from torch.distributed.checkpoint._async_thread_executor import (
     # Saves in a thread for `dcp.async_save`, in thread mode. torch 2.9 to 2.15.
     _ThreadBasedAsyncCheckpointExecutor as ThreadExecutor,
 )
+from torch.distributed.checkpoint._nested_dict import (  # type: ignore[attr-defined]
+    flatten_state_dict,
+    # Puts a value into a nested dict. torch 2.9 to 2.15.
+    set_element,
+)
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -45,7 +50,7 @@ from torch.distributed.tensor import DTensor
 from dcp_objstore.contexts import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 # Process groups.
 
@@ -349,6 +354,11 @@ def storage_classes() -> dict[torch.dtype, str]:
     return classes
 
 
+def flattened(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a nested state by the keys that DCP gives them. torch 2.9 to 2.15."""
+    return flatten_state_dict(dict(state_dict))[0]
+
+
 def legacy_classes() -> tuple[type, ...]:
     """Return the typed tensor and storage classes, such as `FloatTensor`. torch 2.9 to 2.15."""
     return (*torch._tensor_classes, *torch._storage_classes)
@@ -369,6 +379,7 @@ __all__ = [
     "default_store",
     "dtensor",
     "dtensor_alike",
+    "flattened",
     "groups_named_from",
     "has_cpu_backend",
     "has_flat_parameters",
@@ -384,6 +395,7 @@ __all__ = [
     "own_sharding",
     "parts",
     "rebuilt",
+    "set_element",
     "set_group_timeout",
     "size_in_checkpoint",
     "spec_of",

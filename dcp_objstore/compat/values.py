@@ -15,22 +15,29 @@ import os
 import pickle
 import warnings
 import zipfile
-from typing import Final
+from typing import Any, Final
 
 import torch
 
-from dcp_objstore.compat.archive import ZIP_START
+from dcp_objstore.compat.archive import ZIP_START, ArchiveError
+from dcp_objstore.compat.inert_pickle import HostilePickleError
 from dcp_objstore.compat.vet import vet
-from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
+from dcp_objstore.distributed.plugin import by_cause
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    DcpObjstoreError,
+    UntrustedPickleError,
+)
 from dcp_objstore.observe.report import first_few
 
 # Optimizers store thousands of equal numbers (lr, betas, eps) as equal bodies, and a test-load
 # takes about 60 microseconds. So results are kept for 1024 bodies of up to 4 KiB.
 _REMEMBERED: Final = 1024
 _REMEMBERED_SIZE_BYTES: Final = 4096
+_NOT_OF_TORCH: Final = (ArchiveError, HostilePickleError, pickle.UnpicklingError)
 
 
-def check_safe(body: bytes, key: str, *, trust_pickle: bool) -> None:
+def check_safe(body: bytes, key: str, *, trust_pickle: bool, is_verified: bool = False) -> None:
     """Check that `torch.load(body, weights_only=False)` runs no code from the body.
 
     Args:
@@ -38,16 +45,21 @@ def check_safe(body: bytes, key: str, *, trust_pickle: bool) -> None:
         key: the state-dict key, for the error.
         trust_pickle: whether the user allows the checkpoint to run code. If so, nothing is tested,
             and damage is found when the value is loaded.
+        is_verified: whether the bytes have the digests that they were saved with.
 
     Raises:
         UntrustedPickleError: the value needs a type that neither torch (with `weights_only=True`)
             nor this package allows.
-        CheckpointCorruptError: torch cannot read the value. A flipped bit that leaves it readable
-            is not found here, because torch ignores the archive's checksums; block digests find it.
+        CheckpointCorruptError: the value is damaged. A flipped bit that leaves it readable is not
+            found here, because torch ignores the archive's checksums; block digests find it.
+        DcpObjstoreError: the value cannot be built, as `not_built` says.
     """
     if trust_pickle:
         return
-    refused = _refusal(body, key)
+    try:
+        refused = _refusal(body)
+    except Exception as error:
+        raise not_built(error, body, key, is_verified=is_verified) from error
     if refused is not None:
         raise UntrustedPickleError(
             f"the value needs {refused}, which could run code when it is unpickled. If you know it"
@@ -69,7 +81,7 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
     if key in warned:
         return
     try:
-        refused = _refusal(body, key)
+        refused = _refusal(body)
         if refused is None:
             return
         text = (
@@ -77,24 +89,59 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
             " torch.serialization.add_safe_globals, or trust_pickle=True. Save it as plain Python"
             " data or as a tensor to avoid that"
         )
-    except CheckpointCorruptError:  # a planner may have a format of its own
+    except _NOT_OF_TORCH:  # a planner may have a format of its own
         text = (
             f"the value of {key!r} is not what torch.save writes: loading this checkpoint will"
             " need trust_pickle=True and a planner that can read it"
+        )
+    except Exception as error:  # noqa: BLE001 - whatever the value's class does; the save goes on
+        text = (
+            f"the value of {key!r} was saved, but does not load again in this program"
+            f" ({type(error).__name__}: {error})"
         )
     warned.add(key)
     warnings.warn(text, UserWarning, stacklevel=2)
 
 
-def _refusal(body: bytes, key: str) -> str | None:
-    """Return what prevents torch from loading `body` safely, or None."""
-    try:
-        if len(body) > _REMEMBERED_SIZE_BYTES:
-            return _test_load(body)
-        # The types that the user has declared are part of the key, because they may change.
-        return _remembered(bytes(body), frozenset(torch.serialization.get_safe_globals()))
-    except CheckpointCorruptError as error:
-        raise error.at(key=key) from error.__cause__
+def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> DcpObjstoreError:
+    """Return what is raised because a value cannot be built of its bytes, by the cause.
+
+    It is damaged only if a digest or a checksum says so. Otherwise the bytes are what was saved,
+    and the program or the machine has to change.
+
+    Args:
+        error: the error that building it raised.
+        body: the bytes that `torch.save` wrote, or a planner that has a format of its own.
+        key: the state-dict key.
+        is_verified: whether the bytes have the digests that they were saved with.
+    """
+    if not is_verified and not _is_whole(body):
+        return CheckpointCorruptError(
+            f"the value is damaged, or not what torch.save writes: {type(error).__name__}: {error}",
+            key=key,
+        )
+    if isinstance(error, _NOT_OF_TORCH) or "PytorchStreamReader" in str(error):
+        return UntrustedPickleError(
+            f"this is not what torch.save writes ({str(error).partition(chr(10))[0]})."
+            " trust_pickle=True passes it to the planner as it is: use that only if you trust the"
+            " author of this checkpoint",
+            key=key,
+        )
+    return by_cause(
+        error,
+        "the bytes of this value are what was saved, but it could not be built",
+        key,
+        "its class has changed since the save or is not installed, or the planner does not take it."
+        " Load it with the code that saved it, or leave this key out",
+    )
+
+
+def _refusal(body: bytes) -> str | None:
+    """Return what prevents torch from loading `body` safely, or None; raise as `_test_load`."""
+    if len(body) > _REMEMBERED_SIZE_BYTES:
+        return _test_load(body)
+    # The types that the user has declared are part of the key, because they may change.
+    return _remembered(bytes(body), frozenset(torch.serialization.get_safe_globals()))
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -107,34 +154,28 @@ def _test_load(body: bytes) -> str | None:
     """Load `body` with `weights_only=True`; return what torch refuses in it, or None.
 
     Raises:
-        CheckpointCorruptError: torch cannot read the body, or it would be unsafe to try.
+        ArchiveError, HostilePickleError, UnpicklingError: torch cannot read the body, or it would
+            be unsafe to try.
+        Exception: whatever the class of a value raises.
     """
     inert = vet(body)
     try:
-        torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except Exception as error:
-        unsafe = _unsafe_globals(body) if isinstance(error, pickle.UnpicklingError) else None
+        unpickled(io.BytesIO(body), weights_only=True)
+    except pickle.UnpicklingError as error:
+        unsafe = _unsafe_globals(body)
         if inert and unsafe is not None and inert.issuperset(unsafe) and not _forced():
-            try:
-                torch.load(io.BytesIO(body), map_location="cpu", weights_only=False)
-            except Exception as damage:
-                raise _damaged(damage) from damage
+            unpickled(io.BytesIO(body), weights_only=False)
             return None
         refused = refused_globals(body, error, inert)
-        if refused is not None:
-            return refused
-        if isinstance(error, pickle.UnpicklingError):
-            raise CheckpointCorruptError(
-                "the value is damaged, or not what torch.save writes"
-            ) from error
-        raise _damaged(error) from error
+        if refused is None:
+            raise
+        return refused
     return None
 
 
-def _damaged(error: Exception) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        f"the value cannot be loaded ({type(error).__name__}): it is damaged"
-    )
+def unpickled(body: io.BytesIO, *, weights_only: bool) -> Any:
+    """Return what `torch.save` has written, whatever the program's setting for `mmap` is."""
+    return torch.load(body, map_location="cpu", mmap=False, weights_only=weights_only)
 
 
 def _forced() -> bool:
@@ -160,8 +201,7 @@ def refused_globals(
         return None
     unsafe = _unsafe_globals(body)
     if not unsafe:
-        # Torch names no global. The value is damaged if the checksums, which torch ignores, differ.
-        return "a pickle that torch refuses by weights_only=True" if _is_whole(body) else None
+        return None
     return first_few([name[:200] for name in sorted(unsafe - inert or unsafe)], 5)
 
 
@@ -172,6 +212,8 @@ def _unsafe_globals(body: bytes) -> set[str] | None:
     """
     try:
         return set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(body)))
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - as above
         return None
 
@@ -181,5 +223,7 @@ def _is_whole(body: bytes) -> bool:
     try:
         with zipfile.ZipFile(io.BytesIO(body)) as archive:
             return archive.testzip() is None
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - hostile archives make zipfile raise anything
         return False

@@ -35,7 +35,7 @@ from typing import Final
 import torch
 
 from dcp_objstore import torch_private
-from dcp_objstore.compat.archive import Archive, ArchiveError
+from dcp_objstore.compat.archive import Archive
 from dcp_objstore.compat.inert_pickle import (
     Dialect,
     Global,
@@ -45,7 +45,6 @@ from dcp_objstore.compat.inert_pickle import (
     scan,
     stand_in,
 )
-from dcp_objstore.errors import CheckpointCorruptError
 
 # What torch's unpickler reads. Python's pickler nests about a thousand marks, by its recursion
 # limit.
@@ -64,38 +63,33 @@ _SIZED: Final = frozenset(
 )
 
 
-def vet(body: bytes | memoryview, key: str | None = None) -> frozenset[str]:
+def vet(body: bytes | memoryview) -> frozenset[str]:
     """Check that torch may unpickle a value, although it may still find it damaged or unsafe.
 
     Args:
         body: an archive that `torch.save` wrote (torch 1.6 or later).
-        key: the state-dict key, for errors.
 
     Returns:
         The names of the globals in it that torch refuses by default but that run no code, even if
         the value is unpickled without `weights_only`. Empty if this is not known.
 
     Raises:
-        CheckpointCorruptError: the body is not such an archive, or it needs something that no saved
-            value needs: memory without bytes for it, or nesting that would end the process.
+        ArchiveError: the body is not such an archive.
+        HostilePickleError: it needs something that no saved value needs: memory without bytes for
+            it, or nesting that would end the process.
     """
-    try:
-        archive = Archive(body)
-        pickled = archive.read("data.pkl")
-        if not pickled.startswith(b"\x80\x02"):
-            return frozenset()  # torch does not read it safely
-        end, is_whole = scan(pickled, _DIALECT)
-        trial = _Trial(pickled[:end], archive)
-        trial.run()
-        # Decimals can be chosen so that all have one hash.
-        hashes_decimals = trial.hashes_items and _DECIMAL in trial.inert
-        if not is_whole or not trial.is_known or hashes_decimals or any(trial.attributes):
-            return frozenset()
-        return frozenset(trial.inert)
-    except (ArchiveError, HostilePickleError) as error:
-        raise CheckpointCorruptError(
-            f"the value is damaged, or not what torch.save writes: {error}", key=key
-        ) from error
+    archive = Archive(body)
+    pickled = archive.read("data.pkl")
+    if not pickled.startswith(b"\x80\x02"):
+        return frozenset()  # torch does not read it safely
+    end, is_whole = scan(pickled, _DIALECT)
+    trial = _Trial(pickled[:end], archive)
+    trial.run()
+    # Decimals can be chosen so that all have one hash.
+    hashes_decimals = trial.hashes_items and _DECIMAL in trial.inert
+    if not is_whole or not trial.is_known or hashes_decimals or any(trial.attributes):
+        return frozenset()
+    return frozenset(trial.inert)
 
 
 class _EndError(Exception):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError
+from dcp_objstore.compat.inert_pickle import HostilePickleError
 from dcp_objstore.compat.vet import vet
 from dcp_objstore.config import MIB
 from dcp_objstore.contexts import contextmanager
@@ -302,8 +303,8 @@ def _is_mappable(path: Path, trust_pickle: bool) -> bool:
     (Torch would take packed records for the tensors' memory.)
 
     Raises:
-        CheckpointCorruptError: torch would allocate far more than the file has, or crash.
-        ArchiveError, ValueError: it is no such file.
+        ArchiveError, HostilePickleError, ValueError: it is no such file, or torch would allocate
+            far more than it has, or crash.
     """
     with path.open("rb") as file:
         head = file.read(32)
@@ -330,9 +331,14 @@ def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
             f"{path.name} is not loaded with weights_only=True: {text}. If you trust who made it,"
             " allow it with trust_pickle=True"
         ) from None
-    except CheckpointCorruptError as error:
-        raise error.at(object_key=path.name) from error.__cause__
-    except (RuntimeError, EOFError, ValueError, ArchiveError, OSError) as error:
+    except (
+        RuntimeError,
+        EOFError,
+        ValueError,
+        ArchiveError,
+        HostilePickleError,
+        OSError,
+    ) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # so mmap refuses its end
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         text = str(error).partition("\n")[0]

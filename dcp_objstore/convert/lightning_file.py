@@ -9,10 +9,8 @@ import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from dcp_objstore.checkpoint.names import natural_order
-from dcp_objstore.compat.values import check_safe
+from dcp_objstore.compat.values import check_safe, unpickled
 
 META_KEY = "meta.pt"
 # A key that the Trainer alone writes.
@@ -41,7 +39,7 @@ def nest_for_lightning(
     parts = nest(flat)
     body = parts.pop(META_KEY)
     check_safe(body, META_KEY, trust_pickle=trust_pickle)
-    meta = torch.load(io.BytesIO(body), map_location="cpu", weights_only=False)
+    meta = unpickled(io.BytesIO(body), weights_only=False)
     if _TRAINERS not in meta:
         return {**parts, **meta}
     optimizers = sorted((key for key in parts if key.startswith("optimizer_")), key=natural_order)

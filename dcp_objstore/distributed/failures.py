@@ -87,7 +87,7 @@ def typed_failures(
     except CheckpointException as error:
         # DCP numbers the ranks within the group.
         failures = {
-            _global(number, group): failure
+            global_rank(number, group): failure
             for number, (failure, _) in sorted(error.failures.items())
         }
         _free_locals(error, handled)
@@ -159,9 +159,11 @@ def raise_on_all(
         sent = own
         if own is not None and not isinstance(own, DcpObjstoreError):
             sent = typed(own, current_rank(), url)
-        dist.all_gather_object(reports, _Report(sent, advice, same or {}), group=group)
+        # A rank's arguments may be what it has refused, and what cannot be pickled.
+        report = _Report(sent, advice, {} if own is not None or same is None else same)
+        dist.all_gather_object(reports, report, group=group)
         failures: dict[int, BaseException] = {
-            _global(number, group): report.error
+            global_rank(number, group): report.error
             for number, report in enumerate(reports)
             if report.error is not None
         }
@@ -173,16 +175,17 @@ def raise_on_all(
         for number, report in enumerate(reports):
             if report.advice != first.advice or report.same.keys() != first.same.keys():
                 raise RankFailedError(
-                    f"rank {_global(number, group)} makes another call than rank"
-                    f" {_global(0, group)}. {first.advice}",
-                    rank=_global(number, group),
+                    f"rank {global_rank(number, group)} makes another call than rank"
+                    f" {global_rank(0, group)}. {first.advice}",
+                    rank=global_rank(number, group),
                     url=url,
                 )
             for name, value in report.same.items():
                 if value != first.same[name]:
                     raise ConfigError(
-                        f"every rank must pass the same {name}=, but rank {_global(0, group)} has"
-                        f" {first.same[name]!r} and rank {_global(number, group)} {value!r}",
+                        f"every rank must pass the same {name}=, but rank {global_rank(0, group)}"
+                        f" has {first.same[name]!r} and rank {global_rank(number, group)}"
+                        f" {value!r}",
                         url=url,
                     )
 
@@ -230,13 +233,7 @@ def on_any(holds: bool, url: str | None, group: dist.ProcessGroup | None) -> boo
     return any(from_all(holds, url, group))
 
 
-def same_on_all(number: int | None, url: str | None, group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks of the group give the same number, and not None. A collective."""
-    numbers = from_all(number, url, group)
-    return number is not None and all(other == number for other in numbers)
-
-
-def _global(number: int, group: dist.ProcessGroup | None) -> int:
+def global_rank(number: int, group: dist.ProcessGroup | None) -> int:
     """Return the global rank of a rank that is numbered within the group."""
     if group is None or has_gone(group):
         return number

@@ -11,7 +11,13 @@ from typing import Any, Protocol
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError, RankFailedError
+from dcp_objstore.errors import (
+    ConfigError,
+    DcpObjstoreError,
+    InvalidUrlError,
+    RankFailedError,
+    UnsupportedError,
+)
 from dcp_objstore.stores.options.schemes import are_known, public_options
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 
@@ -41,6 +47,31 @@ def typed(error: BaseException, rank: int | None, url: str | None) -> DcpObjstor
     if not isinstance(error, DcpObjstoreError):
         error = RankFailedError(f"{type(error).__name__}: {error}")
     return error.at(rank=rank, url=url)
+
+
+_PLAIN_DATA = (
+    "save plain data in its place, or an object with state_dict and load_state_dict, or leave it"
+    " out of the state"
+)
+
+
+def by_cause(
+    error: Exception, doing: str, key: str | None, advice: str = _PLAIN_DATA
+) -> DcpObjstoreError:
+    """Return the error to raise for a foreign one that came up with a value of the state.
+
+    A full memory, a lack of files and what torch reports (RuntimeError) keep their text. For
+    anything else the user has to change something.
+
+    Args:
+        doing: what could not be done.
+        key: the key of the value, if it is known.
+        advice: what the user may do.
+    """
+    text = f"{doing} ({type(error).__name__}: {error})"
+    if isinstance(error, MemoryError | OSError | RuntimeError):
+        return RankFailedError(text, key=key)
+    return UnsupportedError(f"{text}: {advice}", key=key)
 
 
 def same_url(urls: Sequence[Any]) -> None:

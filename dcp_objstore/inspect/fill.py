@@ -15,12 +15,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-    CheckpointGoneError,
-    ConfigError,
-    UnsupportedError,
-)
+from dcp_objstore.compat.values import unpickled
+from dcp_objstore.errors import CheckpointGoneError, ConfigError, UnsupportedError
 from dcp_objstore.inspect.selection import check_covered
 from dcp_objstore.read.plan import plan_load
 from dcp_objstore.read.session import report_loaded, run_load
@@ -31,8 +27,6 @@ from dcp_objstore.state.memory import is_quantized, narrow
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
 
 if TYPE_CHECKING:
-    import io
-
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.report import LoadReport
     from dcp_objstore.read.item_read import Destination
@@ -155,7 +149,8 @@ def read_new(
     def destination_of(item: ReadItem) -> Destination:
         key = item.dest_index.fqn
         if is_value(item):
-            return lambda body: content.update({key: _unpickled(key, body)})
+            # It was test-loaded with `weights_only=True`, or the user trusts it.
+            return lambda body: content.update({key: unpickled(body, weights_only=False)})
         box = Box(tuple(item.dest_offsets), tuple(item.lengths))
         return narrow(content[key], box)
 
@@ -183,20 +178,6 @@ def _dtype_of(stored: StoredCheckpoint, key: str) -> torch.dtype:
     if dtype is None:
         raise unknown_dtype(saved.dtype, key)
     return dtype
-
-
-def _unpickled(key: str, body: io.BytesIO) -> Any:
-    try:
-        # The value was test-loaded with `weights_only=True`, or the user trusts it.
-        return torch.load(body, map_location="cpu", weights_only=False)
-    except (ImportError, AttributeError) as error:
-        raise UnsupportedError(
-            f"the value needs a class that is not installed: {error}", key=key
-        ) from error
-    except Exception as error:
-        raise CheckpointCorruptError(
-            f"the value cannot be loaded: {type(error).__name__}: {error}", key=key
-        ) from error
 
 
 def read_items(

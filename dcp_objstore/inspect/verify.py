@@ -193,19 +193,24 @@ class _Verification:
         self._done: set[_Place] = set()
         self._framing: dict[int, _Framing] = {}
 
-    def run(self, index_body: bytes, *, quick: bool, deep: bool) -> VerifyReport:
+    def run(
+        self, index_body: bytes, *, quick: bool, deep: bool, only_key: str | None
+    ) -> VerifyReport:
         """Verify the checkpoint; return the report.
 
         Args:
             index_body: its index as it is stored.
             quick: whether to check only the existence and the sizes of the objects.
             deep: whether to compare framing, padding, the marker's counts, and `.metadata`.
+            only_key: the key of the tensor or value whose blocks are read. Default: all.
 
         Raises:
             CheckpointGoneError: the checkpoint was replaced or deleted since it was opened.
         """
         objects, sizes = self._index.objects, self._sizes()
         payload = self._payload(sizes)
+        if only_key in self._index.keys:
+            payload = [span for span in payload if span.tag.key == only_key]
         if not quick:
             whole = [n for n, size in sizes.items() if size == objects[n].size_bytes]
             self._read(payload, whole if deep else ())
@@ -441,11 +446,14 @@ def verify_at(
     deep: bool,
     progress: bool,
     commit_id: str | None = None,
+    only_key: str | None = None,
 ) -> VerifyReport:
     """Do what `Checkpoint.verify` does, for a URL. Damage to the marker or index is reported, too.
 
     Args:
         commit_id: the commit to verify. Default: the one that is there.
+        only_key: the key of the tensor or value whose blocks are read. Default: all, also if there
+            is no such key.
 
     Raises:
         CheckpointNotFoundError: nothing is committed at this URL.
@@ -479,7 +487,7 @@ def verify_at(
                 damaged=(Damage(object_key, "unreadable", text=text),),
             )
         verification = _Verification(store, marker, index, config=spec.config, channel=channel)
-        return verification.run(body, quick=quick, deep=deep)
+        return verification.run(body, quick=quick, deep=deep, only_key=only_key)
 
 
 def verify_run(

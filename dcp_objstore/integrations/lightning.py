@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
-from dcp_objstore.compat.values import check_safe
+from dcp_objstore.compat.values import check_safe, unpickled
 from dcp_objstore.convert.lightning_file import META_KEY
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
@@ -193,7 +193,7 @@ class _Meta:
     def load_state_dict(self, body: Any) -> None:
         """Read the bytes of the file."""
         check_safe(body, META_KEY, trust_pickle=self._trust_pickle)
-        self.values = torch.load(io.BytesIO(body), map_location="cpu", weights_only=False)
+        self.values = unpickled(io.BytesIO(body), weights_only=False)
 
 
 @dataclass

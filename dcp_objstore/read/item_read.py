@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from dcp_objstore.compat.values import check_safe, refused_globals
+from dcp_objstore.compat.values import check_safe, not_built, refused_globals, unpickled
 from dcp_objstore.compat.vet import vet
+from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     DcpObjstoreError,
@@ -51,15 +52,19 @@ class ItemRead:
 
     Args:
         location: the place of the item. Its payload is a whole `torch.save` blob or pickled value.
+        is_verified: whether the blocks that arrive were compared with their digests.
 
     Attributes:
         is_trusted: whether to unpickle a tensor that `torch.load(weights_only=True)` refuses.
     """
 
-    def __init__(self, item: ReadItem, location: ItemLocation) -> None:
+    def __init__(
+        self, item: ReadItem, location: ItemLocation, *, is_verified: bool = False
+    ) -> None:
         self.item = item
         self.location = location
         self.is_trusted = False
+        self._is_verified = is_verified
         self._error: DcpObjstoreError | None = None
         self._missing_bytes = location.payload_length
         self._body: io.BytesIO | None = None
@@ -108,9 +113,9 @@ class ItemRead:
         if isinstance(self._destination, torch.Tensor):
             try:
                 self._load_tensor(self._destination)
-            except DcpObjstoreError as error:
+            except Exception as error:  # noqa: BLE001 - `finish` raises it
                 # An error raised in a worker would make it fetch the last range again.
-                self._error = error
+                self._error = typed(error, None, None).at(key=self.item.dest_index.fqn)
         on_complete = self._on_complete
         del self._on_complete  # it leads to where the read then waits: a cycle, if it stays there
         on_complete(self)
@@ -120,15 +125,26 @@ class ItemRead:
 
         Raises:
             UntrustedPickleError: the value needs `trust_pickle` or a declared safe global.
-            DcpObjstoreError: the item cannot be decoded.
+            DcpObjstoreError: the item cannot be decoded, or the planner does not take the value.
         """
         if self._error is not None:
             raise self._error
         if not isinstance(self._destination, torch.Tensor):
             key = self.item.dest_index.fqn
             body = self.location.undone(self.take(), key)
-            check_safe(body.getvalue(), key, trust_pickle=trust_pickle)
-            self._destination(body)
+            check_safe(
+                body.getvalue(), key, trust_pickle=trust_pickle, is_verified=self._is_verified
+            )
+            try:
+                self._destination(body)
+            except DcpObjstoreError as error:
+                raise error.at(key=key) from None
+            except Exception as error:
+                raise self._not_built(error, body) from error
+
+    def _not_built(self, error: Exception, body: io.BytesIO) -> DcpObjstoreError:
+        key = self.item.dest_index.fqn
+        return not_built(error, body.getvalue(), key, is_verified=self._is_verified)
 
     def held_bytes(self) -> int:
         """Return the bytes that the read still holds: a value's until `take`, none for a tensor."""
@@ -143,18 +159,19 @@ class ItemRead:
         """Unpickle the item as a tensor and copy the requested part into `destination`.
 
         Raises:
-            CheckpointCorruptError: the item is not a tensor, or has an unexpected shape.
+            CheckpointCorruptError: the item is damaged, not a tensor, or has an unexpected shape.
             StateMismatchError: torch cannot copy the tensor into the destination, or it is
                 quantized and the destination is not quantized in the same way.
             UntrustedPickleError: the tensor is of a class that torch does not load safely.
+            DcpObjstoreError: the tensor cannot be built, as `not_built` says.
         """
         key = self.item.dest_index.fqn
         body = self.location.undone(self.take(), key)
-        if not self.is_trusted:
-            with body.getbuffer() as view:
-                vet(view, key)
         try:
-            tensor = torch.load(body, map_location="cpu", weights_only=not self.is_trusted)
+            if not self.is_trusted:
+                with body.getbuffer() as view:
+                    vet(view)
+            tensor = unpickled(body, weights_only=not self.is_trusted)
         except Exception as error:
             needed = refused_globals(body.getvalue(), error)
             if needed is not None:
@@ -165,9 +182,7 @@ class ItemRead:
                     " the author of this checkpoint",
                     key=key,
                 ) from error
-            raise CheckpointCorruptError(
-                f"the stored tensor cannot be read: {type(error).__name__}: {error}", key=key
-            ) from error
+            raise self._not_built(error, body) from error
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointCorruptError(
                 f"expected a tensor, but a {type(tensor).__name__} is stored", key=key
@@ -183,6 +198,8 @@ class ItemRead:
             copy_elements(part_for(destination, tensor, wanted), destination)
         except StateMismatchError as error:
             raise error.at(key=key) from None
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise StateMismatchError(
                 f"the stored {tensor.dtype} tensor cannot be copied into the state's"

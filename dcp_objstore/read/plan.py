@@ -52,8 +52,11 @@ def plan_load(
     reads: list[TensorRead | ItemRead] = []
     for item in items:
         location = location_of(checkpoint, item)
-        is_raw = location.dtype is not None  # a value has none
-        reads.append(TensorRead(item, location) if is_raw else ItemRead(item, location))
+        if location.dtype is not None:
+            reads.append(TensorRead(item, location))
+        else:  # a value, or what torch has to decode
+            is_verified = verify and location.digests is not None
+            reads.append(ItemRead(item, location, is_verified=is_verified))
     spans = plan_spans(reads, verify=verify, whole_blocks=whole_blocks)
     return PlannedLoad(checkpoint, reads, spans)
 

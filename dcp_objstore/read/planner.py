@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -245,6 +246,12 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         """Override `DefaultLoadPlanner.finish_plan`; note that reading begins."""
         self.reading = True
         return dataclasses.replace(new_plan, items=self._items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Override `DefaultLoadPlanner.load_bytes`: a value is no file that could be mapped."""
+        loaded = torch.load(value, mmap=False, weights_only=False)
+        place = self.mappings[read_item.dest_index.fqn]
+        torch_private.set_element(self.original_state_dict, place, loaded)
 
     def _choose_per_rank(self, metadata: Metadata) -> set[str]:
         """Request the per-rank values that this rank wants; return the keys of all other ranks.

@@ -576,9 +576,9 @@ class CheckpointManager:
     def load(self, state: MutableMapping[str, Any], step: int | None = None) -> int | None:
         """Load a step into a state, in place. A collective; call it before training.
 
-        Without `step` it loads the newest committed step. If that is damaged, or is deleted while
-        it is read, it loads the next older one and logs a warning; `last_resume` names the steps
-        that were skipped.
+        Without `step` it loads the newest committed step. If that is damaged (a verification has to
+        agree), or is deleted while it is read, it loads the next older one and logs a warning;
+        `last_resume` names the steps that were skipped.
 
         This job may save the steps after the loaded one again. With its first save they stop
         counting, in one change that a crash does not undo: no job resumes from them, and no policy
@@ -596,6 +596,7 @@ class CheckpointManager:
 
         Raises:
             CorruptDataError: there are steps, but all are damaged; this is the error of the newest.
+            RetryableError: the load met damage that a verification does not find.
             CheckpointNotFoundError: `step` was passed and is not committed.
             DcpObjstoreError: the load failed for another reason; raised at once.
         """

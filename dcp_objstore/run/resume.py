@@ -14,9 +14,12 @@ from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
     DcpObjstoreError,
+    RetryableError,
 )
+from dcp_objstore.inspect.verify import verify_at
+from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, logger
-from dcp_objstore.run.steps import step_numbers
+from dcp_objstore.run.steps import step_numbers, step_url
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -62,9 +65,13 @@ def load_newest(
 ) -> ResumeReport:
     """Load the newest step that is whole. A collective.
 
+    A step is skipped because of damage only if a verification finds damage, too: what goes on from
+    an older step ends the newer ones.
+
     Raises:
         CorruptDataError: there are steps, but none can be loaded; this is the error of the newest.
             The state may be partly filled, so training must not start from it.
+        RetryableError: a load met damage that the verification does not find.
         DcpObjstoreError: any error other than damage; raised at once.
     """
     skipped: list[SkippedStep] = []
@@ -76,6 +83,18 @@ def load_newest(
             try:
                 return ResumeReport(step, load(step), tuple(skipped))
             except (CorruptDataError, CheckpointGoneError, CheckpointNotFoundError) as error:
+                at = run.at(step_url(url, step))
+                if isinstance(error, CorruptDataError) and not on_first(
+                    partial(_is_damaged, at, error.key), url, group
+                ):
+                    raise RetryableError(
+                        f"{error.message}; but a verification finds no damage to this step, so no"
+                        " older one is loaded. Load again. If that fails in the same way, pass the"
+                        " number of the step that you want to load",
+                        key=error.key,
+                        object_key=error.object_key,
+                        url=at.url,
+                    ) from error
                 skipped.append(SkippedStep(step, error))
                 if is_first(group):
                     logger.warning(
@@ -90,3 +109,12 @@ def load_newest(
     if damaged is not None:
         raise damaged.error
     return ResumeReport(None, None, tuple(skipped))
+
+
+def _is_damaged(step: StoreSpec, key: str | None) -> bool:
+    """Whether a step is damaged, or no longer there. Of the payload, only that of a key is read."""
+    look = partial(verify_at, step, EventSettings(None, None), deep=False, progress=False)
+    try:
+        return not (look(quick=True).ok and look(quick=False, only_key=key).ok)
+    except (CheckpointGoneError, CheckpointNotFoundError):
+        return True

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.observe.report import logger
 
 
 class RandomState:
@@ -69,5 +70,11 @@ class RandomState:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
+        if len(cuda) > torch.cuda.device_count():
+            logger.warning(
+                "of the random states of %d GPUs, this process with %d cannot set the others",
+                len(cuda),
+                torch.cuda.device_count(),
+            )
         for device, state in enumerate(cuda[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state.cpu(), device)

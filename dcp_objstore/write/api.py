@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -129,10 +130,12 @@ def save(
             # Also on a rank whose arguments were refused: some modules make their state in
             # collectives.
             converted, failed = capture(lambda: ConvertedState(state, loading=False))
+            if writer is not None and converted is not None:
+                converted, failed = capture(partial(writer._describe, converted))
             raise_on_all(refused or failed, url_of(writer), group, advice, same={"base": base})
         assert writer is not None
         assert converted is not None
-        return run_save(writer, writer._describe(converted).state_dict, group)
+        return run_save(writer, converted.state_dict, group)
 
 
 def run_save(

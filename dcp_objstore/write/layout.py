@@ -8,6 +8,7 @@ buffers.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import DcpObjstoreError, RankFailedError, UnsupportedError
+from dcp_objstore.distributed.plugin import by_cause
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.memory import lend
 from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name
@@ -126,16 +128,35 @@ def check_item(item: WriteItem) -> None:
     """Refuse an item that cannot be saved, before anything is sent.
 
     Raises:
-        UnsupportedError: DCP cannot place the layout, the dtype cannot be loaded again, or the
-            chunk is larger than an object may be.
+        UnsupportedError: the key is no UTF-8 (the rank would fail while DCP gathers its results,
+            where the others wait for it), DCP cannot place the layout, the dtype cannot be loaded
+            again, or the chunk is larger than an object may be.
     """
+    key, data = item.index.fqn, item.tensor_data
     try:
-        if item.tensor_data is not None:
-            tensor_frame.check_layout(item.tensor_data.properties.layout)
-            tensor_frame.check_dtype(item.tensor_data.properties.dtype)
-        check_item_size(item_bytes(item))
+        if not isinstance(key, str) or not (key.isascii() or _is_text(key)):
+            raise UnsupportedError(
+                f"the key {key!r} cannot be stored: use a str of characters that UTF-8 has (a name"
+                " of a file may hold others)"
+            )
+        if data is not None:
+            _check_kind(data.properties.layout, data.properties.dtype)
+            check_item_size(item_bytes(item))
     except UnsupportedError as error:
-        raise error.at(key=item.index.fqn) from None
+        raise error.at(key=key) from None
+
+
+def _is_text(key: str) -> bool:
+    try:
+        return bool(key.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+@functools.cache
+def _check_kind(layout: torch.layout, dtype: torch.dtype) -> None:
+    tensor_frame.check_layout(layout)
+    tensor_frame.check_dtype(dtype)
 
 
 class _Sliced(NamedTuple):
@@ -194,7 +215,8 @@ class Layout:
 
         Raises:
             DcpObjstoreError: an item cannot be saved; the error names its key.
-            RankFailedError: the planner or torch raised an error of another type.
+            UnsupportedError, RankFailedError: the planner, the class of a value or torch raised
+                another error.
         """
         # What is gathered, one more small tensor and its framing are no larger than a slice.
         enough_bytes = min(_GATHERED_BYTES, self.plan.slice_size_bytes - 2 * SMALL_BYTES)
@@ -224,10 +246,8 @@ class Layout:
             except DcpObjstoreError as error:
                 raise error.at(key=item.index.fqn) from None
             except Exception as error:
-                raise RankFailedError(
-                    f"could not read the value to save: {type(error).__name__}: {error}",
-                    key=item.index.fqn,
-                ) from error
+                key = item.index.fqn
+                raise by_cause(error, "this value cannot be read or pickled", key) from error
         if self._gathered:
             yield self._take_gathered()
 
@@ -241,10 +261,12 @@ class Layout:
         data = self.resolve(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
-                raise TypeError(f"the planner resolved a BYTE_IO item to {type(data).__name__}")
+                raise UnsupportedError(
+                    f"the planner resolved a BYTE_IO item to {type(data).__name__}"
+                )
             return data
         if not isinstance(data, torch.Tensor):
-            raise TypeError(f"the planner resolved a tensor item to {type(data).__name__}")
+            raise UnsupportedError(f"the planner resolved a tensor item to {type(data).__name__}")
         assert item.tensor_data is not None
         if data.shape != item.tensor_data.chunk.sizes:
             raise UnsupportedError(

@@ -15,21 +15,22 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import Numbers
-from dcp_objstore.distributed.failures import same_on_all
+from dcp_objstore.distributed.failures import from_all
 from dcp_objstore.distributed.groups import gone_error, is_first
-from dcp_objstore.distributed.plugin import same_url
-from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
+from dcp_objstore.distributed.plugin import by_cause, same_url
+from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.state.dcp_metadata import PlannedIndex
+from dcp_objstore.state.per_rank import is_stateful
 from dcp_objstore.state.state_dict import AgreeingPlanner
 from dcp_objstore.state.tensor_frame import check_kind
 from dcp_objstore.write.global_plan import LocalPlan, plan_globally
 from dcp_objstore.write.layout import check_item
+from dcp_objstore.write.same_values import SeenValues
 from dcp_objstore.write.staging.state import StagedState
 
 
@@ -76,11 +77,10 @@ def _write_items(key: str, value: Any, is_coordinator: bool) -> list[WriteItem]:
     check_kind(value, key)
     try:
         return create_default_local_save_plan({key: value}, is_coordinator).items
-    except DcpObjstoreError:
-        raise
+    except DcpObjstoreError as error:
+        raise error.at(key=key) from None
     except Exception as error:
-        name = type(value).__name__
-        raise UnsupportedError(f"a {name} cannot be saved: {error}", key=key) from error
+        raise by_cause(error, "torch cannot say how to store this", key) from error
 
 
 def _signature(value: Any) -> tuple[Any, ...] | None:
@@ -143,6 +143,7 @@ _Layouts = dict[LocalPlan, _KnownLayout]
 _MOST_LAYOUTS = 4
 _layouts: WeakKeyDictionary[dist.ProcessGroup, _Layouts] = WeakKeyDictionary()
 _layouts_alone: _Layouts = {}
+_seen: WeakKeyDictionary[dist.ProcessGroup, SeenValues] = WeakKeyDictionary()
 
 
 class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
@@ -188,26 +189,37 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
         """Find out whether all ranks save the layout of an earlier save. A collective.
 
-        An error of this rank is raised by `create_local_plan`, from where DCP tells all ranks.
+        Warn of plain values that are not the same on all ranks. An error of this rank is raised by
+        `create_local_plan`, from where DCP tells all ranks.
 
         Returns:
             The state without Stateful objects, whose states DCP would ask for outside of that.
         """
         self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
+        seen = SeenValues() if group is None else _seen.setdefault(group, SeenValues())
         layout: _KnownLayout | None = None
         plain: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        digest: bytes | None = None
         try:
             plain = {
-                key: value.state_dict() if isinstance(value, Stateful) else value
+                key: value.state_dict() if is_stateful(value) else value
                 for key, value in state_dict.items()
             }
             self.set_up_planner(plain, is_coordinator=is_first(group))
             layout = self._layouts.get(self._described())
+            if group is not None:
+                values = seen.compared(self.state_dict)
+                digest = seen.digest(values)
         except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the other ranks wait below
             self._failed.append(error)
-        number = None if layout is None else layout.number
-        if same_on_all(number, self._url, group):
+        offers = from_all((None if layout is None else layout.number, digest), self._url, group)
+        numbers, digests = ({*column} for column in zip(*offers, strict=True))
+        if len(numbers) == 1:
             self._known = layout
+        if len(digests) > 1 and None not in digests:
+            failed = seen.compare(values, self._url, group)
+            self._failed += [] if failed is None else [failed]
         return plain
 
     def set_up_planner(

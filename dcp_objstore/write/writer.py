@@ -30,7 +30,7 @@ from dcp_objstore.distributed.plugin import (
     same_url,
 )
 from dcp_objstore.distributed.ranks import rank_and_world_size
-from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import SaveReport
@@ -275,12 +275,24 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return Clock.of_job(self._target.config.stall_timeout_seconds)
 
     def _describe(self, state: ConvertedState) -> ConvertedState:
-        """Note what the next save leaves out, for its marker; return the state."""
+        """Note what the next save leaves out, for its marker; return the state.
+
+        Raises:
+            ConfigError: the marker has no room for it beside the user's metadata.
+        """
         left_out = {
             ".".join(place): count for place, count in state.left_out.items() if count["tensors"]
         }
-        if left_out:
-            self._user_metadata = {LEFT_OUT: left_out, **self._user_metadata}
+        try:
+            if left_out:
+                noted = {LEFT_OUT: left_out, **self._user_metadata}
+                self._user_metadata = check_user_metadata(noted)
+        except ConfigError as error:
+            error.message += (
+                f". What the {len(left_out)} dos.trainable(...) of the state leave out is noted"
+                " there: pass less metadata, or put the modules into one (torch.nn.ModuleDict)"
+            )
+            raise
         return state
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import datetime
 import decimal
+import errno
 import functools
 import gc
 import http
@@ -26,12 +27,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import dcp_objstore as dos
 from dcp_objstore.compat import values
 from dcp_objstore.compat.values import check_safe, warn_unsafe_value
 from dcp_objstore.compat.vet import vet
-from dcp_objstore.errors import CheckpointCorruptError, UntrustedPickleError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    DcpObjstoreError,
+    RankFailedError,
+    UnsupportedError,
+    UntrustedPickleError,
+)
 from tests.support import hostile, hostile_cases
 from tests.support.checkpoints import memory_url
 from tests.support.hostile import saved
@@ -166,7 +174,7 @@ def test_what_is_abused_below_passes_as_it_should_be(name: str) -> None:
 @pytest.mark.parametrize("name", hostile_cases.ABUSES)
 def test_what_abuses_a_value_that_runs_nothing_is_refused_and_changes_nothing(name: str) -> None:
     status = dict(vars(http.HTTPStatus.OK))
-    with pytest.raises((UntrustedPickleError, CheckpointCorruptError)):
+    with pytest.raises((UntrustedPickleError, CheckpointCorruptError, UnsupportedError)):
         check_safe(hostile_cases.ABUSES[name](), "key", trust_pickle=False)
     assert vars(http.HTTPStatus.OK) == status
     assert np.dtype("f4").byteorder == "="
@@ -189,7 +197,7 @@ def test_an_error_names_only_what_keeps_a_value_from_being_loaded() -> None:
 
 def test_a_value_that_names_very_many_classes_is_refused() -> None:
     body = hostile.v2(b"(" + b"".join(b"cm\nn%d\n" % n for n in range(2_000)) + b"t")
-    with pytest.raises(CheckpointCorruptError, match="classes"):
+    with pytest.raises(UntrustedPickleError, match="classes"):
         check_safe(body, "key", trust_pickle=False)
 
 
@@ -274,6 +282,153 @@ def test_a_damaged_value_is_corrupt_and_names_its_key(value: object) -> None:
             check_safe(broken, "the.key", trust_pickle=False)
         assert caught.value.key == "the.key"
         assert caught.value.__cause__ is not None
+
+
+def test_bytes_with_their_digests_are_not_called_damaged_whatever_they_are() -> None:
+    body = saved(7)
+    for strange in (b"", b"a planner's own format", body[:-1], hostile.v2(b"cm\nn" * 3)):
+        with pytest.raises(UntrustedPickleError, match="trust_pickle"):
+            check_safe(strange, "key", trust_pickle=False, is_verified=True)
+
+
+class OwnFormat(DefaultSavePlanner):
+    def transform_object(self, write_item: Any, object: Any) -> Any:  # noqa: A002 - its name there
+        return io.BytesIO(b"own format")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_format_of_a_planners_own_is_damaged_only_if_nothing_says_that_it_is_whole(
+    verify: bool,
+) -> None:
+    url = memory_url()
+    with pytest.warns(UserWarning, match="not what torch.save writes"):
+        writer = dos.ObjectStoreWriter(url, progress=False)
+        dcp.save({"v": 1}, storage_writer=writer, planner=OwnFormat(), no_dist=True)
+    with pytest.raises(UntrustedPickleError if verify else CheckpointCorruptError) as caught:
+        dos.load({"v": 0}, url, verify=verify, progress=False)
+    assert caught.value.key == "v"
+
+
+class Fails:
+    """A class that has changed since it was saved, so that it is built with an error."""
+
+    error: BaseException = KeyError("value")
+
+    def __init__(self) -> None:
+        self.value = 1
+
+    def __setstate__(self, _: object) -> None:
+        raise self.error
+
+
+CAUSES = [
+    (KeyError("value"), UnsupportedError),
+    (AttributeError("no such member"), UnsupportedError),
+    (ValueError("3 is not a valid Color"), UnsupportedError),
+    (ImportError("another library"), UnsupportedError),
+    (MemoryError(), RankFailedError),
+    (OSError(errno.EMFILE, "Too many open files"), RankFailedError),
+    (RuntimeError("can't allocate memory"), RankFailedError),
+]
+
+
+@pytest.mark.parametrize(("cause", "kind"), CAUSES, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize("trust_pickle", [False, True])
+def test_a_whole_value_that_cannot_be_built_is_an_error_by_its_cause_with_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+    cause: Exception,
+    kind: type[DcpObjstoreError],
+    trust_pickle: bool,
+) -> None:
+    url = memory_url()
+    monkeypatch.setattr(Fails, "error", cause)
+    with torch.serialization.safe_globals([Fails]):
+        with pytest.warns(UserWarning, match="does not load again"):
+            dos.save({"best": Fails()}, url, progress=False)
+        for load in (dos.load, by_dcp):
+            with pytest.raises(kind) as caught:
+                load({"best": None}, url, trust_pickle=trust_pickle)
+            assert caught.value.key == "best"
+            assert type(cause).__name__ in caught.value.message
+            pickle.loads(pickle.dumps(caught.value))
+        with pytest.raises(kind, match=type(cause).__name__):
+            dos.load_state_dict(url, trust_pickle=trust_pickle)
+
+
+def by_dcp(state: dict[str, Any], url: str, **settings: Any) -> None:
+    try:
+        dcp.load(state, storage_reader=dos.ObjectStoreReader(url, **settings), no_dist=True)
+    except dcp.api.CheckpointException as error:
+        raise error.failures[0][0] from None
+
+
+def test_what_ctrl_c_stops_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = saved(Fails())
+    monkeypatch.setattr(Fails, "error", KeyboardInterrupt())
+    with torch.serialization.safe_globals([Fails]), pytest.raises(KeyboardInterrupt):
+        check_safe(body, "key", trust_pickle=False)
+
+
+@pytest.mark.parametrize("trust_pickle", [False, True])
+def test_a_class_that_is_gone_is_not_damage(
+    monkeypatch: pytest.MonkeyPatch, trust_pickle: bool
+) -> None:
+    url = memory_url()
+    with torch.serialization.safe_globals([Progress]):
+        dos.save({"best": Progress(1), "w": torch.ones(2)}, url, progress=False)
+    monkeypatch.delitem(globals(), "Progress")
+    for load in (dos.load, by_dcp):
+        with pytest.raises(UnsupportedError if trust_pickle else UntrustedPickleError) as caught:
+            load({"best": None}, url, trust_pickle=trust_pickle)
+        assert caught.value.key == "best"
+        assert "Progress" in caught.value.message
+
+
+def test_a_program_that_maps_files_loads_values_as_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = memory_url()
+    state = {"step": 5, "path": Path("x"), "t": (torch.ones(2),), "sparse": torch.ones(2)}
+    dos.save(state, url, progress=False)
+    values._remembered.cache_clear()
+    monkeypatch.setattr(torch.utils.serialization.config.load, "mmap", True)
+    loaded: dict[str, Any] = {"step": 0, "path": None, "t": None, "sparse": torch.zeros(2)}
+    dos.load(loaded, url, progress=False)
+    assert (loaded["step"], loaded["path"]) == (5, Path("x"))
+    assert dos.load_state_dict(url)["step"] == 5
+    with pytest.raises(UnsupportedError, match="mmap"):  # a planner of torch's own
+        by_dcp({"step": 0}, url, progress=False)
+
+
+@pytest.mark.parametrize("is_verified", [True, False])
+def test_a_tensor_that_torch_cannot_build_is_not_damaged(
+    monkeypatch: pytest.MonkeyPatch, is_verified: bool
+) -> None:
+    url = memory_url()
+    tensor = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+    dos.save({"q": tensor}, url, progress=False)
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", no_memory)
+    with pytest.raises(RankFailedError, match="MemoryError") as caught:
+        dos.load({"q": torch.empty_like(tensor)}, url, verify=is_verified)
+    assert caught.value.key == "q"
+
+
+def test_a_full_device_is_not_called_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = memory_url()
+    tensor = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+    dos.save({"q": tensor}, url, progress=False)
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("of a GPU")
+
+    monkeypatch.setattr("dcp_objstore.read.item_read.copy_elements", full)
+    with pytest.raises(RankFailedError, match="of a GPU") as caught:
+        dos.load({"q": torch.empty_like(tensor)}, url, progress=False)
+    assert caught.value.key == "q"
 
 
 def test_saving_an_unsafe_value_warns_once_per_key() -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.torch_version import TorchVersion
 
 import dcp_objstore as dos
+from dcp_objstore.errors import DcpObjstoreError
 from tests.support.ranks import run_ranks
 
 
@@ -84,3 +89,53 @@ def test_ranks_that_make_different_calls_are_told_before_anything_moves(
 ) -> None:
     for text in run_ranks(2, save_here_load_there, (tmp_path / "run").as_uri(), saving):
         assert "rank 1 makes another call than rank 0" in text
+
+
+def pass_nonsense(rank: int, world: int, url: str) -> str:
+    base: object = (lambda: None) if rank else None
+    with pytest.raises(dos.errors.InvalidUrlError) as caught:
+        dos.save({"w": torch.ones(2)}, url, base=base, progress=False)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_an_argument_that_cannot_be_sent_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    texts = run_ranks(2, pass_nonsense, (tmp_path / "run").as_uri())
+    assert all("base must be" in text and "rank 1" in text for text in texts)
+    assert not (tmp_path / "run").exists()
+
+
+def save_what_cannot_be(rank: int, world: int, root: str) -> list[str]:
+    """Save what cannot be saved, on one rank and on all, by each call; what each raises."""
+    said = []
+    states: list[dict[str, object]] = [
+        {"file-\udcff": torch.ones(2), "n": 1},
+        {"n": 1, **({"\ud800": 2} if rank else {})},
+        {"n": lambda: None},
+        {"n": threading.Lock()},
+    ]
+    for number, state in enumerate(states):
+        url = f"{root}/{number}"
+        writer = dos.ObjectStoreWriter(url, progress=False)
+        saves: list[Callable[[], object]] = [
+            functools.partial(dos.save, state, url, progress=False),
+            lambda: dos.async_save(state, url).result(),  # noqa: B023
+            functools.partial(dcp.save, state, storage_writer=writer),
+        ]
+        for save in saves:
+            with pytest.raises((DcpObjstoreError, dcp.api.CheckpointException)) as caught:
+                save()
+            error: BaseException = caught.value
+            if isinstance(error, dcp.api.CheckpointException):
+                error = next(failure for failure, _ in error.failures.values())
+            assert isinstance(error, dos.errors.UnsupportedError)
+            said.append(str(error.key))
+    dos.save({"w": torch.ones(2)}, f"{root}/whole", progress=False)  # the ranks are in step again
+    return said
+
+
+def test_what_cannot_be_saved_is_refused_by_its_key_on_all_ranks_and_strands_none(
+    tmp_path: Path,
+) -> None:
+    keys = [key for key in ("file-\udcff", "\ud800", "n", "n") for _ in range(3)]
+    assert run_ranks(2, save_what_cannot_be, tmp_path.as_uri()) == [keys] * 2
+    assert [path.parent.name for path in tmp_path.glob("*/_COMMIT")] == ["whole"]

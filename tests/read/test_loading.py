@@ -484,8 +484,8 @@ def test_tensors_of_a_stock_checkpoint_are_placed_where_they_arrive_and_do_not_p
         copy(*tensors)
         placed.release()
 
-    def count_read(self: ItemRead, *args: Any) -> None:
-        add(self, *args)
+    def count_read(self: ItemRead, *args: Any, **settings: Any) -> None:
+        add(self, *args, **settings)
         reads.append(self)
 
     def count_held(self: ItemRead, *args: Any) -> None:

@@ -386,7 +386,7 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
         pytest.param(
             *("resolve", RankFailedError, "no such tensor here"), marks=pytest.mark.campaign
         ),
-        ("late", RankFailedError, "cannot take the value"),
+        ("late", UnsupportedError, "cannot take the value"),
         ("interrupt", KeyboardInterrupt, ""),
         ("fewer", UnsupportedError, "read_once=False"),
     ],

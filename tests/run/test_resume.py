@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.compat import values
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
     CheckpointNotFoundError,
+    CorruptDataError,
     DcpObjstoreError,
     PermissionDeniedError,
+    RetryableError,
+    UnsupportedError,
 )
 from dcp_objstore.run import resume
 from dcp_objstore.run.resume import ResumeReport, SkippedStep, load_newest
@@ -22,18 +29,33 @@ from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import memory_url
 from tests.support.wrapped_stores import Request
 
-DAMAGED = CheckpointCorruptError("damaged")
+DAMAGED = CheckpointCorruptError("damaged", key="w")
 GONE = CheckpointGoneError("gone")
 DELETED = CheckpointNotFoundError("deleted")
 
 
+def damage(url: str, word: bytes) -> None:
+    """Change the last byte of a word in a checkpoint's data."""
+    store = StoreSpec(url).open()
+    key = next(meta.key for meta in store.list() if meta.key.endswith(".distcp"))
+    body, _ = store.get(key, max_size_bytes=2**20)
+    store.put(key, body.replace(word, word[:-1] + b"\xff"))
+
+
+WEIGHT = torch.tensor([12345.678]).numpy().tobytes()
+
+
 class Loads:
-    """Loads of a run with six steps, some of which fail."""
+    """Loads of a run with six steps, some of which fail, and are damaged if the error says so."""
 
     def __init__(self, errors: dict[int, DcpObjstoreError], steps: int = 6) -> None:
         self.run = StoreSpec(memory_url())
+        state = {"w": torch.tensor([12345.678]), "note": "a remark"}
         for step in range(1, steps + 1):
-            dos.save({"w": torch.ones(1)}, f"{self.run.url}/step-{step}", progress=False)
+            url = f"{self.run.url}/step-{step}"
+            dos.save(state, url, progress=False)
+            if isinstance(errors.get(step), CheckpointCorruptError):
+                damage(url, WEIGHT)
         self.errors = errors
         self.tried: list[int] = []
 
@@ -114,3 +136,74 @@ def test_a_run_that_was_listed_whole_is_not_listed_again(
     requests.clear()
     assert loads.newest().step is None
     assert [one.verb for one in requests].count("list") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [DAMAGED, CheckpointCorruptError("damaged"), CorruptDataError("")]
+)
+def test_a_step_is_not_skipped_for_damage_that_a_verification_does_not_find(
+    error: DcpObjstoreError,
+) -> None:
+    loads = Loads({}, steps=3)
+    loads.errors[3] = error
+    with pytest.raises(RetryableError, match="finds no damage") as caught:
+        loads.newest()
+    assert loads.tried == [3]
+    assert caught.value.__cause__ is error
+    assert caught.value.url == f"{loads.run.url}/step-3"
+
+
+def test_only_what_the_load_has_found_damaged_is_read_to_verify_it() -> None:
+    loads = Loads({}, steps=2)
+    loads.errors[2] = DAMAGED
+    damage(f"{loads.run.url}/step-2", b"a remark")
+    with pytest.raises(RetryableError):
+        loads.newest()
+    loads.errors[2] = CheckpointCorruptError("damaged", key="note")
+    assert loads.newest().step == 1
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_a_step_that_lacks_an_object_is_skipped_and_so_is_one_that_is_deleted_meanwhile(
+    is_deleted: bool,
+) -> None:
+    loads = Loads({}, steps=2)
+    loads.errors[2] = CheckpointCorruptError("an object is missing")
+    url = f"{loads.run.url}/step-2"
+    store = StoreSpec(url).open()
+
+    def load(step: int) -> Any:
+        if step == 2 and is_deleted:
+            delete(store)
+        elif step == 2:
+            store.delete(next(meta.key for meta in store.list() if meta.key.endswith(".distcp")))
+        return loads.load(step)
+
+    assert load_newest(loads.run, None, load).step == 1
+
+
+def test_a_value_that_this_program_cannot_build_ends_no_step(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    with torch.serialization.safe_globals([Best]):
+        with dos.CheckpointManager(url, sweep=False) as run:
+            for step in (10, 20):
+                run.save(step, {"w": torch.full((4,), float(step)), "best": Best(step)})
+        values._remembered.cache_clear()  # a job that starts again is a new process
+        with (
+            patch.object(Best, "__setstate__", lambda _, state: state["another name"]),
+            pytest.raises(UnsupportedError, match="another name") as caught,
+            dos.CheckpointManager(url, sweep=False) as run,
+        ):
+            run.load({"w": torch.zeros(4), "best": None})
+    assert caught.value.key == "best"
+    assert [step.name for step in dos.steps(url)] == ["step-10", "step-20"]
+
+
+class Best:
+    """A class of the user's."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.__dict__.update(state)

@@ -94,15 +94,20 @@ def test_the_states_lie_on_the_host_whatever_the_default_device() -> None:
     assert draw() == expected
 
 
-def test_a_gpu_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_not_in_use_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     monkeypatch.delattr("torch.cuda.get_rng_state_all")
     state = dos.RandomState().state_dict()
     assert state["cuda"] == []
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delattr("torch.cuda.set_rng_state")
+    dos.RandomState().load_state_dict(state)
+    assert not caplog.text
     state["cuda"] = [torch.zeros(16, dtype=torch.uint8)]
     dos.RandomState().load_state_dict(state)
+    assert "of 1 GPUs, this process with 0" in caplog.text
 
 
 @pytest.mark.parametrize(

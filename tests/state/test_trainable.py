@@ -25,6 +25,7 @@ from tests.support.checkpoints import Options, memory_url
 from tests.support.left_copies import lose_objects
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
+from tests.support.wrapped_stores import Request
 
 TRAINED = {"adapter.weight", "adapter.bias"}
 BUFFERS = {f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -236,6 +237,24 @@ def test_what_is_no_module_or_stands_in_a_tuple_is_refused() -> None:
         dos.trainable(Net().state_dict())  # type: ignore[arg-type]
     with pytest.raises(StateMismatchError, match="tuple"):
         dos.save({"models": (dos.trainable(Net()),)}, memory_url())
+
+
+@pytest.mark.parametrize("save", [dos.save, lambda *at, **how: dos.async_save(*at, **how).result()])
+@pytest.mark.parametrize("note", [{}, {"a": "x" * (32 * 1024 - 20)}])
+def test_what_the_marker_has_no_room_to_note_is_refused_before_anything_is_sent(
+    requests: list[Request], save: Any, note: dict[str, Any]
+) -> None:
+    count = 1 if note else 800
+    state = {f"adapter_{n:04}": dos.trainable(nn.Linear(1, 1)) for n in range(count)}
+    for part in state.values():
+        part.module.bias.requires_grad_(False)
+    url = memory_url()
+    requests.clear()
+    with pytest.raises(ConfigError, match=rf"the {count} dos.trainable"):
+        save(state, url, user_metadata=note, progress=False)
+    assert requests == []
+    if note:
+        save(state, url, user_metadata={"a": note["a"][:-100]}, progress=False)
 
 
 def test_torchs_own_save_refuses_it_and_commits_nothing() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -13,6 +15,7 @@ import pytest
 import torch
 import xxhash
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import dcp_objstore as dos
@@ -241,10 +244,10 @@ def test_what_a_planner_makes_larger_is_left_to_the_next_object_if_it_does_not_f
 def test_what_a_planner_must_not_make_of_an_item_is_refused_by_its_key() -> None:
     state = {"a": torch.ones(2, 3), "t": torch.ones(2, 3), "v": [1]}
     bad: list[tuple[str, Any, type[DcpObjstoreError], str]] = [
-        ("t", io.BytesIO(b"x"), RankFailedError, "tensor item to BytesIO"),
-        ("t", [1], RankFailedError, "tensor item to list"),
-        ("v", torch.ones(1), RankFailedError, "BYTE_IO item to Tensor"),
-        ("v", b"x", RankFailedError, "BYTE_IO item to bytes"),
+        ("t", io.BytesIO(b"x"), UnsupportedError, "tensor item to BytesIO"),
+        ("t", [1], UnsupportedError, "tensor item to list"),
+        ("v", torch.ones(1), UnsupportedError, "BYTE_IO item to Tensor"),
+        ("v", b"x", UnsupportedError, "BYTE_IO item to bytes"),
         ("t", torch.ones(3, 2), UnsupportedError, r"shape \(3, 2\) for a part of shape \(2, 3\)"),
         ("t", torch.ones(2, 3, device="meta"), UnsupportedError, "meta"),
         ("t", torch.ones(2, 3).to(torch.bfloat16).view(torch.bits16), UnsupportedError, "bits16"),
@@ -266,10 +269,42 @@ def test_an_error_of_the_planner_keeps_its_type_in_the_text_and_its_place() -> N
     def resolve(item: WriteItem) -> Any:
         raise ZeroDivisionError("of mine")
 
-    with pytest.raises(RankFailedError, match="ZeroDivisionError: of mine") as caught:
+    with pytest.raises(UnsupportedError, match="ZeroDivisionError: of mine") as caught:
         lay({"t": torch.ones(1)}, resolve=resolve)
     assert caught.value.key == "t"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (pickle.PicklingError("a lambda"), UnsupportedError),
+        (AttributeError("Can't pickle local object"), UnsupportedError),
+        (TypeError("cannot pickle a lock"), UnsupportedError),
+        (MemoryError("all"), RankFailedError),
+        (OSError("too many open files"), RankFailedError),
+        (RuntimeError("of a GPU"), RankFailedError),
+    ],
+)
+def test_a_value_that_cannot_be_pickled_is_the_users_to_mend_and_a_full_memory_is_not(
+    error: Exception, kind: type[DcpObjstoreError]
+) -> None:
+    def resolve(item: WriteItem) -> Any:
+        raise error
+
+    with pytest.raises(kind, match=str(error)) as caught:
+        lay({"v": [1]}, resolve=resolve)
+    assert caught.value.key == "v"
+    assert ("state_dict" in caught.value.message) is (kind is UnsupportedError)
+
+
+def test_a_key_that_no_index_can_hold_is_refused() -> None:
+    (item,) = items_of({"v": 1})
+    for fine in ("", "ключ", "k" * 1000, "\x00"):
+        check_item(dataclasses.replace(item, index=MetadataIndex(fine)))
+    for bad in ("file-\udcff", "\ud800.weight", 5, None, b"v"):
+        with pytest.raises(UnsupportedError, match="UTF-8"):
+            check_item(dataclasses.replace(item, index=MetadataIndex(bad)))  # type: ignore[arg-type]
 
 
 def test_an_item_that_cannot_be_saved_is_refused_by_its_key_before_it_is_made() -> None:

@@ -165,3 +165,51 @@ def test_one_rank_exchanges_no_plans(world: None, monkeypatch: pytest.MonkeyPatc
         loaded = {"t": torch.zeros(5)}
         dos.load(loaded, f"{url}/{step}")
         assert torch.equal(loaded["t"], value["t"])
+
+
+class Awkward:
+    """A value that does not say what it is made of."""
+
+    error: Exception = ZeroDivisionError("of its class")
+
+    def __create_write_items__(self, key: str, value: object) -> list[Any]:
+        raise self.error
+
+
+@pytest.mark.parametrize("save", [dos.save, lambda *args: dos.async_save(*args).result()])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ZeroDivisionError("of its class"), dos.errors.UnsupportedError),
+        (MemoryError("all"), dos.errors.RankFailedError),
+        (dos.errors.ConfigError("refused"), dos.errors.ConfigError),
+    ],
+)
+def test_what_torch_cannot_plan_is_refused_by_its_key(
+    monkeypatch: pytest.MonkeyPatch, save: Any, error: Exception, kind: type[Exception]
+) -> None:
+    monkeypatch.setattr(Awkward, "error", error)
+    state = {"w": torch.ones(2), "deep": {"awkward": Awkward()}, "z": 1}
+    with pytest.raises(kind, match=error.args[0]) as caught:
+        save(state, f"memory://{secrets.token_hex(6)}/1")
+    assert caught.value.key == "deep.awkward"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TypeError("cannot pickle it"), dos.errors.UnsupportedError),
+        (MemoryError("all"), dos.errors.RankFailedError),
+    ],
+)
+def test_what_cannot_be_copied_in_the_background_is_refused_by_its_key(
+    error: Exception, kind: type[Exception]
+) -> None:
+    class Uncopied:
+        def __deepcopy__(self, _: object) -> None:
+            raise error
+
+    state = {"w": torch.ones(2), "deep": {"list": [{"a": (1,)}, {"b": Uncopied()}]}}
+    with pytest.raises(kind, match=error.args[0]) as caught:
+        dos.async_save(state, f"memory://{secrets.token_hex(6)}/1").result()
+    assert caught.value.key == "deep.list.1.b"  # type: ignore[attr-defined]

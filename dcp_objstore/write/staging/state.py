@@ -23,7 +23,8 @@ from torch.nn.parameter import is_lazy
 
 from dcp_objstore import torch_private
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import UnsupportedError
+from dcp_objstore.distributed.plugin import by_cause
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.state import device
 from dcp_objstore.state.tensor_frame import PLAIN_TYPES, check_kind, pickled_blob
@@ -97,7 +98,10 @@ class Staging:
         units = {id(unit): unit for of_leaf in made_of.values() for unit in of_leaf}
         tensors = {key: unit for key, unit in units.items() if _is_copied_raw(unit)}
         others = {key: unit for key, unit in units.items() if key not in tensors}
-        copies: dict[int, Any] = dict(zip(others, _deep_copies(list(others.values())), strict=True))
+        try:
+            copies = dict(zip(others, _deep_copies([*others.values()]), strict=True))
+        except Exception as error:
+            raise _not_copied(state_dict, error) from error
         places = plan_regions(list(tensors.values()))
         regions = list({id(region): region for region, _ in places.values()}.values())
         self._tickets: list[Ticket] = []
@@ -324,9 +328,24 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
     if is_plain and tensor.layout != torch.strided:
         return tensor.detach().clone()
     if torch_private.is_dispatched(tensor) or (is_plain and not _is_copied_raw(tensor)):
-        own: torch.Tensor = torch.load(io.BytesIO(pickled_blob(tensor)), weights_only=False)
+        own: torch.Tensor = torch.load(
+            io.BytesIO(pickled_blob(tensor)), weights_only=False, mmap=False
+        )
         return own
     return None
+
+
+def _not_copied(state_dict: Mapping[str, Any], error: Exception) -> DcpObjstoreError:
+    """Return what is raised because values cannot be copied, with the key of the first of them."""
+    key = None
+    for name, value in torch_private.flattened(state_dict).items():
+        try:
+            if not isinstance(value, torch.Tensor):
+                _deep_copies([value])
+        except Exception as failed:  # noqa: BLE001 - this is the one
+            key, error = name, failed
+            break
+    return by_cause(error, "this value cannot be copied, as a save in the background does", key)
 
 
 def _no_region(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,154 @@
+"""Find plain values that differ between ranks: of those under one key, a save keeps one rank's.
+
+It stands alone, because it decides when two values are equal without sending them. Their pickles
+do not say it: equal values are pickled differently by the order of a dict or a set, and by which
+of their parts are one object. So a quick pickle says whether all values of two ranks are equal, and
+only where it does not, a slow one of each value says which differ.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from dcp_objstore.compat.archive import ZIP_START
+from dcp_objstore.distributed.failures import capture, from_all, global_rank
+from dcp_objstore.distributed.groups import is_first
+from dcp_objstore.observe.report import first_few, logger
+from dcp_objstore.state import tensor_frame
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# The state of a generator of random numbers is a tensor of up to so many bytes on the CPU.
+_STATE_BYTES = 8192
+_PICKLES = (ZIP_START, b"\x80")
+
+
+class SeenValues:
+    """What earlier saves of a group have shown of its values.
+
+    Attributes:
+        left_out: keys that are not compared any more: a warning has named them, or some rank does
+            not have them.
+        unordered: keys of values that were equal, although their quick digests were not.
+    """
+
+    def __init__(self) -> None:
+        self.left_out: set[str] = set()
+        self.unordered: set[str] = set()
+
+    def compared(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that should be equal on all ranks: no tensors but random states.
+
+        What a module returns as its extra state is left out: the module knows what it is. So are
+        bytes that are a pickle or an archive, which differ for equal contents.
+        """
+        return {
+            key: value
+            for key, value in state_dict.items()
+            if (
+                not isinstance(value, torch.Tensor)
+                or (value.dtype == torch.uint8 and value.is_cpu and value.numel() <= _STATE_BYTES)
+            )
+            and key not in self.left_out
+            and not key.endswith("_extra_state")
+            and not (isinstance(value, bytes) and value.startswith(_PICKLES))
+        }
+
+    def digest(self, values: Mapping[str, Any]) -> bytes | None:
+        """Return a digest of all values, or None if one of them cannot be pickled."""
+        return _digest(
+            _Quick,
+            [
+                (key, _digest(_Exact, values[key]) if key in self.unordered else values[key])
+                for key in sorted(values)
+            ],
+        )
+
+    def compare(
+        self, values: Mapping[str, Any], url: str, group: dist.ProcessGroup | None
+    ) -> BaseException | None:
+        """Warn of values that differ; return an error of this rank. A collective.
+
+        Call it if the ranks have different digests of all their values.
+        """
+        own, failed = capture(
+            lambda: {key: (_digest(_Exact, of), _digest(_Quick, of)) for key, of in values.items()}
+        )
+        of_ranks = from_all(own or {}, url, group)
+        different: dict[str, str] = {}
+        for key in {key: None for of_rank in of_ranks for key in of_rank}:
+            ranks = [(rank, of[key]) for rank, of in enumerate(of_ranks) if key in of]
+            (first, one), *others = ranks
+            other = next((rank for rank, (exact, _) in others if exact != one[0]), None)
+            if other is not None:
+                places = (str(global_rank(rank, group)) for rank in (first, other))
+                different[key] = f"{key} on ranks {' and '.join(places)}"
+            elif len(ranks) < len(of_ranks):
+                self.left_out.add(key)
+            elif any(of != one for _, of in others):  # the quick one
+                self.unordered.add(key)
+        self.left_out.update(different)
+        if different and is_first(group):
+            logger.warning(
+                "%s: %s not the same on all ranks, and the first rank's is saved for all of them"
+                " (%s). Wrap what each rank has for itself in dos.PerRank. Later saves do not"
+                " compare these again",
+                url,
+                "1 value is" if len(different) == 1 else f"{len(different)} values are",
+                first_few(list(different.values()), 5),
+            )
+        return failed
+
+
+def _digest(pickler: type[_Quick | _Exact], value: object) -> bytes | None:
+    """Return a digest of a pickle in which no part refers to an earlier one."""
+    digest = xxhash.xxh3_128()
+    writing = pickler(SimpleNamespace(write=digest.update), protocol=5)
+    writing.fast = True
+    try:
+        writing.dump(value)
+    except Exception:  # noqa: BLE001 - what cannot be pickled is reported when it is uploaded
+        return None
+    return digest.digest()
+
+
+def _reduced(value: object) -> Any:
+    """Return what stands for a value in both kinds of pickles, or NotImplemented."""
+    if isinstance(value, torch.device):  # each rank has a GPU of its own
+        return str, (value.type,)
+    payload = tensor_frame.raw_payload(value) if isinstance(value, torch.Tensor) else None
+    if payload is None:
+        return NotImplemented
+    payload = payload.cpu()
+    memory = pickle.PickleBuffer(tensor_frame.small_payload(payload, payload.nbytes))
+    return tuple, ((str(payload.dtype), tuple(payload.shape), memory),)
+
+
+class _Quick(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        return _reduced(value)
+
+
+# In Python's own pickler, which asks `reducer_override` for every part, dicts included.
+class _Exact(pickle._Pickler):
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, set | frozenset):
+            return type(value), (sorted(_digest(_Exact, item) or b"" for item in value),)
+        if isinstance(value, dict):
+            reduced: Any = value.__reduce_ex__(4)  # callable, arguments, state, items
+            items = sorted(_digest(_Exact, item) or b"" for item in value.items())
+            return tuple, ((*reduced[:3], items),)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            return tuple, ((str(value.dtype), value.shape, value.tobytes()),)
+        if isinstance(value, io.BytesIO):
+            return io.BytesIO, (value.getvalue(),)
+        return _reduced(value)
