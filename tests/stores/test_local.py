@@ -362,7 +362,7 @@ def test_whatever_a_killed_process_has_left_half_written_is_swept(root: Path) ->
     ]:
         place = root / "run" / key
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.with_name(f"{local._TEMPORARY}{nonce}.{place.name}").write_bytes(b"half of it")
+        place.with_name(f"{local.TEMPORARY}{nonce}.{place.name}").write_bytes(b"half of it")
     old = time.time() - 2 * 24 * 3600
     for place in root.rglob("*"):
         os.utime(place, (old, old))
