@@ -203,8 +203,9 @@ class SaveCopies(_Copies):
     def end(self) -> None:
         """Remove what these copies have not been written over."""
         at.remove(file.path for file in self._spares)
-        if not self._is_over:
-            self._nested[:] = filter(Path.exists, {*self._nested, self._folder})
+        with self._excused():
+            if not self._is_over:
+                self._nested[:] = filter(Path.exists, {*self._nested, self._folder})
 
     def give_up(self) -> None:
         """Remove these copies: the save has failed."""

@@ -27,7 +27,6 @@ from tests.support.ranks import run_ranks
 from tests.support.wrapped_stores import ChangingStore, RecordingStore, Request, Through
 
 MIB = 1024 * 1024
-PIECE = 4 * MIB + 4096  # and small tensors beside it
 
 
 def flip(path: Path, *positions: int) -> None:
@@ -37,6 +36,11 @@ def flip(path: Path, *positions: int) -> None:
             (byte,) = file.read(1)
             file.seek(at)
             file.write(bytes([byte ^ 0xFF]))
+
+
+def put_back(copy: Path, body: bytes) -> None:
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_bytes(body)
 
 
 def payload_gets(requests: list[Request]) -> list[Request]:
@@ -55,11 +59,14 @@ def test_no_flipped_byte_loads_a_wrong_value(node: Node, stride: int) -> None:
     node.rows = SMALL_ROWS
     node.save(1)
     copy = node.copy_of(1)
+    body = copy.read_bytes()
     fetched = []
-    for at in range(0, copy.stat().st_size, stride):
+    for at in range(0, len(body), stride):
         flip(copy, at)
         fetched.append(node.load(1).fetched_bytes)
-        flip(copy, at)
+        # What was found damaged is removed, so that no later load asks twice for it.
+        assert copy.exists() != bool(fetched[-1])
+        put_back(copy, body)
     assert node.load(1).fetched_bytes == 0
     assert 0 < sum(map(bool, fetched)) < len(fetched)  # what frames the payload is not read
 
@@ -75,7 +82,7 @@ def test_no_truncation_loads_a_wrong_value(node: Node, stride: int) -> None:
     for size_bytes in range(0, len(body), stride):
         copy.write_bytes(body[:size_bytes])
         fetched.append(node.load(1).fetched_bytes)
-        copy.write_bytes(body)
+        put_back(copy, body)
     assert all(fetched[: -len(fetched) // 3])
     assert node.load(1).fetched_bytes == 0
 
@@ -93,31 +100,22 @@ def large(node: Node) -> Node:
     return node
 
 
-@pytest.mark.parametrize(
-    ("places",),
-    cases(
-        [((0,),), ((9,),), ((58,),), ((9, 10),), ((9, 21),), ((1, 9, 17, 25, 33, 41, 49, 57),)],
-        default=[((9, 10),), ((1, 9, 17, 25, 33, 41, 49, 57),)],
-    ),
-)
-def test_damage_costs_its_piece_and_no_more(
+@pytest.mark.parametrize(("places",), cases([((0,),), ((58,),), ((9, 41),)], default=[((9, 41),)]))
+def test_damage_costs_what_is_left_of_its_request_and_no_more(
     large: Node, requests: list[Request], places: tuple[int, ...]
 ) -> None:
-    """By what the report counts, and by the requests of the store."""
+    """By what the report counts, and by the requests of the store. The next load finds no copy."""
     restart()
     flip(large.copy_of(1), *(place * MIB + 77_777 for place in places))
     requests.clear()
     report = large.load(1, config=LARGE_REQUESTS)
     assert report.requests <= 3
-    pieces = {place // 4 for place in places}
     fetched = sum(one.bytes for one in payload_gets(requests))
     assert report.fetched_bytes == fetched
     assert report.local_bytes == report.total_bytes - fetched
-    if len(places) <= 2:
-        # Two pieces of one request may take what is between and behind them, too.
-        assert len(payload_gets(requests)) == len(pieces)
-    if len(pieces) == 1:
-        assert 0 < fetched <= PIECE
+    assert len(payload_gets(requests)) == len(places)
+    assert all(one.bytes <= 32 * MIB for one in payload_gets(requests))
+    assert not large.copies
 
 
 def test_a_whole_copy_costs_no_request(large: Node, requests: list[Request]) -> None:
@@ -153,7 +151,7 @@ def test_the_sink_counts_the_same_bytes(tmp_path: Path) -> None:
         after = sink.stats()
     small = _sent(between) - _sent(before)
     assert small < MIB  # marker and index
-    assert 0 < report.fetched_bytes <= PIECE
+    assert 0 < report.fetched_bytes < 32 * MIB
     assert _sent(after) - _sent(between) - small == report.fetched_bytes
 
 
@@ -185,10 +183,9 @@ def test_damage_in_the_copy_and_in_an_answer_of_the_store(
         return
     report = large.load(1, config=LARGE_REQUESTS)
     assert left == [0]
-    piece, rest = payload_gets(requests)
-    assert piece.start == rest.start
-    assert piece.bytes <= PIECE < rest.bytes, "the copy is not asked a third time"
-    assert report.fetched_bytes == rest.bytes, "the piece counts once"
+    damaged, rest = payload_gets(requests)
+    assert damaged.start == rest.start
+    assert report.fetched_bytes == rest.bytes, "the range counts once"
     assert report.local_bytes == report.total_bytes - rest.bytes >= 8 * MIB
 
 
@@ -206,24 +203,11 @@ def test_ranges_of_several_threads_are_all_counted(
     local_first: tuple[LocalFirst, str, int],
 ) -> None:
     store, key, _ = local_first
-    for counted in (40, 40, 0):  # the second time, what is asked for again; then it is fetched
+    for counted in (40, 0, 0):  # what is asked for again is fetched, and counts once
         store.local_bytes = MeetingNumber(store.local_bytes)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(partial(store.open_range, key), (0, 20), (20, 40)))
         assert store.local_bytes == counted
-
-
-def test_a_fetch_that_comes_late_counts_no_byte_twice(
-    local_first: tuple[LocalFirst, str, int],
-) -> None:
-    """A worker that was left to wait fetches its piece after another one has fetched all."""
-    store, key, end = local_first
-    store.open_range(key, 0, end).close()
-    late = store.open_range(key, 0, end)
-    store.open_range(key, 0, end).close()
-    late.readinto(memoryview(bytearray(10)))
-    store.open_range(key, end // 2, end).close()
-    assert store.local_bytes == 0
 
 
 def test_damage_in_the_store_does_not_matter_where_the_copy_is_right(
@@ -364,4 +348,5 @@ def test_a_copy_that_is_removed_while_it_is_read(
 ) -> None:
     copy = large.copy_of(1)
     during_reads(monkeypatch, at_read, copy.unlink)
-    assert large.load(1).fetched_bytes == 0
+    report = large.load(1)
+    assert 0 < report.local_bytes <= report.total_bytes

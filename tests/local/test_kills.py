@@ -212,4 +212,4 @@ def test_restarts_by_torchrun_fetch_nothing(bucket: Bucket, tmp_path: Path) -> N
         job.end()
         fetched = job.found(r"fetched (\d+) of [1-9]\d* bytes of step (\d+)")
     assert sorted(fetched) == [("0", step) for step in ("10", "20", "40") for _ in range(2)]
-    assert len(list(node.glob("*/*/objects/*"))) == 4
+    assert len(list(node.glob("*/*/step-*/*"))) == 4
