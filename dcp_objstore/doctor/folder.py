@@ -193,8 +193,8 @@ class FolderChecks:
         room_there, left_bytes = system.f_bavail * system.f_frsize, max(0, min(free))
         details = {"left_bytes": left_bytes}
         text = (
-            f"{size_text(left_bytes)} are left of this machine's memory and below its cgroup's"
-            " limit, less a tenth; files there count against both"
+            f"{size_text(left_bytes)} are left of this machine's memory and below its cgroups'"
+            " limits, less a tenth; files there count against all of them"
         )
         if left_bytes >= room_there:
             return Verdict("ok", text, details=details)

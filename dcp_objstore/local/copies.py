@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 _WARNING = "no copies in %s: %s. The store has everything; see 'dcp-objstore doctor --local %s'"
 # The folders and kinds of errors of which a warning was given.
 _warned_of: set[tuple[str, int | None]] = set()
-# The folders of the checkpoints that this process has saved, by the URL without the step's number:
-# those that have a prefix of their own for each step, as `step-5/model`.
-_nested: PerProcess[dict[str, list[Path]]] = PerProcess(dict)
+# The folders of the checkpoints that this process has saved, by the URL without the step's number
+# and the endpoint. Where each step has a prefix, as in `step-5/model`, its run has only one step.
+_saved: PerProcess[dict[tuple[str, str | None], list[Path]]] = PerProcess(dict)
 # The last part of a URL that has a number: it tells steps apart.
 _STEP = re.compile(r"[^/]*\d[^/]*(?=(/\D*)?$)")
 
@@ -103,10 +103,8 @@ class SaveCopies(_Copies):
         self._rank = rank
         self._written: list[Path] = []
         self._spares: list[at.File] = []  # what may be written over
-        self._nested: list[Path] = []
-        if not re.search(r"\d[^/]*$", spec.url):
-            series = _STEP.sub(lambda step: _words(step[0]), spec.url)
-            self._nested = _nested.here.setdefault(series, [])
+        series = _STEP.sub(lambda step: _words(step[0]), spec.url)
+        self._before = _saved.here.setdefault((series, spec.open().endpoint_url), [])
         super().__init__(local, spec, channel)
 
     def _begin(self) -> None:
@@ -126,15 +124,13 @@ class SaveCopies(_Copies):
         """
         spares: list[at.File] = []
         states: dict[object, list[at.File]] = {}
-        own: list[at.File] = []
-        for folder in {*at.folders_in(self._run), *self._nested}:
+        for folder in {*at.folders_in(self._run), *self._before}:
             files = at.files_in(folder)
             copies = [file for file in files if not file.is_temporary]
             spares += (file for file in files if file.is_temporary and not file.is_being_written)
-            if folder == self._folder:
-                own = copies
-            elif folder in self._nested or _words(folder.name) == _words(self._folder.name):
+            if folder in self._before or _words(folder.name) == _words(self._folder.name):
                 states[folder] = copies
+        own = states.pop(self._folder)
         newest_ns = max(map(_newest_ns, states.values()), default=0)
         for file in own:
             # Other ranks may have begun to write theirs, which are newer than all there is.
@@ -205,7 +201,7 @@ class SaveCopies(_Copies):
         at.remove(file.path for file in self._spares)
         with self._excused():
             if not self._is_over:
-                self._nested[:] = filter(Path.exists, {*self._nested, self._folder})
+                self._before[:] = filter(Path.exists, {*self._before, self._folder})
 
     def give_up(self) -> None:
         """Remove these copies: the save has failed."""
@@ -255,9 +251,10 @@ class _Beside:
         self._close()
 
     def close(self) -> None:
-        """Give the copy up, unless it is whole."""
-        with self._lock:
+        """Give the copy up, unless it is whole. A write that hangs is left to its thread."""
+        if self._lock.acquire(timeout=LOCK_POLICY.patience_seconds):
             self._close()
+            self._lock.release()
 
     def _close(self) -> None:
         if self._is_open:

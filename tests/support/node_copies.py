@@ -102,7 +102,7 @@ class Node:
 
 def restart() -> None:
     """Forget what this process knows of folders, as if it began again now."""
-    for state in (copies._nested, folder.runs_here):
+    for state in (copies._saved, folder.runs_here):
         state._renew()
         state._inherited.clear()
     copies._warned_of.clear()

@@ -4,7 +4,7 @@ Ranks of two or three nodes train and save all the time; all of them, one, or a 
 is killed by SIGKILL; then a job of as many ranks or of another number, whose processes are new,
 resumes. Its losses are those of a job that was never killed, and what a node has is not fetched.
 
-    pytest tests/local/test_kills.py -m campaign -n 0 -s
+    pytest tests/faults/test_kills_with_copies.py -m campaign -n 0 -s
 """
 
 from __future__ import annotations
