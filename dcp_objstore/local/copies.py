@@ -128,7 +128,7 @@ class SaveCopies(_Copies):
             files = at.files_in(folder)
             copies = [file for file in files if not file.is_temporary]
             spares += (file for file in files if file.is_temporary and not file.is_being_written)
-            if folder in self._before or _words(folder.name) == _words(self._folder.name):
+            if _words(folder.name) == _words(self._folder.name):
                 states[folder] = copies
         own = states.pop(self._folder)
         newest_ns = max(map(_newest_ns, states.values()), default=0)
