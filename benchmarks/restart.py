@@ -192,7 +192,7 @@ def measure_here(fields: dict[str, Any]) -> dict[str, Any]:
         return _measured(partial(dos.save, state, job.place.url, **job.access), job.settings)
     if job.action == "floor":
         assert job.local is not None
-        copies_here = Path(job.local).glob("dcp-objstore-*/*/objects/step-1%2F*")
+        copies_here = Path(job.local).glob("dcp-objstore-*/*/step-1/*")
         largest = max(copies_here, key=lambda path: path.stat().st_size)  # the others are the job's
         _read_all(largest, dict(list(state.items())[:1]))  # as the loads, it has run before
         return _measured(partial(_read_all, largest, state), job.settings)

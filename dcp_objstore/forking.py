@@ -41,3 +41,31 @@ class PerProcess(Generic[T]):
     def _renew(self) -> None:
         self._inherited.append(self.here)
         self.here = self._make()
+
+
+_opened: set[int] = set()
+
+
+def open_here(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """Open a file for this process alone. Close it with `close_here`.
+
+    A forked child would share its lock, and keep its room when it is removed. So the child closes
+    it, as a program that is started does.
+    """
+    file = os.open(path, flags | os.O_CLOEXEC, mode)
+    _opened.add(file)
+    return file
+
+
+def close_here(file: int) -> None:
+    """Close a file of `open_here`; its lock is free then."""
+    _opened.discard(file)
+    os.close(file)
+
+
+def _close_inherited() -> None:
+    while _opened:
+        os.close(_opened.pop())
+
+
+in_forked_child(_close_inherited)

@@ -105,7 +105,7 @@ LONGEST = (
     "tests/stores/test_window.py",
     "tests/e2e/test_api.py",
     "tests/run/test_upkeep.py",
-    "tests/local/test_restart.py",
+    "tests/read/test_ranks_that_moved.py",
     "tests/stores/test_direct.py",
     "tests/transfer/test_stragglers.py",
     "tests/distributed/test_arrivals.py",

@@ -21,6 +21,7 @@ Folder: TypeAlias = Annotated[
     str,
     typer.Argument(help="The folder that the job passes as local=.", metavar="FOLDER"),
 ]
+_USED = "a process uses it"
 _JsonLines: TypeAlias = Annotated[
     bool, typer.Option("--json", help="One JSON object per line, for each run.")
 ]
@@ -29,8 +30,8 @@ _JsonLines: TypeAlias = Annotated[
 def print_runs(folder: Folder, as_json: _JsonLines = False) -> None:
     """List the runs of which this node has copies.
 
-    Shows their checkpoints, what a save is writing, what killed processes have left over, and
-    whether a process uses them now. Nothing is changed.
+    Shows their checkpoints, the copies that a save is writing or a killed one has left, and whether
+    a process that has used them is alive. Nothing is changed.
     """
     from dcp_objstore.local.runs import local_runs
     from dcp_objstore.local.settings import Local
@@ -69,19 +70,18 @@ def remove_runs(
     local = Local(folder)
     removals = remove_local_runs(local, url)
     if as_json:
-        for run, refusal in removals:
-            print(json.dumps({**_as_json(run), "removed": refusal is None, "reason": refusal}))
+        for run, is_removed in removals:
+            print(json.dumps({**_as_json(run), "removed": is_removed}))
     else:
         say(local.folder)
-        for run, refusal in removals:
+        for run, is_removed in removals:
             size = f"{counted(run.total.number, 'file')}, {size_text(run.total.total_bytes)}"
-            what = "removed" if refusal is None else f"kept, because {refusal}:"
+            what = "removed" if is_removed else f"kept, because {_USED}:"
             say(f"{what} {_name(run)} ({size})")
         if not removals:
             say("no copies")
-    refusals = [refusal for _, refusal in removals if refusal is not None]
-    if url is not None and refusals:
-        raise InputError(f"its copies in {local.folder} were kept, because {refusals[0]}", url=url)
+    if url is not None and not all(is_removed for _, is_removed in removals):
+        raise InputError(f"its copies in {local.folder} were kept, because {_USED}", url=url)
 
 
 def _as_json(run: LocalRun) -> dict[str, Any]:
@@ -93,8 +93,7 @@ def _as_json(run: LocalRun) -> dict[str, Any]:
         "used": None if run.used_at is None else run.used_at.isoformat(timespec="seconds"),
         "bytes": run.total.total_bytes,
         "steps": {name: _figures(run.steps[name]) for name in sorted(run.steps, key=natural_order)},
-        "being_written": _figures(run.being_written),
-        "left_over": _figures(run.left_over),
+        "unfinished": _figures(run.unfinished),
     }
 
 
@@ -110,12 +109,8 @@ def _lines(runs: list[LocalRun]) -> Iterator[tuple[str, ...]]:
         yield state, *_shown(run.total), used, _name(run)
         for name in sorted(run.steps, key=natural_order):
             yield f"  {name}", *_shown(run.steps[name]), "", ""
-        for what, files in (
-            ("being written", run.being_written),
-            ("left over", run.left_over),
-        ):
-            if files.number:
-                yield f"  {what}", *_shown(files), "", ""
+        if run.unfinished.number:
+            yield "  unfinished", *_shown(run.unfinished), "", ""
     totals = [run.total for run in runs]
     number = sum(files.number for files in totals)
     total_bytes = sum(files.total_bytes for files in totals)

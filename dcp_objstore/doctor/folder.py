@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 import time
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore.config import MIB
 from dcp_objstore.doctor.findings import Finding, Verdict
-from dcp_objstore.local.folder import LocalError, home_name, open_home
-from dcp_objstore.local.room import IN_MEMORY, free_memory_bytes, mount_of, room_bytes, used_bytes
+from dcp_objstore.local.folder import LocalError, home_of
+from dcp_objstore.local.room import IN_MEMORY, free_memory_bytes, mount_of, room_bytes, sizes_of
 from dcp_objstore.observe.report import size_text
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ _PASSES = 3
 _PASS_SECONDS = 2.0
 # Times as long as a copy of memory. What is slower than this hardly helps a restart.
 _SLOW = 10.0
-_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _ANOTHER = "pass another folder as local="
 _HUGE = "`mount -t tmpfs -o huge=always,size=64g tmpfs /mnt/copies`"
 # What begins the types of file systems that do not suit, and why.
@@ -73,7 +71,6 @@ class FolderChecks:
             ("local file system", self.file_system),
             ("local room", self.room),
             ("local memory", self.memory),
-            ("local reservation", self.reservation),
             ("local speed", self.speed),
         )
 
@@ -93,32 +90,29 @@ class FolderChecks:
             yield Finding(name, *verdict)
 
     @property
-    def _writable(self) -> str:
+    def _writable(self) -> Path:
         """The folder in which copies are made: this user's own, once there is one."""
-        home = Path(self._folder, home_name())
-        return str(home) if home.is_dir() else self._folder
+        home = home_of(self._folder)
+        return home if home.exists() else Path(self._folder)
 
     def folder(self) -> Verdict:
         """Look whether the folder is there, and whether this user's folder in it is used."""
         try:
-            home = open_home(self._folder)
+            home = home_of(self._folder)
         except FileNotFoundError:
-            return self._without_home()
+            advice = f"make it on each node, or mount a disk or a tmpfs there; or {_ANOTHER}"
+            return Verdict("failed", "there is no such folder", advice)
         except (LocalError, OSError) as error:
             advice = f"find out who has made it, and remove it or `chmod 700` it; or {_ANOTHER}"
             return Verdict("failed", str(error), advice)
-        try:
-            taken_bytes = used_bytes(home)
-        finally:
-            os.close(home)
-        text = f"{home_name()} is there, and only this user may use it"
+        if not home.exists():
+            return self._without_home()
+        _, taken_bytes = sizes_of(home)
+        text = f"{home.name} is there, and only this user may use it"
         details = {"copies_bytes": taken_bytes}
         return Verdict("ok", f"{text}; copies take {size_text(taken_bytes)}", details=details)
 
     def _without_home(self) -> Verdict:
-        if not Path(self._folder).is_dir():
-            advice = f"make it on each node, or mount a disk or a tmpfs there; or {_ANOTHER}"
-            return Verdict("failed", "there is no such folder", advice)
         if not os.access(self._folder, os.W_OK | os.X_OK):
             text = "this user may not write to it, or it is mounted to be read only"
             advice = f"let an administrator `chown` a folder there to this user, or {_ANOTHER}"
@@ -179,13 +173,8 @@ class FolderChecks:
 
     def _room_bytes(self) -> int:
         """Return what copies may take, with those that are there: they are written over."""
-        at = os.open(self._writable, os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            home = at if self._writable != self._folder else None
-            present_bytes = 0 if home is None else used_bytes(home)
-            return max(0, room_bytes(at, None, home)) + present_bytes
-        finally:
-            os.close(at)
+        home = home_of(self._folder)
+        return max(0, room_bytes(home, None)) + sizes_of(home)[1]
 
     def _is_in_memory(self) -> bool:
         mount = mount_of(Path(self._folder).stat().st_dev)
@@ -204,8 +193,8 @@ class FolderChecks:
         room_there, left_bytes = system.f_bavail * system.f_frsize, max(0, min(free))
         details = {"left_bytes": left_bytes}
         text = (
-            f"{size_text(left_bytes)} are left of this machine's memory and below its cgroup's"
-            " limit, less a tenth; files there count against both"
+            f"{size_text(left_bytes)} are left of this machine's memory and below its cgroups'"
+            " limits, less a tenth; files there count against all of them"
         )
         if left_bytes >= room_there:
             return Verdict("ok", text, details=details)
@@ -217,25 +206,6 @@ class FolderChecks:
             return Verdict("failed", text, advice, details)
         text = f"{text}. {size_text(room_there)} are free there, which is more"
         return Verdict("warning", text, advice, details)
-
-    def reservation(self) -> Verdict:
-        """Let the file system set bytes aside, so that a full one is noticed before a write."""
-        reserve = getattr(os, "posix_fallocate", None)
-        if reserve is None:
-            return Verdict("not applicable", "this system has no posix_fallocate")
-        with tempfile.TemporaryFile(dir=self._writable) as file:
-            try:
-                reserve(file.fileno(), 0, _PIECE_BYTES)
-            except OSError as error:
-                if error.errno not in _CANNOT_RESERVE:
-                    raise
-                return Verdict(
-                    "warning",
-                    "it sets no bytes aside, so a full file system is noticed in the middle of a"
-                    " save, which then has no copies",
-                    "ext4, xfs, btrfs and tmpfs do; where others write there too, set max_bytes",
-                )
-        return Verdict("ok", "it sets bytes aside before they are written (posix_fallocate)")
 
     def speed(self) -> Verdict:
         """Compare writing and reading with a plain copy of memory, each the best of some passes."""

@@ -6,106 +6,138 @@ for each save or load. The store has everything.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import xxhash
 
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import CorruptDataError
-from dcp_objstore.forking import PerProcess
-from dcp_objstore.local.folder import CopyFile, LocalError, RunFolder, Spare
+from dcp_objstore.forking import PerProcess, close_here, open_here
+from dcp_objstore.local import folder as at
+from dcp_objstore.local.room import room_bytes
 from dcp_objstore.observe.events import LocalUnused
-from dcp_objstore.observe.report import logger
+from dcp_objstore.observe.report import logger, size_text
+from dcp_objstore.stores.local import LOCK_POLICY, FileSource, lock, locked, temporary_name
+from dcp_objstore.stores.ranges import Range
 from dcp_objstore.stores.wrappers import WrappedStore
 
 if TYPE_CHECKING:
     from dcp_objstore.local.settings import Local
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.stores import ObjectStore, StoreSpec
-    from dcp_objstore.stores.protocol import RangeBody, Version
+    from dcp_objstore.stores.protocol import RangeBody
     from dcp_objstore.transfer.upload import ByteArray
 
-
-class _Folders:
-    """The folders of this process, and the warnings about them that were given."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.opened: dict[tuple[str, str], RunFolder] = {}
-        self.warned_of: set[tuple[str, int | None]] = set()
-
-
-_folders = PerProcess(_Folders)
+_WARNING = "no copies in %s: %s. The store has everything; see 'dcp-objstore doctor --local %s'"
+# The folders and kinds of errors of which a warning was given.
+_warned_of: set[tuple[str, int | None]] = set()
+# The folders of the checkpoints that this process has saved, by the URL without the step's number
+# and the endpoint. Where each step has a prefix, as in `step-5/model`, its run has only one step.
+_saved: PerProcess[dict[tuple[str, str | None], list[Path]]] = PerProcess(dict)
+# The last part of a URL that has a number: it tells steps apart.
+_STEP = re.compile(r"[^/]*\d[^/]*(?=(/\D*)?$)")
 
 
 class _Copies:
-    """The folder of the run in which a checkpoint lies, for one save or load.
+    """The folder of a checkpoint on this node, for one save or load.
 
     Args:
         local: where copies may be kept.
         spec: the checkpoint.
-        channel: that of the save or load.
+        channel: the channel of the save or load.
     """
 
     def __init__(self, local: Local, spec: StoreSpec, channel: Channel) -> None:
-        self._local = local
-        self._channel = channel
-        self._reported = False
-        run, name = spec.parent()
-        self._prefix = f"{name}/" if run is not None else ""
-        place = (run or spec).url, spec.open().endpoint_url or ""
-        self._folder: RunFolder | None = None
+        self._local, self._channel = local, channel
+        self._is_over = False
+        run, self._name = spec.parent()
+        self._run_url = " ".join(filter(None, ((run or spec).url, spec.open().endpoint_url)))
         with self._excused():
-            self._folder = self._open(" ".join(filter(None, place)))
+            self._home = at.home_of(local.folder)
+            self._run = self._home / xxhash.xxh3_128_hexdigest(self._run_url.encode())
+            self._folder = self._run / (quote(self._name, safe="") or at.STORE_ROOT)
+            self._begin()
 
-    def _open(self, run_url: str) -> RunFolder:
-        folders, place = _folders.here, (self._local.folder, run_url)
-        with folders.lock:
-            if place not in folders.opened:
-                folders.opened[place] = RunFolder(self._local, run_url)
-            return folders.opened[place]
+    def _begin(self) -> None:
+        """Do what the save or load begins with."""
 
     @contextmanager
     def _excused(self) -> Iterator[None]:
-        """Report what goes wrong on the node, and go on."""
+        """Report what goes wrong on the node, and go on without copies."""
         try:
             yield
-        except (LocalError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the store has everything
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        if self._reported:
+        if self._is_over:
             return
-        self._reported = True
+        self._is_over = True
         folder, reason = self._local.folder, str(error)
         self._channel.emit(LocalUnused, time.monotonic(), folder=folder, reason=reason)
         # The text says how much room there is, which is never the same.
         kind = folder, getattr(error, "errno", None)
-        warned_of = _folders.here.warned_of
-        if kind not in warned_of:
-            warned_of.add(kind)
-            logger.warning(
-                "no copies in %s: %s. The store has everything; 'dcp-objstore doctor --local %s'"
-                " looks at the folder",
-                *(folder, reason, folder),
-            )
+        if kind not in _warned_of:
+            _warned_of.add(kind)
+            logger.warning(_WARNING, folder, reason, folder)
 
 
 class SaveCopies(_Copies):
-    """The copies that one rank writes of its objects in one save."""
+    """The copies that one rank writes of its objects in one save. After an error it writes none.
 
-    def __init__(self, local: Local, spec: StoreSpec, channel: Channel) -> None:
+    Args:
+        rank: the rank.
+    """
+
+    def __init__(self, local: Local, spec: StoreSpec, channel: Channel, rank: int) -> None:
+        self._rank = rank
+        self._written: list[Path] = []
+        self._spares: list[at.File] = []  # what may be written over
+        series = _STEP.sub(lambda step: _words(step[0]), spec.url)
+        self._before = _saved.here.setdefault((series, spec.open().endpoint_url), [])
         super().__init__(local, spec, channel)
-        self._keys: list[str] = []
-        self._spares: list[Spare] = []
-        if self._folder is not None:
-            self._before = self._folder.needed, self._folder.has_saved
-            with self._excused():
-                self._spares = self._folder.spares()
+
+    def _begin(self) -> None:
+        at.home_of(self._local.folder, make=True)
+        with locked(self._home, LOCK_POLICY):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._run / at.URL).write_text(self._run_url, encoding="utf-8")
+            at.note_use(self._run, saves=True)
+            self._spares = self._find_spares()
+        while at.remove_unused(self._home, self._run):
+            pass
+
+    def _find_spares(self) -> list[at.File]:
+        """Return what is left over, and the copies of all steps but the newest.
+
+        Copies of this checkpoint itself are of an earlier save, which this one replaces or repeats.
+        """
+        spares: list[at.File] = []
+        states: dict[object, list[at.File]] = {}
+        for folder in {*at.folders_in(self._run), *self._before}:
+            files = at.files_in(folder)
+            copies = [file for file in files if not file.is_temporary]
+            spares += (file for file in files if file.is_temporary and not file.is_being_written)
+            if _words(folder.name) == _words(self._folder.name):
+                states[folder] = copies
+        own = states.pop(self._folder)
+        newest_ns = max(map(_newest_ns, states.values()), default=0)
+        for file in own:
+            # Other ranks may have begun to write theirs, which are newer than all there is.
+            name, time_ns = file.path.name, file.status.st_mtime_ns
+            if name.startswith(f"__{self._rank}_") or time_ns < newest_ns:
+                states.setdefault(name.partition(".")[2], []).append(file)
+        return sum(sorted(states.values(), key=_newest_ns)[:-1], spares)
 
     @contextmanager
     def beside(
@@ -120,110 +152,115 @@ class SaveCopies(_Copies):
             buffers: its content.
             size_bytes: about how much that is.
         """
-        key = self._prefix + key
-        copy: _Beside | None = None
-        with self._excused():
-            if self._folder is not None:
-                copy = _Beside(
-                    buffers=buffers,
-                    folder=self._folder,
-                    spares=self._spares,
-                    key=key,
-                    size_bytes=size_bytes,
-                    report=self._report,
-                )
-        if copy is None:
+        with contextlib.ExitStack() as stack:
+            with self._excused():
+                if not self._is_over:
+                    path = self._folder / key
+                    copy = _Beside(path, *self._create(key, size_bytes), self)
+                    stack.callback(copy.close)
+                    self._written.append(path)
+                    self.reserve(copy.file, size_bytes)
+                    buffers = copy.through(buffers)
             yield buffers
-            return
-        try:
-            yield copy
-        finally:
-            copy.close()
-        if copy.is_whole:
-            self._keys.append(key)
+
+    def _create(self, key: str, size_bytes: int) -> tuple[int, Path]:
+        """Return a file for a copy, and its name. The spare file that fits best is written over."""
+        path = self._folder / temporary_name(key)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        with locked(self._home, LOCK_POLICY):
+            while self._spares and flags & os.O_CREAT:
+                best = min(self._spares, key=lambda file: abs(file.status.st_size - size_bytes))
+                self._spares.remove(best)
+                with contextlib.suppress(OSError):  # another rank has taken it
+                    best.path.rename(path)
+                    flags = os.O_RDWR
+                    best.path.parent.rmdir()  # if it is empty
+            file = open_here(path, flags, 0o600)
+            lock(file)
+        return file, path
+
+    def reserve(self, file: int, size_bytes: int) -> None:
+        """Find room for so many bytes of a file, which other processes see as taken from now on."""
+        while True:
+            with locked(self._home, LOCK_POLICY):
+                present = os.fstat(file).st_size
+                room = max(0, room_bytes(self._home, self._local.max_bytes))
+                if size_bytes - present <= room:
+                    return os.ftruncate(file, max(size_bytes, present))
+            if self._spares:
+                at.remove(file.path for file in self._spares)
+                self._spares.clear()
+            elif not at.remove_unused(self._home, self._run, needed=True):
+                raise at.LocalError(
+                    f"{size_text(size_bytes - present)} are needed and there is room for"
+                    f" {size_text(room)}: a node takes two states of its ranks"
+                )
 
     def end(self) -> None:
-        """Keep these copies from now on, and remove what they have not been written over."""
-        if self._folder is not None:
-            self._folder.has_saved = True
-            self._folder.need(self._keys)
-            self._folder.remove(self._spares)
+        """Remove what these copies have not been written over."""
+        at.remove(file.path for file in self._spares)
+        with self._excused():
+            if not self._is_over:
+                self._before[:] = filter(Path.exists, {*self._before, self._folder})
 
     def give_up(self) -> None:
-        """Keep the copies that were kept before: the save has failed."""
-        if self._folder is not None:
-            self._folder.needed, self._folder.has_saved = self._before
+        """Remove these copies: the save has failed."""
+        at.remove(self._written)
 
 
 class _Beside:
-    """Iterates over buffers and writes each to a file. It keeps no reference to them.
+    """Writes an object's buffers to a file. It keeps no reference to them.
 
-    The thread that uploads iterates, and another one may close it.
+    The thread that uploads writes, and another one may close it.
     """
 
-    def __init__(
-        self,
-        *,
-        buffers: Iterator[ByteArray],
-        folder: RunFolder,
-        spares: list[Spare],
-        key: str,
-        size_bytes: int,
-        report: Callable[[Exception], None],
-    ) -> None:
-        self._buffers, self._folder, self._spares = buffers, folder, spares
-        self._key, self._report = key, report
-        self._file, self._name = folder.create(spares, size_bytes)
+    def __init__(self, path: Path, file: int, temporary: Path, save: SaveCopies) -> None:
+        self._path, self.file, self._temporary, self._save = path, file, temporary, save
         self._lock = threading.Lock()
-        self._is_open = True
-        self._size_bytes = 0
-        self.is_whole = False
+        self._is_open, self._size_bytes = True, 0
 
-    def __iter__(self) -> Iterator[ByteArray]:
-        return self
+    def through(self, buffers: Iterator[ByteArray]) -> Iterator[ByteArray]:
+        """Iterate over buffers and write each of them. After the last one the copy is whole."""
+        # Not a generator: its frame would keep a buffer until the next one is asked for.
+        return chain(map(self._pass, buffers), iter(partial(self._while_open, self._finish), None))
 
-    def __next__(self) -> ByteArray:
-        try:
-            buffer = next(self._buffers)
-        except StopIteration:
-            self._while_open(self._finish)
-            raise
-        self._while_open(lambda: self._write(memoryview(buffer)))
+    def _pass(self, buffer: ByteArray) -> ByteArray:
+        self._while_open(partial(self._write, memoryview(buffer)))
         return buffer
 
     def _while_open(self, act: Callable[[], None]) -> None:
         with self._lock:
-            if not self._is_open:
-                return
-            try:
-                act()
-            except (LocalError, OSError) as error:
-                self._close()
-                self._report(error)
+            if self._is_open:
+                with self._save._excused():
+                    act()
+                    return
+                self._close()  # it has failed
 
     def _write(self, rest: memoryview) -> None:
         end = self._size_bytes + len(rest)
-        if end > os.fstat(self._file).st_size:  # frames, and values whose size nobody knew
-            self._folder.reserve(self._file, end, self._spares)
+        if end > os.fstat(self.file).st_size:  # frames, and values whose size nobody knew
+            self._save.reserve(self.file, end)
         while rest:
-            written = os.pwrite(self._file, rest, self._size_bytes)
+            written = os.pwrite(self.file, rest, self._size_bytes)
             self._size_bytes += written
             rest = rest[written:]
 
     def _finish(self) -> None:
-        self._is_open = False  # whatever happens, the folder closes the file
-        self._folder.finish(self._file, self._name, self._key, self._size_bytes)
-        self.is_whole = True
+        os.ftruncate(self.file, self._size_bytes)
+        self._temporary.rename(self._path)
+        self._close()
 
     def close(self) -> None:
-        """Give the copy up, unless it is whole."""
-        with self._lock:
+        """Give the copy up, unless it is whole. A write that hangs is left to its thread."""
+        if self._lock.acquire(timeout=LOCK_POLICY.patience_seconds):
             self._close()
+            self._lock.release()
 
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._folder.drop(self._file, self._name)
+            at.remove([self._temporary])
+            close_here(self.file)
 
 
 class LoadCopies(_Copies):
@@ -232,7 +269,7 @@ class LoadCopies(_Copies):
     Args:
         local: where they are kept.
         spec: the checkpoint.
-        channel: that of the load.
+        channel: the channel of the load.
         object_keys: the keys of its objects, relative to it.
 
     Attributes:
@@ -243,127 +280,92 @@ class LoadCopies(_Copies):
     def __init__(
         self, local: Local, spec: StoreSpec, channel: Channel, object_keys: Sequence[str]
     ) -> None:
-        super().__init__(local, spec, channel)
-        self._files: dict[str, CopyFile] = {}
-        self.numbers: frozenset[int] = frozenset()
+        self._files: dict[str, at.File] = {}
+        self._keys = object_keys
         self.node = b""
-        if self._folder is not None:
-            with self._excused():
-                keys = {self._prefix + key: key for key in object_keys}
-                files = self._folder.open_copies(keys)
-                self._files = {keys[key]: file for key, file in files.items()}
-                self.numbers = frozenset(
-                    number for number, key in enumerate(object_keys) if key in self._files
-                )
-                self.node = self._folder.identity
+        super().__init__(local, spec, channel)
+        self.numbers = frozenset(n for n, key in enumerate(object_keys) if key in self._files)
+
+    def _begin(self) -> None:
+        files = {file.path.name: file for file in at.files_in(self._folder)}
+        if files := {key: files[key] for key in self._keys if key in files}:
+            self.node = repr((at.place_of_pids().split()[0], *self._home.stat()[1:3])).encode()
+            self._files = files
+            at.note_use(self._run, saves=False)
 
     def before(self, store: ObjectStore) -> LocalFirst:
         """Return a store, rooted at the checkpoint, that reads copies first."""
-        return LocalFirst(store, self._files)
+        self._store = LocalFirst(store, self._files, self._report)
+        return self._store
 
     def keep(self) -> None:
         """Keep the copies until a save has written all of its own: the state comes from them.
 
-        A process that has saved keeps what it has saved, whatever it looks at.
+        Those that were damaged are removed.
         """
-        if self._folder is not None and not self._folder.has_saved:
-            self._folder.need(self._prefix + key for key in self._files)
+        if not self._channel.slow_ranges:  # what took long was asked for again, too
+            at.remove(self._files[key].path for key in self._store.asked_again)
+        if not at.runs_here.here.get(self._run):  # what this process has saved is newer
+            with contextlib.suppress(OSError):
+                for file in self._files.values():
+                    os.utime(file.path)
 
 
 class LocalFirst(WrappedStore):
     """Reads a range from the copy, and what is asked for once more from the inner store.
 
-    A reader that finds damage asks once more from the damaged piece on: this piece is fetched, and
-    the copy gives the rest. If that is not enough, the rest is fetched, too.
+    A reader that finds damage asks once more from the damaged piece on, and so it does where a copy
+    cannot be read.
+
+    Args:
+        inner: the store.
+        files: the copies by their keys. Those that cannot be read are taken out.
+        report: receives an error of the node.
 
     Attributes:
         local_bytes: how many bytes copies have given, without those that were fetched then.
-    """
-
-    def __init__(self, inner: ObjectStore, files: dict[str, CopyFile]) -> None:
-        super().__init__(inner)
-        self._files = files
-        self._lock = threading.Lock()
-        self._asked: Counter[tuple[str, int]] = Counter()
-        self._fetched_to: dict[tuple[str, int], int] = {}
-        self.local_bytes = 0
-
-    def open_range(self, key: str, start: int, end: int) -> RangeBody:
-        """Open bytes `[start, end)`. Ranges with the same end are the same, or what is left."""
-        file = self._files.get(key)
-        if file is None or end > file.size_bytes:
-            return self.inner.open_range(key, start, end)
-        with self._lock:
-            asked = self._asked[key, end]
-            self._asked[key, end] += 1
-            if not asked:
-                self.local_bytes += end - start
-        if asked < 2:
-            fetch = partial(self._open_inner, key, end) if asked else None
-            return _CopyRange(file, start, fetch)
-        return self._open_inner(key, end, start, end)
-
-    def _open_inner(self, key: str, range_end: int, start: int, end: int) -> RangeBody:
-        """Open bytes of the range that ends there, which the copy has not given then."""
-        with self._lock:
-            fetched_to = max(start, self._fetched_to.get((key, range_end), 0))
-            self.local_bytes -= max(0, end - fetched_to)
-            self._fetched_to[key, range_end] = max(end, fetched_to)
-        return self.inner.open_range(key, start, end)
-
-
-class _CopyRange:
-    """A `RangeBody` of a copy.
-
-    Args:
-        file: the copy.
-        start: where the range begins.
-        fetch: opens bytes of the store, from which the first piece comes. None: from the copy.
+        asked_again: the keys of the readable copies of which a range was asked for once more.
     """
 
     def __init__(
-        self, file: CopyFile, start: int, fetch: Callable[[int, int], RangeBody] | None
+        self, inner: ObjectStore, files: dict[str, at.File], report: Callable[[Exception], None]
     ) -> None:
-        self._file = file
-        self._at = start
-        self._fetch = fetch
-        self._fetched: RangeBody | None = None
+        super().__init__(inner)
+        self._files, self._report = files, report
+        self._lock = threading.Lock()
+        self._fetched_from: dict[tuple[str, int], int] = {}
+        self.local_bytes = 0
+        self.asked_again: set[str] = set()
 
-    def readinto(self, into: memoryview) -> None:
-        """Fill `into` with the next bytes."""
-        if self._fetch is None:
-            self._read(into)
-            return
-        with self._fetch(self._at, self._at + len(into)) as self._fetched:
-            self._fetch = None
-            self._fetched.readinto(into)
-        self._fetched = None
-        self._at += len(into)
+    def open_range(self, key: str, start: int, end: int) -> RangeBody:
+        """Open bytes `[start, end)`. Ranges with the same end are the same, or what is left."""
+        with self._lock:
+            file, fetched_from = self._files.get(key), self._fetched_from.get((key, end))
+            if file is not None and fetched_from is None:
+                self._fetched_from[key, end] = end
+                self.local_bytes += end - start
+                return Range(FileSource(file.path), start, end, partial(self._errors, key))
+            if fetched_from is not None:
+                self._fetched_from[key, end] = min(start, fetched_from)
+                self.local_bytes -= max(0, fetched_from - start)
+                self.asked_again |= {key} & self._files.keys()
+        return self.inner.open_range(key, start, end)
 
-    def _read(self, into: memoryview) -> None:
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
         try:
-            while into:
-                size_bytes = os.preadv(self._file.descriptor, [into], self._at)
-                if not size_bytes:
-                    raise CorruptDataError("the copy on this node has become shorter")
-                self._at += size_bytes
-                into = into[size_bytes:]
-        except OSError as error:
+            yield
+        except CorruptDataError:
+            raise
+        except Exception as error:
+            self._files.pop(key, None)
+            self._report(error)
             raise CorruptDataError(f"the copy on this node cannot be read: {error}") from error
 
-    def hold(self, check: Callable[[Version], None]) -> None:
-        """Do nothing: digests say whether the bytes are right."""
 
-    def cancel(self, *, at_once: bool) -> bool:
-        """End a `readinto` that another thread is in, if it reads from the store."""
-        fetched = self._fetched
-        return fetched is not None and fetched.cancel(at_once=at_once)
+def _words(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
-    def close(self) -> None:
-        """Do nothing: the load closes the file."""
 
-    def __enter__(self) -> _CopyRange:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _newest_ns(state: Iterable[at.File]) -> int:
+    return max((file.status.st_mtime_ns for file in state), default=0)

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.errors import InputError
-from dcp_objstore.local.folder import (
-    FOLDER,
-    READ,
-    REMOVED,
-    LocalError,
-    files_in,
-    home_name,
-    is_being_written,
-    key_of,
-    lock_file,
-    open_home,
-    opened,
-    remove_run,
-    used_at,
-)
+from dcp_objstore.errors import InputError, StoreUnavailableError
+from dcp_objstore.local import folder as at
 from dcp_objstore.local.settings import Local
-
-_EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class Files(NamedTuple):
     """How many files, and what they take on the file system."""
 
-    number: int = 0
-    total_bytes: int = 0
-
-    def with_one(self, size_bytes: int) -> Files:
-        """Return these and one more file."""
-        return Files(self.number + 1, self.total_bytes + size_bytes)
+    number: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +30,11 @@ class LocalRun:
         folder: the name of its folder.
         url: the run's URL; None if its folder does not say.
         endpoint_url: the store's endpoint, if the run has one.
-        in_use: whether a process uses it now.
-        used_at: when a process last began to use it, or wrote to it; None if it is half removed.
+        in_use: whether a process that has used it is alive.
+        used_at: when a process last saved or loaded; None if it is half removed.
         steps: the copies of each checkpoint, by its name; "." if the URL is a checkpoint's.
-        being_written: files that a save is writing.
-        left_over: files of processes that were killed. The next save writes over them.
+        unfinished: files that a save writes now, or that a killed one has left: the next save
+            writes over those.
     """
 
     folder: str
@@ -64,21 +43,13 @@ class LocalRun:
     in_use: bool
     used_at: datetime | None
     steps: dict[str, Files]
-    being_written: Files
-    left_over: Files
+    unfinished: Files
 
     @property
     def total(self) -> Files:
         """All of its files together."""
-        parts = [*self.steps.values(), self.being_written, self.left_over]
+        parts = [*self.steps.values(), self.unfinished]
         return Files(*map(sum, zip(*parts, strict=True)))
-
-
-class Removal(NamedTuple):
-    """A run, and why its copies are still there; None if they are gone."""
-
-    run: LocalRun
-    refusal: str | None
 
 
 def local_runs(local: Local) -> list[LocalRun]:
@@ -88,11 +59,14 @@ def local_runs(local: Local) -> list[LocalRun]:
         InputError: nothing was ever kept there, or the folder is not used.
     """
     with _home(local) as home:
-        return _runs(home)
+        return [_run(run) for run in sorted(at.folders_in(home), key=at.used_at)]
 
 
-def remove_local_runs(local: Local, url: str | None = None) -> list[Removal]:
+def remove_local_runs(local: Local, url: str | None = None) -> list[tuple[LocalRun, bool]]:
     """Remove the copies of all runs that no process uses, or of one run.
+
+    Returns:
+        Each run, and whether its copies are gone. If not, a process uses them.
 
     Args:
         local: where they are kept.
@@ -102,97 +76,49 @@ def remove_local_runs(local: Local, url: str | None = None) -> list[Removal]:
         InputError: there are no copies of that run, or as `local_runs`.
     """
     with _home(local) as home:
-        runs = _runs(home)
+        runs = local_runs(local)
         chosen = [run for run in runs if url in (None, run.url)]
         if url is not None and not chosen:
-            here = ", ".join(sorted({run.url for run in runs if run.url is not None}))
-            raise InputError(
-                f"{local.folder} has no copies of this run; it has {here or 'none at all'}", url=url
-            )
-        refusals = ("it cannot be removed", "a process uses it")
-        return [
-            Removal(run, None if remove_run(home, run.folder) else refusals[run.in_use])
-            for run in chosen
-        ]
+            here = ", ".join(sorted(run.url or "" for run in runs)) or "none at all"
+            raise InputError(f"{local.folder} has no copies of this run; it has {here}", url=url)
+        return [(run, not run.in_use and at.remove_run(home, home / run.folder)) for run in chosen]
 
 
 @contextmanager
-def _home(local: Local) -> Iterator[int]:
-    """Open the user's folder, and close it again."""
-    folder = local.folder
+def _home(local: Local) -> Iterator[Path]:
+    """Yield the user's folder, and say what goes wrong there."""
     try:
-        home = open_home(folder)
-    except FileNotFoundError:
-        raise InputError(
-            f"there is no folder {folder}"
-            if not os.path.isdir(folder)  # noqa: PTH112 - a path of `Local` is text
-            else f"no job of this user has kept copies in {folder}: it has no {home_name()}"
-        ) from None
-    except (LocalError, OSError) as error:
-        raise InputError(f"{folder} is not used: {error}") from error
-    try:
+        home = at.home_of(local.folder)
+        if not home.exists():
+            raise InputError(
+                f"no job of this user has kept copies in {local.folder}: it has no {home.name}"
+            )
         yield home
-    finally:
-        os.close(home)
+    except (at.LocalError, OSError, StoreUnavailableError) as error:
+        raise InputError(f"{local.folder} is not used: {error}") from error
 
 
-def _runs(home: int) -> list[LocalRun]:
-    with os.scandir(home) as entries:
-        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    runs = []
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):  # it has just been removed
-            runs.append(_run(home, name))
-    return sorted(runs, key=lambda run: (run.in_use, run.used_at or _EPOCH))
+def _run(run: Path) -> LocalRun:
+    files = {_name(folder): at.files_in(folder) for folder in at.folders_in(run)}
+    steps = {name: [file for file in files[name] if not file.is_temporary] for name in files}
+    unfinished = [file for of_step in files.values() for file in of_step if file.is_temporary]
+    texts = [path.read_text(encoding="utf-8") for path in run.glob(at.URL)]
+    url, _, endpoint_url = "".join(texts).partition(" ")
+    used = at.used_at(run)
+    return LocalRun(
+        folder=run.name,
+        url=url or None,
+        endpoint_url=endpoint_url or None,
+        in_use=at.is_used(run, unknown=False),
+        used_at=datetime.fromtimestamp(used, UTC) if used else None,
+        steps={name: _count(copies) for name, copies in steps.items() if copies},
+        unfinished=_count(unfinished),
+    )
 
 
-def _run(home: int, name: str) -> LocalRun:
-    with opened(name, FOLDER, home) as folder:
-        url, _, endpoint_url = _text(folder).partition(" ")
-        steps, being_written, left_over = _files(folder, is_removed=name.startswith(REMOVED))
-        used = used_at(home, name)
-        return LocalRun(
-            folder=name,
-            url=url or None,
-            endpoint_url=endpoint_url or None,
-            in_use=_is_in_use(folder),
-            used_at=datetime.fromtimestamp(used, UTC) if used else None,
-            steps=steps,
-            being_written=being_written,
-            left_over=left_over,
-        )
+def _name(folder: Path) -> str:
+    return "." if folder.name == at.STORE_ROOT else unquote(folder.name)
 
 
-def _text(folder: int) -> str:
-    with contextlib.suppress(OSError), opened("url", READ, folder) as file:
-        return os.read(file, 1 << 16).decode(errors="replace")
-    return ""
-
-
-def _is_in_use(folder: int) -> bool:
-    with contextlib.suppress(FileNotFoundError), opened("lock", READ, folder) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a job that begins now tries again
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _files(folder: int, *, is_removed: bool) -> tuple[dict[str, Files], Files, Files]:
-    """Return the copies by checkpoint, the files that are being written, and what is left over."""
-    steps: dict[str, Files] = {}
-    being_written = left_over = Files()
-    with contextlib.suppress(FileNotFoundError), opened("objects", FOLDER, folder) as objects:
-        lock_file(objects, fcntl.LOCK_SH)  # no file begins to be written meanwhile
-        for name, status in files_in(objects):
-            size_bytes = status.st_blocks * 512
-            key = key_of(name)
-            if key is not None and not is_removed:
-                step, slash, _ = key.partition("/")
-                step = step if slash else "."
-                steps[step] = steps.get(step, Files()).with_one(size_bytes)
-            elif not is_removed and is_being_written(objects, name):
-                being_written = being_written.with_one(size_bytes)
-            else:
-                left_over = left_over.with_one(size_bytes)
-    return steps, being_written, left_over
+def _count(files: Sequence[at.File]) -> Files:
+    return Files(len(files), sum(file.status.st_blocks * 512 for file in files))

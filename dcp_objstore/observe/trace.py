@@ -45,6 +45,7 @@ _NAMES: Mapping[type[events.Event], str] = {
     events.Planned: "plan {0.operation}",
     events.Hashed: "hash",
     events.NotCopied: "not copied",
+    events.LocalUnused: "local not used",
     events.PartCopied: "copied",
     events.PartUploaded: "part {0.part}",
     events.ObjectUploaded: "upload",

@@ -379,7 +379,8 @@ class ObjectStoreReader(StorageReader):
         """Open the copies on this node: only digests say that a copy is right."""
         if self._local is None or not self._verify or checkpoint.index is None:
             return None
-        return LoadCopies(self._local, load.spec, load.channel, checkpoint.object_keys)
+        copies = LoadCopies(self._local, load.spec, load.channel, checkpoint.object_keys)
+        return copies if copies.numbers else None
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Divide what several ranks need among them, if all have opened the same checkpoint.

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
+from dcp_objstore.forking import close_here, open_here
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.stores.base import BaseStore
 from dcp_objstore.stores.buffers import WatchedBuffers, cut_range
@@ -52,7 +53,7 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.ranges import REPLACED, Answer, RangeSource
-from dcp_objstore.stores.retries import Tries, policies
+from dcp_objstore.stores.retries import RetryPolicy, Tries, policies
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
 if TYPE_CHECKING:
@@ -63,11 +64,14 @@ if TYPE_CHECKING:
 _OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are no objects
 _LOCK_NAME = f"{_OURS}lock"
 # The names of temporary objects begin with this; random digits and the object's name follow.
-_TEMPORARY = f"{_OURS}tmp."
+TEMPORARY = f"{_OURS}tmp."
 _NAME_BYTES = 255
 
 # The errors of a copy between two file systems, or on one that has no such call.
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+# For the lock of a folder, which is held for milliseconds.
+LOCK_POLICY = RetryPolicy(None, 5.0, first_pause_seconds=0.001, longest_pause_seconds=0.25)
 
 # The errors if there is an object where a folder would have to be.
 _IN_THE_WAY = (errno.ENOTDIR, errno.EEXIST)
@@ -85,17 +89,15 @@ class LocalStore(BaseStore[Path]):
         super().__init__(url)
         self._root = Path(url.prefix)
         _, small = policies(config)
-        self._patience = replace(
-            small, max_retries=None, first_pause_seconds=0.001, longest_pause_seconds=0.25
-        )
+        self._patience = replace(LOCK_POLICY, patience_seconds=small.patience_seconds)
 
     @property
     def capabilities(self) -> Capabilities:
         """Everything but parallel parts: a stream is written in order."""
         return Capabilities(multipart=False, copies=hasattr(os, "copy_file_range"))
 
-    def _range_source(self, place: Path) -> _LocalSource:
-        return _LocalSource(place)
+    def _range_source(self, place: Path) -> FileSource:
+        return FileSource(place)
 
     def _place(self, key: str | None) -> Path:
         if key is None:
@@ -174,7 +176,7 @@ class LocalStore(BaseStore[Path]):
 
     def _delete(self, place: Path) -> None:
         try:
-            with self._locked(place.parent):
+            with locked(place.parent, self._patience):
                 if not place.is_dir():  # the prefix of other keys, and no object
                     place.unlink()
                     _sync_folder(place.parent)
@@ -185,13 +187,13 @@ class LocalStore(BaseStore[Path]):
         self, path: Path, write: Callable[[int], None], precondition: Precondition | None
     ) -> Version:
         _make_folder(path.parent)
-        temporary = path.parent / _temporary_name(path.name)
+        temporary = path.parent / temporary_name(path.name)
         try:
             status = _write_synced(temporary, write)
             if isinstance(precondition, IfAbsent):
                 self._link(temporary, path)
             else:
-                with self._locked(path.parent):
+                with locked(path.parent, self._patience):
                     if precondition is not None:
                         _check_version(path, precondition.version)
                     temporary.replace(path)
@@ -209,34 +211,12 @@ class LocalStore(BaseStore[Path]):
             # File systems without hard links: the lock is all there is.
             if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
                 raise
-            with self._locked(path.parent):
+            with locked(path.parent, self._patience):
                 if path.exists():
                     raise errors.PreconditionFailedError(
                         "there is such an object already"
                     ) from None
                 temporary.replace(path)
-
-    @contextmanager
-    def _locked(self, folder: Path) -> Iterator[None]:
-        """Hold a folder's lock.
-
-        Raises:
-            StoreUnavailableError: another process has held it all the time.
-        """
-        # A lock of the open file description: it excludes threads of this process as well.
-        fd = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            tries = Tries(self._patience)
-            while not _lock(fd):
-                if not tries.pause():
-                    raise errors.StoreUnavailableError(
-                        f"another process has held the lock {folder / _LOCK_NAME} for"
-                        f" {self._patience.patience_seconds:.0f} s; end that process ('fuser -v'"
-                        " with this path names it), or wait for it, and try again"
-                    )
-            yield
-        finally:
-            os.close(fd)
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """In the order of the keys' segments."""
@@ -283,7 +263,7 @@ class LocalUploads:
             StoreUnavailableError: the file system failed.
         """
         uploads = []
-        for place in sorted(self._root.rglob(f"{_TEMPORARY}*")):
+        for place in sorted(self._root.rglob(f"{TEMPORARY}*")):
             try:
                 status = place.stat()
             except FileNotFoundError:
@@ -292,7 +272,7 @@ class LocalUploads:
                 raise of_os(error).at(url=f"file://{self._root}") from error
             upload_id = place.relative_to(self._root)
             # Its own name where the object's was too long for both.
-            name = place.name.removeprefix(_TEMPORARY).partition(".")[2] or place.name
+            name = place.name.removeprefix(TEMPORARY).partition(".")[2] or place.name
             written = datetime.fromtimestamp(status.st_mtime, tz=UTC)
             key = str(upload_id.parent / name)
             uploads.append(UnfinishedUpload(key, str(upload_id), written, status.st_size))
@@ -315,8 +295,9 @@ class LocalUploads:
         return ()
 
 
-def _temporary_name(name: str) -> str:
-    start = f"{_TEMPORARY}{secrets.token_hex(8)}."
+def temporary_name(name: str) -> str:
+    """Return a name for an object until it is whole: random, and with its own if both fit."""
+    start = f"{TEMPORARY}{secrets.token_hex(8)}."
     fits = len(os.fsencode(start + name)) <= _NAME_BYTES
     return start + (name if fits else "")
 
@@ -350,7 +331,7 @@ def _copy_range(from_fd: int, fd: int, start: int, end: int) -> None:
 
 
 def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = open_here(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         write(fd)
         now = time.time_ns()
@@ -358,7 +339,7 @@ def _write_synced(path: Path, write: Callable[[int], None]) -> os.stat_result:
         os.fsync(fd)
         return os.fstat(fd)
     finally:
-        os.close(fd)
+        close_here(fd)
 
 
 def _check_version(path: Path, expected: Version) -> None:
@@ -370,7 +351,33 @@ def _check_version(path: Path, expected: Version) -> None:
         raise errors.PreconditionFailedError("the object was changed by another writer")
 
 
-def _lock(fd: int) -> bool:
+@contextmanager
+def locked(folder: Path, policy: RetryPolicy) -> Iterator[None]:
+    """Hold a folder's lock.
+
+    Args:
+        policy: how long to wait for it.
+
+    Raises:
+        StoreUnavailableError: another process has held the lock all the time.
+    """
+    # A lock of the open file description: it excludes threads of this process as well.
+    fd = open_here(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    try:
+        tries = Tries(policy)
+        while not lock(fd):
+            if not tries.pause():
+                raise errors.StoreUnavailableError(
+                    f"another process has held the lock {folder / _LOCK_NAME} for"
+                    f" {policy.patience_seconds:.0f} s; end that process ('fuser -v'"
+                    " with this path names it), or wait for it, and try again"
+                )
+        yield
+    finally:
+        close_here(fd)
+
+
+def lock(fd: int) -> bool:
     """Take the lock of an open file; return False if it is taken."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -379,7 +386,7 @@ def _lock(fd: int) -> bool:
     return True
 
 
-class _LocalSource(RangeSource):
+class FileSource(RangeSource):
     """Reads ranges of one file."""
 
     def __init__(self, path: Path) -> None:

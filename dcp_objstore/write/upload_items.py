@@ -113,7 +113,7 @@ def upload_items(
     if copied_bytes > COPIED_MOST_BYTES:
         most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
     numbers = itertools.count(len(unchanged.objects))
-    save.copies = None if local is None else SaveCopies(local, save.spec, save.channel)
+    save.copies = None if local is None else SaveCopies(local, save.spec, save.channel, save.rank)
     progress = Progress(config.stall_timeout_seconds, save.channel)
     upload = partial(_upload_object, save, config=config, progress=progress, most=most)
     with DaemonPool(config.hash_threads, "hash") as hashers:

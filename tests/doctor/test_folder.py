@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -15,13 +14,13 @@ import pytest
 
 from dcp_objstore.doctor import Finding, FolderChecks
 from dcp_objstore.local import room
-from dcp_objstore.local.folder import home_name
+from dcp_objstore.local.folder import home_of
 from dcp_objstore.local.settings import Local
 from tests.support.command_line import run, run_here
 
 CHECKS = [
     *("local folder", "local file system", "local room"),
-    *("local memory", "local reservation", "local speed"),
+    *("local memory", "local speed"),
 ]
 
 
@@ -67,27 +66,32 @@ def test_a_good_folder_passes_and_is_left_as_it_was(tmp_path: Path) -> None:
     # On a busy machine it may be a warning.
     assert found["local speed"].details["write_to_copy"] > 0
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / home_name()).mkdir(0o700)
-    assert home_name() in examine(tmp_path)["local folder"].text
-    assert list((tmp_path / home_name()).iterdir()) == []
+    home_of(str(tmp_path)).mkdir(0o700)
+    assert home_of(str(tmp_path)).name in examine(tmp_path)["local folder"].text
+    assert list(home_of(str(tmp_path)).iterdir()) == []
 
 
 def test_a_folder_in_memory_is_bounded_by_memory(
     in_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert examine(in_memory)["local file system"].details["type"] == "tmpfs"
+    """By the limit of the job's own cgroup, and not only the root's."""
+    group = tmp_path / "slurm" / "job_7"
+    group.mkdir(parents=True)
     limits = {"memory.max": 1 << 30, "memory.current": 900 << 20}
     for name, value in limits.items():
-        (tmp_path / name).write_text(f"{value}\n")
-    (tmp_path / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
-    monkeypatch.setattr(room, "_CGROUPS", tmp_path)
+        (group / name).write_text(f"{value}\n")
+    (group / "memory.stat").write_text("inactive_file 0\nactive_file 0\n")
+    (tmp_path / "self").write_text("0::/slurm/job_7\n")
+    monkeypatch.setattr(room, "_OWN_CGROUPS", tmp_path / "self")
+    monkeypatch.setattr(room, "_MOUNTED", tmp_path)
     found = examine(in_memory)
     left_bytes = (1 << 30) - (900 << 20) - (1 << 30) // 10
     assert found["local memory"].status == "warning"
     assert "limits.memory" in found["local memory"].advice
     assert found["local memory"].details == {"left_bytes": left_bytes}
     assert found["local room"].details["may_take_bytes"] == left_bytes
-    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    (group / "memory.current").write_text(f"{1 << 30}\n")
     full = examine(in_memory)
     assert {full[f"local {name}"].status for name in ("room", "memory")} == {"failed"}
     assert full["local speed"].status == "not made"
@@ -121,28 +125,12 @@ def test_a_file_system_that_does_not_suit_is_named(
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(errno.EOPNOTSUPP, "warning"), (errno.EIO, "failed")]
-)
-def test_a_reservation_that_fails_is_reported_and_the_other_checks_are_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: str
-) -> None:
-    def refuse(*_: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    found = examine(tmp_path)
-    assert found["local reservation"].status == status
-    assert found["local speed"].details["write_to_copy"] > 0
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda node: node.rmdir(), "no such folder"),
         (lambda node: (node.rmdir(), node.write_text("a file")), "Not a directory"),
-        (lambda node: (node / home_name()).mkdir(0o755), "others may use it"),
-        (lambda node: (node / home_name()).symlink_to("/"), "symbolic link"),
+        (lambda node: home_of(str(node)).mkdir(0o755), "only this user"),
+        (lambda node: home_of(str(node)).symlink_to("/"), "no link"),
     ],
 )
 def test_a_folder_that_is_not_used_fails(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ def fresh() -> Iterator[None]:
     restart()
     yield
     restart()
-    gc.collect()
 
 
 @pytest.fixture

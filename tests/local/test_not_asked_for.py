@@ -14,8 +14,7 @@ import pytest
 
 import dcp_objstore as dos
 from dcp_objstore.local import copies, folder, room
-from tests.support.node_copies import Node, state_of
-from tests.support.ranks import run_ranks
+from tests.support.node_copies import state_of
 from tests.support.wrapped_stores import Request
 
 
@@ -62,13 +61,6 @@ def manage(run: str) -> None:
         manager.step(4, state_of(4))
 
 
-def _use_ranks(rank: int, world: int, run: str) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        forbid(patched, copies, folder, room)
-        use(run)
-        manage(run)
-
-
 def test_no_code_of_copies_is_called_and_no_folder_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,16 +73,7 @@ def test_no_code_of_copies_is_called_and_no_folder_made(
         run = f"memory://{secrets.token_hex(6)}/run"
         use(run)
         manage(run)
-    run_ranks(2, _use_ranks, (tmp_path / "bucket" / "run").as_uri())
     assert not [path for path in tmp_path.rglob("*dcp-objstore-*") if path.is_dir()]
-
-
-def test_the_forbidden_code_is_what_copies_need(tmp_path: Path) -> None:
-    """So the test before tells something."""
-    with pytest.MonkeyPatch.context() as patched:
-        forbid(patched, copies)
-        with pytest.raises(dos.errors.DcpObjstoreError, match="asked for copies"):
-            use(f"memory://{secrets.token_hex(6)}/run", local=str(tmp_path))
 
 
 def test_copies_change_no_request_but_those_that_they_spare(
@@ -106,12 +89,3 @@ def test_copies_change_no_request_but_those_that_they_spare(
     assert with_copies - without == Counter()
     assert {(verb, key.rpartition(".")[2]) for verb, key, _ in spared} == {("open_range", "distcp")}
     assert not [one for one in with_copies if one[0] == "open_range"]
-
-
-def test_an_event_says_so_only_if_copies_were_asked_for(tmp_path: Path) -> None:
-    node = Node(tmp_path / "missing", f"memory://{secrets.token_hex(6)}/run")
-    node.save(1, local=None)
-    assert node.load(1, local=None).local_bytes == 0
-    assert node.unused == []
-    node.load(1)
-    assert len(node.unused) == 1

@@ -28,6 +28,7 @@ from dcp_objstore.observe import events
 from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import AnyEvent
 from dcp_objstore.observe.report import Bar
+from dcp_objstore.observe.trace import _NAMES
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items as uploading
 from tests.support.listening import Heard, of
@@ -493,6 +494,19 @@ def test_a_trace_lies_on_one_axis_with_that_of_torch_profiler(tmp_path: Path) ->
     assert around["ts"] - slack_us <= saved["ts"]
     assert saved["ts"] + saved["dur"] <= around["ts"] + around["dur"] + slack_us
     assert saved["pid"] != around["pid"]
+
+
+def test_every_kind_of_event_has_a_row_in_a_trace() -> None:
+    assert set(get_args(AnyEvent)) == _NAMES.keys()
+
+
+def test_a_trace_is_written_of_a_save_that_has_no_room_for_copies(tmp_path: Path) -> None:
+    local = dos.Local(str(tmp_path), max_bytes=1)
+    dos.save(
+        state(), memory_url(), config=CONFIG, local=local, trace=tmp_path / "t.json", progress=False
+    )
+    written = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"save", "local not used"} <= {one["name"] for one in written}
 
 
 def test_a_trace_is_what_the_viewers_want(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.run import listing
 from dcp_objstore.run.listing import Leftovers, ListedCheckpoint
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.local import _TEMPORARY
+from dcp_objstore.stores.local import TEMPORARY
 from tests.support.checkpoints import memory_url
 from tests.support.command_line import environment
 from tests.support.proxy import NetworkProxy
@@ -212,9 +212,9 @@ def at(seconds: float) -> datetime:
 
 def test_a_place_where_only_leftovers_are_is_found_only_with_all(tmp_path: Path) -> None:
     run = (tmp_path / "run").as_uri()
-    put(f"{run}/step-1/{_TEMPORARY}0.{data_key(0, 0, new_nonce())}", b"12345", age_seconds=100)
-    put(f"{run}/step-1/{_TEMPORARY}1.{MARKER_KEY}", b"1", age_seconds=200)
-    put(f"{run}/step-1/{_TEMPORARY}2.theirs", b"1", age_seconds=300)
+    put(f"{run}/step-1/{TEMPORARY}0.{data_key(0, 0, new_nonce())}", b"12345", age_seconds=100)
+    put(f"{run}/step-1/{TEMPORARY}1.{MARKER_KEY}", b"1", age_seconds=200)
+    put(f"{run}/step-1/{TEMPORARY}2.theirs", b"1", age_seconds=300)
     with pytest.raises(CheckpointNotFoundError):
         dos.list_checkpoints(run)
     put(f"{run}/step-2/{index_key(new_nonce())}", b"1", age_seconds=400)

@@ -7,6 +7,7 @@ import fcntl
 import gc
 import multiprocessing
 import os
+import signal
 import stat
 import time
 import weakref
@@ -362,7 +363,7 @@ def test_whatever_a_killed_process_has_left_half_written_is_swept(root: Path) ->
     ]:
         place = root / "run" / key
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.with_name(f"{local._TEMPORARY}{nonce}.{place.name}").write_bytes(b"half of it")
+        place.with_name(f"{local.TEMPORARY}{nonce}.{place.name}").write_bytes(b"half of it")
     old = time.time() - 2 * 24 * 3600
     for place in root.rglob("*"):
         os.utime(place, (old, old))
@@ -410,3 +411,20 @@ def test_updates_from_many_processes_are_all_counted(store: ObjectStore, root: P
         child.join(120)
     assert [child.exitcode for child in children] == [0] * 4
     assert read(store, "counter") == b"160"
+
+
+def test_a_child_that_is_forked_under_the_lock_does_not_keep_it(root: Path) -> None:
+    """A DataLoader's worker may be forked in a save, and live to the end of the job."""
+    root.mkdir(exist_ok=True)
+    reading, writing = os.pipe()
+    with local.locked(root, local.LOCK_POLICY):
+        if not (child := os.fork()):
+            os.write(writing, b".")
+            signal.pause()
+        os.read(reading, 1)
+    try:
+        with (root / ".dcp-objstore.lock").open() as lock:
+            assert local.lock(lock.fileno())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

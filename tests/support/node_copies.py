@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 
 import dcp_objstore as dos
 from dcp_objstore.local import copies, folder
-from dcp_objstore.local.folder import file_name, home_name, key_of
 from dcp_objstore.local.settings import LocalFolder
 from dcp_objstore.observe.events import Event, LocalUnused
+from dcp_objstore.stores.local import TEMPORARY
 from tests.support.states import same_bits, seeded
 
 
@@ -73,18 +73,21 @@ class Node:
 
     @property
     def home(self) -> Path:
-        return self.folder / home_name()
+        return folder.home_of(str(self.folder))
 
     @property
     def files(self) -> list[Path]:
-        """All files in the folders of objects, whatever they are."""
-        return sorted(self.home.glob("*/objects/*"))
+        """All files in the folders of checkpoints, whatever they are."""
+        return sorted(self.home.glob("*/*/*"))
 
     @property
     def copies(self) -> dict[str, Path]:
         """The whole copies, by the key of the object."""
-        keys = {path: key_of(path.name) for path in self.files}
-        return {key: path for path, key in keys.items() if key is not None}
+        return {
+            f"{unquote(path.parent.name)}/{path.name}": path
+            for path in self.files
+            if not path.name.startswith(TEMPORARY)
+        }
 
     @property
     def steps(self) -> list[int]:
@@ -99,19 +102,10 @@ class Node:
 
 def restart() -> None:
     """Forget what this process knows of folders, as if it began again now."""
-    for state in (copies._folders, folder._began):
+    for state in (copies._saved, folder.runs_here):
         state._renew()
         state._inherited.clear()
-    time.sleep(0.02)  # the kernel's clock for files is so coarse
-    folder._began._renew()
-
-
-def put(into: Path, key: str, body: bytes) -> Path:
-    """Put a copy of an object there."""
-    path = into / file_name(key)
-    path.write_bytes(body)
-    path.chmod(0o600)
-    return path
+    copies._warned_of.clear()
 
 
 def open_files() -> int:

@@ -95,7 +95,7 @@ def make_offer(
         group=group_digest(group_ranks),
         needs=needs,
         selections=selections,
-        held=Held(copies.node, copies.numbers) if copies is not None and copies.numbers else None,
+        held=None if copies is None else Held(copies.node, copies.numbers),
         verify=verify,
         memory_budget_bytes=config.memory_budget_bytes,
         request_size_bytes=config.request_size_bytes,

@@ -4,7 +4,7 @@ Ranks of two or three nodes train and save all the time; all of them, one, or a 
 is killed by SIGKILL; then a job of as many ranks or of another number, whose processes are new,
 resumes. Its losses are those of a job that was never killed, and what a node has is not fetched.
 
-    pytest tests/local/test_kills.py -m campaign -n 0 -s
+    pytest tests/faults/test_kills_with_copies.py -m campaign -n 0 -s
 """
 
 from __future__ import annotations
@@ -212,4 +212,4 @@ def test_restarts_by_torchrun_fetch_nothing(bucket: Bucket, tmp_path: Path) -> N
         job.end()
         fetched = job.found(r"fetched (\d+) of [1-9]\d* bytes of step (\d+)")
     assert sorted(fetched) == [("0", step) for step in ("10", "20", "40") for _ in range(2)]
-    assert len(list(node.glob("*/*/objects/*"))) == 4
+    assert len(list(node.glob("*/*/step-*/*"))) == 4
