@@ -200,7 +200,7 @@ def _take_token(
 ) -> tuple[Marker | None, Version | None]:
     """Return the marker and its version, unless it forbids the save (rule 2)."""
     try:
-        stored = read_marker(store)
+        stored = read_marker(store, expected=dot_metadata != IfAbsent())
     except CheckpointCorruptError as error:
         if not overwrite:
             raise
@@ -282,6 +282,7 @@ def commit(
     world_size: int,
     user_metadata: Mapping[str, object] | None,
     nonce: str,
+    goes_back: bool = False,
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
     on_retry: Callable[[int, Exception, float], None] | None = None,
@@ -292,6 +293,7 @@ def commit(
         objects: key and size in bytes of every data object.
         user_metadata: the user's own JSON values, or None.
         nonce: the nonce of this save, which names the index.
+        goes_back: steps of earlier claims stop counting with this commit (rule C2 of `claim`).
         fenced: False on a store without conditional writes (rule 11).
         on_retry: a function that is called before each retry with the number of the try (from 2),
             the last error and the time of the first try.
@@ -318,6 +320,7 @@ def commit(
         user_metadata=check_user_metadata(user_metadata),
         created_at=datetime.now(UTC),
         claim=begin.claim,
+        base=begin.claim if goes_back else 0,
     )
     marker = make(begin.marker)
     ours = marker.commit_id
@@ -457,7 +460,7 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
         CommitUnknownError, RetryableError: no success before the deadline.
     """
     while True:
-        stored = read_marker(store)
+        stored = read_marker(store, expected=True)
         if stored is None or stored.record.commit_id != commit_id:
             return True
         if stored.record.state != "deleting":

@@ -110,7 +110,8 @@ def read_record(
     except ObjectNotFoundError:
         return None
     except (CheckpointCorruptError, UnsupportedError) as error:
-        raise error.at(object_key=key, url=store.url)
+        error.at(object_key=key, url=store.url)
+        raise
     except CorruptDataError as error:
         raise damaged(what, error.message).at(object_key=key, url=store.url) from error
 

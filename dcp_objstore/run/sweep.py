@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint import sweep as rule
-from dcp_objstore.checkpoint.catalogue import base_of, list_places, read_claim_record
+from dcp_objstore.checkpoint.catalogue import is_place, list_places, read_claim
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
     MARKER_KEY,
@@ -152,7 +152,7 @@ def sweep_below(
         uploads = open_uploads(spec)
         for upload in uploads.list():
             prefix, _, name = upload.key.rpartition("/")
-            if is_upload_key(name):
+            if is_upload_key(name) and is_place(prefix, spec.url):
                 prefixes.add(prefix)
     except (errors.InputError, errors.RetryableError) as error:
         uploads, unseen = None, error.message
@@ -224,7 +224,7 @@ def _base(run: StoreSpec | None) -> int:
     if run is None:
         return 0
     try:
-        return base_of(read_claim_record(InterruptibleStore(run.open())))
+        claim = read_claim(InterruptibleStore(run.open()))
     except (
         errors.CorruptDataError,
         errors.UnsupportedError,
@@ -232,6 +232,7 @@ def _base(run: StoreSpec | None) -> int:
     ) as error:
         logger.warning("steps of superseded jobs in %s are not swept: %s", run.url, error)
         return 0
+    return claim.record.base if claim else 0
 
 
 def _is_known(name: str) -> bool:
