@@ -8,17 +8,17 @@ alone; it holds the number of the latest claim, and the base, the oldest claim t
 C1. Every marker carries the number of the claim of the job that wrote it.
 C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and all else unchanged.
     If `going_back` names a step, it reads that step's marker. If the marker has that claim as its
-    base, so has the run; otherwise the job **fences** the step (rule 9 of `commit`), and the base
-    is that of `_CLAIM`. It lists the steps that count and **adopts** each: it rewrites the step's
-    marker with the new number. If that is refused, or another listing shows a step that the first
-    one lacked, it lists again. If a marker cannot be read, it gives up, because the step might
-    count. Then it puts `_CLAIM` conditionally with base = number, and only then begins to train. If
-    a PUT of `_CLAIM` is refused, another job is claiming the run, and this one gives up. So of two
-    jobs that claim a run together, the one whose first PUT was the last to succeed trains, and no
-    other.
+    base, so has the run. Otherwise the job **fences** the step: it rewrites the marker, or puts a
+    tombstone, with its own number as the base, and the base of the run is as in `_CLAIM`.
+    The job lists the steps that count and **adopts** each: it rewrites the step's marker with the
+    new number. If that is refused, or another listing shows a step that the first one lacked, it
+    lists again. If a marker cannot be read, it gives up, because the step might count. Then it puts
+    `_CLAIM` conditionally with base = number, and only then begins to train. If a PUT of `_CLAIM`
+    is refused, another job is claiming the run, and this one gives up. So of two jobs that claim a
+    run together, the one whose first PUT was the last to succeed trains, and no other.
     A job that has gone back to an earlier step does the same before its next save, but only if
     `_CLAIM` still has its own number. It does not adopt the steps after that one, and its last PUT
-    leaves the base as it is and names the step that it is about to save in `going_back`. The
+    leaves the base as it is and names in `going_back` the step that it is about to save. The
     **commit of that step decides**: its marker has the new number as its base. So a save that is
     refused changes nothing, and a crash after the commit does not undo it. After the commit the job
     puts `_CLAIM` with base = number, by rule C4.
@@ -29,10 +29,11 @@ C4. After its commit a job reads `_CLAIM`. If the number is still its own, the s
     otherwise the job is superseded. It also reads `_CLAIM` before it uploads, so as not to upload
     in vain. There a save without a claim is refused if `_CLAIM` exists, because its step would not
     count.
-C5. No job replaces or deletes a marker of a later claim than its own. A marker of an earlier claim
-    does not count once a job trains, so it is replaced without `overwrite`, even if it beat a
-    commit. (`commit` does so only if it replaced the very marker that the save began with; if a
-    sweep came in between, the save has lost.) Pinned markers are left alone.
+C5. No job replaces or deletes a marker of a later claim, or with a later base, than its own. A
+    marker of an earlier claim does not count once a job trains, so it is replaced without
+    `overwrite`, even if it beat a commit. (`commit` does so only if it replaced the very marker
+    that the save began with; if a sweep came in between, the save has lost.) Pinned markers are
+    left alone.
 
 The base only rises, and only steps that count are adopted: a step that does not count never will.
 Nothing makes it rise but a claim that has adopted all steps that count, or a commit.
@@ -237,7 +238,7 @@ def _take(
         return again.version
 
     claimed = put(known.version if known else None, before.base, before.going_back)
-    base = _settle(open_step, before, tries)
+    base = _settle(open_step, before, number, tries)
     while True:
         places = list_places(run)
         steps = _read_all(places, open_step, keeps=keeps)
@@ -265,10 +266,10 @@ def _take(
         )
 
 
-def _settle(open_step: OpenBelow, claim: ClaimRecord, tries: Tries) -> int:
+def _settle(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: Tries) -> int:
     """Return the base of the run; afterwards no commit of a job that is going back changes it.
 
-    Either that commit has taken effect, or the step is fenced, as before a sweep (rule 9).
+    Either that commit has taken effect, or the step is fenced with the number of the new claim.
     """
     if claim.going_back is None:
         return claim.base
@@ -276,11 +277,11 @@ def _settle(open_step: OpenBelow, claim: ClaimRecord, tries: Tries) -> int:
     while True:
         stored = read_marker(step)
         if stored is None:
-            fence = put_tombstone(step, tries)
+            fence = put_tombstone(step, tries, base=number)
         elif base_by(claim, stored.record) != claim.base:
             return claim.going_back.claim
         else:
-            fence = rewrite_marker(step, stored, "the fence", tries)
+            fence = rewrite_marker(step, stored, "the fence", tries, base=number)
         if fence is not None:
             return claim.base
         pause_or_raise(step, tries)
@@ -396,8 +397,9 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
 
 def confirm(
     run: ObjectStore,
-    claim: RunClaim,
+    number: int,
     *,
+    goes_back: bool = False,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Check after a commit that the run still has this claim, so that the step counts (rule C4).
@@ -423,10 +425,9 @@ def confirm(
                     f" run's _CLAIM could not be read ({error}). Look at the run before you go on",
                     url=run.url,
                 ) from error
-    _refuse_not_owned(run, stored, claim.number)
-    if claim.goes_back:
+    _refuse_not_owned(run, stored, number)
+    if goes_back:
         assert stored is not None
-        number = claim.number
         record = ClaimRecord(number=number, base=number, write_id=new_id())
         try:
             outcome = _swap(run, record, stored.version, clock)

@@ -262,10 +262,11 @@ def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
     Raises:
         SupersededError: the marker has a later claim than this job.
     """
-    if marker.claim > claim:
+    later = max(marker.claim, marker.base)
+    if later > claim:
         own = f"this job has claim {claim}" if claim else "this job has none"
         raise SupersededError(
-            f"this step belongs to claim {marker.claim} of its run, and {own}: a newer job took"
+            f"this step belongs to claim {later} of its run, and {own}: a newer job took"
             " over the run. Nothing was changed. Stop this job; if it is the newer one, call"
             " dcp_objstore.claim_run in it and pass the claim",
             url=store.url,
@@ -405,10 +406,11 @@ def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
 
 
 def _lost(store: ObjectStore, seen: Stored[Marker] | None, claim: int) -> LostRaceError:
-    if seen and seen.record.claim > claim:
+    later = max(seen.record.claim, seen.record.base) if seen else 0
+    if later > claim:
         return SupersededError(
             "a newer job took over this run while this save was under way (claim"
-            f" {seen.record.claim}, this job has {claim or 'none'}); this save was not committed."
+            f" {later}, this job has {claim or 'none'}); this save was not committed."
             " Stop this job",
             url=store.url,
         )
@@ -439,7 +441,7 @@ def rewrite_marker(
         CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
         InputError: the store refused the PUT for good; nothing was changed.
     """
-    claim = changes.get("claim", stored.record.claim)
+    claim = max(changes.get(name, getattr(stored.record, name)) for name in ("claim", "base"))
     marker = msgspec.structs.replace(
         stored.record,
         **{"write_id": new_id(), "put_on": "", "format": format_of(claim), **changes},
@@ -471,8 +473,11 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
         pause_or_raise(store, tries)
 
 
-def put_tombstone(store: ObjectStore, tries: Tries) -> Marker | None:
+def put_tombstone(store: ObjectStore, tries: Tries, *, base: int = 0) -> Marker | None:
     """Put a tombstone where there is no marker, so that no save that began before can commit.
+
+    Args:
+        base: the number of the claim that does so. No job of an earlier one may save here.
 
     Returns:
         The tombstone, or None if another job put a marker first.
@@ -482,12 +487,14 @@ def put_tombstone(store: ObjectStore, tries: Tries) -> Marker | None:
         InputError: the store refused the PUT for good; nothing was changed.
     """
     marker = Marker(
+        format=format_of(base),
         state="deleted",
         commit_id=new_id(),
         write_id=new_id(),
         generation=1,
         index=None,
         world_size=0,
+        base=base,
         created_at=datetime.now(UTC),
     )
     return (

@@ -100,8 +100,9 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
             information only; no rule relies on it.
         pins: names that protect the commit from deletion and from being overwritten.
         claim: number of the claim of the job that wrote or adopted this marker; 0 for none.
-        base: the claim of this commit, if its job had gone back, so that steps of earlier claims no
-            longer count (rule C2 of `claim`). It stays when `claim` rises. Otherwise 0.
+        base: the number of the claim with which this was committed, if its job had gone back (rule
+            C2 of `claim`): then steps of earlier claims do not count. Or of one that has fenced
+            this step since. Otherwise 0. It stays when `claim` rises.
         put_on: the write_id of the marker that the commit replaced, or `nothing`. Empty after any
             rewrite, so a value here proves that nothing came in between.
     """
@@ -210,7 +211,7 @@ def check_user_metadata(values: Mapping[str, object] | None) -> dict[str, Any]:
     return plain
 
 
-def next_marker(old: Marker | None, *, claim: int, base: int, **fields: Any) -> Marker:
+def next_marker(old: Marker | None, *, claim: int, base: int = 0, **fields: Any) -> Marker:
     """Make the marker of a new commit, with these other fields.
 
     Its generation is one higher than that of the marker it replaces, whose commit_id joins the log,

@@ -131,7 +131,8 @@ class Save:
             last.append(partial(_publish, self, store, committed, index=index, clock=clock))
         if claim is not None:
             run = self.spec.at(claim.url).open()
-            last.append(partial(confirm, run, claim, clock=clock))
+            goes_back = claim.goes_back
+            last.append(partial(confirm, run, claim.number, goes_back=goes_back, clock=clock))
         wait_for(
             workers.concurrently,
             partial(commit.remove_beacon, store, self.begin.beacon),
