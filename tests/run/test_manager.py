@@ -267,13 +267,26 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         )
 
 
-def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) -> None:
+def test_step_whose_marker_is_damaged_is_skipped_and_saved_again(bucket: Bucket) -> None:
+    """A job that has yet to claim the run is refused, because the step might count."""
     options = bucket.storage_options
     with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
         train(run, range(1, 4))
-    StoreSpec(bucket.at("step-3"), options).open().put("_COMMIT", b"damaged")
+        StoreSpec(bucket.at("step-3"), options).open().put("_COMMIT", b"damaged")
+        with (
+            pytest.raises(dos.errors.CheckpointCorruptError, match="remove this object by hand"),
+            dos.CheckpointManager(bucket.url, storage_options=options) as other,
+        ):
+            loaded(other)
+    # That claim took the run from the first job, so the next one is where the damage comes later.
+    StoreSpec(bucket.at("step-3"), options).open().delete("_COMMIT")
     with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
         assert loaded(run)[0] == 2
+        run.save(3, state(3))
+        StoreSpec(bucket.at("step-3"), options).open().put("_COMMIT", b"damaged")
+        assert loaded(run)[0] == 2
+        assert run.last_resume is not None
+        assert [skip.step for skip in run.last_resume.skipped] == [3]
         assert run.step(3, state(30))
     with dos.CheckpointManager(bucket.url, storage_options=options) as run:
         start, found = loaded(run)
@@ -817,7 +830,7 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     with dos.CheckpointManager(url, keep=dos.KeepLatest(1), save_every=5) as run:
         assert loaded(run, 3)[0] == 3
         run.async_save(5, state(5))
-        assert run.steps() == (1, 2, 3)
+        assert run.steps() == (1, 2, 3, 4), "nothing has been committed in its place"
         held.set()
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (2, 3, 5)
