@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import xxhash
@@ -16,7 +17,13 @@ from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.publish import MAX_SIZE_BYTES
-from dcp_objstore.checkpoint.read import explain_missing, open_marked, read_marker, read_record
+from dcp_objstore.checkpoint.read import (
+    asked_again,
+    explain_missing,
+    open_marked,
+    read_marker,
+    read_record,
+)
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.config import at_most
 from dcp_objstore.distributed.ranks import rank_and_world_size
@@ -283,14 +290,21 @@ class _Verification:
 
     def _sizes(self) -> dict[int, int]:
         """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
+
+        def ask(entry: ix.ObjectEntry) -> int:
+            with suppress(ObjectNotFoundError):
+                if self._store.head(entry.key).size_bytes == entry.size_bytes:
+                    return entry.size_bytes
+            return self._store.head(entry.key).size_bytes  # the first answer may be wrong
+
         sizes = {}
         objects = self._index.objects
         threads = min(at_most(self._config.download_concurrency, MOST_IN_FLIGHT), len(objects))
         with DaemonPool(threads, "head") as pool:
-            answers = [pool.submit(self._store.head, entry.key) for entry in objects]
+            answers = [pool.submit(ask, entry) for entry in objects]
             for number, (entry, answer) in enumerate(zip(objects, answers, strict=True)):
                 try:
-                    sizes[number] = answer.result().size_bytes
+                    sizes[number] = answer.result()
                 except ObjectNotFoundError as error:
                     self._check_gone(error)
                     self._note_missing(number)
@@ -457,7 +471,8 @@ def verify_at(
     channel.show(bar=progress, summary=False)
     with channel.watching():
         try:
-            marker, body, index = wait_for(_open, store)
+            # If it seems to be replaced, the marker may have been another checkpoint's.
+            marker, body, index = wait_for(asked_again, partial(_open, store), CheckpointGoneError)
             if commit_id not in (None, marker.commit_id):
                 raise wait_for(explain_missing, store, commit_id, MARKER_KEY)
         except CheckpointNotFoundError as error:

@@ -171,9 +171,7 @@ OPERATIONS = [
         lambda steps: steps in (STEPS, WENT_BACK),
     ),
     Operation("follow", follow, lambda names, _: names == list(STEPS)),
-    Operation(
-        "follow with a pin", lambda: follow(pin="me"), lambda names, _: names == list(STEPS)
-    ),
+    Operation("follow with a pin", lambda: follow(pin="me"), lambda names, _: names == list(STEPS)),
     Operation("sweep", swept, lambda report, _: report.damaged == ()),
     Operation(
         "delete",
@@ -196,10 +194,14 @@ OPERATIONS = [
     ),
     Operation(
         "list",
-        lambda: [one.name for one in dos.list_checkpoints(RUN).checkpoints if one.state == "committed"],
+        lambda: [
+            one.name for one in dos.list_checkpoints(RUN).checkpoints if one.state == "committed"
+        ],
         lambda names, _: names == list(STEPS),
     ),
-    Operation("steps", lambda: [one.name for one in dos.steps(RUN)], lambda names, _: names == list(STEPS)),
+    Operation(
+        "steps", lambda: [one.name for one in dos.steps(RUN)], lambda names, _: names == list(STEPS)
+    ),
 ]
 
 
