@@ -327,7 +327,7 @@ def commit(
     ours = marker.commit_id
     try:
         workers.concurrently(
-            partial(check_objects, store, objects), partial(store.put, index_key(nonce), index)
+            partial(check_objects, store, objects), partial(_put_index, store, nonce, index)
         )
     except CheckpointCorruptError:
         # A sweep changes the marker before it removes what a save has uploaded.
@@ -364,6 +364,12 @@ def commit(
         replaced, version = outcome.stored.record, outcome.stored.version
         beaten += 1
         marker = make(replaced)
+
+
+def _put_index(store: ObjectStore, nonce: str, index: bytes) -> None:
+    if store.put(index_key(nonce), index) == Version():
+        # Perhaps it was not the store that answered: a success names the object's state.
+        check_objects(store, [(index_key(nonce), len(index))])
 
 
 def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> None:

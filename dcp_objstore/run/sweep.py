@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from dcp_objstore.checkpoint.names import (
     is_upload_key,
 )
 from dcp_objstore.checkpoint.probe import require_rewrites
+from dcp_objstore.checkpoint.read import asked_again
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.observe.report import logger
@@ -202,13 +204,16 @@ def _sweep_one(
     """Sweep one checkpoint; what is damaged or lost to another job is an outcome, not an error."""
     store = InterruptibleStore(spec.open())
     try:
-        return rule.sweep(
-            store,
-            dot_metadata=StockDotMetadata(),
-            uploads=uploads,
-            grace_seconds=grace_seconds,
-            base=base,
-            dry_run=dry_run,
+        return asked_again(
+            partial(
+                rule.sweep,
+                store,
+                dot_metadata=StockDotMetadata(),
+                uploads=uploads,
+                grace_seconds=grace_seconds,
+                base=base,
+                dry_run=dry_run,
+            )
         )
     except (errors.LostRaceError, errors.CorruptDataError, errors.UnsupportedError) as error:
         return CheckpointSweep(

@@ -8,7 +8,9 @@ told the truth, and a second try ends well. `-s` prints the counts.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,6 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint import probe
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.errors import DcpObjstoreError
 from tests.crash.jobs import in_memory
@@ -132,10 +133,8 @@ def deleted(**settings: Any) -> Any:
 
 
 def deleted_again(**settings: Any) -> None:
-    try:
+    with suppress(dos.errors.CheckpointNotFoundError):  # the first try has done it
         deleted(**settings)
-    except dos.errors.CheckpointNotFoundError:
-        pass  # the first try has done it
 
 
 WITH_31 = {**STEPS, "step-31": 31}
@@ -239,6 +238,10 @@ def work(bucket: Bucket, at: Asked | None = None, wrong: Wrong = Wrong.ERROR) ->
     return process
 
 
+def committed() -> list[str]:
+    return [one.name for one in dos.list_checkpoints(RUN).checkpoints if one.state == "committed"]
+
+
 def attempt(act: Callable[[], Any]) -> tuple[Any, DcpObjstoreError | None]:
     try:
         return act(), None
@@ -256,34 +259,37 @@ def what_is_wrong(first: Bucket, operation: Operation, at: Asked, wrong: Wrong) 
     work(bucket)
     try:
         steps = counting()
-        if error is None and not operation.holds(said, steps):
-            return f"false success: it said {said!r}; {steps} count"
-        if error is not None and not operation.allowed(steps):
-            return f"{steps} count, after {error!r}"
-        said, error = attempt(operation.again or operation.act)
+        if error is None:
+            assert operation.holds(said, steps), f"false success: {said!r}; {steps} count"
+        else:
+            assert operation.allowed(steps), f"{steps} count, after {error!r}"
+        said = (operation.again or operation.act)()
         steps = counting()
-    except (AssertionError, DcpObjstoreError) as error:
-        return f"lost: {error!r}"
-    if error is not None:
-        return f"the second try fails: {error!r}"
-    if not operation.again and not operation.holds(said, steps):
-        return f"the second try: it said {said!r}; {steps} count"
-    claim, error = attempt(lambda: dos.claim_run(RUN))
-    if error is not None or counting() != steps:
-        return f"after another claim: {error!r}; {counting()} count instead of {steps}"
+        assert operation.again or operation.holds(said, steps), f"then {said!r}; {steps} count"
+        dos.claim_run(RUN)
+        assert counting() == steps, f"{steps} counted before another claim"
+    except (AssertionError, DcpObjstoreError) as harm:
+        return repr(harm)
     return None
 
 
+# By default a part of all cases is run, another one for each operation.
+_SHARE = 12
+
+
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
-def test_one_wrong_answer_anywhere_does_no_harm(first: Bucket, operation: Operation) -> None:
+@pytest.mark.parametrize("share", cases(range(_SHARE), default=[0]))
+def test_one_wrong_answer_anywhere_does_no_harm(
+    first: Bucket, operation: Operation, share: int
+) -> None:
     rehearsal = work(first.copy())
     said = operation.act()
     asked = list(rehearsal.asked)
     assert operation.holds(said, counting())
-    runs, found = 0, []
-    for at, wrong in every_wrong(asked):
-        runs += 1
+    every = random.Random(operation.name).sample(list(every_wrong(asked)), k=9 * len({*asked}))
+    found = []
+    for at, wrong in every[share::_SHARE]:
         if harm := what_is_wrong(first, operation, at, wrong):
             found.append(f"{at.verb} {at.key} {at.nth}, {wrong.value}: {harm}")
-    print(f"{operation.name}: {len(set(asked))} requests, {runs} runs")
-    assert not found, f"{len(found)} of {runs}:\n" + "\n".join(found)
+    print(f"{operation.name}: {len({*asked})} requests, {len(every[share::_SHARE])} runs")
+    assert not found, "\n".join(found)
