@@ -57,7 +57,8 @@ def claim_run(
     Raises:
         SupersededError: another job claimed the run at the same time, and goes on with it.
         CommitUnknownError, RetryableError: no clear answers; it is safe to call this again.
-        CheckpointCorruptError: the run's `_CLAIM` is damaged.
+        CheckpointCorruptError: the run's `_CLAIM` or the marker of a step cannot be read. All steps
+            that counted still do.
         UnsupportedError: the store has no conditional writes, or a newer version wrote the run.
         DcpObjstoreError: the store refused or failed; raised on every rank.
     """

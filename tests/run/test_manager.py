@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -455,6 +456,40 @@ def test_a_job_that_cannot_leave_later_steps_saves_nothing_before_them(
         assert loaded(run)[0] == 5
         run.save(6, state(6))
         assert run.latest() == 6
+
+
+@pytest.mark.parametrize("refused", ["pinned", "unpicklable", "background"])
+def test_a_save_that_is_refused_after_going_back_leaves_the_later_steps(
+    url: str, refused: str
+) -> None:
+    """The next save that commits makes them stop counting, or the next job goes on from them."""
+    save_steps(url, (1, 2, 3))
+    if refused == "pinned":
+        dos.pin(f"{url}/step-2", "paper")
+    bad = {**state(20), "lock": threading.Lock()} if refused != "pinned" else state(20)
+    for mends in (False, True):
+        with (
+            contextlib.suppress(dos.errors.DcpObjstoreError),
+            dos.CheckpointManager(url, sweep=False) as run,
+        ):
+            loaded(run, 1)
+            with pytest.raises(dos.errors.DcpObjstoreError):
+                if refused == "background":
+                    handle = run.async_save(2, bad)
+                    assert handle is not None
+                    handle.result()
+                else:
+                    run.save(2, bad)
+            assert run.steps() == (1, 2, 3)
+            if mends:
+                if refused == "background":
+                    with pytest.raises(dos.errors.DcpObjstoreError):
+                        run.save(4, state(4))
+                run.save(4, state(4))
+                assert run.steps() == (1, 4)
+        assert names(url) == (["step-1", "step-4"] if mends else ["step-1", "step-2", "step-3"])
+    with dos.CheckpointManager(url, sweep=False) as run:
+        assert loaded(run)[0] == 4
 
 
 def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(
