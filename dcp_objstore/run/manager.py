@@ -583,8 +583,9 @@ class CheckpointManager:
         This job may save the steps after the loaded one again. With the commit of its first save
         they stop counting, in one change that a crash does not undo: no job resumes from them, and
         no policy keeps them. Until then they count, so you can load an old step to look at it
-        without any effect, and a save that is refused changes nothing. A pinned step stays on the store, and its number cannot be saved before the pin is
-        removed. Without `claim_run`, that first save is refused if later steps count.
+        without any effect, and a save that is refused changes nothing. A pinned step stays on the
+        store, and its number cannot be saved before the pin is removed. Without `claim_run`, that
+        first save is refused if later steps count.
 
         Args:
             state: the state to fill, as for `dcp_objstore.load`.
