@@ -26,7 +26,8 @@ from dcp_objstore.checkpoint.marker import (
 )
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, natural_order, parse_data_key
 from dcp_objstore.checkpoint.read import Stored, read_marker, read_record
-from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
+from dcp_objstore.errors import CheckpointCorruptError, InvalidUrlError, UnsupportedError
+from dcp_objstore.stores.urls import check_key
 from dcp_objstore.transfer.workers import WAVE, in_waves
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096
 _WHAT = "the run's _CLAIM"
+_warned_of: set[str] = set()  # by `is_place`
 logger = logging.getLogger("dcp_objstore")
 
 OpenBelow: TypeAlias = Callable[[str], "ObjectStore"]
@@ -48,6 +50,18 @@ ReadEntry: TypeAlias = Callable[[str, "ObjectStore", Objects], "Entry"]
 # --- `_CLAIM`
 
 
+class GoingBack(msgspec.Struct, frozen=True, kw_only=True):
+    """The commit by which a job that has gone back to an earlier step leaves the later ones.
+
+    Attributes:
+        step: the name of the step that it saves.
+        claim: the number of its claim, which is the base as soon as a marker of the step has it.
+    """
+
+    step: str
+    claim: Annotated[int, Meta(ge=1, le=MAX_CLAIM)]
+
+
 class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `_CLAIM`.
 
@@ -55,6 +69,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
         format: number of the format; it rises when an older version would misread the record.
         number: number of the latest claim.
         base: the oldest claim whose steps count.
+        going_back: the commit that raises the base, once it is made; None if no job is going back.
         finished: the job with this claim has said that it trained to the end. No rule looks at it:
             a version that does not know it claims the run as any other, and a new claim lacks it.
         write_id: an id that is new for every content.
@@ -63,6 +78,7 @@ class ClaimRecord(msgspec.Struct, frozen=True, kw_only=True):
     format: Annotated[int, Meta(ge=1)] = FORMAT
     number: Annotated[int, Meta(ge=1, le=MAX_CLAIM)]
     base: Annotated[int, Meta(ge=0, le=MAX_CLAIM)]
+    going_back: GoingBack | None = None
     finished: bool = False
     write_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
@@ -85,27 +101,61 @@ def decode_claim(body: bytes) -> ClaimRecord:
     return record
 
 
-def read_claim(run: ObjectStore) -> Stored[ClaimRecord] | None:
+def read_claim(run: ObjectStore, *, expected: bool = False) -> Stored[ClaimRecord] | None:
     """Read `_CLAIM` and its object's metadata; return None if no job ever claimed the run.
 
-    Sends one GET.
+    Sends one GET; `expected` is that of `read_record`.
 
     Raises:
         CheckpointCorruptError: `_CLAIM` is damaged.
         UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
-    return read_record(run, CLAIM_KEY, decode_claim, what=_WHAT, max_size_bytes=MAX_SIZE_BYTES)
+    return read_record(
+        run,
+        CLAIM_KEY,
+        decode_claim,
+        what=_WHAT,
+        max_size_bytes=MAX_SIZE_BYTES,
+        expected=expected,
+    )
 
 
-def read_claim_record(run: ObjectStore) -> ClaimRecord | None:
-    """Read `_CLAIM` as `read_claim` does, without its version."""
-    claim = read_claim(run)
-    return None if claim is None else claim.record
+class Standing(NamedTuple):
+    """Which claims count in a run.
+
+    Attributes:
+        claim: the content of `_CLAIM`; None if no job ever claimed the run.
+        base: the oldest claim whose steps count. 0 without a claim: all count.
+    """
+
+    claim: ClaimRecord | None
+    base: int
 
 
-def base_of(claim: ClaimRecord | None) -> int:
-    """Return the oldest claim that counts in a run; 0 if no job ever claimed it: all count."""
-    return 0 if claim is None else claim.base
+def read_standing(run: ObjectStore, open_step: OpenBelow, *, expected: bool = False) -> Standing:
+    """Read which claims count. One GET of `_CLAIM`; another of a marker if a job is going back.
+
+    Args:
+        expected: `_CLAIM` is known to be there.
+
+    Raises:
+        CheckpointCorruptError, UnsupportedError: `_CLAIM` or that marker cannot be read.
+    """
+    stored = read_claim(run, expected=expected)
+    if stored is None:
+        return Standing(None, 0)
+    claim = stored.record
+    if claim.going_back is None:
+        return Standing(claim, claim.base)
+    step = read_marker(open_step(claim.going_back.step))
+    return Standing(claim, base_by(claim, None if step is None else step.record))
+
+
+def base_by(claim: ClaimRecord, marker: Marker | None) -> int:
+    """Return the base of a run, by its claim and the marker of the step in `going_back`."""
+    back = claim.going_back
+    done = back is not None and marker is not None and marker.base == back.claim
+    return back.claim if back is not None and done else claim.base
 
 
 def counts(marker: Marker, base: int) -> bool:
@@ -170,6 +220,8 @@ def commit_time(marker: Marker, objects: Objects) -> CommitTime:
 def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict[str, ObjectMeta]]:
     """List what lies at and below a URL: the objects at each prefix, by their names there.
 
+    A prefix that no URL can name is left out, with one warning: it is none of this library.
+
     Args:
         all_data: keep all data objects, of which 10,000 ranks write 70,000 in each step. Default:
             one of ours for each prefix, which shows that there are some.
@@ -183,15 +235,51 @@ def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict
                 continue
             with_data.add(prefix)
         places[prefix][name] = meta
-    return dict(places)
+    return {prefix: objects for prefix, objects in places.items() if is_place(prefix, store.url)}
+
+
+def is_place(prefix: str, below: str) -> bool:
+    """Return whether a prefix can be in a URL. Otherwise warn, once for each."""
+    try:
+        if prefix:
+            check_key(prefix).encode()
+    except (InvalidUrlError, UnicodeEncodeError) as error:
+        name = f"{below}/{prefix!a}"
+        if name not in _warned_of:
+            _warned_of.add(name)
+            logger.warning("%s is left out, because no URL can name it: %s", name, error)
+        return False
+    return True
 
 
 def read_entry(name: str, store: ObjectStore, objects: Objects) -> Entry:
-    """Read the marker of a checkpoint. One GET."""
+    """Read the marker of a checkpoint. One GET; another one if the answer contradicts the listing.
+
+    Then the marker was written again since it was listed, or the answer was another object's.
+    """
     try:
-        return Entry(name, store, objects, read_marker(store))
+        stored = read_marker(store, expected=True)
+        index = None if stored is None else stored.record.index
+        if index is not None and index.key not in objects:
+            stored = read_marker(store)
+        return Entry(name, store, objects, stored)
     except (CheckpointCorruptError, UnsupportedError) as error:
         return Entry(name, store, objects, error=error)
+
+
+def step_names(places: Mapping[str, Objects], *, bare: bool = False) -> set[str]:
+    """Return the names of the steps of a run that have a marker.
+
+    Args:
+        bare: also of those that have nothing else. A deleted step keeps just its marker, for ever,
+            while a committed step also has its index, which was put before the marker. So without
+            this, deleted steps cost no requests.
+    """
+    return {
+        name
+        for name, objects in places.items()
+        if name and "/" not in name and MARKER_KEY in objects and (bare or len(objects) > 1)
+    }
 
 
 def read_steps(
@@ -208,9 +296,7 @@ def read_steps(
     Args:
         places: what lies below the run.
         open_step: returns the store of a step by its name; called from several threads.
-        bare: also read a marker that is the only object of its step. A deleted step keeps just its
-            marker, for ever, while a committed step also has its index, which was put before the
-            marker. So without this, deleted steps cost no requests.
+        bare: as for `step_names`.
         with_damaged: yield the steps whose markers are damaged, too. Default: log a warning.
         wave: the number of markers that are asked for before the first is yielded.
         read: returns the marker of a step; called from several threads. Default: send a GET.
@@ -218,12 +304,7 @@ def read_steps(
     Raises:
         UnsupportedError: a step is in a newer format.
     """
-    names = [
-        name
-        for name, objects in places.items()
-        if name and "/" not in name and MARKER_KEY in objects and (bare or len(objects) > 1)
-    ]
-    names.sort(key=natural_order, reverse=True)
+    names = sorted(step_names(places, bare=bare), key=natural_order, reverse=True)
     for entry in in_waves(lambda name: read(name, open_step(name), places[name]), names, wave):
         if isinstance(entry.error, UnsupportedError):
             raise entry.error
@@ -242,11 +323,13 @@ class Catalogue:
 
     Attributes:
         claim: the content of its `_CLAIM`, or None.
+        base: the oldest claim whose steps count.
         places: the objects below the run, by prefix and name; of data objects, one a prefix.
         steps: the steps that count, in natural order of their names, the newest last.
     """
 
     claim: ClaimRecord | None
+    base: int
     places: Mapping[str, Objects]
     steps: list[Entry]
 
@@ -280,18 +363,18 @@ def list_run(
     tries = clock.tries()
     wave = WAVE if newest is None else min(newest, WAVE)
     while True:
-        claim = read_claim_record(run)
+        standing = read_standing(run, open_step)
         places = list_places(run)
         counting = (
             entry
             for entry in read_steps(
                 places, open_step, with_damaged=with_damaged, wave=wave, read=read
             )
-            if entry.error is not None or counts(entry.marker, base_of(claim))
+            if entry.error is not None or counts(entry.marker, standing.base)
         )
         steps = list(islice(counting, newest))
-        if read_claim_record(run) == claim:
-            return Catalogue(claim, places, steps[::-1])
+        if read_standing(run, open_step) == standing:
+            return Catalogue(*standing, places, steps[::-1])
         pause_or_raise(
             run, tries, "other jobs kept claiming this run until the deadline; try again"
         )
@@ -304,10 +387,10 @@ def next_step(run: ObjectStore, open_step: OpenBelow, name: str) -> str | None:
     a listing of it very long. Sends one GET of `_CLAIM`, and for a run one listing and a GET for
     each later step. It does not list again if a job claims the run meanwhile.
     """
-    claim = read_claim_record(run)
+    claim, base = read_standing(run, open_step)
     if claim is None:
         return None
     own = natural_order(name)
     later = {at: objects for at, objects in list_places(run).items() if natural_order(at) > own}
-    names = [step.name for step in read_steps(later, open_step) if counts(step.marker, claim.base)]
+    names = [step.name for step in read_steps(later, open_step) if counts(step.marker, base)]
     return names[-1] if names else None

@@ -6,33 +6,43 @@ is one checkpoint directly below the run. `_CLAIM`, at the run, is changed by co
 alone; it holds the number of the latest claim, and the base, the oldest claim that counts.
 
 C1. Every marker carries the number of the claim of the job that wrote it.
-C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and an unchanged base.
-    It lists the steps that count and **adopts** each: it rewrites the step's marker with the new
-    number (if that is refused, it lists again). Then it puts `_CLAIM` conditionally with base =
-    number, and only then begins to train. If a PUT of `_CLAIM` is refused, another job is claiming
-    the run, and this one gives up. So of two jobs that claim a run together, the one whose first
-    PUT was the last to succeed trains, and no other. A job that has gone back to an earlier step
-    does the same before its next save, but only if `_CLAIM` still has its own number, and it does
-    not adopt the steps after that one.
-C3. A step counts if it is committed and the claim of its marker is at least the base. To list the
-    steps, a job reads `_CLAIM` before and after, and lists again if it has changed
-    (`catalogue.list_run`).
+C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and all else unchanged.
+    If `going_back` names a step, it reads that step's marker. If the marker has that claim as its
+    base, so has the run. Otherwise the job **fences** the step: it rewrites the marker, or puts a
+    tombstone, with its own number as the base, and the base of the run is as in `_CLAIM`.
+    The job lists the steps that count and **adopts** each: it rewrites the step's marker with the
+    new number. If that is refused, or another listing shows a step that the first one lacked, it
+    lists again. If a marker cannot be read, it gives up, because the step might count. Then it puts
+    `_CLAIM` conditionally with base = number, and only then begins to train. If a PUT of `_CLAIM`
+    is refused, another job is claiming the run, and this one gives up. So of two jobs that claim a
+    run together, the one whose first PUT was the last to succeed trains, and no other.
+    A job that has gone back to an earlier step does the same before its next save, but only if
+    `_CLAIM` still has its own number. It does not adopt the steps after that one, and its last PUT
+    leaves the base as it is and names in `going_back` the step that it is about to save. The
+    **commit of that step decides**: its marker has the new number as its base. So a save that is
+    refused changes nothing, and a crash after the commit does not undo it. After the commit the job
+    puts `_CLAIM` with base = number, by rule C4.
+C3. A step counts if it is committed and the claim of its marker is at least the base: that of
+    `_CLAIM`, or of the marker that `going_back` leads to. To list the steps, a job reads these two
+    before and after, and lists again if they have changed (`catalogue.list_run`).
 C4. After its commit a job reads `_CLAIM`. If the number is still its own, the save succeeded;
     otherwise the job is superseded. It also reads `_CLAIM` before it uploads, so as not to upload
     in vain. There a save without a claim is refused if `_CLAIM` exists, because its step would not
     count.
-C5. No job replaces or deletes a marker of a later claim than its own. A marker of an earlier claim
-    does not count once a job trains, so it is replaced without `overwrite`, even if it beat a
-    commit. (`commit` does so only if it replaced the very marker that the save began with; if a
-    sweep came in between, the save has lost.) Pinned markers are left alone.
+C5. No job replaces or deletes a marker of a later claim, or with a later base, than its own. A
+    marker of an earlier claim does not count once a job trains, so it is replaced without
+    `overwrite`, even if it beat a commit. (`commit` does so only if it replaced the very marker
+    that the save began with; if a sweep came in between, the save has lost.) Pinned markers are
+    left alone.
 
 The base only rises, and only steps that count are adopted: a step that does not count never will.
+Nothing makes it rise but a claim that has adopted all steps that count, or a commit.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,25 +52,30 @@ from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import (
     ClaimRecord,
     Entry,
+    GoingBack,
+    Objects,
     OpenBelow,
+    base_by,
     counts,
     encode_claim,
     list_places,
     read_claim,
     read_steps,
+    step_names,
 )
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
-from dcp_objstore.checkpoint.commit import rewrite_marker
+from dcp_objstore.checkpoint.commit import put_tombstone, rewrite_marker
 from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_swap
 from dcp_objstore.checkpoint.marker import MAX_CLAIM, new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY
-from dcp_objstore.checkpoint.read import Stored
+from dcp_objstore.checkpoint.read import Stored, read_marker
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.stores.protocol import ObjectStore, Version
 from dcp_objstore.transfer.workers import in_waves
 
 if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.stores.retries import Tries
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -75,10 +90,13 @@ class RunClaim:
     Attributes:
         url: URL of the run; its steps are directly below it.
         number: the number of the claim, from 1.
+        goes_back: with the next commit, steps of earlier claims stop counting. For the first save
+            of a `CheckpointManager` that has gone back.
     """
 
     url: str
     number: int
+    goes_back: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that `claim_run` never returns."""
@@ -135,32 +153,38 @@ def claim_run(
         SupersededError: another job claimed the run at the same time.
         CommitUnknownError, RetryableError: no success before the deadline; it is safe to call this
             again.
-        CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
-            format. (A step whose marker is damaged is left out, with a warning.)
+        CheckpointCorruptError, UnsupportedError: `_CLAIM` or the marker of a step cannot be read.
+            All steps that counted still do.
     """
     known = read_claim(run)
-    last = known.record.number if known else _last_claim(_read_all(run, open_step, bare=True))
-    return _take(run, open_step, known, number=last + 1, keeps=lambda _: True, clock=clock)
+    if known:
+        last = known.record.number
+    else:
+        last = _last_claim(_read_all(list_places(run), open_step, bare=True))
+    return _take(run, open_step, known, number=last + 1, clock=clock)
 
 
 def go_back(
     run: ObjectStore,
     open_step: OpenBelow,
     number: int,
+    step: str,
     keeps: Callable[[str], bool],
     *,
     clock: Clock = SYSTEM_CLOCK,
 ) -> int:
-    """Go back to earlier steps: all steps but those that `keeps` names stop counting (rule C2).
+    """Prepare a save by which all steps but those that `keeps` names stop counting (rule C2).
 
-    After a crash in the middle, either all of them count or none. A step that does not count stays
-    on the store; this job may replace it, unless it is pinned.
+    They do with the commit of that save, if it `goes_back`, and not before: either all of them
+    count or none. A step that does not count stays on the store; this job may replace it, unless it
+    is pinned.
 
     Args:
         run: the store, rooted at the run. It needs conditional updates
             (`probe.require_rewrites`).
         open_step: returns the store of a step by its name; called from several threads.
         number: the number of this job's claim.
+        step: the name of the step that this job saves next.
         keeps: returns whether a step, by its name, still counts.
 
     Returns:
@@ -170,12 +194,12 @@ def go_back(
         SupersededError: another job has claimed the run; nothing was changed.
         CommitUnknownError, RetryableError: no success before the deadline; this job has lost its
             claim.
-        CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read, or a step is in a newer
-            format; this job has lost its claim.
+        CheckpointCorruptError, UnsupportedError: `_CLAIM` or the marker of a step that is kept
+            cannot be read; this job has lost its claim.
     """
-    known = read_claim(run)
+    known = read_claim(run, expected=True)
     _refuse_not_owned(run, known, number)
-    return _take(run, open_step, known, number=number + 1, keeps=keeps, clock=clock)
+    return _take(run, open_step, known, number=number + 1, keeps=keeps, saves=step, clock=clock)
 
 
 def _take(
@@ -184,24 +208,27 @@ def _take(
     known: Stored[ClaimRecord] | None,
     *,
     number: int,
-    keeps: Callable[[str], bool],
+    keeps: Callable[[str], bool] = lambda _: True,
+    saves: str = "",
     clock: Clock,
 ) -> int:
     """Claim the run with this number, or a later one, and adopt the steps that `keeps` names.
 
-    `known` is what `_CLAIM` was read as, which each PUT of it must find unchanged.
+    Args:
+        known: what `_CLAIM` was read as, which each PUT of it must find unchanged.
+        saves: the name of the step whose commit raises the base. Default: the claim raises it.
     """
-    base = known.record.base if known else 0
+    before = known.record if known else ClaimRecord(number=number, base=0, write_id=new_id())
     tries = clock.tries()
 
-    def put(version: Version | None, new_base: int) -> Version:
-        """Put `_CLAIM` with this base, and return its new version."""
-        record = ClaimRecord(number=number, base=new_base, write_id=new_id())
+    def put(version: Version | None, base: int, back: GoingBack | None) -> Version:
+        """Put `_CLAIM`, and return its new version."""
+        record = ClaimRecord(number=number, base=base, going_back=back, write_id=new_id())
         seen = _swap(run, record, version, clock).stored
-        if known and seen and _numbers(seen) == _numbers(known):
+        if known and seen and _is_as_before(seen.record, known.record):
             # The job before has only noted that it is finished, since `_CLAIM` was read.
             _swap(run, record, seen.version, clock)
-        again = read_claim(run)
+        again = read_claim(run, expected=True)
         if again is None or again.record.write_id != record.write_id:
             raise errors.SupersededError(
                 f"another job claimed this run at the same time as this one (claim {number}), and"
@@ -210,27 +237,54 @@ def _take(
             )
         return again.version
 
-    claimed = put(known.version if known else None, base)
+    claimed = put(known.version if known else None, before.base, before.going_back)
+    base = _settle(open_step, before, number, tries)
     while True:
-        steps = _read_all(run, open_step)
+        places = list_places(run)
+        steps = _read_all(places, open_step, keeps=keeps)
         counting = [step for step in steps if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
-        dropped = [step for step in counting if not keeps(step.name)]
-        later = max(_last_claim(steps), _last_claim(dropped) + 1)
+        left = [step for step in counting if not keeps(step.name)]
+        later = max(_last_claim(steps), _last_claim(left) + 1)
         if later > number:
             # `_CLAIM` still has our number, so no job of this run has this one: the step was
             # copied here from another run.
             number = later
-            claimed = put(claimed, base)
-        if _adopt(kept, number, clock):
-            put(claimed, number)
-            _log_dropped(run, dropped)
+            claimed = put(claimed, before.base, before.going_back)
+        # Nothing is given up because one listing lacked it.
+        if _adopt(kept, number, clock) and step_names(list_places(run)) <= step_names(places):
+            if saves:
+                put(claimed, base, GoingBack(step=saves, claim=number))
+                _log_left(run, saves, left)
+            else:
+                put(claimed, number, None)
             return number
         pause_or_raise(
             run,
             tries,
             "others kept changing the steps of this run until the deadline; claim it again",
         )
+
+
+def _settle(open_step: OpenBelow, claim: ClaimRecord, number: int, tries: Tries) -> int:
+    """Return the base of the run; afterwards no commit of a job that is going back changes it.
+
+    Either that commit has taken effect, or the step is fenced with the number of the new claim.
+    """
+    if claim.going_back is None:
+        return claim.base
+    step = open_step(claim.going_back.step)
+    while True:
+        stored = read_marker(step)
+        if stored is None:
+            fence = put_tombstone(step, tries, base=number)
+        elif base_by(claim, stored.record) != claim.base:
+            return claim.going_back.claim
+        else:
+            fence = rewrite_marker(step, stored, "the fence", tries, base=number)
+        if fence is not None:
+            return claim.base
+        pause_or_raise(step, tries)
 
 
 def _swap(
@@ -249,8 +303,8 @@ def _swap(
     )
 
 
-def _numbers(claim: Stored[ClaimRecord]) -> tuple[int, int]:
-    return claim.record.number, claim.record.base
+def _is_as_before(seen: ClaimRecord, known: ClaimRecord) -> bool:
+    return (seen.number, seen.base, seen.going_back) == (known.number, known.base, known.going_back)
 
 
 def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
@@ -265,15 +319,17 @@ def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
     return all(list(in_waves(adopt, [step for step in steps if step.marker.claim < number])))
 
 
-def _log_dropped(run: ObjectStore, dropped: Sequence[Entry]) -> None:
-    if dropped:
+def _log_left(run: ObjectStore, saves: str, left: Sequence[Entry]) -> None:
+    if left:
         logger.warning(
-            "%s: this job went back to an earlier step, so these %d steps no longer count: %s",
+            "%s: this job went back to an earlier step. When %s is saved, these %d steps no longer"
+            " count: %s",
             run.url,
-            len(dropped),
-            first_few([step.name for step in reversed(dropped)], 8),
+            saves,
+            len(left),
+            first_few([step.name for step in reversed(left)], 8),
         )
-    for step in dropped:
+    for step in left:
         if step.marker.pins:
             logger.warning(
                 "%s is pinned (%s), so it stays; remove the pin before you save this step again",
@@ -282,9 +338,30 @@ def _log_dropped(run: ObjectStore, dropped: Sequence[Entry]) -> None:
             )
 
 
-def _read_all(run: ObjectStore, open_step: OpenBelow, *, bare: bool = False) -> list[Entry]:
-    """Read the steps of the run that have a marker, the last name first, as `read_steps` does."""
-    return list(read_steps(list_places(run), open_step, bare=bare))
+def _read_all(
+    places: Mapping[str, Objects],
+    open_step: OpenBelow,
+    *,
+    keeps: Callable[[str], bool] = lambda _: True,
+    bare: bool = False,
+) -> list[Entry]:
+    """Read the steps of the run that have a marker, the last name first, as `read_steps` does.
+
+    Raises:
+        CheckpointCorruptError: the marker of a step that is kept cannot be read. Others are left
+            out.
+    """
+    steps = []
+    for step in read_steps(places, open_step, bare=bare, with_damaged=True):
+        if step.error is None:
+            steps.append(step)
+        elif keeps(step.name):
+            step.error.message += (
+                "; so the run was not claimed, because this step would not count any more. Try"
+                " again. If that does not help, the step is lost: remove this object by hand"
+            )
+            raise step.error
+    return steps
 
 
 def _last_claim(steps: Iterable[Entry]) -> int:
@@ -304,7 +381,7 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
         SupersededError: another job has claimed the run.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
     """
-    claim = read_claim(run)
+    claim = read_claim(run, expected=number > 0)
     if number:
         _refuse_not_owned(run, claim, number)
     elif claim is not None:
@@ -322,9 +399,12 @@ def confirm(
     run: ObjectStore,
     number: int,
     *,
+    goes_back: bool = False,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
     """Check after a commit that the run still has this claim, so that the step counts (rule C4).
+
+    If the job went back, raise the base (rule C2); if that fails, the next claim does it.
 
     Raises:
         SupersededError: a newer job claimed the run.
@@ -334,7 +414,7 @@ def confirm(
     tries = clock.tries()
     while True:
         try:
-            claim = read_claim(run)
+            stored = read_claim(run, expected=True)
             break
         except errors.CorruptDataError:
             raise
@@ -345,7 +425,17 @@ def confirm(
                     f" run's _CLAIM could not be read ({error}). Look at the run before you go on",
                     url=run.url,
                 ) from error
-    _refuse_not_owned(run, claim, number)
+    _refuse_not_owned(run, stored, number)
+    if goes_back:
+        assert stored is not None
+        record = ClaimRecord(number=number, base=number, write_id=new_id())
+        try:
+            outcome = _swap(run, record, stored.version, clock)
+        except errors.DcpObjstoreError as error:
+            logger.warning("the base of %s stays %d: %s", run.url, stored.record.base, error)
+        else:
+            if not outcome.landed:
+                _refuse_not_owned(run, outcome.stored, number)
 
 
 def _refuse_not_owned(run: ObjectStore, claim: Stored[ClaimRecord] | None, number: int) -> None:
@@ -376,7 +466,7 @@ def finish(run: ObjectStore, number: int, *, clock: Clock = SYSTEM_CLOCK) -> Non
         CommitUnknownError: no clear answer before the deadline; it is safe to call this again.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
     """
-    known = read_claim(run)
+    known = read_claim(run, expected=True)
     _refuse_not_owned(run, known, number)
     assert known is not None
     record = msgspec.structs.replace(known.record, finished=True, write_id=new_id())

@@ -200,7 +200,7 @@ def _take_token(
 ) -> tuple[Marker | None, Version | None]:
     """Return the marker and its version, unless it forbids the save (rule 2)."""
     try:
-        stored = read_marker(store)
+        stored = read_marker(store, expected=dot_metadata != IfAbsent())
     except CheckpointCorruptError as error:
         if not overwrite:
             raise
@@ -262,10 +262,11 @@ def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
     Raises:
         SupersededError: the marker has a later claim than this job.
     """
-    if marker.claim > claim:
+    later = max(marker.claim, marker.base)
+    if later > claim:
         own = f"this job has claim {claim}" if claim else "this job has none"
         raise SupersededError(
-            f"this step belongs to claim {marker.claim} of its run, and {own}: a newer job took"
+            f"this step belongs to claim {later} of its run, and {own}: a newer job took"
             " over the run. Nothing was changed. Stop this job; if it is the newer one, call"
             " dcp_objstore.claim_run in it and pass the claim",
             url=store.url,
@@ -282,6 +283,7 @@ def commit(
     world_size: int,
     user_metadata: Mapping[str, object] | None,
     nonce: str,
+    goes_back: bool = False,
     fenced: bool = True,
     clock: Clock = SYSTEM_CLOCK,
     on_retry: Callable[[int, Exception, float], None] | None = None,
@@ -292,6 +294,7 @@ def commit(
         objects: key and size in bytes of every data object.
         user_metadata: the user's own JSON values, or None.
         nonce: the nonce of this save, which names the index.
+        goes_back: steps of earlier claims stop counting with this commit (rule C2 of `claim`).
         fenced: False on a store without conditional writes (rule 11).
         on_retry: a function that is called before each retry with the number of the try (from 2),
             the last error and the time of the first try.
@@ -318,12 +321,13 @@ def commit(
         user_metadata=check_user_metadata(user_metadata),
         created_at=datetime.now(UTC),
         claim=begin.claim,
+        base=begin.claim if goes_back else 0,
     )
     marker = make(begin.marker)
     ours = marker.commit_id
     try:
         workers.concurrently(
-            partial(check_objects, store, objects), partial(store.put, index_key(nonce), index)
+            partial(check_objects, store, objects), partial(_put_index, store, nonce, index)
         )
     except CheckpointCorruptError:
         # A sweep changes the marker before it removes what a save has uploaded.
@@ -360,6 +364,12 @@ def commit(
         replaced, version = outcome.stored.record, outcome.stored.version
         beaten += 1
         marker = make(replaced)
+
+
+def _put_index(store: ObjectStore, nonce: str, index: bytes) -> None:
+    if store.put(index_key(nonce), index) == Version():
+        # Perhaps it was not the store that answered: a success names the object's state.
+        check_objects(store, [(index_key(nonce), len(index))])
 
 
 def check_objects(store: ObjectStore, objects: Sequence[tuple[str, int]]) -> None:
@@ -402,10 +412,11 @@ def _yields(seen: Marker, token: Marker | None, claim: int) -> bool:
 
 
 def _lost(store: ObjectStore, seen: Stored[Marker] | None, claim: int) -> LostRaceError:
-    if seen and seen.record.claim > claim:
+    later = max(seen.record.claim, seen.record.base) if seen else 0
+    if later > claim:
         return SupersededError(
             "a newer job took over this run while this save was under way (claim"
-            f" {seen.record.claim}, this job has {claim or 'none'}); this save was not committed."
+            f" {later}, this job has {claim or 'none'}); this save was not committed."
             " Stop this job",
             url=store.url,
         )
@@ -436,7 +447,7 @@ def rewrite_marker(
         CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
         InputError: the store refused the PUT for good; nothing was changed.
     """
-    claim = changes.get("claim", stored.record.claim)
+    claim = max(changes.get(name, getattr(stored.record, name)) for name in ("claim", "base"))
     marker = msgspec.structs.replace(
         stored.record,
         **{"write_id": new_id(), "put_on": "", "format": format_of(claim), **changes},
@@ -457,7 +468,7 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
         CommitUnknownError, RetryableError: no success before the deadline.
     """
     while True:
-        stored = read_marker(store)
+        stored = read_marker(store, expected=True)
         if stored is None or stored.record.commit_id != commit_id:
             return True
         if stored.record.state != "deleting":
@@ -468,8 +479,11 @@ def finish_deleting(store: ObjectStore, commit_id: str, tries: Tries) -> bool:
         pause_or_raise(store, tries)
 
 
-def put_tombstone(store: ObjectStore, tries: Tries) -> Marker | None:
+def put_tombstone(store: ObjectStore, tries: Tries, *, base: int = 0) -> Marker | None:
     """Put a tombstone where there is no marker, so that no save that began before can commit.
+
+    Args:
+        base: the number of the claim that does so. No job of an earlier one may save here.
 
     Returns:
         The tombstone, or None if another job put a marker first.
@@ -479,12 +493,14 @@ def put_tombstone(store: ObjectStore, tries: Tries) -> Marker | None:
         InputError: the store refused the PUT for good; nothing was changed.
     """
     marker = Marker(
+        format=format_of(base),
         state="deleted",
         commit_id=new_id(),
         write_id=new_id(),
         generation=1,
         index=None,
         world_size=0,
+        base=base,
         created_at=datetime.now(UTC),
     )
     return (

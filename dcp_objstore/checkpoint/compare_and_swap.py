@@ -18,6 +18,7 @@ from dcp_objstore.errors import (
     InputError,
     LostRaceError,
     ObjectNotFoundError,
+    StoreUnavailableError,
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
@@ -72,14 +73,18 @@ def compare_and_swap(
     """
     condition: Precondition = IfAbsent() if version is None else IfVersion(version)
     may_still_land = False
+    answer: DcpObjstoreError
     while True:
         try:
-            store.put(key, body, precondition=condition if fenced else None, retry=False)
-            return SwapOutcome(True)
+            put = store.put(key, body, precondition=condition if fenced else None, retry=False)
+            if put != Version():
+                return SwapOutcome(True)
+            # Perhaps it was not the store that answered: a success names the object's state.
+            may_still_land, answer = True, StoreUnavailableError("the answer names no version")
         except DcpObjstoreError as error:
             # A refusal of this PUT says nothing about an earlier one that was never answered.
             may_still_land = may_still_land or not isinstance(error, (LostRaceError, InputError))
-            answer: DcpObjstoreError = error
+            answer = error
         last = answer
         try:
             stored = read(store)

@@ -100,6 +100,9 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
             information only; no rule relies on it.
         pins: names that protect the commit from deletion and from being overwritten.
         claim: number of the claim of the job that wrote or adopted this marker; 0 for none.
+        base: the number of the claim with which this was committed, if its job had gone back (rule
+            C2 of `claim`): then steps of earlier claims do not count. Or of one that has fenced
+            this step since. Otherwise 0. It stays when `claim` rises.
         put_on: the write_id of the marker that the commit replaced, or `nothing`. Empty after any
             rewrite, so a value here proves that nothing came in between.
     """
@@ -117,6 +120,7 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     user_metadata: dict[str, Any] = {}
     pins: Annotated[tuple[_Pin, ...], Meta(max_length=MAX_PINS)] = ()
     claim: Annotated[int, Meta(ge=0, le=MAX_CLAIM)] = 0
+    base: Annotated[int, Meta(ge=0, le=MAX_CLAIM)] = 0
     put_on: Annotated[str, Meta(pattern=r"^([0-9a-f]{32}|nothing)?\Z")] = ""
 
     @property
@@ -207,12 +211,12 @@ def check_user_metadata(values: Mapping[str, object] | None) -> dict[str, Any]:
     return plain
 
 
-def next_marker(old: Marker | None, *, claim: int, **fields: Any) -> Marker:
+def next_marker(old: Marker | None, *, claim: int, base: int = 0, **fields: Any) -> Marker:
     """Make the marker of a new commit, with these other fields.
 
     Its generation is one higher than that of the marker it replaces, whose commit_id joins the log,
-    even if it is a tombstone. Its write_id is new. Pins belong to the commit that they protect and
-    are not carried over.
+    even if it is a tombstone. Its write_id is new. A base stays. Pins belong to the commit that
+    they protect and are not carried over.
     """
     return Marker(
         format=format_of(claim),
@@ -221,6 +225,7 @@ def next_marker(old: Marker | None, *, claim: int, **fields: Any) -> Marker:
         generation=old.generation + 1 if old else 1,
         log=(*old.log, old.commit_id)[-LOG_LENGTH:] if old else (),
         claim=claim,
+        base=max(base, old.base if old else 0),
         put_on=old.write_id if old else ON_NOTHING,
         **fields,
     )

@@ -30,6 +30,7 @@ from dcp_objstore.errors import (
     CorruptDataError,
     DcpObjstoreError,
     ObjectNotFoundError,
+    UnsupportedError,
 )
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Version
 from dcp_objstore.transfer.workers import wait_for
@@ -58,17 +59,25 @@ class Stored(NamedTuple, Generic[T]):
         return self.meta.version
 
 
-def read_marker(store: ObjectStore) -> Stored[Marker] | None:
+def read_marker(store: ObjectStore, *, expected: bool = False) -> Stored[Marker] | None:
     """Read the marker and its object's metadata; return None if there is none. One GET.
 
     A tombstone is returned like any marker; only a marker with `is_committed` is a checkpoint.
+
+    Args:
+        expected: as for `read_record`.
 
     Raises:
         CheckpointCorruptError: the marker is damaged.
         UnsupportedError: a newer version wrote it in a format that this one does not know.
     """
     return read_record(
-        store, MARKER_KEY, decode_marker, what=MARKER_NAME, max_size_bytes=MAX_MARKER_SIZE_BYTES
+        store,
+        MARKER_KEY,
+        decode_marker,
+        what=MARKER_NAME,
+        max_size_bytes=MAX_MARKER_SIZE_BYTES,
+        expected=expected,
     )
 
 
@@ -79,19 +88,45 @@ def read_record(
     *,
     what: str,
     max_size_bytes: int,
+    expected: bool = False,
 ) -> Stored[T] | None:
-    """Read a marker or a run's `_CLAIM`, or return None if there is none. One GET."""
-    try:
+    """Read and decode a small object, or return None if there is none. One GET, or two.
+
+    Args:
+        decode: returns what the body says, or raises `CorruptDataError`.
+        what: the object, in words, for errors.
+        expected: the object is known to be there. So a 404 is asked again, too.
+
+    Raises:
+        CheckpointCorruptError: the object is damaged.
+    """
+
+    def read() -> Stored[T]:
         body, meta = store.get(key, max_size_bytes=max_size_bytes)
+        return Stored(decode(body), meta)
+
+    try:
+        return asked_again(read, *((ObjectNotFoundError,) if expected else ()))
     except ObjectNotFoundError:
         return None
-    except CorruptDataError as error:
-        raise damaged(what, error.message).at(object_key=key, url=store.url) from error
-    try:
-        return Stored(decode(body), meta)
-    except DcpObjstoreError as error:
+    except (CheckpointCorruptError, UnsupportedError) as error:
         error.at(object_key=key, url=store.url)
         raise
+    except CorruptDataError as error:
+        raise damaged(what, error.message).at(object_key=key, url=store.url) from error
+
+
+def asked_again(read: Callable[[], T], *wrong: type[DcpObjstoreError]) -> T:
+    """Return what `read` returns; call it once more if what came is damaged.
+
+    The answer may be damaged, or `wrong` in another way, and not the object. What is wrong in two
+    answers is believed.
+    """
+    doubted: tuple[type[DcpObjstoreError], ...] = (CorruptDataError, *wrong)
+    try:
+        return read()
+    except doubted:
+        return read()
 
 
 def open_committed(store: ObjectStore) -> tuple[Marker, bytes]:
@@ -125,7 +160,7 @@ def not_committed(store: ObjectStore, stored: Stored[Marker] | None) -> Checkpoi
 
 
 def read_index(store: ObjectStore, marker: Marker) -> bytes:
-    """Read the index that a marker names, in any state, and check its SHA-256. One GET.
+    """Read the index that a marker names, in any state, and check its SHA-256. One GET, or two.
 
     Raises:
         CheckpointCorruptError: the index is damaged, or the marker names none; or the index is
@@ -135,22 +170,19 @@ def read_index(store: ObjectStore, marker: Marker) -> bytes:
     ref = marker.index
     if ref is None:  # `decode_marker` lets only a tombstone have none
         raise CheckpointCorruptError("the marker names no index", url=store.url)
-    try:
-        body, _ = store.get(ref.key, max_size_bytes=ref.size_bytes)
-    except ObjectNotFoundError as error:
-        raise explain_missing(store, marker.commit_id, ref.key) from error
-    except CorruptDataError as error:
-        raise CheckpointCorruptError(
-            f"the index is damaged: {error.message}", object_key=ref.key, url=store.url
-        ) from error
-    if hashlib.sha256(body).hexdigest() != ref.sha256:
-        raise CheckpointCorruptError(
-            f"the index is damaged: {len(body)} bytes that are not the {ref.size_bytes} bytes that"
-            " were committed",
-            object_key=ref.key,
-            url=store.url,
-        )
-    return body
+
+    def check(body: bytes) -> bytes:
+        if hashlib.sha256(body).hexdigest() != ref.sha256:
+            not_committed = f"{len(body)} bytes that are not the {ref.size_bytes} bytes that were"
+            raise damaged("the index", f"{not_committed} committed")
+        return body
+
+    stored = read_record(
+        store, ref.key, check, what="the index", max_size_bytes=ref.size_bytes, expected=True
+    )
+    if stored is None:
+        raise explain_missing(store, marker.commit_id, ref.key)
+    return stored.record
 
 
 def named_keys(store: ObjectStore, marker: Marker) -> list[str]:
@@ -175,7 +207,7 @@ def explain_missing(store: ObjectStore, commit_id: str, object_key: str | None) 
         or the error that prevented the check.
     """
     try:
-        stored = read_marker(store)
+        stored = read_marker(store, expected=True)
     except DcpObjstoreError as error:
         return error
     if stored is not None and stored.record.commit_id == commit_id and stored.record.is_committed:

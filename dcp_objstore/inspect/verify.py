@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import xxhash
@@ -16,7 +17,13 @@ from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.publish import MAX_SIZE_BYTES
-from dcp_objstore.checkpoint.read import explain_missing, open_marked, read_marker
+from dcp_objstore.checkpoint.read import (
+    asked_again,
+    explain_missing,
+    open_marked,
+    read_marker,
+    read_record,
+)
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.config import at_most
 from dcp_objstore.distributed.ranks import rank_and_world_size
@@ -288,14 +295,21 @@ class _Verification:
 
     def _sizes(self) -> dict[int, int]:
         """Return the sizes of existing objects by number; note missing ones and wrong sizes."""
+
+        def ask(entry: ix.ObjectEntry) -> int:
+            with suppress(ObjectNotFoundError):
+                if self._store.head(entry.key).size_bytes == entry.size_bytes:
+                    return entry.size_bytes
+            return self._store.head(entry.key).size_bytes  # the first answer may be wrong
+
         sizes = {}
         objects = self._index.objects
         threads = min(at_most(self._config.download_concurrency, MOST_IN_FLIGHT), len(objects))
         with DaemonPool(threads, "head") as pool:
-            answers = [pool.submit(self._store.head, entry.key) for entry in objects]
+            answers = [pool.submit(ask, entry) for entry in objects]
             for number, (entry, answer) in enumerate(zip(objects, answers, strict=True)):
                 try:
-                    sizes[number] = answer.result().size_bytes
+                    sizes[number] = answer.result()
                 except ObjectNotFoundError as error:
                     self._check_gone(error)
                     self._note_missing(number)
@@ -465,7 +479,8 @@ def verify_at(
     channel.show(bar=progress, summary=False)
     with channel.watching():
         try:
-            marker, body, index = wait_for(_open, store)
+            # If it seems to be replaced, the marker may have been another checkpoint's.
+            marker, body, index = wait_for(asked_again, partial(_open, store), CheckpointGoneError)
             if commit_id not in (None, marker.commit_id):
                 raise wait_for(explain_missing, store, commit_id, MARKER_KEY)
         except CheckpointNotFoundError as error:
@@ -560,18 +575,12 @@ def verify_run(
 
 
 def _open(store: ObjectStore) -> tuple[Marker, bytes, ix.Index]:
-    """Read marker and index, twice if need be: the answer may be damaged, not the object."""
-    for last in (False, True):
-        try:
-            stored = read_marker(store)
-            if stored is None:
-                raise CheckpointNotFoundError("there is no marker", url=store.url)
-            marker, body = open_marked(store, stored)
-            return marker, body, ix.decode(body)
-        except CheckpointCorruptError:
-            if last:
-                raise
-    raise AssertionError
+    """Read marker and index."""
+    stored = read_marker(store, expected=True)
+    if stored is None:
+        raise CheckpointNotFoundError("there is no marker", url=store.url)
+    marker, body = open_marked(store, stored)
+    return marker, body, ix.decode(body)
 
 
 def without_digests(url: str) -> UnsupportedError:
@@ -590,20 +599,28 @@ def _size(spans: Iterable[Span[Piece]]) -> int:
 def _misleads(store: ObjectStore, index: bytes) -> bool:
     """Whether there is a `.metadata` that does not describe an index.
 
-    None is no damage: `save(stock_metadata=False)` writes none. It is read a second time if it
-    differs, because the transfer may be damaged, not the object.
+    None is no damage: `save(stock_metadata=False)` writes none.
     """
     content = StockDotMetadata()
-    for _ in range(2):
-        try:
-            body, _meta = store.get(DOT_METADATA_KEY, max_size_bytes=MAX_SIZE_BYTES)
-            if content.describes(body, index):
-                return False
-        except (ObjectNotFoundError, UnsupportedError):  # this version cannot make one, either
-            return False
-        except CorruptDataError:
-            continue
-    return True
+
+    def check(body: bytes) -> None:
+        if not content.describes(body, index):
+            raise CorruptDataError("it describes another checkpoint")
+
+    try:
+        read_record(
+            store,
+            DOT_METADATA_KEY,
+            check,
+            what="'.metadata'",
+            max_size_bytes=MAX_SIZE_BYTES,
+            expected=False,
+        )
+    except CorruptDataError:
+        return True
+    except UnsupportedError:
+        pass  # this version cannot make one, either
+    return False
 
 
 def _items(index: ix.Index) -> Iterator[tuple[str, int, ix.Item]]:

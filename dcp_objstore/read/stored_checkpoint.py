@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,6 +22,8 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import next_step
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.read import (
+    Stored,
+    asked_again,
     explain_keys,
     explain_missing,
     explain_object,
@@ -233,7 +235,7 @@ def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredChe
     if name.endswith(safetensors.SUFFIX):
         assert folder is not None  # where there is none, there is no name
         with suppress(ObjectNotFoundError):
-            return _twice_if_damaged(partial(_open_file, folder.open(), name, load_id))
+            return asked_again(partial(_open_file, folder.open(), name, load_id))
     return open_rooted(spec.open(), load_id, verify=verify)
 
 
@@ -255,21 +257,15 @@ def open_rooted(
     store: ObjectStore, load_id: str | None = None, *, verify: bool = True
 ) -> StoredCheckpoint:
     """Open the checkpoint at the store's root, with the errors of `open_stored_checkpoint`."""
-    return _twice_if_damaged(partial(_open, store, load_id, verify=verify))
-
-
-def _twice_if_damaged(open_it: Callable[[], StoredCheckpoint]) -> StoredCheckpoint:
-    """Try once more if what was read is damaged: it may be the answer, not the object."""
-    try:
-        return open_it()
-    except CheckpointCorruptError:
-        return open_it()
-
-
-def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
     stored = read_marker(store)
     if stored is None:
-        return _open_foreign(store, load_id, verify=verify)
+        return asked_again(partial(_open_foreign, store, load_id, verify=verify))
+    return _open_marked(store, stored, load_id)
+
+
+def _open_marked(
+    store: ObjectStore, stored: Stored[Marker], load_id: str | None
+) -> StoredCheckpoint:
     marker, body = open_marked(store, stored)
     index = ix.decode(body)
     return StoredCheckpoint(
@@ -284,6 +280,10 @@ def _open(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredChe
 def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
     """Open a checkpoint of another library. What else is there is listed at the same time."""
     dot_metadata, listed = concurrently(partial(_dot_metadata, store), partial(_listed, store))
+    if isinstance(listed, dict) and MARKER_KEY in listed:
+        marker = read_marker(store)  # the first answer was wrong, or a save has just ended
+        if marker is not None:
+            return _open_marked(store, marker, load_id)
     if dot_metadata is None:
         return _open_folder(store, listed, load_id)
     body, meta = dot_metadata

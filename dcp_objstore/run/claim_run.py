@@ -14,7 +14,7 @@ from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.distributed.failures import capture, every_rank, meeting, on_first
 from dcp_objstore.distributed.groups import sync_group, world_group
-from dcp_objstore.run.steps import step_number
+from dcp_objstore.run.steps import step_name, step_number
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import wait_for
 
@@ -57,7 +57,8 @@ def claim_run(
     Raises:
         SupersededError: another job claimed the run at the same time, and goes on with it.
         CommitUnknownError, RetryableError: no clear answers; it is safe to call this again.
-        CheckpointCorruptError: the run's `_CLAIM` is damaged.
+        CheckpointCorruptError: the run's `_CLAIM` or the marker of a step cannot be read. All steps
+            that counted still do.
         UnsupportedError: the store has no conditional writes, or a newer version wrote the run.
         DcpObjstoreError: the store refused or failed; raised on every rank.
     """
@@ -76,11 +77,17 @@ def claim_run(
         return on_first(make, named, sync_group(process_group, config))
 
 
-def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:
-    """Go back to a step: later steps of the run stop counting. One rank calls it.
+def go_back(run: StoreSpec, claim: RunClaim, resumed: int, saves: int) -> RunClaim:
+    """Go back to a step: with the save of another, later steps of the run stop counting.
 
-    Checkpoints with other names than `step-N` still count. Returns the claim of this job from now
-    on.
+    One rank calls it. Checkpoints with other names than `step-N` still count.
+
+    Args:
+        resumed: the number of the step to which the job has gone back.
+        saves: the number of the step that it saves next.
+
+    Returns:
+        The claim for that save; its number is that of this job from now on.
 
     Raises:
         SupersededError: another job has claimed the run; nothing was changed.
@@ -89,10 +96,11 @@ def go_back(run: StoreSpec, claim: RunClaim, step: int) -> RunClaim:
 
     def keeps(name: str) -> bool:
         number = step_number(name)
-        return number is None or number <= step
+        return number is None or number <= resumed
 
-    number = wait_for(rule.go_back, run.open(), run.open_child, claim.number, keeps)
-    return RunClaim(claim.url, number)
+    store, step = run.open(), step_name(saves)
+    number = wait_for(rule.go_back, store, run.open_child, claim.number, step, keeps)
+    return RunClaim(claim.url, number, goes_back=True)
 
 
 def finish(run: StoreSpec, claim: RunClaim) -> None:

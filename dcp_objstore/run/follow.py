@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
 from dcp_objstore import errors
-from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Objects, base_of, read_entry
+from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Objects, read_entry
 from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
 from dcp_objstore.run import upkeep
@@ -260,7 +260,7 @@ class _Follower:
             self.seen |= {one.marker.commit_id for one in passed}
             if is_there:
                 assert self.listed is not None
-                listed = as_listed(step, base_of(self.listed.claim))
+                listed = as_listed(step, self.listed.base)
                 self.yielded[step.marker.commit_id] = listed
                 return listed
         return None

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import (
-    ClaimRecord,
     Entry,
     Objects,
-    base_of,
+    Standing,
     counts,
+    is_place,
     list_places,
-    read_claim_record,
     read_entry,
+    read_standing,
 )
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
@@ -191,7 +191,7 @@ def list_checkpoints(
         try:
             for upload in open_uploads(spec).list():
                 prefix, _, name = upload.key.rpartition("/")
-                if is_upload_key(name):
+                if is_upload_key(name) and is_place(prefix, spec.url):
                     uploads[prefix].append(upload)
         except (errors.InputError, errors.RetryableError) as error:
             unseen = error.message
@@ -249,14 +249,14 @@ def steps(
     if newest is not None and (not isinstance(newest, int) or newest < 1):
         raise errors.ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
     listed = catalogue(StoreSpec(url, storage_options, config), newest)
-    return tuple(as_listed(step, base_of(listed.claim)) for step in listed.steps)
+    return tuple(as_listed(step, listed.base) for step in listed.steps)
 
 
 def _base_above(spec: StoreSpec) -> int:
     """Return the base of the run that contains a checkpoint; 0 if there is none, or unreadable."""
     run, _ = spec.parent()
     try:
-        return 0 if run is None else base_of(read_claim_record(run.open()))
+        return 0 if run is None else read_standing(run.open(), run.open_child).base
     except (
         errors.PermissionDeniedError,
         errors.CheckpointCorruptError,
@@ -303,17 +303,18 @@ class _Look:
 
     def _claims(
         self, runs: Sequence[str]
-    ) -> tuple[dict[str, ClaimRecord | None], list[errors.DcpObjstoreError]]:
-        """Return the `_CLAIM` of each run, or None, and the errors of those that are unreadable."""
+    ) -> tuple[dict[str, Standing], list[errors.DcpObjstoreError]]:
+        """Return which claims count in each run, and the errors of those that are unreadable."""
         found = list(in_waves(self._claim, runs))
         claims = {run: claim for run, (claim, _) in zip(runs, found, strict=True)}
         return claims, [error for _, error in found if error is not None]
 
-    def _claim(self, run: str) -> tuple[ClaimRecord | None, errors.DcpObjstoreError | None]:
+    def _claim(self, run: str) -> tuple[Standing, errors.DcpObjstoreError | None]:
+        spec = self.spec.child(run)
         try:
-            return read_claim_record(self.spec.open_child(run)), None
+            return read_standing(spec.open(), spec.open_child, expected=True), None
         except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
-            return None, error
+            return Standing(None, 0), error
 
     def _is_listed(self, objects: Objects) -> bool:
         """Return whether a save has begun where these objects are, or left something there."""
@@ -326,13 +327,14 @@ class _Look:
     def _describe(
         self,
         places: Mapping[str, Objects],
-        claims: Mapping[str, ClaimRecord | None],
+        claims: Mapping[str, Standing],
         prefix: str,
     ) -> tuple[ListedCheckpoint, errors.DcpObjstoreError | None]:
         """Describe what lies at a prefix; also return why its marker cannot be read, or None."""
         objects = places.get(prefix, {})
         # The last segment is the step's name; the segments before it name the run.
-        base = base_of(claims.get(prefix.rpartition("/")[0])) if prefix else self.base_above
+        standing = claims.get(prefix.rpartition("/")[0])
+        base = standing.base if prefix and standing else 0 if prefix else self.base_above
         if self.itself is not None and not prefix:
             entry = replace(self.itself, objects=objects)
         elif MARKER_KEY in objects:

@@ -580,11 +580,12 @@ class CheckpointManager:
         agree), or is deleted while it is read, it loads the next older one and logs a warning;
         `last_resume` names the steps that were skipped.
 
-        This job may save the steps after the loaded one again. With its first save they stop
-        counting, in one change that a crash does not undo: no job resumes from them, and no policy
-        keeps them. Until then they count, so you can load an old step to look at it without any
-        effect. A pinned step stays on the store, and its number cannot be saved before the pin is
-        removed. Without `claim_run`, that first save is refused if later steps count.
+        This job may save the steps after the loaded one again. With the commit of its first save
+        they stop counting, in one change that a crash does not undo: no job resumes from them, and
+        no policy keeps them. Until then they count, so you can load an old step to look at it
+        without any effect, and a save that is refused changes nothing. A pinned step stays on the
+        store, and its number cannot be saved before the pin is removed. Without `claim_run`, that
+        first save is refused if later steps count.
 
         Args:
             state: the state to fill, as for `dcp_objstore.load`.

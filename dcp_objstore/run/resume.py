@@ -78,7 +78,7 @@ def load_newest(
     url = run.url
     for newest in (_LOOKED_AT_FIRST, None):
         tried = {skip.step for skip in skipped}
-        listed = on_first(partial(step_numbers, run, newest), url, group)
+        listed = on_first(partial(step_numbers, run, newest, with_damaged=True), url, group)
         for step in reversed([step for step in listed if step not in tried]):
             try:
                 return ResumeReport(step, load(step), tuple(skipped))

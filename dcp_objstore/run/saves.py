@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
@@ -73,7 +74,8 @@ class RunSaves:
         self._pending: _Pending | None = None
         self._retention: Spawned | None = None
         self._loaded = False  # after a load, this job may replace later steps
-        self._may_be_behind = True  # steps later than the one that was loaded may still count
+        # Steps later than the one that was loaded may count, until a save has succeeded.
+        self._may_be_behind = True
         self._saved: set[int] = set()
         self._failed: set[int] = set()  # these steps may be committed all the same
         self.begun = 0
@@ -91,7 +93,7 @@ class RunSaves:
     def resume(self, step: int | None, *, went_back: bool) -> None:
         """Record that the job resumed from a step, so that it may replace later steps. Local.
 
-        With `went_back` later steps may count. They do until the next save: a job that only looks
+        With `went_back` later steps may count. They do until a save succeeds: a job that only looks
         at an old step leaves the run as it is.
         """
         self._loaded = True
@@ -114,6 +116,7 @@ class RunSaves:
             self._note_failure(step, error)
             raise
         self._saved.add(step)
+        self._may_be_behind = False
         self._retain(step, keywords, None)
         return report
 
@@ -163,7 +166,7 @@ class RunSaves:
             logger.info("%s: step %d was skipped: another save is under way", self._url, step)
             return None
         self.settle()
-        self._leave_later_steps(step)
+        claim = self._claim_for(step)
         self._note_begin()
         # The job may replace steps that it trains again after it went back to an earlier step.
         resumed = self._retainer.resumed
@@ -174,7 +177,7 @@ class RunSaves:
             "base": self._base(),
             "overwrite": again,
             "user_metadata": values,
-            "claim": self._retainer.claim,
+            "claim": claim,
             "progress": False,
         }
 
@@ -200,19 +203,21 @@ class RunSaves:
         pending = self._pending
         return pending.handle if pending is not None and pending.step == step else None
 
-    def _leave_later_steps(self, step: int) -> None:
-        """Before the first save, and the first after going back: drop later steps that count.
+    def _claim_for(self, step: int) -> RunClaim | None:
+        """Return the claim for a save.
 
-        Otherwise retention would keep them instead of what this job saves from now on, and the next
-        job would resume from them.
+        Until a save has succeeded, look for later steps that count. If there are some, the commit
+        of this step makes them stop counting. Otherwise retention would keep them instead of what
+        this job saves from now on, and the next job would resume from them.
         """
         if not self._may_be_behind:
-            return
+            return self._retainer.claim
 
-        def leave() -> RunClaim | None:
+        def claim_for() -> RunClaim | None:
             claim, resumed = self._retainer.claim, self._retainer.resumed
             newest = newest_step(self._run)
-            if newest is None or newest <= (step if resumed is None else resumed):
+            known = newest is None or newest <= (step if resumed is None else resumed)
+            if known or newest in self._failed:
                 return claim
             later = f"the run has later steps (up to {newest}), from which the next job resumes"
             if resumed is None:
@@ -229,10 +234,11 @@ class RunSaves:
                     " counting; or delete them, or save to another run",
                     url=self._url,
                 )
-            return go_back(self._run, claim, resumed)
+            return go_back(self._run, claim, resumed, step)
 
-        self._retainer.claim = on_first(leave, self._url, self._group)
-        self._may_be_behind = False
+        claim = on_first(claim_for, self._url, self._group)
+        self._retainer.claim = claim and replace(claim, goes_back=False)
+        return claim
 
     def settle(self) -> None:
         """Wait for the save under way; raise its error on all ranks if it failed on any."""
@@ -245,6 +251,7 @@ class RunSaves:
             self._note_failure(step, error)
             failed = typed(error, current_rank(), handle.url)
         raise_on_all(failed, self._url, self._group)
+        self._may_be_behind = False
 
     def _note_failure(self, step: int, error: BaseException) -> None:
         self._saved.discard(step)

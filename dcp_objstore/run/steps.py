@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
 
 
-def catalogue(run: StoreSpec, newest: int | None = None, read: ReadEntry = read_entry) -> Catalogue:
+def catalogue(
+    run: StoreSpec,
+    newest: int | None = None,
+    read: ReadEntry = read_entry,
+    *,
+    with_damaged: bool = False,
+) -> Catalogue:
     """List a run and its steps that count, or the newest of them, as `list_run` does."""
-    return wait_for(list_run, run.open(), run.open_child, newest=newest, read=read)
+    settings: dict[str, Any] = {"newest": newest, "read": read, "with_damaged": with_damaged}
+    return wait_for(list_run, run.open(), run.open_child, **settings)
 
 
 def check_step(step: object) -> None:
@@ -46,12 +53,19 @@ def step_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def step_numbers(run: StoreSpec, newest: int | None = None) -> tuple[int, ...]:
-    """List the numbers of the newest steps of a run that count, or of all; the newest last."""
-    names = [step.name for step in catalogue(run, newest).steps]
+def step_numbers(
+    run: StoreSpec, newest: int | None = None, *, with_damaged: bool = False
+) -> tuple[int, ...]:
+    """List the numbers of the newest steps of a run that count, or of all; the newest last.
+
+    Args:
+        with_damaged: also list steps whose markers are damaged.
+    """
+    names = [step.name for step in catalogue(run, newest, with_damaged=with_damaged).steps]
     numbers = tuple(number for name in names if (number := step_number(name)) is not None)
     if len(names) == newest and len(numbers) < len(names):
-        return step_numbers(run)[-len(names) :]  # there were other names among them
+        # There were other names among them.
+        return step_numbers(run, with_damaged=with_damaged)[-len(names) :]
     return numbers
 
 

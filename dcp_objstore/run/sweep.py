@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint import sweep as rule
-from dcp_objstore.checkpoint.catalogue import base_of, list_places, read_claim_record
+from dcp_objstore.checkpoint.catalogue import is_place, list_places, read_claim
 from dcp_objstore.checkpoint.names import (
     CLAIM_KEY,
     MARKER_KEY,
@@ -19,6 +20,7 @@ from dcp_objstore.checkpoint.names import (
     is_upload_key,
 )
 from dcp_objstore.checkpoint.probe import require_rewrites
+from dcp_objstore.checkpoint.read import asked_again
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.observe.report import logger
@@ -152,7 +154,7 @@ def sweep_below(
         uploads = open_uploads(spec)
         for upload in uploads.list():
             prefix, _, name = upload.key.rpartition("/")
-            if is_upload_key(name):
+            if is_upload_key(name) and is_place(prefix, spec.url):
                 prefixes.add(prefix)
     except (errors.InputError, errors.RetryableError) as error:
         uploads, unseen = None, error.message
@@ -202,13 +204,16 @@ def _sweep_one(
     """Sweep one checkpoint; what is damaged or lost to another job is an outcome, not an error."""
     store = InterruptibleStore(spec.open())
     try:
-        return rule.sweep(
-            store,
-            dot_metadata=StockDotMetadata(),
-            uploads=uploads,
-            grace_seconds=grace_seconds,
-            base=base,
-            dry_run=dry_run,
+        return asked_again(
+            partial(
+                rule.sweep,
+                store,
+                dot_metadata=StockDotMetadata(),
+                uploads=uploads,
+                grace_seconds=grace_seconds,
+                base=base,
+                dry_run=dry_run,
+            )
         )
     except (errors.LostRaceError, errors.CorruptDataError, errors.UnsupportedError) as error:
         return CheckpointSweep(
@@ -224,7 +229,7 @@ def _base(run: StoreSpec | None) -> int:
     if run is None:
         return 0
     try:
-        return base_of(read_claim_record(InterruptibleStore(run.open())))
+        claim = read_claim(InterruptibleStore(run.open()))
     except (
         errors.CorruptDataError,
         errors.UnsupportedError,
@@ -232,6 +237,7 @@ def _base(run: StoreSpec | None) -> int:
     ) as error:
         logger.warning("steps of superseded jobs in %s are not swept: %s", run.url, error)
         return 0
+    return claim.record.base if claim else 0
 
 
 def _is_known(name: str) -> bool:

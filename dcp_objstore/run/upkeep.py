@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from dcp_objstore.checkpoint import pins
 from dcp_objstore.checkpoint.catalogue import (
     Objects,
-    base_of,
     commit_time,
     counts,
     list_places,
-    read_claim_record,
+    read_standing,
     read_steps,
 )
 from dcp_objstore.checkpoint.claim import check_claim
@@ -141,7 +140,8 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     if run is not None:
         store = InterruptibleStore(run.open())
         places = list_places(store)
-        base = base_of(read_claim_record(store)) if CLAIM_KEY in places.get("", ()) else 0
+        is_claimed = CLAIM_KEY in places.get("", ())
+        base = read_standing(store, run.open_child, expected=True).base if is_claimed else 0
         if not counts(marker, base):
             return  # no job resumes from it
         number, at = step_number(name), commit_time(marker, places.get(name, {}))

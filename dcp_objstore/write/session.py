@@ -114,7 +114,13 @@ class Save:
         index, index_body = _read_back(built)
         assert self.begin is not None
         committed = _commit(
-            self, store, index, index_body, user_metadata=user_metadata, clock=clock
+            self,
+            store,
+            index,
+            index_body,
+            user_metadata=user_metadata,
+            goes_back=claim is not None and claim.goes_back,
+            clock=clock,
         )
         report = self.report(objects, committed.commit_id)
         if claim is None:
@@ -125,7 +131,8 @@ class Save:
             last.append(partial(_publish, self, store, committed, index=index, clock=clock))
         if claim is not None:
             run = self.spec.at(claim.url).open()
-            last.append(partial(confirm, run, claim.number, clock=clock))
+            goes_back = claim.goes_back
+            last.append(partial(confirm, run, claim.number, goes_back=goes_back, clock=clock))
         wait_for(
             workers.concurrently,
             partial(commit.remove_beacon, store, self.begin.beacon),
@@ -177,6 +184,7 @@ def _commit(
     index_body: bytes,
     *,
     user_metadata: Mapping[str, object] | None,
+    goes_back: bool,
     clock: Clock,
 ) -> commit.CommitResult:
     """Make the checkpoint exist, with the errors of `commit.commit`."""
@@ -197,6 +205,7 @@ def _commit(
         world_size=save.world_size,
         user_metadata=user_metadata,
         nonce=save.nonce,
+        goes_back=goes_back,
         fenced=save.fenced,
         clock=clock,
         on_retry=retried,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -154,6 +155,39 @@ def test_of_the_data_of_a_step_one_object_is_kept_in_memory_unless_all_are_asked
 
 
 # --- the step after one
+
+
+def test_a_prefix_that_no_url_can_name_is_left_out_with_one_warning(
+    run: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(run, "step-1")
+    for odd in ("step-2\t", "..", "step-\udcff", "deep//er"):
+        run.objects.update({f"{odd}/{MARKER_KEY}": run.objects[f"step-1/{MARKER_KEY}"]})
+        meta = replace(run.objects[f"{odd}/{MARKER_KEY}"][1], key=f"{odd}/{MARKER_KEY}")
+        run.objects[f"{odd}/{MARKER_KEY}"] = b"", meta
+        for _ in range(2):
+            assert set(list_places(run)) == {"step-1"}
+        assert sum(ascii(odd) in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_marker_that_contradicts_the_listing_is_asked_for_again(run: MemoryStore) -> None:
+    """It may be that of another step: a proxy had mixed up two answers."""
+    save(run, "step-1", "step-2")
+    places, step = list_places(run), f"step-2/{MARKER_KEY}"
+    right = run.objects[step]
+    run.objects[step] = run.objects[f"step-1/{MARKER_KEY}"]
+    reads: list[str] = []
+
+    def answer(key: str) -> None:
+        reads.append(key)
+        if len(reads) == 2:
+            run.objects[step] = right
+
+    run.on_get = answer
+    entry = read_entry("step-2", Below(run, "step-2"), places["step-2"])
+    assert entry.marker.index is not None
+    assert entry.marker.index.key in places["step-2"]
+    assert reads == [step, step]
 
 
 def test_the_next_step_is_the_first_later_one_that_counts(run: MemoryStore) -> None:

@@ -251,9 +251,9 @@ def test_a_beacon_that_gets_no_answer_is_put_again_after_a_look_at_the_marker(
     assert [put.retry for put in store.puts if put.key == beacon] == [False, True]
     assert len({put.data for put in store.puts if put.key == beacon}) == 1
     requests = [request for request in store.requests if request != ("head", DOT_METADATA_KEY)]
-    assert requests[damaged:][:4] == [
+    assert requests[damaged:][: 4 + damaged] == [
         ("put", beacon),
-        ("get", MARKER_KEY),
+        *[("get", MARKER_KEY)] * (1 + damaged),
         ("put", beacon),
         ("get", MARKER_KEY),
     ]
@@ -803,7 +803,7 @@ def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store: Me
 
     def repair(key: str) -> None:
         seen.append(key)
-        if len(seen) == 2:  # the version was read in between
+        if len(seen) == 3:  # a damaged one is read twice, and the version after that
             store.on_get = None
             store.put(MARKER_KEY, body)
 
@@ -925,4 +925,4 @@ def test_a_deletion_is_finished_once_and_only_that_of_its_commit(store: MemorySt
     rewrite(store, state="deleting")
     assert finish_it() == (True, [look])
     store.delete(MARKER_KEY)
-    assert finish_it() == (True, [look])
+    assert finish_it() == (True, [look, look])  # a marker that was there is not gone at once

@@ -205,7 +205,8 @@ def test_a_marker_that_is_not_told_more_is_the_least_that_can_be() -> None:
     body = (
         b'{"format":1,"state":"deleted","commit_id":"%s","write_id":"%s","generation":1,"log":[],'
         b'"index":null,"counts":{"tensors":0,"blobs":0,"objects":0,"total_bytes":0},"world_size":0,'
-        b'"created_at":"2026-01-02T00:00:00Z","user_metadata":{},"pins":[],"claim":0,"put_on":""}'
+        b'"created_at":"2026-01-02T00:00:00Z","user_metadata":{},"pins":[],"claim":0,"base":0,'
+        b'"put_on":""}'
     ) % (b"1" * 32, b"2" * 32)
     digest = hashlib.sha256(body).hexdigest().encode()
     assert encode_marker(marker) == body[:-1] + b',"digest":"%s"}' % digest

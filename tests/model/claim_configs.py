@@ -44,11 +44,23 @@ QUICK = [
         *(partial(Job, "job", 1, saves=2, goes_back=0), _next(), Lister),
     ),
     _config(
+        "a job that goes back and saves the next step, a successor, a lister",
+        *(partial(Job, "job", 1, saves=2, goes_back=0, again=3), _next(), Lister),
+    ),
+    _config(
         "a zombie, a successor that goes back, another",
         *(_zombie(), _next(saves=2, goes_back=0), _other),
     ),
 ]
 LARGE = [
+    _config(
+        "a job that goes back, a successor, a sweep of step 2",
+        *(partial(Job, "job", 1, saves=2, goes_back=0), _next(), partial(RunSweeper, 2)),
+    ),
+    _config(
+        "a job that goes back and deletes what it saved, a successor, a lister",
+        *(partial(Job, "job", 1, saves=2, goes_back=0, deletes=1), _next(), Lister),
+    ),
     _config(
         "two jobs that go back, a lister",
         *(_zombie(saves=2, goes_back=0), _next(saves=3, goes_back=1), Lister),

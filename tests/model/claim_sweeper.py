@@ -32,7 +32,7 @@ class RunSweeper(Job):
         found = run.steps[self.step]
         base = me.claim.number if SWEEPS_BY_NUMBER in self.weak else me.claim.base
         after = self.end("clean")
-        if found and found.claim < base:
+        if found and found.commit and found.claim < base:
             after = me._replace(at="delete", token=found)
         yield self.event("get", f"step {self.step}", str(found)), after, run
 
@@ -40,6 +40,7 @@ class RunSweeper(Job):
         done = run.steps[self.step] == me.token
         steps = run.steps
         if done:
-            steps = (*steps[: self.step], None, *steps[self.step + 1 :])
+            gone = me.token._replace(commit="")
+            steps = (*steps[: self.step], gone, *steps[self.step + 1 :])
         event = self.event("delete", f"step {self.step}", "ok" if done else "refused")
         yield event, self.end("swept"), run._replace(steps=steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -267,13 +268,26 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         )
 
 
-def test_step_whose_marker_is_damaged_is_done_and_saved_again(bucket: Bucket) -> None:
+def test_step_whose_marker_is_damaged_is_skipped_and_saved_again(bucket: Bucket) -> None:
+    """A job that has yet to claim the run is refused, because the step might count."""
     options = bucket.storage_options
     with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
         train(run, range(1, 4))
-    StoreSpec(bucket.at("step-3"), options).open().put("_COMMIT", b"damaged")
+    store = StoreSpec(bucket.at("step-3"), options).open()
+    marker, _ = store.get("_COMMIT", max_size_bytes=2**16)
+    store.put("_COMMIT", b"damaged")
+    with (
+        pytest.raises(dos.errors.CheckpointCorruptError, match="remove this object by hand"),
+        dos.CheckpointManager(bucket.url, storage_options=options) as run,
+    ):
+        loaded(run)
+    store.put("_COMMIT", marker)
     with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
+        assert loaded(run)[0] == 3
+        store.put("_COMMIT", b"damaged")
         assert loaded(run)[0] == 2
+        assert run.last_resume is not None
+        assert [skip.step for skip in run.last_resume.skipped] == [3]
         assert run.step(3, state(30))
     with dos.CheckpointManager(bucket.url, storage_options=options) as run:
         start, found = loaded(run)
@@ -442,6 +456,40 @@ def test_a_job_that_cannot_leave_later_steps_saves_nothing_before_them(
         assert loaded(run)[0] == 5
         run.save(6, state(6))
         assert run.latest() == 6
+
+
+@pytest.mark.parametrize("refused", ["pinned", "unpicklable", "background"])
+def test_a_save_that_is_refused_after_going_back_leaves_the_later_steps(
+    url: str, refused: str
+) -> None:
+    """The next save that commits makes them stop counting, or the next job goes on from them."""
+    save_steps(url, (1, 2, 3))
+    if refused == "pinned":
+        dos.pin(f"{url}/step-2", "paper")
+    bad = {**state(20), "lock": threading.Lock()} if refused != "pinned" else state(20)
+    for mends in (False, True):
+        with (
+            contextlib.suppress(dos.errors.DcpObjstoreError),
+            dos.CheckpointManager(url, sweep=False) as run,
+        ):
+            loaded(run, 1)
+            with pytest.raises(dos.errors.DcpObjstoreError):
+                if refused == "background":
+                    handle = run.async_save(2, bad)
+                    assert handle is not None
+                    handle.result()
+                else:
+                    run.save(2, bad)
+            assert run.steps() == (1, 2, 3)
+            if mends:
+                if refused == "background":
+                    with pytest.raises(dos.errors.DcpObjstoreError):
+                        run.save(4, state(4))
+                run.save(4, state(4))
+                assert run.steps() == (1, 4)
+        assert names(url) == (["step-1", "step-4"] if mends else ["step-1", "step-2", "step-3"])
+    with dos.CheckpointManager(url, sweep=False) as run:
+        assert loaded(run)[0] == 4
 
 
 def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(
@@ -817,7 +865,7 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     with dos.CheckpointManager(url, keep=dos.KeepLatest(1), save_every=5) as run:
         assert loaded(run, 3)[0] == 3
         run.async_save(5, state(5))
-        assert run.steps() == (1, 2, 3)
+        assert run.steps() == (1, 2, 3, 4), "nothing has been committed in its place"
         held.set()
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (2, 3, 5)
