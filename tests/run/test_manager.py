@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import logging
 import multiprocessing
 import os
 import secrets
@@ -1234,6 +1235,99 @@ def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(
         assert loaded(run)[1]["step"] == 1
 
 
+@pytest.mark.parametrize("other", [7, 10, 12])
+def test_the_last_step_is_saved_at_the_end_though_an_earlier_one_was_saved_after_it(
+    url: str, other: int
+) -> None:
+    """A state that was kept, such as the best one. A later step is beyond the last one."""
+    with dos.CheckpointManager(url) as run:
+        run.step(10, state(10))
+        run.save(other, state(other))
+        assert run._trained.last == ((10, False) if other < 10 else (other, True))
+    assert names(url) == [f"step-{step}" for step in sorted({other, max(10, other)})]
+
+
+def test_a_step_that_was_not_saved_is_not_missed_after_a_load(url: str) -> None:
+    save_steps(url, [1])
+    with dos.CheckpointManager(url) as run:
+        run.step(2, state(2))
+        assert loaded(run)[0] == 1
+        assert run._trained.last is None
+    assert names(url) == ["step-1"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("moment", ["copied", "begun", "noted"])
+def test_ctrl_c_in_a_step_leaves_nothing_that_close_fails_for(
+    url: str, monkeypatch: pytest.MonkeyPatch, moment: str, background: bool
+) -> None:
+    """As in a notebook, which goes on: while its save begins, just after that, and in between."""
+    run = dos.CheckpointManager(url)
+    loaded(run)
+    run.step(1, state(1))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def after(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **settings: Any) -> None:
+            function(*args, **settings)
+            raise KeyboardInterrupt
+
+        return call
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        if moment == "copied":
+            patched.setattr(async_api._StagedSave, "begin_staging", interrupted)
+            patched.setattr(api, "run_save", interrupted)
+        elif moment == "begun":
+            patched.setattr(async_api._StagedSave, "raise_interrupt", interrupted)
+            patched.setattr(api, "run_save", after(api.run_save))
+        else:
+            patched.setattr(manager.CheckpointManager, "_note_saved", interrupted)
+        save = run.async_save if background else run.save
+        save(1, state(1))
+    run.close()
+    assert names(url) == ["step-1"]
+
+
+def test_close_waits_for_the_save_for_which_ctrl_c_ended_a_wait(
+    url: str, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = dos.CheckpointManager(url, save_every=1)
+    run.step(1, state(1))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(async_api.AsyncSaveHandle, "exception", interrupted)
+        run.step(2, state(2))
+    threading.Timer(0.1, held.set).start()
+    run.close()
+    assert names(url) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_error_of_a_save_is_raised_once(
+    url: str, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    run = dos.CheckpointManager(url)
+    with monkeypatch.context() as patched:
+        patched.setattr(async_api, "run_save", down)
+        run.async_save(1, state(1))
+        with pytest.raises(dos.errors.StoreUnavailableError):
+            run.save(2, state(2))
+    if closes:
+        run.close()
+    else:
+        error = ZeroDivisionError()
+        run.__enter__()
+        run.__exit__(ZeroDivisionError, error, None)
+        assert not hasattr(error, "__notes__")
+    assert names(url) == []
+
+
 @pytest.fixture
 def exits_on_sigterm() -> Iterator[None]:
     """A handler as many scripts have one."""
@@ -1279,19 +1373,58 @@ def test_a_handler_that_ends_the_program_waits_for_the_save_that_drains(
     assert names(url) == ["step-1"]
 
 
-def test_a_signal_while_the_last_save_drains_does_not_cut_it_short(
-    url: str, held: threading.Event
-) -> None:
+def _signal_while_a_save_drains(url: str, held: threading.Event, fails: bool) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.getLogger("dcp_objstore").addHandler(logging.StreamHandler(os.fdopen(2, "w")))
+
     def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+        os.kill(os.getpid(), signal.SIGTERM)
         threading.Timer(0.1, held.set).start()
 
-    with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url, save_every=1) as run:
+    with dos.CheckpointManager(url, save_every=1, sweep=False) as run:
         run.step(1, state(1))
         threading.Timer(0.1, interrupt).start()
-        raise ZeroDivisionError
+        if fails:
+            raise ZeroDivisionError
+    os._exit(3)  # the program would go on here
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_that_no_step_has_seen_ends_the_program_once_the_last_save_is_committed(
+    tmp_path: Path, held: threading.Event, capfd: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    """It does not cut the save short, and it is not forgotten. An error of the body is logged."""
+    url = tmp_path.as_uri()
+    forking = multiprocessing.get_context("fork")
+    child = forking.Process(target=_signal_while_a_save_drains, args=(url, held, fails))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGTERM
     assert names(url) == ["step-1"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert ("ZeroDivisionError" in capfd.readouterr().err) is fails
+
+
+def _leave_after_a_signal(url: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    managers = [dos.CheckpointManager(f"{url}/{name}") for name in ("model", "ema")]
+    with managers[0] as model, managers[1] as ema:
+        step = 0
+        signal.raise_signal(signal.SIGTERM)
+        while not ema.preempted():
+            step += 1
+            ema.step(step, state(step))
+        model.step(step, state(step))
+        signal.raise_signal(signal.SIGTERM)  # some schedulers send it twice
+    os._exit(3)
+
+
+def test_a_signal_that_the_program_knows_of_does_not_end_it(tmp_path: Path) -> None:
+    """It may have learned of it from another manager."""
+    forking = multiprocessing.get_context("fork")
+    child = forking.Process(target=_leave_after_a_signal, args=(tmp_path.as_uri(),))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 3
 
 
 def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_never_loaded(
@@ -1733,7 +1866,7 @@ def test_what_is_no_number_of_a_step_is_refused(
     refusing: list[Callable[[], object]] = [
         lambda: check_step(step),
         lambda: run.step(step, state(1)),
-        *((lambda: run.load(state(0), step), lambda: run.export(step, url)) if step else ()),
+        *((lambda: run.load(state(0), step),) if step else ()),
     ]
     for act in refusing:
         with pytest.raises(dos.errors.ConfigError, match="whole number"):
@@ -1797,7 +1930,7 @@ def test_a_store_without_conditions_is_refused_unless_that_is_allowed(
     assert names(url) == ["step-1"]
 
 
-def test_what_is_saved_loaded_and_exported_has_the_settings_of_the_manager(
+def test_what_is_saved_and_loaded_has_the_settings_of_the_manager(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Event] = []
@@ -1815,16 +1948,14 @@ def test_what_is_saved_loaded_and_exported_has_the_settings_of_the_manager(
         run.async_save(2, state(2))
         run.pin(1)
         run.load(state(0), 2)
-        run.export(2, tmp_path / "out", "weight")
         end_of_upkeep(run)
     assert set(configs) == {settings["config"]}
     assert {(one.operation, one.url) for one in events if isinstance(one, Planned)} == {
         ("save", f"{url}/step-1"),
         ("save", f"{url}/step-2"),
         ("load", f"{url}/step-2"),
-        ("export", (tmp_path / "out").as_uri()),
     }
-    traces = ("step-1", "step-2", "out")
+    traces = ("step-1", "step-2")
     assert all((tmp_path / f"{name}.json").exists() for name in traces)
     assert capsys.readouterr().err == "", "no progress bar"
 
