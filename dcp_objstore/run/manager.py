@@ -119,9 +119,9 @@ class CheckpointManager:
     Args:
         url: URL of the run.
         keep: which steps to keep: a policy, or several, any of which may keep a step. Other steps
-            are deleted in the background, only after a newer step is committed. The newest step,
-            pinned steps and the step that this job resumed from are never deleted. Default: keep
-            all.
+            are deleted in the background, with their objects, only after a newer step is committed.
+            The newest step, pinned steps and the step that this job resumed from are never deleted.
+            Default: keep all.
         save_every: `step` saves if the number of the step is a multiple of this, or is the first
             after a multiple. Or a `timedelta`: the time between the beginnings of two saves. A save
             that takes longer is not waited for: the next one begins at the first steps after its
@@ -138,13 +138,14 @@ class CheckpointManager:
             by `dcp_objstore.claim_run`. Pass False to look at a run that another job is writing, or
             if the store has no conditional writes (`allow_unfenced`). With False, saves to a run
             that ever had a claim raise SupersededError. Default True.
-        remove_objects: remove the objects of a deleted step at once. With False, the step no longer
-            counts, and a sweep removes its objects a day later, so that readers are not disturbed.
-            Default False.
+        grace_seconds: keep the objects of a deleted step this long, for jobs that are reading it.
+            They go after the first commit when it is over; what is left when this job ends goes by
+            a sweep, a day later. By default they are removed with the step: a reader gets
+            CheckpointGoneError, unless it has pinned the step, as `follow(pin=)` does. Default 0.
         sweep: after the first commit of this job, and then once an hour, remove what no commit
-            names and what is older than a day, by `dcp_objstore.sweep`: objects of deleted steps
-            and of saves that died, and orphaned uploads. Leaving the block does not wait for it: a
-            later one removes what it has not reached. Default True.
+            names and what is older than a day, by `dcp_objstore.sweep`: objects of saves that died
+            and of steps that were replaced, and orphaned uploads. Leaving the block does not wait
+            for it: a later one removes what it has not reached. Default True.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: from the environment.
         config: sizes, concurrency and time-outs.
@@ -189,7 +190,7 @@ class CheckpointManager:
         on_busy: Busy = "wait",
         preemption: Preemption = BY_SIGTERM,
         claim_run: bool = True,
-        remove_objects: bool = False,
+        grace_seconds: float = 0.0,
         sweep: bool = True,
         storage_options: Mapping[str, object] | None = None,
         config: TransferConfig | None = None,
@@ -231,7 +232,7 @@ class CheckpointManager:
         }
         self._loading = {**shared, "verify": verify, "trust_pickle": trust_pickle}
         self._retainer = Retainer(
-            self._run, as_policy(keep), remove_objects=remove_objects, sweeps=sweep
+            self._run, as_policy(keep), grace_seconds=grace_seconds, sweeps=sweep
         )
         self._saves: RunSaves | None = None
         self._consensus: StepConsensus | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
@@ -98,7 +99,7 @@ class RunSaves:
         self._loaded = True
         self._may_be_behind = went_back
         self._saved = {saved for saved in self._saved if step is not None and saved <= step}
-        self._retainer.resume(step)
+        self._retainer.resumed = step
         self._note_begin()
 
     def knows(self, step: int) -> bool:
@@ -116,7 +117,7 @@ class RunSaves:
             self._tried.discard(step)  # what exists is another job's
             raise
         self._saved.add(step)
-        self._retain(step, keywords, None)
+        self._retain(step, None)
         return report
 
     def async_save(
@@ -136,7 +137,7 @@ class RunSaves:
             if begun is not None and begun is not before:  # on all ranks, even if this one raises
                 self._pending = _Pending(step, begun)
                 self._saved.add(step)
-        self._retain(step, keywords, handle)
+        self._retain(step, handle)
         return handle
 
     def _prepare(
@@ -289,13 +290,9 @@ class RunSaves:
             logger.error("%s", note)
             error.add_note(note)
 
-    def _retain(
-        self, step: int, saved: Mapping[str, Any], handle: async_api.AsyncSaveHandle | None
-    ) -> None:
+    def _retain(self, step: int, handle: async_api.AsyncSaveHandle | None) -> None:
         """Delete what is not kept once the step is committed; on rank 0, in a thread."""
-        if not is_first(self._group):
-            return
-        described = saved["user_metadata"]
-        self._retention = after_commit(
-            handle, lambda: self._retainer.committed(step, described), self._retention
-        )
+        if is_first(self._group):
+            self._retention = after_commit(
+                handle, partial(self._retainer.committed, step), self._retention
+            )

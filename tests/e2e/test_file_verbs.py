@@ -65,7 +65,7 @@ def test_deletes_pins_repairs_and_sweeps(folder: Folder) -> None:
     with pytest.raises(dos.errors.CheckpointPinnedError):
         dos.delete(folder.at("step-1"))
     dos.unpin(folder.at("step-1"), "paper")
-    dos.delete(folder.at("step-1"), remove_objects=True)
+    dos.delete(folder.at("step-1"))
     assert folder.keys("step-1") == [MARKER_KEY]
     dos.delete(folder.at("step-2"))
     with pytest.raises(dos.errors.CheckpointNotFoundError):

@@ -245,7 +245,7 @@ def test_a_listed_checkpoint_says_what_its_marker_says() -> None:
     report = dos.save(state, f"{run}/step-1", claim=claim, user_metadata={"a": 1})
     dos.pin(f"{run}/step-1", "paper")
     dos.save(state, f"{run}/step-2", claim=claim)
-    dos.delete(f"{run}/step-2", allow_newest=True, remove_objects=True)
+    dos.delete(f"{run}/step-2", allow_newest=True)
     put(f"{run}/step-3/{data_key(0, 0, new_nonce())}", b"12345")
     put(f"{run}/step-4/.metadata", b"theirs")
     put(f"{run}/step-4/__0_0.distcp", b"12345")

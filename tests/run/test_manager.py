@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -25,7 +27,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import data_key, new_nonce
+from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.observe.events import Event, Planned
 from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
@@ -602,13 +604,11 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     with dos.CheckpointManager(url, claim_run=owned, sweep=False) as old:
         for step in (1, 2, 3):
             old.save(step, state(step))
-        retainer = retaining.Retainer(
-            StoreSpec(url), dos.KeepLatest(1), remove_objects=True, sweeps=False
-        )
+        retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
         retainer.claim = old.claim
         assert (old.claim is not None) is owned
     dos.claim_run(url)
-    retainer.committed(3, {})
+    retainer.committed(3)
     assert "were not deleted" in caplog.text
     assert names(url) == ["step-1", "step-2", "step-3"]
     dos.load(state(0), f"{url}/step-1", progress=False)
@@ -623,7 +623,7 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(3), sweeps=False)
     for step in range(1, 6):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
-        retainer.committed(step, {})  # lists the run at first
+        retainer.committed(step)  # lists the run at first
         if step == 3 and change == "deleted":
             dos.delete(f"{url}/step-1")
         elif step == 3:
@@ -632,21 +632,126 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
 
 
-def test_a_few_steps_are_deleted_after_each_commit_and_the_run_is_listed_once(
+def test_a_few_steps_are_deleted_after_each_commit_and_no_marker_is_read_twice_to_plan_it(
     url: str, monkeypatch: pytest.MonkeyPatch, requests: list[Request]
 ) -> None:
     monkeypatch.setattr(retaining, "_AT_A_TIME", 2)
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
     for step in range(1, 6):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
-    found = []
+    found, read = [], []
     for step in (5, 6, 7):
         dos.save(state(step), f"{url}/step-{step}", overwrite=True, progress=False)
         requests.clear()
-        retainer.committed(step, {})
-        listings = [one.verb for one in requests].count("list")
-        found.append((listings, [int(name.rpartition("-")[2]) for name in names(url)]))
-    assert found == [(1, [3, 4, 5]), (0, [5, 6]), (0, [7])]
+        with monkeypatch.context() as patched:
+            patched.setattr(retaining.Retainer, "_delete", lambda *_: None)
+            retainer.committed(step)
+        read.append([one.verb for one in requests if one.key == MARKER_KEY].count("get"))
+        retainer.committed(step)
+        found.append([int(name.rpartition("-")[2]) for name in names(url)])
+    assert found == [[3, 4, 5], [5, 6], [7]]
+    assert read == [5, 1, 1]
+
+
+@pytest.mark.parametrize("how", ["deleted", "without its index"])
+def test_a_step_that_is_gone_displaces_none_that_is_there(url: str, how: str) -> None:
+    """Somebody has deleted it, or removed what it needs, since this job saved it."""
+
+    def lose(step: int) -> None:
+        if how == "deleted":
+            dos.delete(f"{url}/step-{step}", allow_newest=True)
+            return
+        store = StoreSpec(f"{url}/step-{step}").open()
+        (index,) = (meta.key for meta in store.list() if meta.key.startswith("index."))
+        store.delete(index)
+
+    def left() -> list[int]:
+        """The steps that can be loaded."""
+        found = []
+        for name in names(url):
+            with contextlib.suppress(dos.errors.DcpObjstoreError):
+                dos.load(state(0), f"{url}/{name}", progress=False)
+                found.append(int(name.rpartition("-")[2]))
+        return found
+
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(2), sweep=False) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+        lose(2)
+        run.save(3, state(3))
+    assert left() == [1, 3]
+    keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
+    with dos.CheckpointManager(url, keep=keep, sweep=False) as run:
+        loaded(run, 1)
+        for step, loss in ((12, 0.1), (13, 0.6)):
+            run.save(step, state(step), metrics={"loss": loss})
+        end_of_deletions(run)
+        lose(12)
+        for step, loss in ((14, 0.3), (15, 0.7), (16, 0.8)):
+            run.save(step, state(step), metrics={"loss": loss})
+    assert left() == [1, 14, 16]
+
+
+@pytest.mark.backends("file", "seaweed")
+def test_at_its_end_a_run_holds_the_bytes_that_keep_says_and_tombstones(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    with dos.CheckpointManager(
+        bucket.url, keep=dos.KeepLatest(2), save_every=2, sweep=False, storage_options=options
+    ) as run:
+        train(run, range(1, 21))
+    sizes: dict[str, int] = Counter()
+    for meta in StoreSpec(bucket.url, options).open().list():
+        step, _, key = meta.key.partition("/")
+        if key != MARKER_KEY:
+            sizes[step] += meta.size_bytes
+    del sizes["_CLAIM"]
+    assert sizes.keys() == {"step-18", "step-20"}
+    assert dos.open(f"{bucket.url}/step-18", storage_options=options).verify(deep=True).ok
+
+
+def test_with_a_grace_period_objects_stay_that_long_and_what_is_saved_there_again_is_whole(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(retaining, "time", clock)
+
+    def objects(step: int) -> int:
+        return sum(1 for _ in StoreSpec(f"{url}/step-{step}").open().list())
+
+    keep, whole = dos.KeepLatest(1), 4  # two of data and index, marker and `.metadata`
+    with dos.CheckpointManager(url, keep=keep, grace_seconds=60, sweep=False) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+        end_of_deletions(run)
+        whole = objects(2)
+        assert names(url) == ["step-2"]
+        assert objects(1) == whole - 1, "all but `.metadata`"
+        now += 59
+        run.save(3, state(3))
+        end_of_deletions(run)
+        assert (objects(1), objects(2)) == (whole - 1, whole - 1)
+        dos.save(state(1), f"{url}/step-1", progress=False, claim=run.claim)
+        dos.pin(f"{url}/step-1", "mine")
+        now += 1
+        run.save(4, state(4))
+        end_of_deletions(run)
+        dos.load(state(0), f"{url}/step-1", progress=False)
+        assert objects(2) == whole - 1
+        now += 59
+        run.save(5, state(5))
+        end_of_deletions(run)
+        assert objects(2) == 1, "the tombstone"
+        assert objects(3) == whole - 1
+    assert names(url) == ["step-1", "step-5"]
+
+
+@pytest.mark.parametrize("grace", [-1, "1h", None, True, float("nan")])
+def test_a_grace_period_that_is_no_time_is_refused(url: str, grace: Any) -> None:
+    with pytest.raises(dos.errors.ConfigError, match="grace_seconds"):
+        dos.CheckpointManager(url, grace_seconds=grace)
+    with pytest.raises(dos.errors.ConfigError, match="grace_seconds"):
+        dos.delete(f"{url}/step-1", grace_seconds=grace)
 
 
 @pytest.mark.parametrize("pinned_at", [1, 2])
@@ -661,75 +766,14 @@ def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_
             assert names(url) == ["step-1", "step-3", "step-4"]
             dos.unpin(f"{url}/step-1", "evaluator")
         if step > 1 or pinned_at > 1:
-            retainer.committed(step, {})  # the first one lists the run
+            retainer.committed(step)  # the first one lists the run
     assert names(url) == ["step-4"]
-
-
-def test_after_a_commit_one_pinned_step_is_tried_each_in_its_turn(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each costs a request; a run may have hundreds of them."""
-    tried: list[str] = []
-    delete = retaining.delete_step
-
-    def delete_step(step: StoreSpec, *args: Any, **settings: Any) -> Any:
-        tried.append(step.url.removeprefix(f"{url}/step-"))
-        return delete(step, *args, **settings)
-
-    monkeypatch.setattr(retaining, "delete_step", delete_step)
-    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
-    for step in range(1, 10):
-        dos.save(state(step), f"{url}/step-{step}", progress=False)
-        if step <= 3:
-            dos.pin(f"{url}/step-{step}", "paper")
-        if step >= 3:
-            retainer.committed(step, {})
-        if step == 6:
-            dos.unpin(f"{url}/step-2", "paper")
-    # The steps without a pin, and one with a pin. That step 3 has one shows when it is tried.
-    assert " ".join(tried) == "1 3 2 4 1 5 3 6 2 7 1 8 3"
-    assert names(url) == ["step-1", "step-3", "step-9"]
-
-
-def test_a_step_is_held_until_each_export_of_it_has_ended(url: str) -> None:
-    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
-    retainer.hold(1)
-    retainer.hold(1)
-    found = []
-    for step in range(1, 5):
-        dos.save(state(step), f"{url}/step-{step}", progress=False)
-        if step > 2:
-            retainer.release(1)
-        retainer.committed(step, {})
-        found.append(names(url))
-    assert found == [["step-1"], ["step-1", "step-2"], ["step-1", "step-3"], ["step-4"]]
-
-
-def test_what_is_planned_to_be_deleted_is_waited_for(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, go, ended = threading.Event(), threading.Event(), []
-
-    def slowly(*args: Any, **settings: Any) -> None:
-        began.set()
-        assert go.wait(60)
-        ended.append("deleted")
-
-    save_steps(url, (1, 2))
-    monkeypatch.setattr(retaining, "delete_step", slowly)
-    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
-    retainer.settle()
-    threading.Thread(target=retainer.committed, args=(2, {})).start()
-    assert began.wait(60)
-    threading.Timer(0.1, go.set).start()
-    retainer.settle()
-    assert ended == ["deleted"]
 
 
 def test_without_a_policy_or_a_sweep_a_commit_causes_no_requests(
     url: str, requests: list[Request]
 ) -> None:
-    retaining.Retainer(StoreSpec(url), sweeps=False).committed(1, {})
+    retaining.Retainer(StoreSpec(url), sweeps=False).committed(1)
     assert requests == []
 
 
@@ -798,12 +842,12 @@ def test_a_sweep_that_takes_hours_is_not_begun_again(
     sweeps.go = threading.Event()
     retainer = retaining.Retainer(StoreSpec(url))
     for _ in range(2):
-        retainer.committed(1, {})
+        retainer.committed(1)
         assert retainer._sweeper is not None
         sweeps.now += 3600
     sweeps.go.set()
     retainer._sweeper.join(60)
-    retainer.committed(1, {})
+    retainer.committed(1)
     retainer._sweeper.join(60)
     assert len(sweeps.began) == 2
 
@@ -823,18 +867,23 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (2, 3, 5)
         run.unpin(2, "paper")
-    with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)], remove_objects=True) as run:
+    with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)]) as run:
         run.save(6, state(6))
     assert names(url) == ["step-6"]
     store = StoreSpec(url).open()
     assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
 
 
-def end_of_upkeep(run: dos.CheckpointManager) -> None:
-    """Wait for the deletions and the sweep that the last commit has begun."""
+def end_of_deletions(run: dos.CheckpointManager) -> None:
+    """Wait for the deletions that the last commit has begun."""
     assert run._saves is not None
     assert run._saves._retention is not None
     run._saves._retention.join(60)
+
+
+def end_of_upkeep(run: dos.CheckpointManager) -> None:
+    """Wait for the deletions and the sweep that the last commit has begun."""
+    end_of_deletions(run)
     sweeper = run._retainer._sweeper
     assert sweeper is not None
     sweeper.join(60)
@@ -1836,7 +1885,7 @@ def test_steps_that_were_deleted_cost_no_requests(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,000 steps of which 3 are left: their tombstones are listed, and not read."""
-    with dos.CheckpointManager(url, keep=dos.KeepLatest(3), remove_objects=True) as run:
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(3)) as run:
         for step in range(1, 6):
             run.save(step, state(step))
     store = StoreSpec(url).open()
