@@ -578,6 +578,8 @@ class CheckpointManager:
 
         Raises:
             CorruptDataError: there are steps, but all are damaged; this is the error of the newest.
+            CheckpointGoneError: the last step was deleted while it was read, so that the state may
+                be partly filled.
             CheckpointNotFoundError: `step` was passed and is not committed.
             DcpObjstoreError: the load failed for another reason; raised at once.
         """

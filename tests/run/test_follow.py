@@ -260,7 +260,7 @@ def test_a_poll_sends_one_listing_and_reads_only_markers_that_are_new(
         count,
         count,
         lambda: (count(), step(101)),
-        lambda: (count(), dos.delete(f"{url}/step-7"), requests.clear()),
+        lambda: (count(), dos.delete(f"{url}/step-7", grace_seconds=60), requests.clear()),
         count,
         count,
     ]

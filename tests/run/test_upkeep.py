@@ -372,7 +372,7 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     save(bucket, "step-2")
     save(bucket, "step-2", 2.0, overwrite=True)
     save(bucket, "step-3")
-    dos.delete(bucket.at("step-3"), storage_options=options, allow_newest=True)
+    dos.delete(bucket.at("step-3"), storage_options=options, allow_newest=True, grace_seconds=3600)
     tear(StoreSpec(bucket.at("step-4"), options).open())
     save(bucket, "step-5")
     bucket.put("step-5/_COMMIT", b"{}")
