@@ -46,11 +46,8 @@ _SWEEP_EVERY_SECONDS = 3600.0
 def _facts(number: int, marker: Marker) -> StepFacts:
     """Return what policies know about a step. The user may have put anything under `metrics`."""
     metrics = marker.user_metadata.get("metrics")
-    return StepFacts(
-        step=number,
-        metrics=metrics if isinstance(metrics, Mapping) else {},
-        pinned=bool(marker.pins),
-    )
+    metrics = metrics if isinstance(metrics, Mapping) else {}
+    return StepFacts(step=number, metrics=metrics, pinned=bool(marker.pins))
 
 
 def after_commit(

@@ -99,14 +99,12 @@ class PreemptionWatch:
         if self._check is not None and self._called_at is None:
             spawn(partial(_keep_checking, weakref.ref(self)), "preemption-check")
             self._called_at = time.monotonic()
-        elif self._called_at is not None:
-            seconds = time.monotonic() - self._called_at
-            if seconds >= _SLOW_CHECK_SECONDS:
-                self._warn(
-                    "the check for preemption has not returned for %d s; signals and timed saves do"
-                    " not wait for it",
-                    seconds,
-                )
+        elif time.monotonic() - (self._called_at or math.inf) >= _SLOW_CHECK_SECONDS:
+            self._warn(
+                "the check for preemption has not returned for %d s; signals and timed saves do not"
+                " wait for it",
+                _SLOW_CHECK_SECONDS,
+            )
         return self._announced
 
     def _asks_again(self) -> bool:
@@ -201,9 +199,8 @@ class PreemptionWatch:
         That may end the process, or raise. An error that is being raised is logged first.
         """
         self.restore()
-        put_off, self._put_off = self._put_off, set()
-        if self._answered:
-            put_off.clear()
+        put_off = set() if self._answered else self._put_off
+        self._put_off = set()
         error = sys.exception()
         if error is not None and (put_off or self._held is not None):
             logger.error("a signal ends this program, in which this was raised:", exc_info=error)

@@ -91,14 +91,8 @@ def load_newest(
                         step,
                         error,
                     )
-    damaged = next((skip for skip in skipped if isinstance(skip.error, CorruptDataError)), None)
-    if damaged is not None:
-        raise damaged.error
-    for skip in skipped:
-        if isinstance(skip.error, CheckpointGoneError):
-            raise CheckpointGoneError(
-                f"step {skip.step} was deleted while it was loaded, and the run has no other step."
-                " The state may be partly filled: make it again before you train it",
-                url=url,
-            ) from skip.error
+    for kind in (CorruptDataError, CheckpointGoneError):  # the state may be partly filled
+        for skip in skipped:
+            if isinstance(skip.error, kind):
+                raise skip.error
     return ResumeReport(None, None, tuple(skipped))

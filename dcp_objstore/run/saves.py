@@ -161,9 +161,8 @@ class RunSaves:
         if on_busy != "wait" and on_any(not self.is_idle(), self._url, self._group):
             assert pending is not None  # the same saves are begun on all ranks
             if on_busy == "raise":
-                raise SaveInProgressError(
-                    f"step {pending.step} is still being saved", url=pending.handle.url
-                )
+                number, handle, _ = pending
+                raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)
             logger.info("%s: step %d was skipped: another save is under way", self._url, step)
             return None
         self.settle()
