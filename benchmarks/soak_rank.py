@@ -108,7 +108,7 @@ class _Trainer:
         """One manager, from its resume to its end."""
         keep = dos.KeepLatest(_KEPT_STEPS)
         with dos.CheckpointManager(
-            self._run_url, keep=keep, remove_objects=True, save_last=False, **self._access
+            self._run_url, keep=keep, save_last=False, **self._access
         ) as run:
             blank(self._loaded)
             began = time.monotonic()
@@ -167,7 +167,7 @@ class _Trainer:
         elif turn == 3 and self._rank == 0:
             # A sweep never touches a URL that is overwritten more often than the grace period.
             with contextlib.suppress(CheckpointNotFoundError):
-                dos.delete(self._child_url, remove_objects=True, allow_newest=True, **self._access)
+                dos.delete(self._child_url, allow_newest=True, **self._access)
             with mock.patch.object(sweep, "LEAST_GRACE_SECONDS", GRACE_SECONDS):
                 dos.sweep(self._job.root, grace_seconds=GRACE_SECONDS, **self._access)
             self._seconds["s/sweep"] = time.monotonic() - began

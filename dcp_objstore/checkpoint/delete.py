@@ -5,16 +5,18 @@ The rule of `commit` that this module implements:
  8. Delete: change the marker to `deleting`, with a conditional PUT against what was read, so that a
     pin or a commit that came first wins. From here on readers find no checkpoint. Read the marker
     again; while it is `deleting` and belongs to the same commit, remove `.metadata` and change the
-    marker to `deleted`. The marker still names the index and stays for ever. A sweep removes the
-    objects after the grace period; with `remove_objects` they are removed at once: exactly the keys
-    that the index named, never a prefix, data first and the index last, so that a crash can be
-    resumed. Any job may finish a `deleting` (`commit.finish_deleting`); a save that begins here
-    does so. This module refuses to delete a pinned checkpoint; its callers protect the newest
-    committed step of a run.
+    marker to `deleted`. The marker still names the index and stays for ever. Then remove the
+    objects: exactly the keys that the index named, never a prefix, data first and the index last,
+    so that a crash can be resumed. With a grace period they stay until it is over, for readers that
+    have begun; no rule needs one, because a reader that misses an object reads the marker again
+    (rule 7). What a deletion leaves, a sweep removes. Any job may finish a `deleting`
+    (`commit.finish_deleting`); a save that begins here does so. This module refuses to delete a
+    pinned checkpoint; its callers protect the newest committed step of a run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
@@ -30,11 +32,13 @@ from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
     CheckpointPinnedError,
+    ConfigError,
     LostRaceError,
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import ObjectStore
 from dcp_objstore.stores.retries import Tries
+from dcp_objstore.transfer.workers import in_waves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +50,11 @@ class DeleteReport:
         commit_id: id of the commit that was deleted.
         objects: number of its data objects, according to the marker.
         total_bytes: their size, according to the marker.
-        removed_objects: objects that were removed at once, data and index; 0 without
-            `remove_objects`.
+        removed_objects: objects that were removed, data and index; 0 within the grace period.
         finished: this call finished a deletion that had been begun before.
         superseded: another save has committed here since; what it wrote is untouched.
-        index_damaged: the index cannot be read, so `remove_objects` had no effect; a sweep removes
-            the objects when they are older than its grace period.
+        index_damaged: the index cannot be read, so no objects were removed; a sweep removes them
+            when they are older than its grace period.
         dry_run: nothing was changed.
     """
 
@@ -69,7 +72,7 @@ class DeleteReport:
 def delete(
     store: ObjectStore,
     *,
-    remove_objects: bool = False,
+    grace_seconds: float = 0.0,
     dry_run: bool = False,
     claim: int | None = None,
     clock: Clock = SYSTEM_CLOCK,
@@ -79,9 +82,9 @@ def delete(
     Args:
         store: the store, rooted at the checkpoint. It needs conditional updates
             (`probe.require_rewrites`).
-        remove_objects: remove the objects at once, not after the grace period. A job that is
-            reading the checkpoint gets a CheckpointGoneError. On a tombstone, remove what the
-            commit left.
+        grace_seconds: keep the objects until the deletion is this old. By default they are removed
+            now, and a job that is reading the checkpoint gets a CheckpointGoneError. On a tombstone
+            that is old enough, by this host's clock, remove what the commit left.
         dry_run: change nothing, but refuse what would be refused.
         claim: number of the claim of the job that deletes, 0 if it has none (rule C5 of `claim`);
             None if the caller is no such job, so that claims do not matter.
@@ -103,8 +106,11 @@ def delete(
     if claim is not None:
         refuse_later(store, marker, claim)
     _refuse_pinned(store, marker)
+    age_seconds = 0.0
+    if marker.state == "deleted":
+        age_seconds = (clock.utc_now() - stored.meta.last_modified).total_seconds()
     # Before the marker changes: afterwards a sweep may remove the index at any time.
-    keys = _referenced(store, marker) if remove_objects else ()
+    keys = _referenced(store, marker) if age_seconds >= grace_seconds or not grace_seconds else ()
     if marker.state == "deleted" and not keys:
         raise not_committed(store, stored)
     resumed = marker.state != "committed"
@@ -113,8 +119,7 @@ def delete(
         if not resumed:
             _begin(store, stored, claim, tries)
         superseded = finish_deleting(store, marker.commit_id, tries)
-        for key in keys or ():
-            store.delete(key)
+        _remove(store, keys or ())
     return DeleteReport(
         url=store.url,
         commit_id=marker.commit_id,
@@ -126,6 +131,38 @@ def delete(
         index_damaged=keys is None,
         dry_run=dry_run,
     )
+
+
+def remove_deleted(store: ObjectStore, commit_id: str) -> None:
+    """Remove the objects of a commit whose deletion had a grace period, which is over.
+
+    Does nothing if another save has begun to use the place since, or if the index cannot be read.
+    """
+    stored = read_marker(store)
+    if stored is None or stored.record.commit_id != commit_id:
+        return
+    if stored.record.state == "deleted":
+        _remove(store, _referenced(store, stored.record) or ())
+
+
+def check_deletion_grace(grace_seconds: float) -> float:
+    """Return the time for which the objects of a deleted checkpoint stay, if it is one.
+
+    Raises:
+        ConfigError: it is not a number of seconds, 0 or more.
+    """
+    number = isinstance(grace_seconds, (int, float)) and not isinstance(grace_seconds, bool)
+    if not number or not grace_seconds >= 0:
+        raise ConfigError(f"grace_seconds must be a number, 0 or more, got {grace_seconds!r}")
+    return float(grace_seconds)
+
+
+def _remove(store: ObjectStore, keys: Sequence[str]) -> None:
+    """Remove objects, the last one when all others are gone: it says which those are."""
+    for _ in in_waves(store.delete, keys[:-1]):
+        pass
+    for key in keys[-1:]:
+        store.delete(key)
 
 
 def _refuse_pinned(store: ObjectStore, marker: Marker) -> None:

@@ -109,7 +109,7 @@ for name, command, example in (
     ("serve", serve, "--data /tmp/s3"),
     ("ls", print_checkpoints, "--all file:///tmp/run"),
     ("follow", follow, "file:///tmp/run --until 40"),
-    ("rm", remove, "--remove-objects file:///tmp/run/step-20"),
+    ("rm", remove, "file:///tmp/run/step-20"),
     ("sweep", collect, "--grace 7d file:///tmp/run"),
     ("repair", mend, "--dry-run file:///tmp/run/step-40"),
     ("pin", protect, "file:///tmp/run/step-40 paper"),

@@ -24,12 +24,13 @@ _PinName: TypeAlias = Annotated[
 
 def remove(
     url: Checkpoint,
-    remove_objects: Annotated[
-        bool,
+    grace: Annotated[
+        str,
         typer.Option(
-            "--remove-objects", help="Remove the objects at once, not by a sweep 24 hours later."
+            help="Keep the objects until the deletion is this old: 90m, 24h, 7d. The same command"
+            " removes them then, or a sweep. Without a grace period they are removed now."
         ),
-    ] = False,
+    ] = "0m",
     yes: Annotated[
         bool, typer.Option("--yes", help="Do it. Without --yes, print what would be deleted.")
     ] = False,
@@ -41,13 +42,12 @@ def remove(
 ) -> None:
     """Delete a checkpoint; a dry run without --yes.
 
-    New readers no longer find it. Its objects stay for jobs that are reading it, until a sweep
-    removes them. A pinned checkpoint is refused. After a crash, run the same command again to go
-    on.
+    Its objects are removed, and a job that is reading it gets an error, unless --grace keeps them.
+    A pinned checkpoint is refused. After a crash, run the same command again to go on.
     """
     report = dos.delete(
         url,
-        remove_objects=remove_objects,
+        grace_seconds=seconds(grace),
         allow_newest=allow_newest,
         dry_run=not yes,
         storage_options=chosen(),
@@ -61,18 +61,19 @@ def remove(
         say("  its deletion had begun before; this finishes it")
     if report.index_damaged:
         say("  its index is damaged: only a sweep can remove its objects, after the grace period")
-    elif remove_objects and yes:
-        say(f"  removed {counted(report.removed_objects, 'object')}, the index among them")
-    elif remove_objects:
-        say("  and remove its objects at once; a job that is reading it gets an error")
-    else:
+    elif not report.removed_objects:
         say(
-            "  its objects stay for jobs that are reading it, until a sweep removes them after 24 h"
+            f"  its objects stay for jobs that are reading it: after {grace} the same command"
+            " removes them, or a sweep after 24 h"
         )
+    elif yes:
+        say(f"  removed {counted(report.removed_objects, 'object')}, the index among them")
+    else:
+        say("  and remove its objects; a job that is reading it gets an error")
     if report.superseded:
         say("  a new save has been committed here since; it is untouched")
     if not yes:
-        command = ["rm", report.url, *(["--remove-objects"] if remove_objects else [])]
+        command = ["rm", report.url, *(["--grace", grace] if seconds(grace) else [])]
         _print_how([*command, *(["--allow-newest"] if allow_newest else [])])
 
 

@@ -16,11 +16,10 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, InputError, RankFailedError, UnsupportedError
 
-# Purposes of groups: the calls of the program's thread, the saves in the background, the exports
-# there, and the saves of dcp.async_save, whose threads do not take turns with the others.
+# Purposes of groups: the calls of the program's thread, the saves in the background, and the saves
+# of dcp.async_save, whose threads do not take turns with the others.
 CALLS = "calls"
 SAVES = "saves"
-EXPORTS = "exports"
 DCP_SAVES = "saves of dcp.async_save"
 
 # The gloo groups that this module has made, by the group whose ranks they have and by purpose.

@@ -210,7 +210,7 @@ def with_object_store(trainer: T, url: str, *, background: bool = False, **optio
             commit. The next save and the end of `train` wait for it and raise its error. Default
             False: a save returns when it is committed.
         options: arguments of `CheckpointManager`, such as `storage_options`, `config`,
-            `remove_objects`, `on_event`, `local` or `preemption` (whose `save` is ignored). `keep`
+            `grace_seconds`, `on_event`, `local` or `preemption` (whose `save` is ignored). `keep`
             counts instead of `save_total_limit`. `on_busy` is for saves in the background; the last
             step and the best one always wait for the save before. What says when to save
             (`save_every`, ...) is refused: the Trainer does.

@@ -34,9 +34,8 @@ from dcp_objstore.integrations.install import SCHEMES, url_in
 from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
-from dcp_objstore.run.housekeeping import Retainer, after_commit
+from dcp_objstore.run.housekeeping import Deletions, Retainer, after_commit
 from dcp_objstore.run.steps import catalogue
-from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import checked_config
 from dcp_objstore.write.api import save
@@ -58,7 +57,7 @@ def with_object_store(
     trainer: T,
     *,
     background: bool = False,
-    remove_objects: bool = False,
+    grace_seconds: float = 0.0,
     sweep: bool = True,
     trust_pickle: bool = False,
     storage_options: Mapping[str, object] | None = None,
@@ -87,9 +86,9 @@ def with_object_store(
         background: return from a save as soon as the state was copied; upload and commit it while
             training goes on. The next save, a load and the end of `fit` wait for it and raise its
             error. Default False.
-        remove_objects: remove the objects of a deleted checkpoint at once. With False, the
-            checkpoint no longer exists, and a sweep removes its objects a day later, so that
-            readers are not disturbed. Default False.
+        grace_seconds: keep the objects of a deleted checkpoint this long, for jobs that are reading
+            it. They go at the first deletion when it is over; what is left when this job ends goes
+            by a sweep, a day later. Default 0: they are removed with the checkpoint.
         sweep: after the first commit of this job in the `dirpath` of a `ModelCheckpoint`, and then
             once an hour, remove what no commit names there and what is older than a day, by
             `dcp_objstore.sweep`. Default True.
@@ -130,7 +129,7 @@ def with_object_store(
         )
     store = _ObjectStore(
         background=background,
-        remove_objects=remove_objects,
+        deletions=Deletions(grace_seconds),
         sweep=sweep,
         trust_pickle=trust_pickle,
         access={"storage_options": storage_options, "config": checked_config(config)},
@@ -201,7 +200,7 @@ class _ObjectStore:
     """The saves, loads and deletions of one Trainer or Fabric. All ranks call `save` and `load`."""
 
     background: bool
-    remove_objects: bool
+    deletions: Deletions
     sweep: bool
     trust_pickle: bool
     access: dict[str, Any]
@@ -280,7 +279,7 @@ class _ObjectStore:
         def remove() -> None:
             try:
                 # What asks for this has saved a newer one, or saved this one for a moment.
-                delete(url, remove_objects=self.remove_objects, allow_newest=True, **self.access)
+                self.deletions.delete(StoreSpec(url, **self.access), None, allow_newest=True)
             except errors.CheckpointNotFoundError:
                 pass
             except errors.CheckpointPinnedError as error:

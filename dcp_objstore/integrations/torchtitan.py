@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.tools import filesystem
 
+from dcp_objstore.checkpoint.delete import check_deletion_grace
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
@@ -33,7 +34,6 @@ from dcp_objstore.integrations.install import (
 )
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.steps import catalogue, step_number, step_numbers, step_url
-from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
@@ -49,18 +49,18 @@ class _Installed:
     """What is installed in this process.
 
     Attributes:
-        remove_objects: the argument of `install`.
+        grace_seconds: the argument of `install`.
         retainers: sweep the runs and know the steps that this job resumed from, by the runs' URLs.
         agreed: during a load, the URL of the run and its steps, the same on all ranks.
     """
 
     has_hooks = False
-    remove_objects: bool = False
+    grace_seconds: float = 0.0
     retainers: ClassVar[dict[str, Retainer]] = {}
     agreed: _AgreedSteps | None = None
 
 
-def install(*, remove_objects: bool = False, **options: Any) -> Installation:
+def install(*, grace_seconds: float = 0.0, **options: Any) -> Installation:
     """Let torchtitan's own `CheckpointManager` keep its steps in a bucket with this library.
 
     Call it once on every rank, in place of `dcp_objstore.install`, which it calls. From then on, if
@@ -76,9 +76,9 @@ def install(*, remove_objects: bool = False, **options: Any) -> Installation:
     Other folders stay torchtitan's.
 
     Args:
-        remove_objects: remove the objects of a deleted step at once. With False, the step no longer
-            counts, and a sweep removes its objects a day later, so that readers are not disturbed.
-            Default False.
+        grace_seconds: keep the objects of a deleted step this long, for jobs that are reading it.
+            They go at the first deletion when it is over; what is left when this job ends goes by a
+            sweep, a day later. Default 0: they are removed with the step.
         options: those of `dcp_objstore.install`.
 
     Returns:
@@ -92,7 +92,8 @@ def install(*, remove_objects: bool = False, **options: Any) -> Installation:
         _hook()
         _Installed.has_hooks = True
     installation = install_for_torch(**options)
-    _Installed.remove_objects, _Installed.retainers = remove_objects, {}
+    _Installed.grace_seconds = check_deletion_grace(grace_seconds)
+    _Installed.retainers = {}
     return installation
 
 
@@ -146,7 +147,7 @@ def _with_agreed_steps(original: Callable[[Any, int], bool]) -> Callable[[Any, i
 
 def _retainer(run: StoreSpec) -> Retainer:
     if run.url not in _Installed.retainers:
-        _Installed.retainers[run.url] = Retainer(run, remove_objects=_Installed.remove_objects)
+        _Installed.retainers[run.url] = Retainer(run, grace_seconds=_Installed.grace_seconds)
     return _Installed.retainers[run.url]
 
 
@@ -217,5 +218,5 @@ def _rmtree(spec: StoreSpec) -> None:
     if step_number(name) == retainer.resumed is not None:
         raise InputError("this job resumed from this step, so it is kept", url=spec.url)
     with contextlib.suppress(CheckpointNotFoundError):
-        delete_step(spec, 0, remove_objects=_Installed.remove_objects, allow_newest=False)
+        retainer.deletions.delete(spec, 0, allow_newest=False)
     retainer.sweep()

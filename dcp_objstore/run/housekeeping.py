@@ -1,18 +1,20 @@
 """Housekeeping in a run: delete steps that no policy keeps, and sweep what they leave.
 
 One rank does this in the background. It deletes after each commit, and now and then it sweeps the
-objects of deleted steps and of saves that died. The run belongs to this job, so its steps are
-listed only once: the job knows what it commits and deletes, until it goes back to an earlier step.
+objects of saves that died.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dcp_objstore.checkpoint.catalogue import Entry, read_entry
+from dcp_objstore.checkpoint.delete import check_deletion_grace, remove_deleted
+from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CheckpointPinnedError,
@@ -25,10 +27,13 @@ from dcp_objstore.run.steps import catalogue, step_number, step_url
 from dcp_objstore.run.sweep import sweep_below
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.threads import Spawned, spawn
+from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.catalogue import Objects
     from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.stores import StoreSpec
+    from dcp_objstore.checkpoint.marker import Marker
+    from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.write.async_save import AsyncSaveHandle
 
 # The most steps that are deleted after one commit, so that it is not followed by hours of
@@ -38,12 +43,11 @@ _AT_A_TIME = 64
 _SWEEP_EVERY_SECONDS = 3600.0
 
 
-def _facts(number: int, user_metadata: Mapping[str, object], *, pinned: bool = False) -> StepFacts:
+def _facts(number: int, marker: Marker) -> StepFacts:
     """Return what policies know about a step. The user may have put anything under `metrics`."""
-    metrics = user_metadata.get("metrics")
-    return StepFacts(
-        step=number, metrics=metrics if isinstance(metrics, Mapping) else {}, pinned=pinned
-    )
+    metrics = marker.user_metadata.get("metrics")
+    metrics = metrics if isinstance(metrics, Mapping) else {}
+    return StepFacts(step=number, metrics=metrics, pinned=bool(marker.pins))
 
 
 def after_commit(
@@ -70,17 +74,53 @@ def after_commit(
     return spawn(follow, "upkeep")
 
 
+class Deletions:
+    """Deletes checkpoints for a job, and removes their objects when a grace period is over.
+
+    Args:
+        grace_seconds: how long the objects of a deleted checkpoint stay for readers.
+
+    Raises:
+        ConfigError: `grace_seconds` is not a number, 0 or more.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self._grace_seconds = check_deletion_grace(grace_seconds)
+        # For each deletion: when its objects may go, its checkpoint, and the commit's id.
+        self._due: deque[tuple[float, StoreSpec, str]] = deque()
+
+    def delete(self, spec: StoreSpec, claim: int | None, *, allow_newest: bool) -> None:
+        """Delete a checkpoint, as `upkeep.delete_step` does, and remove what is due."""
+        report = delete_step(
+            spec, claim, grace_seconds=self._grace_seconds, allow_newest=allow_newest
+        )
+        if self._grace_seconds:
+            due_at = time.monotonic() + self._grace_seconds
+            self._due.append((due_at, spec, report.commit_id))
+        self.remove_due()
+
+    def remove_due(self) -> None:
+        """Remove the objects of deletions whose grace period is over. What fails, a sweep removes.
+
+        Raises:
+            DcpObjstoreError: the store refused or failed.
+        """
+        while self._due and self._due[0][0] <= time.monotonic():
+            _, spec, commit_id = self._due.popleft()
+            remove_deleted(InterruptibleStore(spec.open()), commit_id)
+
+
 class Retainer:
     """Deletes the steps that a policy does not keep, and sweeps the run.
 
     Args:
         run: the run.
         policy: what to keep; None to keep everything, without any request.
-        remove_objects: remove the objects of a deleted step at once, not after a sweep's grace
-            period.
+        grace_seconds: how long the objects of a deleted step stay.
         sweeps: sweep the run after the first commit, and then once an hour.
 
     Attributes:
+        deletions: what deletes its steps.
         resumed: the step that this job resumed from, or None.
         claim: the claim of this job, or None.
     """
@@ -90,80 +130,70 @@ class Retainer:
         run: StoreSpec,
         policy: RetentionPolicy | None = None,
         *,
-        remove_objects: bool = False,
+        grace_seconds: float = 0.0,
         sweeps: bool = True,
     ) -> None:
         self._run = run
         self._policy = policy
-        self._remove_objects = remove_objects
+        self.deletions = Deletions(grace_seconds)
         self._sweeps = sweeps
         self._swept_at: float | None = None
         self._sweeper: Spawned | None = None
         self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._known: dict[int, StepFacts] | None = None
-        self._held: list[int] = []
+        self._entries: dict[str, Entry] = {}  # the markers that were read, by the names of steps
         self.resumed: int | None = None
         self.claim: RunClaim | None = None
 
-    def hold(self, step: int) -> None:
-        """Plan no deletion of a step, which is to be exported, until it is released."""
-        self._held.append(step)
-
-    def release(self, step: int) -> None:
-        """End one `hold` of a step."""
-        self._held.remove(step)
-
-    def settle(self) -> None:
-        """Wait for the deletions that are planned already."""
-        with self._lock:
-            pass
-
-    def resume(self, step: int | None) -> None:
-        """Record that this job resumed from a step: never delete it, and list the steps again."""
-        self.resumed = step
-        self._known = None
-
-    def committed(self, step: int, user_metadata: Mapping[str, object]) -> None:
-        """Delete what is no longer kept, now that a newer step is committed.
+    def committed(self, step: int) -> None:
+        """Delete what is no longer kept, now that a step is committed.
 
         An error is logged, not raised.
         """
-        with self._lock:
-            try:
-                # In its own thread: neither deletions nor the end of the job wait for it.
-                if self._sweeper is None or not self._sweeper.is_alive():
-                    self._sweeper = spawn(self.sweep, "sweep")
-                if self._policy is not None:
-                    self._apply(self._policy, _facts(step, user_metadata))
-            except Exception as error:  # noqa: BLE001 - the policy may be the user's own
-                logger.warning(
-                    "old steps of %s were not deleted; this is tried again after the next save: %s",
-                    self._run.url,
-                    error if isinstance(error, DcpObjstoreError) else repr(error),
-                )
+        try:
+            # In its own thread: neither deletions nor the end of the job wait for it.
+            if self._sweeper is None or not self._sweeper.is_alive():
+                self._sweeper = spawn(self.sweep, "sweep")
+            if self._policy is not None:
+                self._apply(self._policy, step)
+                self.deletions.remove_due()
+        except Exception as error:  # noqa: BLE001 - the policy may be the user's own
+            logger.warning(
+                "old steps of %s were not deleted; this is tried again after the next save: %s",
+                self._run.url,
+                error if isinstance(error, DcpObjstoreError) else repr(error),
+            )
 
     def end(self) -> None:
         """Let a sweep that is under way end before its next checkpoint; do not wait for it."""
         self._ended.set()
 
-    def _apply(self, policy: RetentionPolicy, newest: StepFacts) -> None:
-        if self._known is None:
-            self._known = {
-                number: _facts(number, step.marker.user_metadata, pinned=bool(step.marker.pins))
-                for step in catalogue(self._run).steps
-                if (number := step_number(step.name)) is not None
-            }
-        known = self._known
-        known[newest.step] = newest
-        in_use = {newest.step, self.resumed, *self._held}
-        plan = plan_deletions(known.values(), policy, in_use=in_use)
-        # What was pinned when it was listed, or tried, may no longer be, as pins of `follow` come
-        # and go. Each costs a request, so one of them is tried, the one tried longest ago.
-        pinned = [step for step, facts in known.items() if facts.pinned and step in plan]
-        free = [step for step in plan if not known[step].pinned]
-        for step in (*free[:_AT_A_TIME], *pinned[:1]):
-            self._delete(step, known)
+    def _apply(self, policy: RetentionPolicy, newest: int) -> None:
+        """Delete what the policy does not keep of the steps that are there now.
+
+        The run is listed each time: others may have deleted what this job knows, and a step that is
+        gone, or whose index is, must not displace one that is there.
+        """
+        listed = catalogue(self._run, read=self._read)
+        self._entries = {
+            name: self._entries[name] for name in self._entries.keys() & listed.places.keys()
+        }
+        steps = {
+            number: _facts(number, step.marker)
+            for step in listed.steps
+            if (number := step_number(step.name)) is not None
+            and step.marker.index is not None
+            and step.marker.index.key in listed.places[step.name]
+        }
+        plan = plan_deletions(steps.values(), policy, in_use={newest, self.resumed})
+        for step in [step for step in plan if not steps[step].pinned][:_AT_A_TIME]:
+            self._delete(step)
+
+    def _read(self, name: str, store: ObjectStore, objects: Objects) -> Entry:
+        """Read a marker, unless the listing shows that it was not written since it was read."""
+        known = self._entries.get(name)
+        if known is None or known.error or known.objects[MARKER_KEY] != objects[MARKER_KEY]:
+            known = self._entries[name] = read_entry(name, store, objects)
+        return known
 
     def sweep(self) -> None:
         """Sweep the run, unless that was done in the last hour. It may be cut short anywhere.
@@ -193,20 +223,12 @@ class Retainer:
                 swept.uploads_aborted,
             )
 
-    def _delete(self, step: int, known: dict[int, StepFacts]) -> None:
+    def _delete(self, step: int) -> None:
         url = step_url(self._run.url, step)
+        number = self.claim.number if self.claim is not None else 0
         try:
             # It is not the newest: the plan was made with a list of the whole run.
-            delete_step(
-                self._run.at(url),
-                self.claim.number if self.claim is not None else 0,
-                remove_objects=self._remove_objects,
-                allow_newest=True,
-            )
-        except CheckpointNotFoundError:
-            pass  # it was deleted already
-        except CheckpointPinnedError:
-            known[step] = replace(known.pop(step), pinned=True)  # the last in the order of turns
-            return
-        del known[step]
+            self.deletions.delete(self._run.at(url), number, allow_newest=True)
+        except (CheckpointNotFoundError, CheckpointPinnedError):
+            return  # since the run was listed
         logger.info("deleted %s, which no retention policy keeps", url)

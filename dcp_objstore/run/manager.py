@@ -14,13 +14,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
-from dcp_objstore.convert.export import export_checkpoint
 from dcp_objstore.distributed.failures import (
     capture,
     meeting,
@@ -28,22 +26,19 @@ from dcp_objstore.distributed.failures import (
     raise_on_all,
 )
 from dcp_objstore.distributed.groups import (
-    EXPORTS,
     count_ranks,
-    own_group,
     rank_in,
     sync_group,
     world_group,
 )
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
-from dcp_objstore.errors import CheckpointNotFoundError, ConfigError
+from dcp_objstore.errors import ConfigError
 from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as run_claim, upkeep
-from dcp_objstore.run.exports import RunExports
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.preemption import BY_SIGTERM, Preemption, PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest
@@ -55,12 +50,8 @@ from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.base import check_base
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.convert.export import ExportReport
-    from dcp_objstore.inspect.selection import Patterns
     from dcp_objstore.observe.events import OnEvent
 
 T = TypeVar("T")
@@ -111,25 +102,26 @@ class CheckpointManager:
                 run.finish()  # tells those who follow the run that no more steps come
 
     Every rank makes one with the same arguments, and calls its methods in the same order with the
-    same steps. Collectives, which all ranks must call: `load`, `save`, `async_save`, `export`,
-    `async_export`, `latest`, `steps`, `pin`, `unpin`, `close`, `finish`, entering the block and
-    leaving it without an error. All ranks must also call `step`, at each step boundary; between
-    saves it does not communicate. `preempted` is local.
+    same steps. Collectives, which all ranks must call: `load`, `save`, `async_save`, `latest`,
+    `steps`, `pin`, `unpin`, `close`, `finish`, entering the block and leaving it without an error.
+    All ranks must also call `step`, at each step boundary; between saves it does not communicate.
+    `preempted` is local.
 
-    Leaving the block saves the last step, if `step` did not, waits for the save and the export that
-    are under way, and raises their errors. So do not change the state after that step, or pass
-    `save_last=False`. If the body raises an error, such as Ctrl-C, leaving the block only waits for
-    what is under way, on this rank alone. The body's error is raised; if the save or export fails,
-    too, the error gets a note. A second Ctrl-C ends the wait, but the program still does not end
-    before the save has. If a manager was used to train and is not closed before it is collected or
-    the program ends, it prints a message on standard error.
+    Leaving the block saves the last step, if `step` did not, waits for the save that is under way,
+    and raises its error. So do not change the state after that step, or pass `save_last=False`. If
+    the body raises an error, such as Ctrl-C, leaving the block only waits for what is under way, on
+    this rank alone. The body's error is raised; if the save fails, too, the error gets a note. A
+    second Ctrl-C ends the wait, but the program still does not end before the save has. A signal of
+    `preemption` that came too late for a `step` takes effect when the block has been left: SIGTERM
+    ends the program then. If a manager was used to train and is not closed before it is collected
+    or the program ends, it prints a message on standard error.
 
     Args:
         url: URL of the run.
         keep: which steps to keep: a policy, or several, any of which may keep a step. Other steps
-            are deleted in the background, only after a newer step is committed. The newest step,
-            pinned steps and the step that this job resumed from are never deleted. Default: keep
-            all.
+            are deleted in the background, with their objects, only after a newer step is committed.
+            The newest step, pinned steps and the step that this job resumed from are never deleted.
+            Default: keep all.
         save_every: `step` saves if the number of the step is a multiple of this, or is the first
             after a multiple. Or a `timedelta`: the time between the beginnings of two saves. A save
             that takes longer is not waited for: the next one begins at the first steps after its
@@ -146,13 +138,14 @@ class CheckpointManager:
             by `dcp_objstore.claim_run`. Pass False to look at a run that another job is writing, or
             if the store has no conditional writes (`allow_unfenced`). With False, saves to a run
             that ever had a claim raise SupersededError. Default True.
-        remove_objects: remove the objects of a deleted step at once. With False, the step no longer
-            counts, and a sweep removes its objects a day later, so that readers are not disturbed.
-            Default False.
+        grace_seconds: keep the objects of a deleted step this long, for jobs that are reading it.
+            They go after the first commit when it is over; what is left when this job ends goes by
+            a sweep, a day later. By default they are removed with the step: a reader gets
+            CheckpointGoneError, unless it has pinned the step, as `follow(pin=)` does. Default 0.
         sweep: after the first commit of this job, and then once an hour, remove what no commit
-            names and what is older than a day, by `dcp_objstore.sweep`: objects of deleted steps
-            and of saves that died, and orphaned uploads. Leaving the block does not wait for it: a
-            later one removes what it has not reached. Default True.
+            names and what is older than a day, by `dcp_objstore.sweep`: objects of saves that died
+            and of steps that were replaced, and orphaned uploads. Leaving the block does not wait
+            for it: a later one removes what it has not reached. Default True.
         storage_options: credentials and endpoint in fsspec's spelling (`key`, `secret`, `token`,
             `endpoint_url`, ...). Default: from the environment.
         config: sizes, concurrency and time-outs.
@@ -197,7 +190,7 @@ class CheckpointManager:
         on_busy: Busy = "wait",
         preemption: Preemption = BY_SIGTERM,
         claim_run: bool = True,
-        remove_objects: bool = False,
+        grace_seconds: float = 0.0,
         sweep: bool = True,
         storage_options: Mapping[str, object] | None = None,
         config: TransferConfig | None = None,
@@ -239,10 +232,9 @@ class CheckpointManager:
         }
         self._loading = {**shared, "verify": verify, "trust_pickle": trust_pickle}
         self._retainer = Retainer(
-            self._run, as_policy(keep), remove_objects=remove_objects, sweeps=sweep
+            self._run, as_policy(keep), grace_seconds=grace_seconds, sweeps=sweep
         )
         self._saves: RunSaves | None = None
-        self._exports = RunExports(self._url, self._retainer)
         self._consensus: StepConsensus | None = None
         self._group: dist.ProcessGroup | None  # set by `_begin`
         self._closed = False
@@ -289,21 +281,19 @@ class CheckpointManager:
         A collective. The manager cannot be used after that. A second call has nothing left to do.
 
         Raises:
-            DcpObjstoreError: the save of the last step, or the save or export under way, has
-                failed. If only the save under way fails, the last step is saved all the same.
+            DcpObjstoreError: the save of the last step, or the save under way, has failed. If only
+                the save under way fails, the last step is saved all the same.
         """
+        self._close(lambda: None)
+
+    def _close(self, note: Callable[[], object]) -> None:
         try:
             if self._saves is not None:
-                try:
-                    self._save_last()
-                    self._saves.end()
-                except BaseException as error:
-                    self._exports.abandon(error)
-                    raise
-                self._exports.settle(self._group)
+                self._save_last(self._saves)
+                self._saves.end()
+            note()
         finally:
-            self._end()
-        self._preemption.raise_held()
+            self._end()  # last: a signal that came meanwhile takes effect
 
     def finish(self) -> None:
         """Close the manager, and note in the run that it is finished: `follow` ends. A collective.
@@ -320,27 +310,24 @@ class CheckpointManager:
         if not self._claims_run:
             raise ConfigError("with claim_run=False, no run can be finished", url=self._url)
         self._own_run()
-        self.close()
-        claim = self.claim
-        assert claim is not None  # of `_own_run`, or of going back in the last save
-        on_first(lambda: run_claim.finish(self._run, claim), self._url, self._group)
 
-    def _save_last(self) -> None:
+        def note() -> None:
+            assert self.claim is not None  # of `_own_run`, or of going back in the last save
+            run_claim.finish(self._run, self.claim)
+
+        self._close(lambda: on_first(note, self._url, self._group))
+
+    def _save_last(self, saves: RunSaves) -> None:
         """Save the last step, unless it was saved or the settings forbid it."""
-        last, self._unsaved = self._wanted_last(), None
-        if last is None:
+        last, self._unsaved = self._unsaved, None
+        if last is None or not self._saves_last or (self._preempted and not self._saves_preempted):
             return
-        assert self._saves is not None
-        failed = self._saves.settle_quietly()  # on all ranks, or on none
+        failed = saves.settle_quietly()  # on all ranks, or on none
         step, state, described = last
-        self.save(step, state, **described)
-        if failed is not None:
-            raise failed
-
-    def _wanted_last(self) -> tuple[int, Mapping[str, Any], dict[str, Any]] | None:
-        """Return the arguments of the last call of `step`, if it is to be saved at the end."""
-        saves_last = self._saves_last and (not self._preempted or self._saves_preempted)
-        return self._unsaved if saves_last else None
+        if not saves.knows(step):  # Ctrl-C may have come when its save had begun
+            self.save(step, state, **described)
+        if failed is not None and not saves.knows(failed[0]):
+            raise failed[1]
 
     def _end(self) -> None:
         """Release everything. Local."""
@@ -350,7 +337,7 @@ class CheckpointManager:
         self._retainer.end()
         if self._consensus is not None:
             self._consensus.close()
-        self._preemption.restore()
+        self._preemption.end()
 
     def _abandon(self, error: BaseException) -> None:
         """Wait for the save under way on this rank alone: other ranks may be anywhere."""
@@ -359,16 +346,16 @@ class CheckpointManager:
         try:
             self._consensus.close()  # now: other ranks may be waiting to agree with this one
             self._saves.abandon(error)
-            self._exports.abandon(error)
         finally:
-            self._end()  # last, so that a signal does not cut the save short
+            self._end()  # last, so that no signal cuts the save short
 
     def _begin(self) -> RunSaves:
         """On the first call, make the means to agree on a step. A collective."""
         if self._closed:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
         if self._saves is None:
-            self._group = self._make_group(sync_group)
+            with meeting(self._url, self._group_given or world_group()):
+                self._group = sync_group(self._group_given, self._run.config)
             # The thread of the consensus must not keep a manager alive that is never closed.
             ask = weakref.WeakMethod(self._ask)
             self._consensus = StepConsensus(
@@ -393,14 +380,6 @@ class CheckpointManager:
                 url=self._url,
             )
         return self._saves
-
-    def _make_group(
-        self,
-        make: Callable[[dist.ProcessGroup | None, TransferConfig], dist.ProcessGroup | None],
-    ) -> dist.ProcessGroup | None:
-        """Make a group of this manager's ranks. A collective."""
-        with meeting(self._url, self._group_given or world_group()):
-            return make(self._group_given, self._run.config)
 
     # --- saving
 
@@ -444,6 +423,7 @@ class CheckpointManager:
         timed = _timer(saves) in reasons
         if _PREEMPTED in reasons:
             self._preempted = True
+            self._preemption.answer()
             logger.warning("%s: this job must end; step %d is its last one", self._url, step)
             if self._saves_preempted:
                 saves.settle_quietly()
@@ -536,8 +516,10 @@ class CheckpointManager:
         return handle
 
     def _note_saved(self, step: int) -> None:
-        self._unsaved = None
-        self._trained.last = step, True
+        """Record that a save has begun. That of an earlier step does not save the last one."""
+        if self._unsaved is None or step >= self._unsaved[0]:
+            self._unsaved = None
+            self._trained.last = step, True
 
     def _own_run(self) -> RunSaves:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
@@ -598,6 +580,8 @@ class CheckpointManager:
         Raises:
             CorruptDataError: there are steps, but all are damaged; this is the error of the newest.
             RetryableError: the load met damage that a verification does not find.
+            CheckpointGoneError: the last step was deleted while it was read, so that the state may
+                be partly filled.
             CheckpointNotFoundError: `step` was passed and is not committed.
             DcpObjstoreError: the load failed for another reason; raised at once.
         """
@@ -605,7 +589,7 @@ class CheckpointManager:
         _, refused = capture(lambda: None if step is None else check_step(step))
         raise_on_all(refused, self._url, self._group, same={"step": step})
         self._own_run()
-        self._unsaved = None  # this load replaces its state
+        self._unsaved = self._trained.last = None  # this load replaces its state
         if step is not None:
             report = ResumeReport(step, self._load_one(state, step))
             self._resume(report, went_back=True)
@@ -629,108 +613,6 @@ class CheckpointManager:
         self._saves.resume(report.step, went_back=went_back)
         self._last_step = report.step
         self.last_resume = report
-
-    # --- exporting
-
-    def export(
-        self,
-        step: int | None,
-        out: str | os.PathLike[str],
-        keys: Patterns = None,
-        **options: Any,
-    ) -> ExportReport:
-        """Write a step as safetensors or a `torch.save` file, with all ranks. A collective.
-
-            run.export(None, "s3://bucket/model", "model.*", rename=[(r"^model\\.", "")])
-
-        Waits for the save of that step, if it is under way. The step is not deleted meanwhile.
-
-        Args:
-            step: number of the step. With None, the last one that `step` was called with, which is
-                saved first if it was not (unless `save_last` is False); otherwise the newest that
-                this job has saved or loaded, or that the run has.
-            out: path or URL to write to, as for `dcp_objstore.export_checkpoint`.
-            keys: the keys to write. Default: all.
-            options: further arguments of `dcp_objstore.export_checkpoint`, such as `rename`,
-                `dtype`, `copied_files`, `overwrite`, and `out_storage_options` if `out` needs other
-                credentials than the run. `storage_options` and `process_group` are the manager's;
-                other settings are the manager's by default.
-
-        Raises:
-            ConfigError: `storage_options` or `process_group` was passed.
-            CheckpointNotFoundError: the step is not committed, or the run has none.
-            DcpObjstoreError: the save of the step has failed, or any error of `export_checkpoint`.
-        """
-        saves = self._begin()
-        number = self._step_to_export(saves, step, options)
-        return self._prepare_export(saves, number, self._group, (out, keys), options)()
-
-    def async_export(
-        self,
-        step: int | None,
-        out: str | os.PathLike[str],
-        keys: Patterns = None,
-        **options: Any,
-    ) -> Future[ExportReport]:
-        """Do the same as `export` in the background, once the step is saved. A collective.
-
-            with dos.CheckpointManager(url, save_every=500) as run:
-                train(run)
-                run.async_export(None, "s3://bucket/model", "model.*")  # of the last step
-                evaluate()
-
-        Exports in the background follow one another: this waits for the one before, and raises its
-        error. Leaving the block waits, too. An export takes some 400 MiB of memory on each rank.
-
-        Args:
-            step: number of the step, or None, as for `export`.
-            out: path or URL to write to.
-            keys: the keys to write. Default: all.
-            options: further arguments of `dcp_objstore.export_checkpoint`.
-
-        Returns:
-            A future of the report. It cannot be cancelled.
-
-        Raises:
-            DcpObjstoreError: the step could not be saved, or the export before has failed. The
-                error of this one is raised by the future's `result`, and by the next call of this
-                or `close`.
-        """
-        saves = self._begin()
-        self._exports.settle(self._group)
-        group = self._make_group(partial(own_group, EXPORTS))
-        number = self._step_to_export(saves, step, options)
-        return self._exports.begin(self._prepare_export(saves, number, group, (out, keys), options))
-
-    def _prepare_export(
-        self,
-        saves: RunSaves,
-        step: int,
-        group: dist.ProcessGroup | None,
-        arguments: tuple[str | os.PathLike[str], Patterns],
-        options: Mapping[str, Any],
-    ) -> Callable[[], ExportReport]:
-        settings = {name: value for name, value in self._loading.items() if name != "local"}
-        settings |= {"progress": False, **options, "process_group": group}
-        export = partial(export_checkpoint, step_url(self._url, step), *arguments, **settings)
-        return self._exports.prepare(step, saves.under_way(step), export, group)
-
-    def _step_to_export(self, saves: RunSaves, step: int | None, options: Mapping[str, Any]) -> int:
-        """Return the step to export; begin to save the last one, if it is that and not saved."""
-        _, refused = capture(partial(_check_export, step, options))
-        raise_on_all(refused, self._url, self._group, same={"step": step})
-        if step is not None:
-            return step
-        last = self._wanted_last()
-        if last is not None:
-            number, state, described = last
-            self.async_save(number, state, on_busy="wait", **described)
-            return number
-        newest = saves.newest()
-        newest = self.latest() if newest is None else newest
-        if newest is None:
-            raise CheckpointNotFoundError("the run has no step to export", url=self._url)
-        return newest
 
     # --- the run
 
@@ -789,16 +671,6 @@ class CheckpointManager:
         self._begin()
         url = step_url(self._url, step)
         on_first(lambda: change(url, name, **self._access), self._url, self._group)
-
-
-def _check_export(step: int | None, options: Mapping[str, Any]) -> None:
-    """Refuse a wrong step, and what the manager itself passes to an export."""
-    if step is not None:
-        check_step(step)
-    for name in ("storage_options", "process_group"):
-        if name in options:
-            text = f"export takes no {name}=: the manager has it. out_storage_options= is for `out`"
-            raise ConfigError(text)
 
 
 def _timer(saves: RunSaves) -> str:

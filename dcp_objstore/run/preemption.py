@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import signal
-import threading
+import sys
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
 from dcp_objstore.forking import in_forked_child
 from dcp_objstore.observe.report import logger
+from dcp_objstore.threads import spawn
+from dcp_objstore.waiting import in_main_thread
+
+_CHECK_EVERY_SECONDS = 0.25
+_SLOW_CHECK_SECONDS = 30.0  # a check that takes longer is mentioned once
 
 # The watches that record signals. A forked child inherits their handlers, but nothing there checks
 # whether a signal came.
@@ -38,9 +46,11 @@ class Preemption:
             inside the manager's block, until it is left or `close` is called, if this is the main
             thread. A handler that your program has installed before is called, too; what it raises
             (such as `SystemExit`) is raised by `step` after the state was saved, or on leaving the
-            block. Default: SIGTERM.
+            block. A signal that no `step` has answered is passed on when the block has been left.
+            Default: SIGTERM.
         check: a function that returns whether the job must end, for machines that announce it in
-            another way. Called a few times a second, in its own thread.
+            another way. Called a few times a second in its own thread, until it returns True. It
+            may block until the end is announced; signals and timed saves do not wait for it.
         save: when the ranks have agreed that the job must end, `step` saves and waits for the
             commit. Default True.
     """
@@ -54,12 +64,13 @@ BY_SIGTERM: Final = Preemption()
 
 
 class PreemptionWatch:
-    """Records that a signal came, so that it does not end the job, or calls a check.
+    """Records that a signal came, so that it does not end the job, or that a check said so.
 
     A handler runs between two instructions of the main thread, even while that holds a lock. So it
-    takes no lock: it sets one attribute and calls the Python handler that was installed before.
-    What that handler raises, mostly `SystemExit`, is held until the state is safe; `raise_held`
-    raises it.
+    takes no lock: it sets attributes and calls the Python handler that was installed before. What
+    that handler raises, mostly `SystemExit`, is held until the state is safe; `raise_held` raises
+    it. An action that is no Python function, mostly the end of the process, is put off; `end` takes
+    it, unless `answer` was called.
 
     Other handlers may hold this one: those of a watch or of the program that were installed later,
     to call it. So after `restore` it does what was done before it was installed.
@@ -75,21 +86,45 @@ class PreemptionWatch:
         self._signals = tuple(preemption.signals)
         self._check = preemption.check
         self._before: dict[signal.Signals, Any] = {}
-        self._signalled = False
-        self._warned = False
+        self._put_off: set[int] = set()  # signals that came, and whose earlier action is to follow
+        self._answered = False
+        self._announced = False
+        self._called_at: float | None = None  # when the check was called last; inf if it returned
+        self._warned: set[str] = set()
+        self._ended = False
         self._held: BaseException | None = None
 
     def announced(self) -> bool:
-        """Return whether the job must end. Calls the check, and logs its errors."""
-        if self._signalled or self._check is None:
-            return self._signalled
-        try:
-            return bool(self._check())
-        except Exception as error:  # noqa: BLE001 - the user's function failed; training goes on
-            if not self._warned:
-                logger.warning("the check for preemption failed: %r", error)
-            self._warned = True
+        """Return whether the job must end. The first call starts the thread of the check."""
+        if self._check is not None and self._called_at is None:
+            spawn(partial(_keep_checking, weakref.ref(self)), "preemption-check")
+            self._called_at = time.monotonic()
+        elif time.monotonic() - (self._called_at or math.inf) >= _SLOW_CHECK_SECONDS:
+            self._warn(
+                "the check for preemption has not returned for %d s; signals and timed saves do not"
+                " wait for it",
+                _SLOW_CHECK_SECONDS,
+            )
+        return self._announced
+
+    def _asks_again(self) -> bool:
+        """Call the check; return whether to call it again. Called in its thread."""
+        if self._check is None or self._announced or self._ended:
             return False
+        self._called_at = time.monotonic()
+        try:
+            if self._check():
+                self._announced = True
+        except Exception as error:  # noqa: BLE001 - the user's function failed; training goes on
+            self._warn("the check for preemption failed: %r", error)
+        self._called_at = math.inf
+        return True
+
+    def _warn(self, text: str, value: object) -> None:
+        """Log a warning, each text once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text, value)
 
     def install(self) -> None:
         """Install the handlers.
@@ -97,7 +132,7 @@ class PreemptionWatch:
         Python lets only the main thread do so. In another thread, log a warning if there is no
         check either.
         """
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             _installed.add(self)
             for number in self._signals:
                 self._before.setdefault(number, signal.signal(number, self._handle))
@@ -109,12 +144,13 @@ class PreemptionWatch:
 
     def restore(self) -> None:
         """Install the earlier handlers again, except where the program has changed them since."""
+        self._ended = True
         _installed.discard(self)
         for watch in list(_installed):  # those that were installed later do not call this one
             for number in watch._before.keys() & self._before.keys():
                 if watch._before[number] == self._handle:
                     watch._before[number] = self._before[number]
-        if threading.current_thread() is not threading.main_thread():
+        if not in_main_thread():
             return  # only the main thread may install handlers
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
@@ -127,12 +163,14 @@ class PreemptionWatch:
         if self not in _installed:
             self._pass_on(number, frame)
             return
-        self._signalled = True
-        if callable(before) and before is not signal.default_int_handler:
-            try:
-                before(number, frame)
-            except BaseException as error:  # noqa: BLE001 - raised by `raise_held`
-                self._held = error
+        self._announced = True
+        if not callable(before) or before is signal.default_int_handler:
+            self._put_off.add(number)
+            return
+        try:
+            before(number, frame)
+        except BaseException as error:  # noqa: BLE001 - raised by `raise_held`
+            self._held = error
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Do what the process did on this signal before the handler was installed."""
@@ -144,8 +182,38 @@ class PreemptionWatch:
             signal.raise_signal(number)  # mostly the end of the process
             signal.signal(number, present)
 
+    def answer(self) -> None:
+        """Record that the program learns now that it must end, so no signal needs to end it."""
+        for watch in _installed:
+            watch._answered = True
+
     def raise_held(self) -> None:
         """Raise, once, what an earlier handler has raised."""
         held, self._held = self._held, None
         if held is not None:
             raise held
+
+    def end(self) -> None:
+        """Restore the handlers; then do what was put off, if the program does not know of it yet.
+
+        That may end the process, or raise. An error that is being raised is logged first.
+        """
+        self.restore()
+        put_off = set() if self._answered else self._put_off
+        self._put_off = set()
+        error = sys.exception()
+        if error is not None and (put_off or self._held is not None):
+            logger.error("a signal ends this program, in which this was raised:", exc_info=error)
+        for number in put_off:
+            if in_main_thread():
+                self._pass_on(number, None)
+            else:
+                signal.raise_signal(number)  # `_handle` passes it on, in the main thread
+        self.raise_held()
+
+
+def _keep_checking(ref: weakref.ref[PreemptionWatch]) -> None:
+    """Call a watch's check until it need not be called; hold no watch in between."""
+    while (watch := ref()) is not None and watch._asks_again():
+        del watch
+        time.sleep(_CHECK_EVERY_SECONDS)

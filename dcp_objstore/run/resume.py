@@ -72,14 +72,21 @@ def load_newest(
         CorruptDataError: there are steps, but none can be loaded; this is the error of the newest.
             The state may be partly filled, so training must not start from it.
         RetryableError: a load met damage that the verification does not find.
+        CheckpointGoneError: the last step of the run was deleted while it was loaded. The same
+            holds for the state.
         DcpObjstoreError: any error other than damage; raised at once.
     """
     skipped: list[SkippedStep] = []
     url = run.url
-    for newest in (_LOOKED_AT_FIRST, None):
+    newest: int | None = _LOOKED_AT_FIRST
+    while True:  # until a list of all steps has none that was not tried: a step may be new by then
         tried = {skip.step for skip in skipped}
         listed = on_first(partial(step_numbers, run, newest, with_damaged=True), url, group)
-        for step in reversed([step for step in listed if step not in tried]):
+        untried = [step for step in listed if step not in tried]
+        if not untried and (newest is None or len(listed) < newest):
+            break
+        newest = None
+        for step in reversed(untried):
             try:
                 return ResumeReport(step, load(step), tuple(skipped))
             except (CorruptDataError, CheckpointGoneError, CheckpointNotFoundError) as error:
@@ -103,11 +110,10 @@ def load_newest(
                         step,
                         error,
                     )
-        if len(listed) < _LOOKED_AT_FIRST:
-            break
-    damaged = next((skip for skip in skipped if isinstance(skip.error, CorruptDataError)), None)
-    if damaged is not None:
-        raise damaged.error
+    for kind in (CorruptDataError, CheckpointGoneError):  # the state may be partly filled
+        for skip in skipped:
+            if isinstance(skip.error, kind):
+                raise skip.error
     return ResumeReport(None, None, tuple(skipped))
 
 

@@ -212,6 +212,8 @@ def plan_deletions(
     to see: a pin may have come or gone since. None in `in_use` stands for no step.
     """
     known = tuple(steps)
+    if not known:
+        return ()
     kept = policy.keeps(known) | {max(step.step for step in known)} | set(in_use)
     return tuple(sorted({step.step for step in known} - kept))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
@@ -41,10 +42,11 @@ def check_busy(on_busy: object) -> None:
 
 
 class _Pending(NamedTuple):
-    """A background save that is not settled yet."""
+    """A background save that the ranks have not settled yet."""
 
     step: int
     handle: async_api.AsyncSaveHandle
+    raised: bool = False  # whether its error was raised on this rank
 
 
 class RunSaves:
@@ -77,7 +79,7 @@ class RunSaves:
         # Steps later than the one that was loaded may count, until a save has succeeded.
         self._may_be_behind = True
         self._saved: set[int] = set()
-        self._failed: set[int] = set()  # these steps may be committed all the same
+        self._tried: set[int] = set()  # these steps, too, may be committed
         self.begun = 0
         self.begun_at = time.monotonic()
 
@@ -99,7 +101,7 @@ class RunSaves:
         self._loaded = True
         self._may_be_behind = went_back
         self._saved = {saved for saved in self._saved if step is not None and saved <= step}
-        self._retainer.resume(step)
+        self._retainer.resumed = step
         self._note_begin()
 
     def knows(self, step: int) -> bool:
@@ -110,14 +112,15 @@ class RunSaves:
         """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
         keywords = self._prepare(step, "wait", described)
         assert keywords is not None  # only "skip" skips
+        self._tried.add(step)  # now: Ctrl-C may come after the commit
         try:
             report = api.save(state, step_url(self._url, step), **keywords)
-        except BaseException as error:
-            self._note_failure(step, error)
+        except CheckpointExistsError:
+            self._tried.discard(step)  # what exists is another job's
             raise
         self._saved.add(step)
         self._may_be_behind = False
-        self._retain(step, keywords, None)
+        self._retain(step, None)
         return report
 
     def async_save(
@@ -136,8 +139,8 @@ class RunSaves:
             begun = self._background.latest
             if begun is not None and begun is not before:  # on all ranks, even if this one raises
                 self._pending = _Pending(step, begun)
-        self._saved.add(step)
-        self._retain(step, keywords, handle)
+                self._saved.add(step)
+        self._retain(step, handle)
         return handle
 
     def _prepare(
@@ -161,7 +164,7 @@ class RunSaves:
         if on_busy != "wait" and on_any(not self.is_idle(), self._url, self._group):
             assert pending is not None  # the same saves are begun on all ranks
             if on_busy == "raise":
-                number, handle = pending
+                number, handle, _ = pending
                 raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)
             logger.info("%s: step %d was skipped: another save is under way", self._url, step)
             return None
@@ -171,7 +174,7 @@ class RunSaves:
         # The job may replace steps that it trains again after it went back to an earlier step.
         resumed = self._retainer.resumed
         again = self._loaded and (resumed is None or step > resumed)
-        again = again or step in self._failed
+        again = again or step in self._tried
         return {
             **self._saving,
             "base": self._base(),
@@ -198,11 +201,6 @@ class RunSaves:
         known = self._saved if resumed is None else {*self._saved, resumed}
         return from_first(max(known, default=None), self._url, self._group)
 
-    def under_way(self, step: int) -> async_api.AsyncSaveHandle | None:
-        """Return the save of a step that is not settled yet, or None. Local."""
-        pending = self._pending
-        return pending.handle if pending is not None and pending.step == step else None
-
     def _claim_for(self, step: int) -> RunClaim | None:
         """Return the claim for a save.
 
@@ -217,7 +215,7 @@ class RunSaves:
             claim, resumed = self._retainer.claim, self._retainer.resumed
             newest = newest_step(self._run)
             known = newest is None or newest <= (step if resumed is None else resumed)
-            if known or newest in self._failed:
+            if known or newest in self._tried:
                 return claim
             later = f"the run has later steps (up to {newest}), from which the next job resumes"
             if resumed is None:
@@ -241,33 +239,39 @@ class RunSaves:
         return claim
 
     def settle(self) -> None:
-        """Wait for the save under way; raise its error on all ranks if it failed on any."""
+        """Wait for the save under way; raise its error on all ranks if it failed on any.
+
+        If Ctrl-C ends the wait on a rank, all ranks settle the save again. An error is raised once.
+        """
         if self._pending is None:
             return
-        step, handle = self._pending
+        step, handle, raised = self._pending
         error, failed = capture(handle.exception)
-        self._pending = None  # also if Ctrl-C ended the wait, for the ranks settle it together
         if error is not None:
-            self._note_failure(step, error)
-            failed = typed(error, current_rank(), handle.url)
-        raise_on_all(failed, self._url, self._group)
-        self._may_be_behind = False
+            self._saved.discard(step)
+            if not isinstance(error, CheckpointExistsError):  # what exists is another job's
+                self._tried.add(step)
+            failed = None if raised else typed(error, current_rank(), handle.url)
+        try:
+            raise_on_all(failed, self._url, self._group)
+        except BaseException:
+            self._pending = _Pending(step, handle, error is not None)
+            raise
+        self._pending = None
+        if error is None:
+            self._may_be_behind = False
 
-    def _note_failure(self, step: int, error: BaseException) -> None:
-        self._saved.discard(step)
-        if not isinstance(error, CheckpointExistsError):  # what exists is another job's
-            self._failed.add(step)
-
-    def settle_quietly(self) -> DcpObjstoreError | None:
-        """Wait for the save under way; log its error, and return it.
+    def settle_quietly(self) -> tuple[int, DcpObjstoreError] | None:
+        """Wait for the save under way; log its error, and return it with the step.
 
         The error is not raised, because the current state is worth more and may still be saved.
         """
         try:
             self.settle()
         except DcpObjstoreError as error:
+            assert self._pending is not None
             logger.error("%s: an earlier save failed: %s", self._url, error)
-            return error
+            return self._pending.step, error
         return None
 
     def end(self) -> None:
@@ -283,7 +287,7 @@ class RunSaves:
 
         If the save fails, the error that ends the job gets a note.
         """
-        handle, settled = self._background.latest, self._pending is None
+        handle, settled = self._background.latest, self._pending is None or self._pending.raised
         if handle is None or (settled and handle.done()):
             return
         self._pending = None
@@ -293,13 +297,9 @@ class RunSaves:
             logger.error("%s", note)
             error.add_note(note)
 
-    def _retain(
-        self, step: int, saved: Mapping[str, Any], handle: async_api.AsyncSaveHandle | None
-    ) -> None:
+    def _retain(self, step: int, handle: async_api.AsyncSaveHandle | None) -> None:
         """Delete what is not kept once the step is committed; on rank 0, in a thread."""
-        if not is_first(self._group):
-            return
-        described = saved["user_metadata"]
-        self._retention = after_commit(
-            handle, lambda: self._retainer.committed(step, described), self._retention
-        )
+        if is_first(self._group):
+            self._retention = after_commit(
+                handle, partial(self._retainer.committed, step), self._retention
+            )

@@ -19,7 +19,7 @@ from dcp_objstore.checkpoint.catalogue import (
     read_steps,
 )
 from dcp_objstore.checkpoint.claim import check_claim
-from dcp_objstore.checkpoint.delete import delete as delete_checkpoint
+from dcp_objstore.checkpoint.delete import check_deletion_grace, delete as delete_checkpoint
 from dcp_objstore.checkpoint.names import CLAIM_KEY, parse_index_key
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
@@ -44,7 +44,7 @@ Options = Mapping[str, object]
 def delete(
     url: str,
     *,
-    remove_objects: bool = False,
+    grace_seconds: float = 0.0,
     allow_newest: bool = False,
     dry_run: bool = False,
     claim: RunClaim | None = None,
@@ -55,15 +55,15 @@ def delete(
 
         dos.delete("s3://bucket/run/step-1000")
 
-    When it returns, the checkpoint no longer exists. A tombstone stays, which the next save at this
-    URL replaces. The objects stay for readers that are under way, until a `sweep` removes them
-    after 24 h or more.
+    When it returns, the checkpoint no longer exists, and its objects are removed: exactly those
+    that the commit named. A tombstone stays, which the next save at this URL replaces. A job that
+    is reading the checkpoint gets a CheckpointGoneError that names the next step, or under stock
+    torch that reader's own error. Pin a checkpoint that must not go while it is read.
 
     Args:
         url: URL of the checkpoint.
-        remove_objects: remove the objects at once: exactly those that the commit named. A job that
-            is reading the checkpoint gets a CheckpointGoneError, or under stock torch that reader's
-            own error.
+        grace_seconds: keep the objects for readers that are under way. The same call removes them
+            once the deletion is this old, or a `sweep` after 24 h or more. Default 0: remove them.
         allow_newest: delete it even if no newer checkpoint is committed under the same parent URL,
             so that a job would resume from this one. In a run that has a claim, only steps that
             count are compared. Two deletions at the same time may each take the other's checkpoint
@@ -78,6 +78,7 @@ def delete(
         CheckpointNotFoundError: nothing is committed here.
         CheckpointPinnedError: the checkpoint is pinned; the error names the pins.
         InputError: it is the newest of its run, or not a step of the claim's run.
+        ConfigError: `grace_seconds` is not a number, 0 or more.
         SupersededError: a newer job has claimed the run, and the step belongs to that job.
         LostRaceError: another save replaced it meanwhile; nothing was deleted.
         CommitUnknownError: the store did not answer; the same call goes on from there.
@@ -88,7 +89,7 @@ def delete(
     return delete_step(
         spec,
         check_claim(claim, spec),
-        remove_objects=remove_objects,
+        grace_seconds=check_deletion_grace(grace_seconds),
         allow_newest=allow_newest,
         dry_run=dry_run,
     )
@@ -98,7 +99,7 @@ def delete_step(
     spec: StoreSpec,
     number: int | None,
     *,
-    remove_objects: bool,
+    grace_seconds: float,
     allow_newest: bool,
     dry_run: bool = False,
 ) -> DeleteReport:
@@ -108,7 +109,7 @@ def delete_step(
         spec: the store's URL and options, with the checkpoint as its root.
         number: number of the claim of the job that deletes. 0 if the job has none; it may not
             delete steps of any claim. None if the caller is not a job; then claims do not matter.
-        remove_objects: remove the objects at once.
+        grace_seconds: as for `delete`.
         allow_newest: delete it even if it is the newest committed checkpoint of its run.
         dry_run: change nothing, but refuse what would be refused.
     """
@@ -123,7 +124,7 @@ def delete_step(
         _refuse_newest(spec, stored.record)
     if stored is not None and not dry_run:
         require_rewrites(store, "no checkpoint can be deleted")
-    report = delete_checkpoint(store, remove_objects=remove_objects, dry_run=dry_run, claim=number)
+    report = delete_checkpoint(store, grace_seconds=grace_seconds, dry_run=dry_run, claim=number)
     if report.superseded:
         # The deletion may have removed the `.metadata` of the save that came next.
         repair_checkpoint(store, dot_metadata=StockDotMetadata())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.ma
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,

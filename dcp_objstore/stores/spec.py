@@ -213,6 +213,8 @@ def _open_local(spec: StoreSpec) -> ObjectStore:
 
 
 def _open_obstore(spec: StoreSpec) -> ObjectStore:
+    import obstore.store  # noqa: F401  now, not in the thread of a request: a fork may come then
+
     from dcp_objstore.stores.obstore.clients import make_clients
     from dcp_objstore.stores.obstore.store import ObstoreStore, guard_fork
 

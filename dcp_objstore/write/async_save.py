@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from dcp_objstore.distributed.failures import (
@@ -31,6 +30,7 @@ from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import (
     ConfigError,
     DcpObjstoreError,
+    InputError,
     RankFailedError,
     SaveInProgressError,
 )
@@ -141,8 +141,10 @@ class AsyncSaveHandle:
         self.staging_completion: Future[None] = _WatchedFuture()
         self.upload_completion: Future[SaveReport] = _WatchedFuture()
         self._ended = threading.Event()
+        self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._raised = False
+        self._thread: threading.Thread | None = None  # the thread that saves, once it has begun
+        self._raised = False  # whether the error was asked for here, or raised by the next save
         self._before: AsyncSaveHandle | None = None  # the save whose turn comes before
         self._outlived = False  # whether the program ended before the save
 
@@ -184,9 +186,9 @@ class AsyncSaveHandle:
             TimeoutError: the built-in exception: the save has not ended within `timeout_seconds`.
                 It goes on.
         """
-        if not wait_until(self._ended, timeout_seconds):
-            raise TimeoutError(f"the save of {self.url} is still running")
-        return self.upload_completion.exception()
+        self._wait(timeout_seconds)
+        self._raised = True
+        return self._error
 
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """Wait for the commit and return the report, the same on every rank.
@@ -202,7 +204,19 @@ class AsyncSaveHandle:
         error = self.exception(timeout_seconds)
         if error is not None:
             raise error
-        return self.upload_completion.result()
+        assert self._report is not None
+        return self._report
+
+    def _wait(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the end of the save. A callback of its futures runs in the thread that saves."""
+        if not self.done() and threading.current_thread() is self._thread:
+            raise InputError(
+                "a callback of `staging_completion` waits for the save, which goes on only after"
+                " the callback; wait in a callback of `upload_completion`",
+                url=self.url,
+            )
+        if not wait_until(self._ended, timeout_seconds):
+            raise TimeoutError(f"the save of {self.url} is still running")
 
     @property
     def _is_settled(self) -> bool:
@@ -221,8 +235,11 @@ class AsyncSaveHandle:
             self._before = self._before._before  # not None if it has failed before its turn
 
     def _end(self, report: SaveReport | None, error: BaseException | None) -> None:
-        """Record the outcome, and wake all who wait for it."""
-        self._error = error
+        """Record the outcome, wake all who wait for it, and call the callbacks of the futures.
+
+        They are called last, because they may ask for the outcome or begin the next save.
+        """
+        self._report, self._error = report, error
         self._outlived = has_ended()
 
         def settle(future: Future[Any]) -> None:
@@ -233,8 +250,8 @@ class AsyncSaveHandle:
             else:
                 future.set_result(report)
 
+        self._ended.set()
         with contextlib.ExitStack() as stack:  # do all of it, even if the user's callbacks raise
-            stack.callback(self._ended.set)
             stack.callback(settle, self.upload_completion)
             stack.callback(settle, self.staging_completion)
 
@@ -406,6 +423,9 @@ class _StagedSave:
         self._began_at = time.monotonic()
 
         def begin() -> Staging:
+            # What this imports for the first time would be locked for ever in a child that is
+            # forked while the saving thread imports it.
+            self._writer._target.spec.open()
             converted = self._writer._describe(ConvertedState(state, loading=False))
             return Staging(converted.state_dict, staging_memory())
 
@@ -445,6 +465,7 @@ class _StagedSave:
         if not self._once.acquire(blocking=False):
             return  # Ctrl-C came as the thread was started
         report, failed = None, None
+        self.handle._thread = threading.current_thread()
         try:
             self._fail(error)
             report = self._save()
@@ -483,7 +504,7 @@ def _begin_after_earlier(
     while True:
         earlier, failed = background.latest, None
         if earlier is not None and on_busy == "wait":
-            _, failed = capture(partial(wait_until, earlier._ended))
+            _, failed = capture(earlier._wait)
         objection = _objection(earlier, handle.url)
         try:
             raise_on_all(failed or objection, handle.url, group, _EVERY_RANK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,8 +41,8 @@ from tests.support.upkeep import finish, keys, loose, named, save, state, tear, 
 from tests.support.wrapped_stores import Fault, FaultStore
 
 
-def go(store: ObjectStore, **settings: bool):
-    return delete(store, clock=TickingClock(), **settings)
+def go(store: ObjectStore, grace_seconds: float = math.inf, **settings: bool):
+    return delete(store, clock=TickingClock(), grace_seconds=grace_seconds, **settings)
 
 
 def test_deleted_checkpoint_is_gone_for_readers_and_its_objects_stay(real: ObjectStore) -> None:
@@ -66,7 +67,7 @@ def test_delete_now_removes_exactly_what_the_commit_named(real: ObjectStore) -> 
     others = {"notes.txt", "step-2/_COMMIT", "__0_0.distcp"}
     for key in others:
         real.put(key, b"somebody's")
-    report = go(real, remove_objects=True)
+    report = go(real, grace_seconds=0)
     assert report.removed_objects == 3
     left = {key for key in keys(real) if not is_beacon_key(key)}
     assert left == {MARKER_KEY, *torn, *others}
@@ -75,7 +76,7 @@ def test_delete_now_removes_exactly_what_the_commit_named(real: ObjectStore) -> 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 def test_deleted_checkpoint_can_be_saved_again(real: ObjectStore) -> None:
     first = save(real)
-    go(real, remove_objects=True)
+    go(real, grace_seconds=0)
     second = save(real)
     assert named(real) == loose(real) | named(real)
     assert open_committed(real)[0].log == (first.commit_id,)
@@ -91,9 +92,9 @@ def test_what_is_not_there_is_not_deleted(store: MemoryStore) -> None:
     with pytest.raises(CheckpointNotFoundError, match="was deleted"):
         go(store)
     assert store.objects == before
-    go(store, remove_objects=True)
+    go(store, grace_seconds=0)
     with pytest.raises(CheckpointNotFoundError, match="was deleted"):
-        go(store, remove_objects=True)
+        go(store, grace_seconds=0)
     assert set(store.objects) == {MARKER_KEY}
 
 
@@ -101,7 +102,7 @@ def test_another_librarys_checkpoint_is_not_deleted(store: MemoryStore) -> None:
     for key in (".metadata", "__0_0.distcp"):
         store.put(key, b"stock")
     with pytest.raises(CheckpointNotFoundError):
-        go(store, remove_objects=True)
+        go(store, grace_seconds=0)
     assert set(store.objects) == {".metadata", "__0_0.distcp"}
 
 
@@ -111,7 +112,7 @@ def test_pinned_checkpoint_is_not_deleted_until_it_is_unpinned(real: ObjectStore
     assert pin(real, "release 1") == ("paper", "release 1")
     before = keys(real)
     with pytest.raises(CheckpointPinnedError, match="paper, release 1"):
-        go(real, remove_objects=True)
+        go(real, grace_seconds=0)
     assert keys(real) == before
     assert state(real) == "committed"
     unpin(real, "paper")
@@ -124,7 +125,7 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) 
     save(store)
     store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper", clock=TickingClock()))
     with pytest.raises(CheckpointPinnedError, match="paper"):
-        go(store, remove_objects=True)
+        go(store, grace_seconds=0)
     assert state(store) == "committed"
     assert DOT_METADATA_KEY in store.objects
     named(store)
@@ -213,7 +214,7 @@ def test_damaged_index_does_not_keep_it_from_being_deleted(store: MemoryStore) -
     assert done.marker.index is not None
     data = named(store)
     store.put(done.marker.index.key, b"damaged")
-    report = go(store, remove_objects=True)
+    report = go(store, grace_seconds=0)
     assert report.index_damaged
     assert report.removed_objects == 0
     assert set(store.objects) == {MARKER_KEY, *data}
@@ -228,7 +229,7 @@ def test_an_index_of_a_newer_format_does_not_keep_it_from_being_deleted(
         raise UnsupportedError("upgrade")
 
     monkeypatch.setattr(ix, "decode", newer)
-    report = go(store, remove_objects=True)
+    report = go(store, grace_seconds=0)
     assert (report.index_damaged, report.removed_objects) == (True, 0)
     assert state(store) == "deleted"
 
@@ -250,14 +251,14 @@ def test_keys_that_are_not_of_our_form_are_never_removed(store: MemoryStore) -> 
         finish(store, token, hostile)
     finally:
         module.check_objects = original
-    go(store, remove_objects=True)
+    go(store, grace_seconds=0)
     assert set(store.objects) == set(others)
 
 
 def test_dry_run_changes_nothing_and_says_what_would_go(store: MemoryStore) -> None:
     save(store)
     before = dict(store.objects)
-    report = go(store, remove_objects=True, dry_run=True)
+    report = go(store, grace_seconds=0, dry_run=True)
     assert (report.dry_run, report.objects, report.removed_objects) == (True, 2, 3)
     assert not report.superseded
     assert store.objects == before
@@ -268,7 +269,7 @@ def test_damaged_marker_is_left_as_it_is(store: MemoryStore) -> None:
     store.put(MARKER_KEY, b"{}")
     before: dict[str, object] = dict(store.objects)
     with pytest.raises(CheckpointCorruptError):
-        go(store, remove_objects=True)
+        go(store, grace_seconds=0)
     assert store.objects == before
 
 

@@ -6,6 +6,7 @@ here of pauses holds for a job on a machine that lost its network, too: the requ
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
@@ -52,7 +53,9 @@ def sweep(rank: int, world_size: int, url: str, direct: Options, options: Option
 
 
 def delete(rank: int, world_size: int, url: str, options: Options, now: bool) -> Any:
-    return dos.delete(url, storage_options=options, allow_newest=True, remove_objects=now)
+    return dos.delete(
+        url, storage_options=options, allow_newest=True, grace_seconds=0 if now else math.inf
+    )
 
 
 @pytest.fixture(scope="module")

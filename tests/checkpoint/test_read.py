@@ -101,7 +101,7 @@ def test_a_tombstone_that_a_sweep_put_names_nothing_that_could_be_deleted(
         named_keys(store, tombstone)
     assert caught.value.url == store.url
     with pytest.raises(CheckpointNotFoundError, match="was deleted"):
-        delete(store, remove_objects=True)
+        delete(store)
 
 
 def test_the_url_of_an_object_is_told_from_that_of_a_prefix(tmp_path: Path) -> None:

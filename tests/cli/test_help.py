@@ -39,7 +39,7 @@ WITHOUT_TENSORS = (
     "repair {run}/step-1",
     "pin {run}/step-1 paper",
     "unpin {run}/step-1 paper",
-    "rm --yes --remove-objects {run}/step-1",
+    "rm --yes --grace 24h {run}/step-1",
     "sweep --yes {run}",
     "local ls {node}",
     "local rm {node}",

@@ -57,11 +57,11 @@ def test_rm_deletes_only_with_yes_and_prints_the_command(steps: Run) -> None:
     for number in (1, 2):
         save(steps.step(number))
     before = steps.all()
-    planned = run("rm", f"{steps.url}/step-1", "--remove-objects")
+    planned = run("rm", f"{steps.url}/step-1")
     assert planned.returncode == 0
     assert steps.all() == before
     command = planned.stdout.splitlines()[-1].split()
-    assert command == ["dcp-objstore", "rm", f"{steps.url}/step-1", "--remove-objects", "--yes"]
+    assert command == ["dcp-objstore", "rm", f"{steps.url}/step-1", "--yes"]
     assert "would delete" in planned.stdout
     done = run(*command[1:])
     assert (done.returncode, done.stderr) == (0, "")
@@ -73,15 +73,13 @@ def test_rm_deletes_only_with_yes_and_prints_the_command(steps: Run) -> None:
     assert "was deleted" in again.stderr
 
 
-def test_rm_without_now_leaves_the_objects_and_gc_removes_them_when_old(
+def test_rm_with_a_grace_period_leaves_the_objects_and_a_sweep_removes_them_when_old(
     steps: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in (1, 2):
         save(steps.step(number))
-    upkeep.remove(
-        f"{steps.url}/step-1", remove_objects=False, yes=True, allow_newest=False, as_json=False
-    )
-    assert "until a sweep removes them after 24 h" in capsys.readouterr().out
+    upkeep.remove(f"{steps.url}/step-1", grace="1h", yes=True, allow_newest=False, as_json=False)
+    assert "or a sweep after 24 h" in capsys.readouterr().out
     assert len(loose(steps.step(1))) == 3
     upkeep.collect(steps.url, grace="24h", yes=True, as_json=False)
     assert "not yet" in capsys.readouterr().out
@@ -106,19 +104,17 @@ def test_rm_refuses_the_newest_and_pinned_ones(
     url = f"{steps.url}/step-2"
     for yes in (False, True):
         with pytest.raises(InputError, match="--allow-newest"):
-            upkeep.remove(url, remove_objects=True, yes=yes, allow_newest=False, as_json=False)
+            upkeep.remove(url, grace="0m", yes=yes, allow_newest=False, as_json=False)
     upkeep.protect(url, "paper", as_json=False)
     assert capsys.readouterr().out == f"{url}: pinned as paper\n"
     with pytest.raises(CheckpointPinnedError):
-        upkeep.remove(url, remove_objects=True, yes=True, allow_newest=True, as_json=False)
+        upkeep.remove(url, grace="0m", yes=True, allow_newest=True, as_json=False)
     upkeep.unprotect(url, "paper", as_json=True)
     assert json.loads(capsys.readouterr().out) == {"url": url, "pins": []}
     open_committed(steps.step(2))
-    upkeep.remove(url, remove_objects=True, yes=False, allow_newest=True, as_json=False)
-    assert (
-        capsys.readouterr().out.splitlines()[-1].endswith("--remove-objects --allow-newest --yes")
-    )
-    upkeep.remove(url, remove_objects=True, yes=True, allow_newest=True, as_json=True)
+    upkeep.remove(url, grace="0m", yes=False, allow_newest=True, as_json=False)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("step-2 --allow-newest --yes")
+    upkeep.remove(url, grace="0m", yes=True, allow_newest=True, as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert (report["url"], report["removed_objects"], report["dry_run"]) == (url, 3, False)
 

@@ -239,7 +239,7 @@ def test_a_source_that_is_deleted_meanwhile_is_gone(
         if verb in ("open_range", "copy"):
             with lock:
                 if not deleted:
-                    dos.delete(local.at("step-7"), remove_objects=True, allow_newest=True)
+                    dos.delete(local.at("step-7"), allow_newest=True)
                     deleted.append(key)
         return None
 

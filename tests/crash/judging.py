@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -292,7 +293,7 @@ def _save_again(bucket: Bucket, shape: Shape) -> None:
         [(failure, _)] = error.failures.values()
         if not isinstance(failure, dos.errors.RetryableError):
             raise
-        alone(bucket, delete(remove_objects=False), shape)
+        alone(bucket, delete(grace_seconds=math.inf), shape)
         alone(bucket, act, shape)
 
 

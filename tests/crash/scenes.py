@@ -5,6 +5,7 @@ An edition of a checkpoint has its number in every element, so that a mixture of
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -163,11 +164,11 @@ def stock_save(edition: int) -> Callable[[int, Shape], None]:
     return act
 
 
-def delete(*, remove_objects: bool) -> Callable[[int, Shape], None]:
+def delete(*, grace_seconds: float) -> Callable[[int, Shape], None]:
     """A deletion with this library."""
 
     def act(_rank: int, _shape: Shape) -> None:
-        dos.delete(URL, remove_objects=remove_objects, allow_newest=True)
+        dos.delete(URL, grace_seconds=grace_seconds, allow_newest=True)
 
     return act
 
@@ -215,7 +216,7 @@ def stock_committed(bucket: Bucket, shape: Shape) -> None:
 def deleted(bucket: Bucket, shape: Shape) -> None:
     """A tombstone, and the objects of what was deleted."""
     committed(bucket, shape)
-    alone(bucket, delete(remove_objects=False), shape)
+    alone(bucket, delete(grace_seconds=math.inf), shape)
     bucket.age(days=3)
 
 
@@ -241,7 +242,9 @@ def deleting(bucket: Bucket, shape: Shape) -> None:
     """A deletion that died on its way."""
     committed(bucket, shape)
     # Its second request that changes something: the first made the marker say `deleting`.
-    _die(bucket, delete(remove_objects=False), replace(shape, ranks=1), "delete", DOT_METADATA_KEY)
+    _die(
+        bucket, delete(grace_seconds=math.inf), replace(shape, ranks=1), "delete", DOT_METADATA_KEY
+    )
 
 
 def _die(
@@ -323,8 +326,8 @@ def scenes() -> list[Scene]:
         Scene(OURS, "save over another", TWO, over, committed, OLD, NEW, True),
         Scene(OURS, "save over a deleted one", ONE, fresh, deleted, None, NEW, True),
         Scene(OURS, "save, reversed", ONE, fresh, nothing, None, NEW, True, order=reverse),
-        Scene(OURS, "delete", ONE, delete(remove_objects=False), committed, OLD, None),
-        Scene(OURS, "delete now", ONE, delete(remove_objects=True), committed, OLD, None),
+        Scene(OURS, "delete", ONE, delete(grace_seconds=math.inf), committed, OLD, None),
+        Scene(OURS, "delete now", ONE, delete(grace_seconds=0), committed, OLD, None),
         Scene(OURS, "sweep a dead save", TWO_LARGE, sweep, torn, None, None),
         Scene(OURS, "sweep what was replaced", ONE_LARGE, sweep, overwritten, NEW, NEW),
         Scene(OURS, "sweep what was deleted", ONE, sweep, deleted, None, None),
@@ -353,7 +356,7 @@ def large_scenes() -> list[Scene]:
         Scene(OURS, "save over another", TWO_LARGE, over, committed, OLD, NEW, True),
         Scene(OURS, "save over another", first, over, committed, OLD, NEW, True, True),
         Scene(OURS, "save over a deleted one", TWO_LARGE, fresh, deleted, None, NEW, True),
-        Scene(OURS, "delete now", TWO_LARGE, delete(remove_objects=True), committed, OLD, None),
+        Scene(OURS, "delete now", TWO_LARGE, delete(grace_seconds=0), committed, OLD, None),
         Scene(OURS, "sweep what was replaced", TWO_LARGE, sweep, overwritten, NEW, NEW),
         Scene(
             STOCK, "save over another", TWO_LARGE, stock_save(NEW), stock_committed, OLD, NEW, True

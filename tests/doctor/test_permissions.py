@@ -71,7 +71,6 @@ def manage(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
             bucket.at("run"),
             keep=dos.KeepLatest(1),
             save_every=1,
-            remove_objects=True,
             storage_options=options,
         ) as run:
             assert run.load(small()) == start

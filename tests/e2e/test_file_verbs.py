@@ -65,9 +65,9 @@ def test_deletes_pins_repairs_and_sweeps(folder: Folder) -> None:
     with pytest.raises(dos.errors.CheckpointPinnedError):
         dos.delete(folder.at("step-1"))
     dos.unpin(folder.at("step-1"), "paper")
-    dos.delete(folder.at("step-1"), remove_objects=True)
+    dos.delete(folder.at("step-1"))
     assert folder.keys("step-1") == [MARKER_KEY]
-    dos.delete(folder.at("step-2"))
+    dos.delete(folder.at("step-2"), grace_seconds=3600)
     with pytest.raises(dos.errors.CheckpointNotFoundError):
         loaded(folder.at("step-2"))
     folder.delete("step-3/.metadata")

@@ -540,9 +540,7 @@ def test_save_total_limit_deletes_on_the_bucket_and_spares_the_best_and_the_pinn
                 return metrics
 
             trainer.evaluate = known
-            with_object_store(
-                trainer, bucket.url, background=True, remove_objects=True, sweep=False, **access
-            )
+            with_object_store(trainer, bucket.url, background=True, sweep=False, **access)
             trainer.train(resume_from_checkpoint=resume)
             loads.append(trainer.state.best_model_checkpoint)
             return get_model_state_dict(trainer.model)

@@ -297,7 +297,7 @@ def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint_as_the_last(
 
 def test_top_k_deletes_by_our_rules(bucket: Bucket, job: Job) -> None:
     best = {"monitor": "number", "mode": "max", "save_top_k": 2, "save_last": True}
-    first = run(2, job, callback=best, steps=6, storage={"remove_objects": True})
+    first = run(2, job, callback=best, steps=6, storage={"grace_seconds": 0})
     assert first["kept"] == ["step=4.ckpt", "step=6.ckpt"]
     assert names(bucket) == ["step=4.ckpt", "step=6.ckpt", "last.ckpt"]
     assert bucket.keys("step=2.ckpt") == [MARKER_KEY]  # the tombstone
@@ -309,9 +309,7 @@ def test_top_k_deletes_by_our_rules(bucket: Bucket, job: Job) -> None:
     committed = set(names(bucket)) - {"again-2.ckpt"}
     # One is pinned, and from the other the job resumed.
     assert committed == {"step=4.ckpt", "step=6.ckpt", "step=8.ckpt", "step=10.ckpt", "last.ckpt"}
-    third = run(
-        1, job, callback=best, ckpt_path="last", steps=12, storage={"remove_objects": False}
-    )
+    third = run(1, job, callback=best, ckpt_path="last", steps=12, storage={"grace_seconds": 3600})
     assert third["kept"] == ["step=10.ckpt", "step=12.ckpt"]
     assert "step=8.ckpt" not in names(bucket)
     assert len(bucket.keys("step=8.ckpt")) > 1  # until a sweep, for readers

@@ -143,7 +143,7 @@ def train(
     if not torch.accelerator.is_available():
         titan_dcp.StagingOptions = staging_on_cpu  # type: ignore[misc]
     load_step = config.get("load_step", -1)
-    with torchtitan.install(storage_options=options, remove_objects=True):
+    with torchtitan.install(storage_options=options):
         job = Job(url, **config)
         start = job.resume(load_step)
         job.train(steps)

@@ -120,7 +120,7 @@ def test_a_step_that_is_deleted_meanwhile_is_left_out(tmp_path) -> None:
         dos.save({"w": torch.ones(3)}, f"{url}/step-{step}", progress=False)
     reports = dos.verify_run(url)
     assert next(reports).url == f"{url}/step-3"
-    dos.delete(f"{url}/step-2", remove_objects=True)
+    dos.delete(f"{url}/step-2")
     assert [one.url for one in reports] == [f"{url}/step-1"]
 
 

@@ -13,6 +13,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import parse_index_key
 from dcp_objstore.integrations.lightning import _ObjectStore, _url
+from dcp_objstore.run.housekeeping import Deletions
 from tests.support.wrapped_stores import Request
 
 
@@ -32,7 +33,7 @@ def test_last_is_what_was_committed_last_whatever_the_clocks_of_the_hosts(
     dos.pin(f"{run}/{first}", "paper")  # which writes its marker later than the other's
     store = _ObjectStore(
         background=False,
-        remove_objects=False,
+        deletions=Deletions(0),
         sweep=False,
         trust_pickle=False,
         access={"storage_options": None, "config": None},

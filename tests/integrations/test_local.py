@@ -15,6 +15,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.integrations.hf import _TrainerRun
 from dcp_objstore.integrations.lightning import _ObjectStore
+from dcp_objstore.run.housekeeping import Deletions
 from tests.support.left_copies import lose_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
@@ -47,7 +48,7 @@ def test_install_hands_it_to_writer_and_reader(tmp_path: Path, node: Path) -> No
 def test_lightning_saves_and_loads_with_it(tmp_path: Path, node: Path, background: bool) -> None:
     store = _ObjectStore(
         background=background,
-        remove_objects=False,
+        deletions=Deletions(0),
         sweep=False,
         trust_pickle=False,
         access={"storage_options": None, "config": None},

@@ -5,6 +5,7 @@ An answer is a word and, for a save, the commit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -209,7 +210,11 @@ def deleter(*, now: bool, deadline_seconds: float = 60.0) -> Program:
     """A deletion."""
 
     def act(actor: Actor) -> Answer:
-        done = delete(actor.connect(), remove_objects=now, **_settings(actor, deadline_seconds))
+        done = delete(
+            actor.connect(),
+            grace_seconds=0 if now else math.inf,
+            **_settings(actor, deadline_seconds),
+        )
         return Answer(DELETED, actor, done.commit_id)
 
     return _saying(

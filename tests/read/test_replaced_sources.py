@@ -202,7 +202,7 @@ def test_one_of_ours_that_is_deleted_while_it_is_opened_names_the_next_step(
         for step in (1, 2):
             run.save(step, {"step": step})
     # The marker is read first, then the index.
-    replaced_at(through, "get", 1, lambda: dos.delete(f"{url}/step-1", remove_objects=True))
+    replaced_at(through, "get", 1, lambda: dos.delete(f"{url}/step-1"))
     with pytest.raises(CheckpointGoneError, match=r"deleted.*next step of the run is step-2"):
         open_stored_checkpoint(StoreSpec(f"{url}/step-1"))
 

@@ -260,7 +260,7 @@ def test_a_poll_sends_one_listing_and_reads_only_markers_that_are_new(
         count,
         count,
         lambda: (count(), step(101)),
-        lambda: (count(), dos.delete(f"{url}/step-7"), requests.clear()),
+        lambda: (count(), dos.delete(f"{url}/step-7", grace_seconds=60), requests.clear()),
         count,
         count,
     ]
@@ -305,7 +305,7 @@ def test_deletions_and_a_run_that_goes_away_end_nothing(url: str, time: Time) ->
     dropped: list[dos.reports.ListedCheckpoint] = []
     train(url, [1, 2, 3])
     time.later = [
-        lambda: dos.delete(f"{url}/step-1", remove_objects=True),
+        lambda: dos.delete(f"{url}/step-1"),
         lambda: dos.delete(f"{url}/step-2"),
         remove_all,
         lambda: train(url, [2, 3]),
@@ -449,7 +449,7 @@ def test_the_error_of_a_step_that_is_gone_names_the_next_one(
     steps = dos.follow(url, until=10)
     opened = dos.open(next(steps).url)
     for number in (1, 2):
-        dos.delete(f"{url}/step-{number}", remove_objects=True)
+        dos.delete(f"{url}/step-{number}")
     with pytest.raises(CheckpointGoneError, match=NEXT % 3):
         opened.read()
     step = next(steps)
@@ -459,7 +459,7 @@ def test_the_error_of_a_step_that_is_gone_names_the_next_one(
 
     def delete_first(verb: str, *_: object) -> None:
         if verb == "open_range":
-            dos.delete(f"{url}/step-3", remove_objects=True)
+            dos.delete(f"{url}/step-3")
 
     step = next(steps)
     through(lambda store: FaultStore(store, delete_first))

@@ -79,7 +79,12 @@ def run(bucket: Bucket) -> Iterator[Bucket]:
     save(bucket, 1, overwrite=True)
     dos.pin(bucket.at("run/step-1"), "paper", storage_options=bucket.storage_options)
     save(bucket, 2)
-    dos.delete(bucket.at("run/step-2"), allow_newest=True, storage_options=bucket.storage_options)
+    dos.delete(
+        bucket.at("run/step-2"),
+        allow_newest=True,
+        grace_seconds=3600,
+        storage_options=bucket.storage_options,
+    )
     bucket.put(f"run/step-3/{data_key(0, 0, new_nonce())}", b"x" * 1000)
     bucket.put(f"run/step-3/{beacon_key(new_nonce())}", b"")
     begin_upload(bucket, f"run/step-4/{data_key(3, 0, new_nonce())}")
@@ -245,7 +250,7 @@ def test_a_listed_checkpoint_says_what_its_marker_says() -> None:
     report = dos.save(state, f"{run}/step-1", claim=claim, user_metadata={"a": 1})
     dos.pin(f"{run}/step-1", "paper")
     dos.save(state, f"{run}/step-2", claim=claim)
-    dos.delete(f"{run}/step-2", allow_newest=True, remove_objects=True)
+    dos.delete(f"{run}/step-2", allow_newest=True)
     put(f"{run}/step-3/{data_key(0, 0, new_nonce())}", b"12345")
     put(f"{run}/step-4/.metadata", b"theirs")
     put(f"{run}/step-4/__0_0.distcp", b"12345")

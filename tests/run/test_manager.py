@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import json
+import logging
 import multiprocessing
 import os
 import secrets
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -25,7 +27,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import data_key, new_nonce
+from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.observe.events import Event, Planned
 from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
@@ -649,13 +651,11 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
     with dos.CheckpointManager(url, claim_run=owned, sweep=False) as old:
         for step in (1, 2, 3):
             old.save(step, state(step))
-        retainer = retaining.Retainer(
-            StoreSpec(url), dos.KeepLatest(1), remove_objects=True, sweeps=False
-        )
+        retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
         retainer.claim = old.claim
         assert (old.claim is not None) is owned
     dos.claim_run(url)
-    retainer.committed(3, {})
+    retainer.committed(3)
     assert "were not deleted" in caplog.text
     assert names(url) == ["step-1", "step-2", "step-3"]
     dos.load(state(0), f"{url}/step-1", progress=False)
@@ -670,7 +670,7 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(3), sweeps=False)
     for step in range(1, 6):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
-        retainer.committed(step, {})  # lists the run at first
+        retainer.committed(step)  # lists the run at first
         if step == 3 and change == "deleted":
             dos.delete(f"{url}/step-1")
         elif step == 3:
@@ -679,21 +679,126 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
 
 
-def test_a_few_steps_are_deleted_after_each_commit_and_the_run_is_listed_once(
+def test_a_few_steps_are_deleted_after_each_commit_and_no_marker_is_read_twice_to_plan_it(
     url: str, monkeypatch: pytest.MonkeyPatch, requests: list[Request]
 ) -> None:
     monkeypatch.setattr(retaining, "_AT_A_TIME", 2)
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
     for step in range(1, 6):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
-    found = []
+    found, read = [], []
     for step in (5, 6, 7):
         dos.save(state(step), f"{url}/step-{step}", overwrite=True, progress=False)
         requests.clear()
-        retainer.committed(step, {})
-        listings = [one.verb for one in requests].count("list")
-        found.append((listings, [int(name.rpartition("-")[2]) for name in names(url)]))
-    assert found == [(1, [3, 4, 5]), (0, [5, 6]), (0, [7])]
+        with monkeypatch.context() as patched:
+            patched.setattr(retaining.Retainer, "_delete", lambda *_: None)
+            retainer.committed(step)
+        read.append([one.verb for one in requests if one.key == MARKER_KEY].count("get"))
+        retainer.committed(step)
+        found.append([int(name.rpartition("-")[2]) for name in names(url)])
+    assert found == [[3, 4, 5], [5, 6], [7]]
+    assert read == [5, 1, 1]
+
+
+@pytest.mark.parametrize("how", ["deleted", "without its index"])
+def test_a_step_that_is_gone_displaces_none_that_is_there(url: str, how: str) -> None:
+    """Somebody has deleted it, or removed what it needs, since this job saved it."""
+
+    def lose(step: int) -> None:
+        if how == "deleted":
+            dos.delete(f"{url}/step-{step}", allow_newest=True)
+            return
+        store = StoreSpec(f"{url}/step-{step}").open()
+        (index,) = (meta.key for meta in store.list() if meta.key.startswith("index."))
+        store.delete(index)
+
+    def left() -> list[int]:
+        """The steps that can be loaded."""
+        found = []
+        for name in names(url):
+            with contextlib.suppress(dos.errors.DcpObjstoreError):
+                dos.load(state(0), f"{url}/{name}", progress=False)
+                found.append(int(name.rpartition("-")[2]))
+        return found
+
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(2), sweep=False) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+        lose(2)
+        run.save(3, state(3))
+    assert left() == [1, 3]
+    keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
+    with dos.CheckpointManager(url, keep=keep, sweep=False) as run:
+        loaded(run, 1)
+        for step, loss in ((12, 0.1), (13, 0.6)):
+            run.save(step, state(step), metrics={"loss": loss})
+        end_of_deletions(run)
+        lose(12)
+        for step, loss in ((14, 0.3), (15, 0.7), (16, 0.8)):
+            run.save(step, state(step), metrics={"loss": loss})
+    assert left() == [1, 14, 16]
+
+
+@pytest.mark.backends("file", "seaweed")
+def test_at_its_end_a_run_holds_the_bytes_that_keep_says_and_tombstones(bucket: Bucket) -> None:
+    options = bucket.storage_options
+    with dos.CheckpointManager(
+        bucket.url, keep=dos.KeepLatest(2), save_every=2, sweep=False, storage_options=options
+    ) as run:
+        train(run, range(1, 21))
+    sizes: dict[str, int] = Counter()
+    for meta in StoreSpec(bucket.url, options).open().list():
+        step, _, key = meta.key.partition("/")
+        if key != MARKER_KEY:
+            sizes[step] += meta.size_bytes
+    del sizes["_CLAIM"]
+    assert sizes.keys() == {"step-18", "step-20"}
+    assert dos.open(f"{bucket.url}/step-18", storage_options=options).verify(deep=True).ok
+
+
+def test_with_a_grace_period_objects_stay_that_long_and_what_is_saved_there_again_is_whole(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(retaining, "time", clock)
+
+    def objects(step: int) -> int:
+        return sum(1 for _ in StoreSpec(f"{url}/step-{step}").open().list())
+
+    keep, whole = dos.KeepLatest(1), 4  # two of data and index, marker and `.metadata`
+    with dos.CheckpointManager(url, keep=keep, grace_seconds=60, sweep=False) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+        end_of_deletions(run)
+        whole = objects(2)
+        assert names(url) == ["step-2"]
+        assert objects(1) == whole - 1, "all but `.metadata`"
+        now += 59
+        run.save(3, state(3))
+        end_of_deletions(run)
+        assert (objects(1), objects(2)) == (whole - 1, whole - 1)
+        dos.save(state(1), f"{url}/step-1", progress=False, claim=run.claim)
+        dos.pin(f"{url}/step-1", "mine")
+        now += 1
+        run.save(4, state(4))
+        end_of_deletions(run)
+        dos.load(state(0), f"{url}/step-1", progress=False)
+        assert objects(2) == whole - 1
+        now += 59
+        run.save(5, state(5))
+        end_of_deletions(run)
+        assert objects(2) == 1, "the tombstone"
+        assert objects(3) == whole - 1
+    assert names(url) == ["step-1", "step-5"]
+
+
+@pytest.mark.parametrize("grace", [-1, "1h", None, True, float("nan")])
+def test_a_grace_period_that_is_no_time_is_refused(url: str, grace: Any) -> None:
+    with pytest.raises(dos.errors.ConfigError, match="grace_seconds"):
+        dos.CheckpointManager(url, grace_seconds=grace)
+    with pytest.raises(dos.errors.ConfigError, match="grace_seconds"):
+        dos.delete(f"{url}/step-1", grace_seconds=grace)
 
 
 @pytest.mark.parametrize("pinned_at", [1, 2])
@@ -708,75 +813,14 @@ def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_
             assert names(url) == ["step-1", "step-3", "step-4"]
             dos.unpin(f"{url}/step-1", "evaluator")
         if step > 1 or pinned_at > 1:
-            retainer.committed(step, {})  # the first one lists the run
+            retainer.committed(step)  # the first one lists the run
     assert names(url) == ["step-4"]
-
-
-def test_after_a_commit_one_pinned_step_is_tried_each_in_its_turn(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each costs a request; a run may have hundreds of them."""
-    tried: list[str] = []
-    delete = retaining.delete_step
-
-    def delete_step(step: StoreSpec, *args: Any, **settings: Any) -> Any:
-        tried.append(step.url.removeprefix(f"{url}/step-"))
-        return delete(step, *args, **settings)
-
-    monkeypatch.setattr(retaining, "delete_step", delete_step)
-    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
-    for step in range(1, 10):
-        dos.save(state(step), f"{url}/step-{step}", progress=False)
-        if step <= 3:
-            dos.pin(f"{url}/step-{step}", "paper")
-        if step >= 3:
-            retainer.committed(step, {})
-        if step == 6:
-            dos.unpin(f"{url}/step-2", "paper")
-    # The steps without a pin, and one with a pin. That step 3 has one shows when it is tried.
-    assert " ".join(tried) == "1 3 2 4 1 5 3 6 2 7 1 8 3"
-    assert names(url) == ["step-1", "step-3", "step-9"]
-
-
-def test_a_step_is_held_until_each_export_of_it_has_ended(url: str) -> None:
-    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
-    retainer.hold(1)
-    retainer.hold(1)
-    found = []
-    for step in range(1, 5):
-        dos.save(state(step), f"{url}/step-{step}", progress=False)
-        if step > 2:
-            retainer.release(1)
-        retainer.committed(step, {})
-        found.append(names(url))
-    assert found == [["step-1"], ["step-1", "step-2"], ["step-1", "step-3"], ["step-4"]]
-
-
-def test_what_is_planned_to_be_deleted_is_waited_for(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began, go, ended = threading.Event(), threading.Event(), []
-
-    def slowly(*args: Any, **settings: Any) -> None:
-        began.set()
-        assert go.wait(60)
-        ended.append("deleted")
-
-    save_steps(url, (1, 2))
-    monkeypatch.setattr(retaining, "delete_step", slowly)
-    retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
-    retainer.settle()
-    threading.Thread(target=retainer.committed, args=(2, {})).start()
-    assert began.wait(60)
-    threading.Timer(0.1, go.set).start()
-    retainer.settle()
-    assert ended == ["deleted"]
 
 
 def test_without_a_policy_or_a_sweep_a_commit_causes_no_requests(
     url: str, requests: list[Request]
 ) -> None:
-    retaining.Retainer(StoreSpec(url), sweeps=False).committed(1, {})
+    retaining.Retainer(StoreSpec(url), sweeps=False).committed(1)
     assert requests == []
 
 
@@ -845,12 +889,12 @@ def test_a_sweep_that_takes_hours_is_not_begun_again(
     sweeps.go = threading.Event()
     retainer = retaining.Retainer(StoreSpec(url))
     for _ in range(2):
-        retainer.committed(1, {})
+        retainer.committed(1)
         assert retainer._sweeper is not None
         sweeps.now += 3600
     sweeps.go.set()
     retainer._sweeper.join(60)
-    retainer.committed(1, {})
+    retainer.committed(1)
     retainer._sweeper.join(60)
     assert len(sweeps.began) == 2
 
@@ -870,18 +914,23 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     with dos.CheckpointManager(url) as run:
         assert run.steps() == (2, 3, 5)
         run.unpin(2, "paper")
-    with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)], remove_objects=True) as run:
+    with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)]) as run:
         run.save(6, state(6))
     assert names(url) == ["step-6"]
     store = StoreSpec(url).open()
     assert [meta.key for meta in store.list("step-5/")] == ["step-5/_COMMIT"]
 
 
-def end_of_upkeep(run: dos.CheckpointManager) -> None:
-    """Wait for the deletions and the sweep that the last commit has begun."""
+def end_of_deletions(run: dos.CheckpointManager) -> None:
+    """Wait for the deletions that the last commit has begun."""
     assert run._saves is not None
     assert run._saves._retention is not None
     run._saves._retention.join(60)
+
+
+def end_of_upkeep(run: dos.CheckpointManager) -> None:
+    """Wait for the deletions and the sweep that the last commit has begun."""
+    end_of_deletions(run)
     sweeper = run._retainer._sweeper
     assert sweeper is not None
     sweeper.join(60)
@@ -1282,6 +1331,99 @@ def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(
         assert loaded(run)[1]["step"] == 1
 
 
+@pytest.mark.parametrize("other", [7, 10, 12])
+def test_the_last_step_is_saved_at_the_end_though_an_earlier_one_was_saved_after_it(
+    url: str, other: int
+) -> None:
+    """A state that was kept, such as the best one. A later step is beyond the last one."""
+    with dos.CheckpointManager(url) as run:
+        run.step(10, state(10))
+        run.save(other, state(other))
+        assert run._trained.last == ((10, False) if other < 10 else (other, True))
+    assert names(url) == [f"step-{step}" for step in sorted({other, max(10, other)})]
+
+
+def test_a_step_that_was_not_saved_is_not_missed_after_a_load(url: str) -> None:
+    save_steps(url, [1])
+    with dos.CheckpointManager(url) as run:
+        run.step(2, state(2))
+        assert loaded(run)[0] == 1
+        assert run._trained.last is None
+    assert names(url) == ["step-1"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("moment", ["copied", "begun", "noted"])
+def test_ctrl_c_in_a_step_leaves_nothing_that_close_fails_for(
+    url: str, monkeypatch: pytest.MonkeyPatch, moment: str, background: bool
+) -> None:
+    """As in a notebook, which goes on: while its save begins, just after that, and in between."""
+    run = dos.CheckpointManager(url)
+    loaded(run)
+    run.step(1, state(1))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def after(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **settings: Any) -> None:
+            function(*args, **settings)
+            raise KeyboardInterrupt
+
+        return call
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        if moment == "copied":
+            patched.setattr(async_api._StagedSave, "begin_staging", interrupted)
+            patched.setattr(api, "run_save", interrupted)
+        elif moment == "begun":
+            patched.setattr(async_api._StagedSave, "raise_interrupt", interrupted)
+            patched.setattr(api, "run_save", after(api.run_save))
+        else:
+            patched.setattr(manager.CheckpointManager, "_note_saved", interrupted)
+        save = run.async_save if background else run.save
+        save(1, state(1))
+    run.close()
+    assert names(url) == ["step-1"]
+
+
+def test_close_waits_for_the_save_for_which_ctrl_c_ended_a_wait(
+    url: str, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = dos.CheckpointManager(url, save_every=1)
+    run.step(1, state(1))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(async_api.AsyncSaveHandle, "exception", interrupted)
+        run.step(2, state(2))
+    threading.Timer(0.1, held.set).start()
+    run.close()
+    assert names(url) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_error_of_a_save_is_raised_once(
+    url: str, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    run = dos.CheckpointManager(url)
+    with monkeypatch.context() as patched:
+        patched.setattr(async_api, "run_save", down)
+        run.async_save(1, state(1))
+        with pytest.raises(dos.errors.StoreUnavailableError):
+            run.save(2, state(2))
+    if closes:
+        run.close()
+    else:
+        error = ZeroDivisionError()
+        run.__enter__()
+        run.__exit__(ZeroDivisionError, error, None)
+        assert not hasattr(error, "__notes__")
+    assert names(url) == []
+
+
 @pytest.fixture
 def exits_on_sigterm() -> Iterator[None]:
     """A handler as many scripts have one."""
@@ -1327,19 +1469,58 @@ def test_a_handler_that_ends_the_program_waits_for_the_save_that_drains(
     assert names(url) == ["step-1"]
 
 
-def test_a_signal_while_the_last_save_drains_does_not_cut_it_short(
-    url: str, held: threading.Event
-) -> None:
+def _signal_while_a_save_drains(url: str, held: threading.Event, fails: bool) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.getLogger("dcp_objstore").addHandler(logging.StreamHandler(os.fdopen(2, "w")))
+
     def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)  # would end this process
+        os.kill(os.getpid(), signal.SIGTERM)
         threading.Timer(0.1, held.set).start()
 
-    with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url, save_every=1) as run:
+    with dos.CheckpointManager(url, save_every=1, sweep=False) as run:
         run.step(1, state(1))
         threading.Timer(0.1, interrupt).start()
-        raise ZeroDivisionError
+        if fails:
+            raise ZeroDivisionError
+    os._exit(3)  # the program would go on here
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_signal_that_no_step_has_seen_ends_the_program_once_the_last_save_is_committed(
+    tmp_path: Path, held: threading.Event, capfd: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    """It does not cut the save short, and it is not forgotten. An error of the body is logged."""
+    url = tmp_path.as_uri()
+    forking = multiprocessing.get_context("fork")
+    child = forking.Process(target=_signal_while_a_save_drains, args=(url, held, fails))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGTERM
     assert names(url) == ["step-1"]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert ("ZeroDivisionError" in capfd.readouterr().err) is fails
+
+
+def _leave_after_a_signal(url: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    managers = [dos.CheckpointManager(f"{url}/{name}") for name in ("model", "ema")]
+    with managers[0] as model, managers[1] as ema:
+        step = 0
+        signal.raise_signal(signal.SIGTERM)
+        while not ema.preempted():
+            step += 1
+            ema.step(step, state(step))
+        model.step(step, state(step))
+        signal.raise_signal(signal.SIGTERM)  # some schedulers send it twice
+    os._exit(3)
+
+
+def test_a_signal_that_the_program_knows_of_does_not_end_it(tmp_path: Path) -> None:
+    """It may have learned of it from another manager."""
+    forking = multiprocessing.get_context("fork")
+    child = forking.Process(target=_leave_after_a_signal, args=(tmp_path.as_uri(),))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 3
 
 
 def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_never_loaded(
@@ -1751,7 +1932,7 @@ def test_steps_that_were_deleted_cost_no_requests(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,000 steps of which 3 are left: their tombstones are listed, and not read."""
-    with dos.CheckpointManager(url, keep=dos.KeepLatest(3), remove_objects=True) as run:
+    with dos.CheckpointManager(url, keep=dos.KeepLatest(3)) as run:
         for step in range(1, 6):
             run.save(step, state(step))
     store = StoreSpec(url).open()
@@ -1781,7 +1962,7 @@ def test_what_is_no_number_of_a_step_is_refused(
     refusing: list[Callable[[], object]] = [
         lambda: check_step(step),
         lambda: run.step(step, state(1)),
-        *((lambda: run.load(state(0), step), lambda: run.export(step, url)) if step else ()),
+        *((lambda: run.load(state(0), step),) if step else ()),
     ]
     for act in refusing:
         with pytest.raises(dos.errors.ConfigError, match="whole number"):
@@ -1845,7 +2026,7 @@ def test_a_store_without_conditions_is_refused_unless_that_is_allowed(
     assert names(url) == ["step-1"]
 
 
-def test_what_is_saved_loaded_and_exported_has_the_settings_of_the_manager(
+def test_what_is_saved_and_loaded_has_the_settings_of_the_manager(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Event] = []
@@ -1863,16 +2044,14 @@ def test_what_is_saved_loaded_and_exported_has_the_settings_of_the_manager(
         run.async_save(2, state(2))
         run.pin(1)
         run.load(state(0), 2)
-        run.export(2, tmp_path / "out", "weight")
         end_of_upkeep(run)
     assert set(configs) == {settings["config"]}
     assert {(one.operation, one.url) for one in events if isinstance(one, Planned)} == {
         ("save", f"{url}/step-1"),
         ("save", f"{url}/step-2"),
         ("load", f"{url}/step-2"),
-        ("export", (tmp_path / "out").as_uri()),
     }
-    traces = ("step-1", "step-2", "out")
+    traces = ("step-1", "step-2")
     assert all((tmp_path / f"{name}.json").exists() for name in traces)
     assert capsys.readouterr().err == "", "no progress bar"
 

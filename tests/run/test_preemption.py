@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from dcp_objstore.run import preemption
 from dcp_objstore.run.preemption import Preemption, PreemptionWatch
+from dcp_objstore.waiting import wait_in_steps
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
 
@@ -103,8 +105,9 @@ def test_a_handler_that_was_chained_gives_a_signal_its_default_action_if_nobody_
 
 
 def test_a_check_is_asked_until_it_says_yes_and_its_errors_are_logged_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preemption, "_CHECK_EVERY_SECONDS", 0.001)
     answers: Iterator[Any] = iter([OSError("first"), 0, OSError("second"), "yes"])
 
     def check() -> Any:
@@ -114,10 +117,86 @@ def test_a_check_is_asked_until_it_says_yes_and_its_errors_are_logged_once(
         return answer
 
     watch = PreemptionWatch(Preemption(signals=(), check=check))
-    assert [watch.announced() for _ in range(4)] == [False, False, False, True]
+    assert wait_in_steps(lambda _: watch.announced(), 30, step_seconds=0.01)
+    assert list(answers) == []
     assert [one.getMessage() for one in caplog.records] == [
         "the check for preemption failed: OSError('first')"
     ]
+
+
+def test_a_check_that_blocks_keeps_no_signal_from_being_seen_and_is_mentioned_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the documented way to ask GCE's metadata server does, until the machine is taken."""
+    asked, taken = threading.Event(), threading.Event()
+
+    def check() -> bool:
+        asked.set()
+        return taken.wait(60)
+
+    watch = PreemptionWatch(Preemption(signals=[signal.SIGUSR2], check=check))
+    at_first = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    watch.install()
+    try:
+        assert not watch.announced()
+        assert asked.wait(30)
+        assert not watch.announced()
+        assert not caplog.records
+        monkeypatch.setattr(preemption, "_SLOW_CHECK_SECONDS", 0.0)
+        assert not watch.announced()
+        assert not watch.announced()
+        assert [record.getMessage().count("has not returned") for record in caplog.records] == [1]
+        signal.raise_signal(signal.SIGUSR2)
+        assert watch.announced()
+    finally:
+        watch.restore()
+        signal.signal(signal.SIGUSR2, at_first)
+        taken.set()
+
+
+def test_a_check_says_yes_when_it_returns_at_last() -> None:
+    taken = threading.Event()
+    watch = PreemptionWatch(Preemption(signals=(), check=taken.wait))
+    assert not watch.announced()
+    taken.set()
+    assert wait_in_steps(lambda _: watch.announced(), 30, step_seconds=0.01)
+
+
+@pytest.mark.parametrize("how", ["restored", "collected"])
+def test_a_check_is_not_called_for_ever(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(preemption, "_CHECK_EVERY_SECONDS", 0.001)
+    called = threading.Event()
+    watch: PreemptionWatch | None = PreemptionWatch(
+        Preemption(signals=(), check=called.set)  # type: ignore[arg-type]
+    )
+    assert watch is not None
+    others = set(threading.enumerate())
+    watch.announced()
+    assert called.wait(30)
+    (thread,) = (
+        one
+        for one in set(threading.enumerate()) - others
+        if one.name == "dcp_objstore-preemption-check"
+    )
+    if how == "restored":
+        watch.restore()
+    else:
+        watch = None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_signal_whose_action_python_takes_is_put_off_to_the_end() -> None:
+    at_first = signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    watch = PreemptionWatch(Preemption(signals=[signal.SIGUSR2]))
+    watch.install()
+    try:
+        signal.raise_signal(signal.SIGUSR2)
+        with pytest.raises(KeyboardInterrupt):
+            watch.end()
+        watch.end()  # once
+    finally:
+        signal.signal(signal.SIGUSR2, at_first)
 
 
 def test_the_handler_that_a_program_installs_in_the_block_stays() -> None:
@@ -145,7 +224,7 @@ def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> Non
 
 
 @pytest.mark.parametrize(
-    ("preemption", "warns"),
+    ("of_job", "warns"),
     [
         (Preemption(), True),
         (Preemption(check=lambda: False), False),
@@ -153,10 +232,10 @@ def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> Non
     ],
 )
 def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
-    caplog: pytest.LogCaptureFixture, preemption: Preemption, warns: bool
+    caplog: pytest.LogCaptureFixture, of_job: Preemption, warns: bool
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    beside = threading.Thread(target=PreemptionWatch(preemption).install)
+    beside = threading.Thread(target=PreemptionWatch(of_job).install)
     beside.start()
     beside.join()
     assert signal.getsignal(signal.SIGTERM) == before

@@ -26,6 +26,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.run import resume
 from dcp_objstore.run.resume import ResumeReport, SkippedStep, load_newest
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.local import LocalStore
 from tests.support.checkpoints import memory_url
 from tests.support.wrapped_stores import Request
 
@@ -104,11 +105,52 @@ def test_damage_to_all_is_raised_as_the_error_of_the_newest_and_others_at_once(
     assert loads.tried == list(errors)
 
 
-def test_where_all_steps_are_deleted_meanwhile_there_is_none() -> None:
-    errors = {2: GONE, 1: DELETED}
-    found = Loads(errors, steps=2).newest()
+def test_where_all_steps_are_deleted_before_they_are_read_there_is_none() -> None:
+    found = Loads({2: DELETED, 1: DELETED}, steps=2).newest()
     assert (found.step, found.load) == (None, None)
     assert [one.step for one in found.skipped] == [2, 1]
+
+
+def test_a_state_that_may_be_half_filled_is_never_taken_for_one_that_is_unchanged() -> None:
+    with pytest.raises(CheckpointGoneError, match="gone"):
+        Loads({2: GONE, 1: DELETED}, steps=2).newest()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_step_that_is_deleted_while_it_is_loaded_gives_way_to_the_one_that_came_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, follows: bool
+) -> None:
+    """By the retention of the job that writes the run, say. Its objects go with it."""
+    url = tmp_path.as_uri()
+    settings = dos.TransferConfig(download_concurrency=1, max_object_size_bytes=5 << 20)
+
+    def state(value: float) -> dict[str, Any]:
+        return {f"w{number}": torch.full((5 << 18,), value) for number in range(4)}
+
+    dos.save(state(10), f"{url}/step-10", config=settings, progress=False)
+    opened = LocalStore.open_range
+    calls: list[str] = []
+
+    def open_range(store: LocalStore, key: str, *args: Any, **options: Any) -> Any:
+        calls.append(key)
+        if len(calls) == at:
+            if follows:
+                dos.save(state(20), f"{url}/step-20", config=settings, progress=False)
+            dos.delete(f"{url}/step-10", allow_newest=True)
+        return opened(store, key, *args, **options)
+
+    monkeypatch.setattr(LocalStore, "open_range", open_range)
+    found = state(0)
+    with dos.CheckpointManager(url, config=settings, claim_run=False) as run:
+        if follows:
+            assert run.load(found) == 20
+            assert all(bool((tensor == 20).all()) for tensor in found.values())
+            assert run.last_resume is not None
+            assert [skip.step for skip in run.last_resume.skipped] == [10]
+        else:
+            with pytest.raises(CheckpointGoneError):
+                run.load(found)
 
 
 def test_only_the_newest_few_markers_are_read(requests: list[Request]) -> None:
@@ -128,14 +170,14 @@ def test_one_rank_warns_of_a_step_that_is_skipped(
     assert ("step 2 cannot be loaded" in caplog.text) is is_first
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_run_that_was_listed_whole_is_not_listed_again(
-    requests: list[Request], steps: int
+@pytest.mark.parametrize(("steps", "listings"), [(0, 1), (1, 2), (3, 2)])
+def test_a_run_is_listed_again_only_if_it_had_steps_that_could_not_be_loaded(
+    requests: list[Request], steps: int, listings: int
 ) -> None:
-    loads = Loads({1: GONE, 2: GONE, 3: GONE}, steps)
+    loads = Loads({1: DELETED, 2: DELETED, 3: DELETED}, steps)
     requests.clear()
     assert loads.newest().step is None
-    assert [one.verb for one in requests].count("list") == 1
+    assert [one.verb for one in requests].count("list") == listings
 
 
 @pytest.mark.parametrize(

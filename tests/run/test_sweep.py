@@ -288,7 +288,7 @@ def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
     assert sweep()[0] == ["step-0", "step-1", "step-2"]
     sent = []
     for step in (0, 1):
-        dos.delete(f"{run}/step-{step}", remove_objects=True)
+        dos.delete(f"{run}/step-{step}")
         names, number = sweep()
         assert CLAIM_KEY not in {one.key for one in requests}, "there is none"
         assert names == [f"step-{later}" for later in range(step + 1, 3)]

@@ -133,16 +133,14 @@ def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket
     save(bucket, "run-2/step-1")  # newer, and of another run
     save(bucket, "run/deeper/step-1")
     with pytest.raises(dos.errors.InputError, match="newest"):
-        dos.delete(bucket.at("run/step-11"), storage_options=options, remove_objects=True)
+        dos.delete(bucket.at("run/step-11"), storage_options=options)
     assert len(bucket.keys("run/step-11")) == 4
     dos.delete(bucket.at("run/step-9"), storage_options=options)
     dos.delete(bucket.at("run/step-11"), storage_options=options, allow_newest=True)
     # A tombstone is no checkpoint, so now this is the newest.
     with pytest.raises(dos.errors.InputError, match="newest"):
         dos.delete(bucket.at("run/step-10"), storage_options=options)
-    dos.delete(
-        bucket.at("run/step-10"), storage_options=options, allow_newest=True, remove_objects=True
-    )
+    dos.delete(bucket.at("run/step-10"), storage_options=options, allow_newest=True)
     assert bucket.keys("run/step-10") == [MARKER_KEY]
     with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(bucket.at("run/step-10"), storage_options=options)
@@ -374,7 +372,7 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
     save(bucket, "step-2")
     save(bucket, "step-2", 2.0, overwrite=True)
     save(bucket, "step-3")
-    dos.delete(bucket.at("step-3"), storage_options=options, allow_newest=True)
+    dos.delete(bucket.at("step-3"), storage_options=options, allow_newest=True, grace_seconds=3600)
     tear(StoreSpec(bucket.at("step-4"), options).open())
     save(bucket, "step-5")
     bucket.put("step-5/_COMMIT", b"{}")
@@ -509,9 +507,7 @@ def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path: Pat
         store = StoreSpec(url, options).open()
         before = {meta.key for meta in store.list()}
         for act in (
-            lambda: dos.delete(
-                url, storage_options=options, allow_newest=True, remove_objects=True
-            ),
+            lambda: dos.delete(url, storage_options=options, allow_newest=True),
             lambda: dos.sweep(url, storage_options=options),
             lambda: dos.pin(url, "paper", storage_options=options),
         ):

@@ -144,7 +144,7 @@ def test_no_write_is_conditioned_on_a_listed_version(bucket: Bucket) -> None:
     dos.save(state, f"{run}/step-2", overwrite=True, storage_options=options)
     dos.pin(f"{run}/step-2", "keep", storage_options=options)
     dos.unpin(f"{run}/step-2", "keep", storage_options=options)
-    dos.delete(f"{run}/step-1", remove_objects=True, storage_options=options)
+    dos.delete(f"{run}/step-1", storage_options=options)
     dos.sweep(run, storage_options=options)
     assert [step.name for step in dos.steps(run, storage_options=options)] == ["step-2"]
 
@@ -175,7 +175,7 @@ def test_one_write_of_an_object_in_a_while_is_enough(
         dos.save(state, url, overwrite=True, storage_options=options)
     assert dos.pin(url, "keep", storage_options=options) == ("keep",)
     assert dos.unpin(url, "keep", storage_options=options) == ()
-    dos.delete(url, remove_objects=True, allow_newest=True, storage_options=options)
+    dos.delete(url, allow_newest=True, storage_options=options)
     # The marker, and what the first save left for a sweep.
     assert len(bucket.keys("run/step-1")) == 3
 

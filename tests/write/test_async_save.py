@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from dcp_objstore.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConfigError,
+    InputError,
     RankFailedError,
     SaveInProgressError,
 )
@@ -108,6 +112,84 @@ def test_all_who_wait_for_a_save_are_woken_though_a_callback_ends_the_thread() -
     assert handle.done()
     assert isinstance(handle.upload_completion.exception(0), ValueError)
     assert isinstance(handle.staging_completion.exception(0), ValueError)
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_callback_may_ask_for_the_outcome_and_begin_the_next_save(
+    held: Held, fails: bool, staged: bool
+) -> None:
+    """It runs in the thread that saves, where nothing may wait for that thread."""
+    url, after = taken() if fails else memory_url(), memory_url()
+    handle = dos.async_save(state(), url, wait_for_staging=staged)
+    said: Future[Any] = Future()
+
+    def callback(_: Future[Any]) -> None:
+        assert handle.done()
+        assert handle.staged(0) is None
+        said.set_result((handle.exception(0), dos.async_save(state(), after)))
+
+    handle.upload_completion.add_done_callback(callback)
+    held.go_on.set()
+    error, following = said.result(30)
+    assert isinstance(error, CheckpointExistsError) if fails else error is None
+    assert following.result(30).url == after
+    assert dos.open(after).keys()
+
+
+def test_a_callback_that_would_wait_for_its_own_save_is_told_so(held: Held) -> None:
+    """One of the copy, which the thread that saves calls before it uploads."""
+    copying, said = threading.Event(), []
+    finish = Staging.finish
+
+    def finish_later(staging: Staging) -> None:
+        assert copying.wait(30)
+        finish(staging)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Staging, "finish", finish_later)
+        handle = dos.async_save(state(), memory_url(), wait_for_staging=False)
+
+        def callback(_: Future[Any]) -> None:
+            for wait in (handle.result, lambda: dos.async_save(state(), memory_url())):
+                with pytest.raises(InputError, match="upload_completion"):
+                    wait()
+            said.append(True)
+
+        handle.staging_completion.add_done_callback(callback)
+        copying.set()
+        held.go_on.set()
+        handle.result(30)
+    assert said == [True]
+
+
+_IMPORTS = """
+import os, sys, threading
+import torch
+import dcp_objstore as dos
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            os.write(1, f"{name}\\n".encode())
+
+sys.meta_path.insert(0, Finder())
+for url in sys.argv[1:]:
+    dos.async_save({"x": torch.ones(3), "n": {"a": 1}}, url).result()
+"""
+
+
+def test_the_thread_that_saves_imports_nothing(tmp_path: Path) -> None:
+    """A child that is forked during an import waits for ever if it imports the same."""
+    urls = (tmp_path.as_uri(), "memory://imports/run")
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTS, *urls],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=100,
+    )
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr
 
 
 def test_a_copy_that_was_made_stays_made_though_its_save_fails() -> None:

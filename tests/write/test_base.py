@@ -704,7 +704,7 @@ def test_a_base_that_can_never_be_copied_from_is_refused() -> None:
 
 
 def deleted(local: Folder) -> None:
-    dos.delete(local.at("base"), remove_objects=True)
+    dos.delete(local.at("base"))
 
 
 def damaged(local: Folder) -> None:

@@ -76,7 +76,7 @@ def test_a_rank_writes_several_objects_in_order_and_all_verbs_know_them(bucket: 
     bucket.flip_byte(damaged, 6 * MIB)
     assert not dos.open(url, storage_options=options).verify(progress=False).ok
 
-    gone = dos.delete(url, remove_objects=True, allow_newest=True, storage_options=options)
+    gone = dos.delete(url, allow_newest=True, storage_options=options)
     assert gone.objects == 8
     assert bucket.keys("step-1") == ["_COMMIT"]
 
