@@ -28,7 +28,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
-    libraries = list(LIBRARIES) if "all" in options.library else options.library
+    libraries = options.library
+    if "all" in libraries:
+        libraries = [library for library in LIBRARIES if library != "distributed"]
     if options.random:
         scenes = [random_scene(options.seed + number) for number in range(options.random)]
     else:

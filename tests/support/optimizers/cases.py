@@ -393,6 +393,26 @@ def _torchao_cases() -> list[Case]:
     ]
 
 
+def _distributed_cases() -> list[Case]:
+    """Optimizers for ranks, over others; only for rows of two ranks."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+    def zero(groups: Groups, _model: nn.Module) -> Any:
+        (group,) = groups
+        adam = torch.optim.AdamW
+        return ZeroRedundancyOptimizer(group["params"], adam, lr=group["lr"])
+
+    def post_local(groups: Groups, _model: nn.Module) -> Any:
+        averager = PeriodicModelAverager(period=2, warmup_steps=1)
+        return PostLocalSGDOptimizer(torch.optim.SGD(groups, momentum=0.9), averager)
+
+    return [
+        Case("distributed", "ZeroRedundancyOptimizer", zero),
+        Case("distributed", "PostLocalSGDOptimizer", post_local),
+    ]
+
+
 LIBRARIES: dict[str, Callable[[], list[Case]]] = {
     "torch": _torch_cases,
     "kinds": _kinds,
@@ -400,6 +420,7 @@ LIBRARIES: dict[str, Callable[[], list[Case]]] = {
     "schedulefree": _schedulefree_cases,
     "timm": _timm_cases,
     "torchao": _torchao_cases,
+    "distributed": _distributed_cases,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.support.states import same_bits
 _SHOWN = 3
 
 
-def differences(expected: Any, actual: Any, path: str = "") -> Iterator[str]:
+def differences(expected: Any, actual: Any, path: str = "") -> Iterator[str]:  # noqa: PLR0912
     """Yield where two values differ, and how."""
     if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
         yield from _tensor_differences(expected, actual, path)
@@ -84,6 +84,29 @@ def first(found: Iterator[str]) -> str:
     return "; ".join(texts[:_SHOWN]) + more
 
 
+def copied(value: Any) -> Any:
+    """A deep copy, also of tensor subclasses that cannot be cloned."""
+    if isinstance(value, DTensor):
+        own = value.detach().to_local().clone()
+        return DTensor.from_local(
+            own,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        parts, context = value.__tensor_flatten__()
+        inner = {part: copied(getattr(value, part)) for part in parts}
+        return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
+        return type(value)((key, copied(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(copied(item) for item in value)
+    return copy.deepcopy(value)
+
+
 def state_of(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
     """The state by parameter name; what belongs to no parameter, by its key. No empty entries."""
     found = {
@@ -104,13 +127,13 @@ def _named(value: Any, names: Mapping[int, str]) -> Any:
             names.get(id(key), "?") if isinstance(key, torch.Tensor) else key: _named(item, names)
             for key, item in value.items()
         }
-    return copy.deepcopy(value)
+    return copied(value)
 
 
 def groups_of(optimizer: Any, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """The settings of each group, with the names of its parameters."""
     return [
-        copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+        copied({key: value for key, value in group.items() if key != "params"})
         | {"names": [names.get(id(parameter), "?") for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]

@@ -28,8 +28,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import dcp_objstore as dos
 from tests.support.optimizers.cases import Case
-from tests.support.optimizers.comparing import differences, first, groups_of, state_of
+from tests.support.optimizers.comparing import copied, differences, first, groups_of, state_of
 from tests.support.optimizers.scenes import Part, Scene, groups_of as groups_for, model_of
+from tests.support.states import local
 
 RIGHT, REFUSED, SAID, WRONG, NOT_RUN = "right", "refused", "said", "WRONG", "not run"
 
@@ -62,7 +63,7 @@ class Training:
     def __init__(self, case: Case, scene: Scene, part: Part, *, seed: int, scale: float) -> None:
         torch.manual_seed(seed)
         self.case, self.scene = case, scene
-        self.model = model_of(case, part, scene.dtype)
+        self.model = self._make_model(part)
         self.average: AveragedModel | None = None
         self.optimizers = self._make_optimizers(part, scale)
         self.scheduler: Any = None
@@ -72,6 +73,9 @@ class Training:
             self.average = AveragedModel(self.model)
             for optimizer in self.optimizers:
                 optimizer.register_step_post_hook(self._update_average)
+
+    def _make_model(self, part: Part) -> torch.nn.Module:
+        return model_of(self.case, part, self.scene.dtype)
 
     def _make_optimizers(self, part: Part, scale: float) -> list[Any]:
         case, scene = self.case, self.scene
@@ -123,11 +127,11 @@ class Training:
 
     def _step(self, number: int) -> None:
         torch.manual_seed(1000 + number)
-        data = torch.randn(3, 4, generator=torch.Generator().manual_seed(number + 1))
+        data = self._data(number).to(self.scene.dtype)
 
         def loss() -> torch.Tensor:
             self.model.zero_grad()
-            loss = self.model(data.to(self.scene.dtype)).float().square().mean()
+            loss = self.model(data).float().square().mean()
             loss.backward(create_graph=self.case.step == "graph")
             return loss
 
@@ -142,19 +146,18 @@ class Training:
         for place, optimizer in enumerate(self.optimizers):
             optimizer.step(loss) if closed and not place else optimizer.step()
 
+    def _data(self, number: int) -> torch.Tensor:
+        return torch.randn(3, 4, generator=torch.Generator().manual_seed(number + 1))
+
     def contents(self) -> dict[str, Any]:
         """A copy of everything that a resume has to bring back."""
         names, found = self.names, {}
-        found["weights"] = copy.deepcopy(self.model.state_dict())
+        found["weights"] = copied(self.model.state_dict())
         for place, optimizer in enumerate(self.optimizers):
             found[f"optimizer{place}"] = {
                 "state": state_of(optimizer, names),
                 "groups": groups_of(optimizer, names),
-                "beside": {
-                    key: copy.deepcopy(value)
-                    for key, value in optimizer.state_dict().items()
-                    if key not in ("state", "param_groups")
-                },
+                "beside": _beside(optimizer),
             }
         if self.scheduler is not None:
             found["scheduler"] = copy.deepcopy(self.scheduler.state_dict())
@@ -166,10 +169,10 @@ class Training:
         """A copy of what neither a save nor a load changes."""
         parameters = dict(self.model.named_parameters())
         return {
-            "gradients": {n: (id(p.grad), copy.deepcopy(p.grad)) for n, p in parameters.items()},
+            "gradients": {n: (id(p.grad), copied(p.grad)) for n, p in parameters.items()},
             "trains": {name: parameter.requires_grad for name, parameter in parameters.items()},
             "parameters": {name: id(parameter) for name, parameter in parameters.items()},
-            "memory": {name: parameter.data_ptr() for name, parameter in parameters.items()},
+            "memory": {name: local(parameter).data_ptr() for name, parameter in parameters.items()},
             "mode": self.model.training,
             "random": (torch.get_rng_state(), random.getstate(), str(np.random.get_state())),
             "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -195,6 +198,15 @@ class Training:
         return state
 
 
+def _beside(optimizer: Any) -> dict[str, Any]:
+    """What an optimizer's state dict has beside the state and the groups."""
+    try:
+        state: dict[str, Any] = optimizer.state_dict()
+    except RuntimeError:  # ZeroRedundancyOptimizer gathers it first
+        return {}
+    return {k: copied(value) for k, value in state.items() if k not in ("state", "param_groups")}
+
+
 def _put(state: dict[str, Any], path: str, value: Any) -> None:
     *above, last = path.split(".")
     for step in above:
@@ -216,20 +228,16 @@ class Own:
 
     @classmethod
     def of(cls, training: Training) -> Own:
-        parts = ("scheduler", "average")
-        rest = {name: getattr(training, name) for name in parts}
-        return copy.deepcopy(
-            cls(
-                training.model.state_dict(),
-                [(one.state_dict(), _names(one, training)) for one in training.optimizers],
-                **{name: one and one.state_dict() for name, one in rest.items()},
-            )
+        rest = [training.scheduler, training.average]
+        return cls(
+            copied(training.model.state_dict()),
+            [(copied(one.state_dict()), _names(one, training)) for one in training.optimizers],
+            *(one and copied(one.state_dict()) for one in rest),
         )
 
     def load_into(self, training: Training) -> None:
         """Load all by the objects' own `load_state_dict`; an optimizer's state by name."""
-        own, scene = copy.deepcopy(self), training.scene
-        model = own.model
+        scene, model = training.scene, self.model
         if scene.trainable:
             trains = {n for n, p in training.model.named_parameters() if p.requires_grad}
             model = {name: value for name, value in model.items() if name in trains}
@@ -237,14 +245,14 @@ class Own:
             {name: value for name, value in model.items() if name in training.model.state_dict()},
             strict=not (scene.partial or scene.trainable),
         )
-        for optimizer, (state, names) in zip(training.optimizers, own.optimizers, strict=True):
+        for optimizer, (state, names) in zip(training.optimizers, self.optimizers, strict=True):
             optimizer.load_state_dict(
-                _by_name(state, names, optimizer, _names(optimizer, training))
+                _by_name(copied(state), names, optimizer, _names(optimizer, training))
             )
         if training.scheduler is not None:
-            training.scheduler.load_state_dict(own.scheduler)
+            training.scheduler.load_state_dict(self.scheduler)
         if training.average is not None:
-            training.average.load_state_dict(own.average)
+            training.average.load_state_dict(self.average)
 
 
 def _names(optimizer: Any, training: Training) -> list[list[str]]:
@@ -258,7 +266,7 @@ def _by_name(
     """A saved state dict as an optimizer with other groups needs it."""
     if saved_names == names:
         return saved
-    now = copy.deepcopy(optimizer.state_dict())
+    now = copied(optimizer.state_dict())
     group_of, number_of = {}, {}
     for group, known in zip(saved["param_groups"], saved_names, strict=True):
         for name, number in zip(known, group["params"], strict=True):
@@ -273,7 +281,7 @@ def _by_name(
                 state[number] = entries[place]
         settings = next((group_of[name] for name in known if name in group_of), group)
         own = {key: group[key] for key in ("params", "param_names") if key in group}
-        groups.append(copy.deepcopy(settings) | own)
+        groups.append(copied(settings) | own)
     return saved | {"state": state, "param_groups": groups}
 
 
@@ -302,7 +310,7 @@ def _listening() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _guarding(training: Training, call: str, problems: list[str]) -> Iterator[None]:
+def guarding(training: Training, call: str, problems: list[str]) -> Iterator[None]:
     """Note what a call changes that is not its business, and steps that it takes."""
     before, steps = training.untouched(), []
     hook = register_optimizer_step_post_hook(lambda *_: steps.append(1))
@@ -358,10 +366,10 @@ def _save(
         try:
             _stock_save(training, folder)
         except Exception as error:
-            raise NotImplementedError(f"torch does not save it: {_text(error)}") from error
+            raise NotImplementedError(f"torch does not save it: {text_of(error)}") from error
         then()
         return
-    with _guarding(training, "save", problems):
+    with guarding(training, "save", problems):
         if scene.way == "async":
             handle = dos.async_save(training.as_state(), url, progress=False)
             handle.staged()
@@ -421,11 +429,11 @@ def _destination(case: Case, scene: Scene) -> Training:
     return made
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """A clear refusal; its text is the row's note."""
 
 
@@ -440,7 +448,7 @@ def _checked(call: str, do: Callable[[], None]) -> None:
         named = error.key is not None or isinstance(error, dos.errors.StateMismatchError)
         if not named or isinstance(error, dos.errors.RankFailedError):
             raise
-        raise _Refused(f"at the {call}: {_text(error)}") from error
+        raise _RefusedError(f"at the {call}: {text_of(error)}") from error
 
 
 def _outcome(case: Case, scene: Scene, folder: str) -> tuple[str, str]:
@@ -454,8 +462,8 @@ def _outcome(case: Case, scene: Scene, folder: str) -> tuple[str, str]:
             source.freeze()
         own, saved = Own.of(source), source.contents()
         reference, target = _destination(case, scene), _destination(case, scene)
-    except Exception as error:
-        return NOT_RUN, f"it cannot be trained here: {_text(error)}"
+    except Exception as error:  # noqa: BLE001
+        return NOT_RUN, f"it cannot be trained here: {text_of(error)}"
     notes: list[str] = []
     expected = _own_way(own, reference, source, notes)
     url = _new_url(scene, folder)
@@ -473,18 +481,18 @@ def _outcome(case: Case, scene: Scene, folder: str) -> tuple[str, str]:
             if scene.way in ("stock_reads", "stock", "flat"):
                 _require_stock(case, scene, expected, folder)
             _load_checked(target, url, folder, problems, notes)
-        except _Refused as refused:
+        except _RefusedError as refused:
             wrong = "; ".join(problems)
             return (WRONG, f"{refused}; {wrong}") if wrong else (REFUSED, str(refused))
         except NotImplementedError as error:
             return NOT_RUN, str(error)
-        except Exception as error:
-            return WRONG, _text(error)
+        except Exception as error:  # noqa: BLE001
+            return WRONG, text_of(error)
     loading = heard[heard_saving:]
     if expected is None:
         if not scene.same_places:
             return RIGHT, "; ".join([*notes, "nothing to compare with"])
-        expected = _Expected(saved, lambda: source.contents())
+        expected = _Expected(saved, source.contents)
     return _compare(target, expected, problems, notes, loading)
 
 
@@ -502,8 +510,8 @@ def _own_way(own: Own, reference: Training, source: Training, notes: list[str]) 
     try:
         own.load_into(reference)
         _schedule_after(reference)
-    except Exception as error:
-        notes.append(f"its own load_state_dict fails: {_text(error)}")
+    except Exception as error:  # noqa: BLE001
+        notes.append(f"its own load_state_dict fails: {text_of(error)}")
         return None
     loaded = reference.contents()
     if scene.same_places and not scene.trainable and scene.scheduler != "after":
@@ -541,7 +549,7 @@ def _require_stock(case: Case, scene: Scene, expected: _Expected | None, folder:
             optim_state_dict=state["optimizer"],
         )
     except Exception as error:
-        raise NotImplementedError(f"torch alone does not load it: {_text(error)}") from error
+        raise NotImplementedError(f"torch alone does not load it: {text_of(error)}") from error
     if expected is not None:
         other = first(differences(expected.loaded, target.contents()))
         if other:
@@ -561,7 +569,7 @@ def _load_checked(
 
     def load(*, trust_pickle: bool) -> None:
         with (
-            _guarding(target, "load", problems)
+            guarding(target, "load", problems)
             if target.scene.way
             not in (
                 "raw",
@@ -578,7 +586,7 @@ def _load_checked(
         calls.clear()
         problems.clear()
         load(trust_pickle=True)
-    except _Refused as refused:
+    except _RefusedError as refused:
         if "partly filled" not in str(refused.__cause__):
             changed = first(differences(before, target.contents(), "by the refused load"))
             if changed:
@@ -604,8 +612,8 @@ def _compare(
             problems += filter(None, [_train_on(target, expected)])
         else:
             target.steps(scene.steps, scene.more)
-    except Exception as error:
-        problems.append(f"after the load: {_text(error)}")
+    except Exception as error:  # noqa: BLE001
+        problems.append(f"after the load: {text_of(error)}")
     if heard:
         notes.append(f"warned: {heard[0].split('/c ')[-1][:100]}")
     if not problems:
@@ -625,8 +633,8 @@ def _train_on(target: Training, expected: _Expected) -> str:
     for train in (expected.later, later):
         try:
             results.append(train())
-        except Exception as error:
-            results.append(_text(error))
+        except Exception as error:  # noqa: BLE001
+            results.append(text_of(error))
     wanted, got = results
     if isinstance(wanted, str) or isinstance(got, str):
         return "" if wanted == got else f"later: {got if isinstance(got, str) else wanted}"

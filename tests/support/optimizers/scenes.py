@@ -86,6 +86,7 @@ class Scene:
 def _scenes() -> list[Scene]:
     spare, tied = Part(model=("spare",)), Part(model=("tied",))
     two, late, always = Part("two"), Part(frozen="late"), Part(frozen="always")
+    much = Part("two", model=("spare", "tied"), frozen="late")
     return [
         Scene("fresh"),
         Scene("stepped", warm=2),
@@ -152,6 +153,9 @@ def _scenes() -> list[Scene]:
         Scene("trainable", saved=Part(frozen="excluded"), trainable=True),
         Scene("trainable_frozen_given", saved=always, trainable=True),
         Scene("optimizer_first", keys=("policy", "adam")),
+        # Much at a time: for the default suite.
+        Scene("much", saved=much, scheduler="before", fresh="gradients", average=True, way="async"),
+        Scene("much_stepped", saved=much, scheduler="after", warm=2, fresh="looked"),
         Scene("deep", keys=("train.models.net", "train.optims.0")),
     ]
 
