@@ -26,7 +26,7 @@ _CLASSES = [name for name in _TORCH if "(" not in name]
 _KINDS = [case.name for case in cases_of("kinds")]
 
 # For each optimizer by default; those of torch that cannot be trained so are left out.
-_SHORT = ("fresh", "much", "much_stepped")
+_SHORT = ("much", "much_stepped")
 _NOT_SO = {("LBFGS", "much"), ("LBFGS", "much_stepped")}
 _NOT_SO |= {("SparseAdam", "much"), ("SparseAdam", "much_stepped")}  # embeddings are not tied here
 # Of one optimizer by default.
@@ -55,6 +55,7 @@ _EACH = (
     "optimizer_first",
 )
 _DEFAULT = [(name, scene) for name in _CLASSES for scene in _SHORT if (name, scene) not in _NOT_SO]
+_DEFAULT += [(name, scene) for name in ("LBFGS", "SparseAdam") for scene in ("fresh", "stepped")]
 _DEFAULT += [("AdamW", scene) for scene in _EACH]
 
 
@@ -155,10 +156,8 @@ def test_the_oracle_finds_a_slip_of_a_load(slip: str, monkeypatch: pytest.Monkey
         load(state, url, **options)
         _SLIPS[slip](state)
 
-    case, scene = case_of("torch", "SGD"), SCENES["stepped"]
-    assert row(case, scene).outcome == RIGHT
     monkeypatch.setattr(dos, "load", careless)
-    assert row(case, scene).outcome == WRONG
+    assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == WRONG
 
 
 @pytest.mark.parametrize("slip", ["a bit of a weight", "a step", "the random state", "a setting"])
@@ -211,5 +210,6 @@ def test_a_random_scene_is_the_same_in_every_process() -> None:
 
 
 def test_a_row_can_be_repeated() -> None:
-    once = functools.partial(row, case_of("torch", "Adam"), SCENES["stepped"])
+    once = functools.partial(row, case_of("torch", "SGD"), SCENES["stepped"])
     assert once() == once()
+    assert once().outcome == RIGHT

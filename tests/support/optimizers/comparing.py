@@ -48,7 +48,9 @@ def _both(kind: type, one: object, other: object) -> bool:
     return isinstance(one, kind) and isinstance(other, kind)
 
 
-def _tensor_differences(expected: Any, actual: Any, path: str) -> Iterator[str]:
+def _tensor_differences(  # noqa: PLR0912
+    expected: Any, actual: Any, path: str
+) -> Iterator[str]:
     if not _both(torch.Tensor, expected, actual):
         yield f"{path}: {type(expected).__name__} became {type(actual).__name__}"
         return
@@ -73,6 +75,11 @@ def _tensor_differences(expected: Any, actual: Any, path: str) -> Iterator[str]:
         yield f"{path}: {expected.device} became {actual.device}"
     elif expected.is_inference() != actual.is_inference():
         yield f"{path}: is an inference tensor now"
+    elif expected.layout != torch.strided or actual.layout != torch.strided:
+        if expected.layout != actual.layout:
+            yield f"{path}: {expected.layout} became {actual.layout}"
+        else:
+            yield from _tensor_differences(expected.to_dense(), actual.to_dense(), path)
     elif not same_bits(expected, actual):
         yield f"{path}: other values ({actual.flatten()[:2].tolist()})"
 

@@ -25,6 +25,7 @@ import dcp_objstore as dos
 from tests.support.optimizers.cases import Case, Groups, case_of
 from tests.support.optimizers.comparing import differences, first
 from tests.support.optimizers.rows import (
+    ANY_ERROR,
     NOT_RUN,
     REFUSED,
     RIGHT,
@@ -80,7 +81,7 @@ class RankTraining(Training):
         parts = {}
         for net in self.nets:
             # The net that all ranks have begins alike on all of them.
-            torch.manual_seed(torch.initial_seed() + sum(map(ord, net)))
+            torch.default_generator.manual_seed(torch.initial_seed() + sum(map(ord, net)))
             parts[net] = model_of(self.case, part)
         return Stages(parts)
 
@@ -126,7 +127,7 @@ def _run(case: Case, layout: str, nets: list[str], warm: int, url: str) -> Any:
         source.steps(0, _STEPS)
         target = RankTraining(case, layout, nets, seed=2, scale=3.0)
         target.steps(100, warm)
-    except Exception as error:  # noqa: BLE001
+    except ANY_ERROR as error:
         return NOT_RUN, f"it cannot be trained here: {text_of(error)}", None
     saved, full = source.contents(), _full(source.contents())
     try:
@@ -143,7 +144,7 @@ def _run(case: Case, layout: str, nets: list[str], warm: int, url: str) -> Any:
     except dos.errors.DcpObjstoreError as error:
         clear = error.key is not None and not isinstance(error, dos.errors.RankFailedError)
         return REFUSED if clear else WRONG, text_of(error), full
-    except Exception as error:  # noqa: BLE001
+    except ANY_ERROR as error:
         return WRONG, "; ".join([*problems, text_of(error)]), full
     return WRONG if problems else RIGHT, "; ".join(problems), full
 
@@ -208,7 +209,7 @@ def _into_one(case: Case, layout: str, url: str, saved: list[Any]) -> tuple[str,
             target = RankTraining(case, "one", nets[layout], seed=2, scale=3.0)
         else:
             target = Training(case, Scene(layout), Part(), seed=2, scale=3.0)
-    except Exception as error:  # noqa: BLE001
+    except ANY_ERROR as error:
         return NOT_RUN, text_of(error)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -218,13 +219,13 @@ def _into_one(case: Case, layout: str, url: str, saved: list[Any]) -> tuple[str,
         except dos.errors.DcpObjstoreError as error:
             clear = error.key is not None and not isinstance(error, dos.errors.RankFailedError)
             return REFUSED if clear else WRONG, text_of(error)
-        except Exception as error:  # noqa: BLE001
+        except ANY_ERROR as error:
             return WRONG, text_of(error)
         for contents in saved:
             problems += filter(None, [first(_lacking(_plain(contents), _plain(target.contents())))])
         try:
             target.steps(_STEPS, _MORE)
-        except Exception as error:  # noqa: BLE001
+        except ANY_ERROR as error:
             problems.append(f"later: {text_of(error)}")
     return WRONG if problems else RIGHT, "; ".join(problems)
 
