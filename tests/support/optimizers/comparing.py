@@ -107,6 +107,8 @@ def copied(value: Any) -> Any:
         parts, context = value.__tensor_flatten__()
         inner = {part: copied(getattr(value, part)) for part in parts}
         return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+    if isinstance(value, torch.Tensor):
+        return copy.deepcopy(value.detach())  # a gradient may be no leaf
     if isinstance(value, dict) and type(value) in (dict, OrderedDict):
         return type(value)((key, copied(item)) for key, item in value.items())
     if type(value) in (list, tuple):
