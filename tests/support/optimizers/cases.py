@@ -282,7 +282,14 @@ def _pytorch_optimizer_cases() -> list[Case]:
     }
     for name in ("SAM", "LookSAM", "FriendlySAM"):
         special[name] = functools.partial(_with_base, kinds.get(name), adam)
-    for name in ("Lookahead", "OrthoGrad", "TRAC", "ScheduleFreeWrapper", "Magma", "PCGrad"):
+    for name in (
+        "Lookahead",
+        "OrthoGrad",
+        "TRAC",
+        "ScheduleFreeWrapper",
+        "Magma",
+        "SafeFP16Optimizer",
+    ):
         special[name] = functools.partial(_around, getattr(library, name, None), momentum)
     for name in ("AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon"):
         special[name] = functools.partial(_with_muon, kinds.get(name))

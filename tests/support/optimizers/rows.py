@@ -133,6 +133,7 @@ class Training:
         torch.default_generator.manual_seed(1000 + number)
         data = self._data(number).to(self.scene.dtype)
 
+        @torch.enable_grad()
         def loss() -> torch.Tensor:
             self.model.zero_grad()
             loss = self.model(data).float().square().mean()
