@@ -8,6 +8,7 @@ releases that have it. The names of classes in pickles are data, not API; they a
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
 )
 from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.nn import functional as dist_functions
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
@@ -159,6 +161,18 @@ def dtensor(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def dtensor_alike(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Make a DTensor of a shard, with the mesh, placements and shape of another. torch 2.9 to 2.15.
+
+    Not a collective; the dtype is the shard's.
+    """
+    spec = spec_of(like)
+    if spec.tensor_meta.dtype != local.dtype:
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        spec = dataclasses.replace(spec, tensor_meta=meta)
+    return dtensor(local, spec)
+
+
 # The attributes that DCP asks how a tensor is sharded: the methods of `_Checkpointable` (torch 2.9
 # to 2.15) and the fields of `CheckpointableTensor` (torch 2.14 and 2.15).
 _SHARDING = (
@@ -204,6 +218,11 @@ def all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
     for name, parameter in module.named_parameters(remove_duplicate=False):
         for saved_name in _get_fqns(module, name):
             yield saved_name, parameter
+
+
+def has_flat_parameters(module: torch.nn.Module) -> bool:
+    """Whether FSDP1 has wrapped the module or a part of it. torch 2.9 to 2.15."""
+    return bool(FullyShardedDataParallel.fsdp_modules(module))
 
 
 class StagesAtOnce:
@@ -253,8 +272,10 @@ __all__ = [
     "count_groups",
     "default_store",
     "dtensor",
+    "dtensor_alike",
     "groups_named_from",
     "has_cpu_backend",
+    "has_flat_parameters",
     "is_fake",
     "is_registered",
     "layout_by_name",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
@@ -187,6 +188,26 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
     columns: tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]
     flatten_mapping: dict[str, tuple[str | int, ...]] | None
     storage: StorageInfo
+    number_keys: dict[str, tuple[int, ...]] = {}
+
+
+class NumberKey(str):
+    """The name, in a path, of a key that is an int. DCP's flattening leaves it as it is."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return self
+
+
+def plain(step: str | int) -> str | int:
+    """Return a step of a path as DCP has it."""
+    return str.__str__(step) if isinstance(step, NumberKey) else step
+
+
+def is_number(step: str | int) -> bool:
+    """Whether a step of a path is the text of an int, as Python writes it."""
+    return isinstance(step, str) and re.fullmatch("0|-?[1-9][0-9]{0,18}", step) is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,6 +219,8 @@ class Index:
         blobs: keys of the pickled values, whose items are exactly what DCP's planner gave
             (BYTE_IO).
         flatten_mapping: the place of each flattened key in the nested state dict, or None.
+        number_keys: the steps of such places that stand for an int in a dict, by the step's number.
+            (In `flatten_mapping` they are str, as DCP has them; an int is a position in a list.)
     """
 
     objects: tuple[ObjectEntry, ...]
@@ -206,6 +229,7 @@ class Index:
     columns: Columns
     flatten_mapping: dict[str, tuple[str | int, ...]] | None = None
     storage: StorageInfo = field(default_factory=StorageInfo)
+    number_keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _first_row: dict[str, int] = field(init=False)
     _first_number: dict[str, int] = field(init=False)
     _first_digest: Numbers = field(init=False)
@@ -338,6 +362,7 @@ def encode(index: Index) -> bytes:
             columns=tuple(map(_narrow, index.columns)),  # type: ignore[arg-type]  # there are nine
             flatten_mapping=index.flatten_mapping,
             storage=index.storage,
+            number_keys=index.number_keys,
         )
     )
 
@@ -376,6 +401,10 @@ def decode(body: bytes) -> Index:
         if len(place) > MAX_PLACE_LENGTH:
             text = f"the index places it {len(place)} deep, at most {MAX_PLACE_LENGTH} are possible"
             raise CheckpointCorruptError(text, key=key)
+    for key, steps in stored.number_keys.items():
+        place = (stored.flatten_mapping or {}).get(key, ())
+        if not all(0 <= at < len(place) and is_number(place[at]) for at in steps):
+            raise CheckpointCorruptError("the index has a number as key where none is", key=key)
     chunks = sum(tensor.chunk_count for tensor in stored.tensors)
     numbers = sum(tensor.chunk_count * len(tensor.shape) for tensor in stored.tensors)
     items = chunks + len(stored.blobs)
@@ -388,6 +417,7 @@ def decode(body: bytes) -> Index:
         columns,
         flatten_mapping=stored.flatten_mapping,
         storage=stored.storage,
+        number_keys=stored.number_keys,
     )
     _check_places(index)
     _check_digests(index)

@@ -24,7 +24,8 @@ from dcp_objstore.errors import DcpObjstoreError, RankFailedError, StateMismatch
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
-from dcp_objstore.state.state_dict import ConvertedState, Place
+from dcp_objstore.state.record import Place
+from dcp_objstore.state.state_dict import ConvertedState
 
 if TYPE_CHECKING:
     import os
@@ -146,7 +147,9 @@ def load(
         with reporting_failures(reader):
             with meeting(url_of(reader), process_group or world_group(), advice):
                 group = sync_group(process_group, config)
-                converted, failed = capture(lambda: ConvertedState(state, loading=True))
+                converted, failed = capture(
+                    lambda: ConvertedState(state, loading=True, strict=strict)
+                )
                 # With read_once the load begins with a collective, so all ranks must agree first.
                 same = {"read_once": bool(read_once)}
                 raise_on_all(refused or failed, url_of(reader), group, advice, same=same)
@@ -190,10 +193,8 @@ def _run_load(
     url = str(reader.checkpoint_id)
     planner = AgreeingLoadPlanner(
         url,
-        converted.optimizers,
-        converted.per_rank,
-        converted.left_out,
-        converted.modules,
+        converted,
+        reader._paths,
         strict=strict,
         on_dtype=on_dtype,
     )
@@ -207,7 +208,7 @@ def _run_load(
                 process_group=group,
                 no_dist=count_ranks(group) == 1,
             )
-        _, failed = capture(lambda: converted.restore(planner.without_state, planner.unknown))
+        _, failed = capture(converted.restore)
         raise_on_all(failed, url, group)
     except DcpObjstoreError as error:
         note = _PARTLY if planner.reading else ""
@@ -219,8 +220,7 @@ def _run_load(
             raise
         raise extended(error, note).with_traceback(error.__traceback__) from error.__cause__
     if strict:
-        # One that had not stepped at all when it was saved has lost nothing.
-        lacking = [name for at, name in sorted(planner.without_state) if at in planner.stepped]
+        lacking = converted.lacking
         if lacking and not current_rank():
             logger.warning(
                 "%s has no optimizer state for %d parameters; the optimizer starts without it (%s)",

@@ -87,6 +87,7 @@ class IndexItems:
 
     Attributes:
         paths: the place of each key in the nested dict that was saved, if it is known.
+        number_keys: the steps of `paths` that were an int in a dict, as in `Index`.
         are_blobs: whether torch has to decode each tensor as a whole.
     """
 
@@ -95,6 +96,7 @@ class IndexItems:
     def __init__(self, index: ix.Index) -> None:
         self._index = index
         self.paths: Paths = index.flatten_mapping
+        self.number_keys = index.number_keys
 
     def __len__(self) -> int:
         return len(self._index.columns.offset)
@@ -170,6 +172,7 @@ class StockItems:
     ) -> None:
         self.metadata = metadata
         self.paths: Paths = metadata.planner_data
+        self.number_keys: dict[str, tuple[int, ...]] = {}
         self._locations = locations
 
     def __len__(self) -> int:
@@ -229,6 +232,11 @@ class RenamedItems:
         self.paths: Paths = items.paths and {
             name: items.paths.get(key, (name,)) if name == key else (name,)
             for name, key in self._own_keys.items()
+        }
+        self.number_keys = {
+            name: items.number_keys[name]
+            for name, key in self._own_keys.items()
+            if name == key and name in items.number_keys
         }
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,8 @@ from dcp_objstore.read.mismatch import SHOWN_KEYS, OnDtype, mismatch, refuse_oth
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.state.memory import same_memory
 from dcp_objstore.state.per_rank import own_name
-from dcp_objstore.state.state_dict import AgreeingPlanner, Place
+from dcp_objstore.state.record import Path, Place, Record
+from dcp_objstore.state.state_dict import AgreeingPlanner, ConvertedState
 from dcp_objstore.state.stored import constant_name
 
 # The keys of `optimizer.state_dict()`: torch numbers parameters there, and has no names.
@@ -64,13 +65,10 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     It also refuses ranks that load from different URLs.
 
     Args:
-        optimizers: place of each optimizer in the state, mapped to the place of its module.
-        per_rank: place of each `PerRank` in the state, mapped to whether the values of all ranks
-            are requested.
-        parts: place of each `trainable` in the state. If `strict`, the ranks together must ask for
-            all that was saved there.
-        modules: place of each module in the state. Keys that were saved there and that no rank asks
-            for are warned of.
+        converted: the state, which asks for what was saved of its optimizers and Stateful objects.
+            If `strict`, the ranks together must ask for all that was saved of a `trainable`. What
+            no rank asks for of a module, an optimizer, a Stateful object or a list is warned of.
+        paths: returns the place of each key of the checkpoint.
         strict: refuse a state that has keys which the checkpoint does not have. If False, their
             values stay as they are. Shapes must fit in either case.
         on_dtype: what to do if a tensor of the state has another dtype than the stored one.
@@ -78,21 +76,14 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     Attributes:
         missing: keys of this rank's state that the checkpoint does not have.
         unexpected: keys of the checkpoint that this rank's state does not ask for.
-        without_state: pairs of an optimizer's place and a parameter's name in its module for which
-            the checkpoint has the parameter but no optimizer state.
-        unknown: such pairs for which the checkpoint does not have the parameter or the optimizer
-            either; empty if `strict`.
-        stepped: places of optimizers in `without_state` for which the checkpoint has other state.
         reading: whether the ranks have begun to read data into the state.
     """
 
     def __init__(
         self,
         url: str,
-        optimizers: Mapping[Place, Place] | None = None,
-        per_rank: Mapping[Place, bool] | None = None,
-        parts: Collection[Place] = (),
-        modules: Collection[Place] = (),
+        converted: ConvertedState | None = None,
+        paths: Callable[[], Mapping[str, Path]] = dict,
         *,
         strict: bool = True,
         on_dtype: OnDtype = "warn",
@@ -103,15 +94,19 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self._on_dtype = on_dtype
         self.missing: tuple[str, ...] = ()
         self.unexpected: tuple[str, ...] = ()
-        self._optimizers = optimizers or {}
-        self._per_rank = per_rank or {}
-        self._parts = parts if strict else ()
-        self._modules = modules
-        self.without_state: set[tuple[Place, str]] = set()
-        self.unknown: set[tuple[Place, str]] = set()
-        self.stepped: set[Place] = set()
+        self._converted = converted or ConvertedState({}, loading=True)
+        self._paths = paths
         self.reading = False
         self._items: list[ReadItem] = []
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Override `AgreeingPlanner.set_up_planner`; ask for what was saved first."""
+        with self._typed_errors():
+            if metadata is not None and metadata.state_dict_metadata:
+                self._converted.ask(state_dict, Record(metadata, self._paths()))
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         """Override `DefaultLoadPlanner.create_local_plan`; check keys and shapes first.
@@ -160,7 +155,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
         assert self.metadata is not None
-        others = self._choose_per_rank(self.metadata)
+        others = self._choose_per_rank(self.metadata) | self._converted.settings_of_others
         problems = _mismatches(self.state_dict, self.metadata)
         if problems:
             raise mismatch("the checkpoint does not fit the state", problems)
@@ -170,7 +165,6 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         for key in _tied(self.state_dict, saved):
             del self.state_dict[key]
         before, asked = self.state_dict, dict(self.state_dict)
-        self._leave_out_absent_state(self.metadata)
         try:
             # DCP also knows the key format of torch before 2.4, in which keys that look missing may
             # exist. It then replaces `state_dict` by a new dict. It also does so, by mistake, if
@@ -199,7 +193,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     def _asks_by_number(self, keys: Iterable[str]) -> bool:
         """Return whether some keys are of torch's own state dict of an optimizer."""
         # In an `nn.Sequential`, the names of parameters begin with a number, too.
-        named = tuple(".".join((*place, "")) for place in self._optimizers)
+        named = tuple(".".join((*place, "")) for place in self._converted.optimizers)
         return any(_NUMBERED_STATE.search(key) and not key.startswith(named) for key in keys)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -221,17 +215,18 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                     f"the checkpoint has none of the {missing} keys that the state asks for; check"
                     " that it is the right checkpoint and that the state is nested as it was saved"
                 )
-            unasked = self._unasked_by_all(of_ranks, self._parts)
+            parts = self._converted.left_out if self._strict else ()
+            unasked = self._unasked_by_all(of_ranks, parts)
             if unasked:
                 raise mismatch(
                     "a dos.trainable(...) of the state does not ask for all that was saved there:"
                     " this is frozen now, or not in the module (strict=False leaves it unread),",
                     unasked,
                 )
-            unasked = self._unasked_by_all(of_ranks, self._modules)
+            unasked = self._unasked_by_all(of_ranks, self._converted.whole)
         if unasked:
             logger.warning(
-                "%s has %s of modules of the state which these do not have, and which stay unread"
+                "%s has %s of values of the state which these do not have, and which stay unread"
                 " (%s): is the model smaller than the one that was saved?",
                 self._url,
                 counted(len(unasked), "key"),
@@ -257,7 +252,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         saved a value.
         """
         others: set[str] = set()
-        for place, wants_all in self._per_rank.items():
+        for place, wants_all in self._converted.per_rank.items():
             prefix = ".".join(place) + "."
             saved = {
                 key: name
@@ -276,34 +271,6 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                 else:
                     others.add(key)
         return others
-
-    def _leave_out_absent_state(self, metadata: Metadata) -> None:
-        """Drop requests for the optimizer state of parameters that were saved without any."""
-        saved = metadata.state_dict_metadata
-        asked: dict[tuple[Place, str], list[str]] = {}
-        for optimizer in self._optimizers:
-            for key in self.state_dict:
-                path = tuple(map(str, self.mappings[key]))
-                if path[: len(optimizer) + 1] == (*optimizer, "state"):
-                    asked.setdefault((optimizer, path[len(optimizer) + 1]), []).append(key)
-        for (optimizer, parameter), keys in asked.items():
-            if any(key in saved for key in keys):
-                continue
-            named = ".".join((*self._optimizers[optimizer], parameter))
-            if named in saved and (self._strict or _has_any(saved, optimizer)):
-                self.without_state.add((optimizer, parameter))
-                for key in keys:
-                    del self.state_dict[key]
-            elif not self._strict:
-                self.unknown.add((optimizer, parameter))
-        lacking = {optimizer for optimizer, _ in self.without_state}
-        self.stepped = {place for place in lacking if _has_any(saved, (*place, "state"))}
-
-
-def _has_any(saved: Collection[str], place: Place) -> bool:
-    """Return whether the checkpoint has anything below a place."""
-    prefix = ".".join((*place, ""))
-    return any(key.startswith(prefix) for key in saved)
 
 
 def _mismatches(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:

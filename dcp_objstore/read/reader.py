@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_objstore.checkpoint.index import NumberKey
 from dcp_objstore.distributed.failures import without_frames
 from dcp_objstore.distributed.groups import exchange_group
 from dcp_objstore.distributed.plugin import Target, plugin_errors
@@ -243,6 +244,17 @@ class ObjectStoreReader(StorageReader):
         load: _Load | None = getattr(self._of_thread, "load", None)
         marker = None if load is None or load.checkpoint is None else load.checkpoint.marker
         return {} if marker is None else left_out_of(marker.user_metadata)
+
+    def _paths(self) -> Mapping[str, tuple[str | int, ...]]:
+        """Return the place of each key of this thread's checkpoint, as far as it is known."""
+        load: _Load | None = getattr(self._of_thread, "load", None)
+        if load is None or load.checkpoint is None:
+            return {}
+        items, paths = load.checkpoint.items, dict(load.checkpoint.items.paths or {})
+        for key, numbers in items.number_keys.items():
+            steps = enumerate(paths[key])
+            paths[key] = tuple(NumberKey(step) if at in numbers else step for at, step in steps)
+        return paths
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -147,7 +147,8 @@ class PlannedIndex:
     """What an index says of the items of a save, but not where they are stored.
 
     Attributes:
-        tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping: the fields of `Index`.
+        tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping, number_keys: the fields of
+            `Index`.
         rows: the row of each item of a plan, for each rank; empty if only the planner knows.
     """
 
@@ -157,6 +158,7 @@ class PlannedIndex:
     chunk_sizes: ix.Column
     rows: Sequence[ix.Numbers]
     flatten_mapping: dict[str, tuple[str | int, ...]] | None
+    number_keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def planned_index(metadata: Metadata) -> PlannedIndex:
@@ -248,6 +250,7 @@ def build_index(
             save_id=storage.save_id,
             modules=tuple(storage.modules),
         ),
+        number_keys=planned.number_keys,
     )
     return index, objects
 

@@ -9,74 +9,82 @@ checkpoint. (DCP itself would also accept a module, as a Stateful, and store the
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
+from dcp_objstore.checkpoint.index import NumberKey, is_number
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
-from dcp_objstore.errors import StateMismatchError, UnsupportedError
+from dcp_objstore.errors import DcpObjstoreError, StateMismatchError, UnsupportedError
 from dcp_objstore.observe.report import first_few
+from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.left_out import LeftOut
+from dcp_objstore.state.optimizers import NamedOptimizer
 from dcp_objstore.state.per_rank import PerRank, is_stateful
+from dcp_objstore.state.record import (
+    AskedValue,
+    Path,
+    Place,
+    Record,
+    alike,
+    has_parts,
+    is_numbered_state,
+    is_whole,
+    leaves,
+)
 from dcp_objstore.state.trainable import Trainable, count_left_out
 
-# A path in the state: keys of dicts as the user has them, and numbers in lists.
-Path: TypeAlias = tuple[Any, ...]
 
-# The same path with keys as str, as DCP has them.
-Place: TypeAlias = tuple[str, ...]
-
-_SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Leaf:
     """A value of the state that is not a dict or a list to descend into.
 
     Attributes:
         original: the original state dict of the value, which has the types of its containers and
             keys; the value itself if it is a plain value or a tensor.
-        module: the module itself, or that of a `Trainable` or an optimizer; None for other values.
+        module: the module itself, or that of a `Trainable`; None for other values.
+        optimizer: an optimizer by names.
+        owner: place of the module that has the optimizer's parameters.
+        asked: what a load asks for of a value that the checkpoint decides.
     """
 
     path: Path
     value: Any
     original: Any
     module: torch.nn.Module | None = None
+    optimizer: NamedOptimizer | FlatOptimizer | None = None
+    owner: Place = ()
+    asked: AskedValue | None = None
 
 
 class ConvertedState:
     """A user's state converted to a plain state dict, with the way back.
 
-    Tensors are not copied, so loading into them loads in place. An optimizer that has not stepped
-    has no state yet, and a save stores none. For a load it gets one, made as DCP makes it, so that
-    there is memory to load into. The same is done if only some parameters lack state. `undo`
-    restores the optimizers after a failed load.
+    Tensors are not copied, so loading into them loads in place. What a checkpoint has decides what
+    is loaded into an optimizer or a Stateful object: `ask` completes the state dict.
 
     Args:
         state: a dict, nested as you like, of modules, optimizers, Stateful objects, tensors and
             plain values.
         loading: whether the state will be loaded into; if False, it will be saved.
+        strict: whether a load refuses what the checkpoint does not have.
 
     Attributes:
         state_dict: nested dicts with str keys, and lists, of tensors and plain values.
-        optimizers: place of each optimizer, mapped to the place of its module.
-        modules: place of each module that is not `Trainable`.
+        optimizers: place of each optimizer.
+        whole: places of modules that are not `Trainable`, optimizers, Stateful objects and lists:
+            what was saved there and is not loaded is warned of.
         per_rank: place of each `PerRank`, mapped to whether it wants the values of all ranks.
         left_out: place of each `Trainable`, mapped to what it leaves out of its module.
 
@@ -85,7 +93,7 @@ class ConvertedState:
         UnsupportedError: tensors to load into are on the meta device.
     """
 
-    def __init__(self, state: Mapping[str, Any], *, loading: bool) -> None:
+    def __init__(self, state: Mapping[str, Any], *, loading: bool, strict: bool = True) -> None:
         """Convert the state; if that fails, the optimizers are as before."""
         if not isinstance(state, Mapping):
             raise StateMismatchError(
@@ -96,36 +104,29 @@ class ConvertedState:
             if not isinstance(name, str):
                 raise StateMismatchError(f"the names in the state must be str, got {name!r}")
         self._state = state
+        self._loading, self._strict = loading, strict
         # Sorted, because `state_dict` and `load_state_dict` may be collectives (FSDP1's are), and
-        # the dicts of two ranks may differ in their order.
-        leaves = sorted(_leaves(state), key=lambda leaf: _place(leaf[0]))
-        modules = {
-            path: value for path, value in leaves if isinstance(value, torch.nn.Module | Trainable)
-        }
-        self.modules = [
-            _place(path) for path, value in modules.items() if isinstance(value, torch.nn.Module)
-        ]
+        # the dicts of two ranks may differ in their order. Modules first: their state dict gives
+        # FSDP2's modules back the parameters that the optimizers have.
+        found = sorted(
+            leaves(state, (), is_numbered_state),
+            key=lambda leaf: (_rank_of(leaf[1]), _place(leaf[0])),
+        )
+        modules = {path: value for path, value in found if _rank_of(value) == 0}
         if loading:
             for path, module in modules.items():
                 if isinstance(module, torch.nn.Module):
                     _refuse_module_on_meta(path, module)
-        # Optimizers that get a temporary state, with the state that they had.
-        self._set_aside = [
-            (value, dict(value.state))
-            for _, value in leaves
-            if loading and isinstance(value, torch.optim.Optimizer) and _lacks_state(value)
-        ]
-        for optimizer, _ in self._set_aside:
-            optimizer.state.clear()
-        self.optimizers: dict[Place, Place] = {}
+        self.whole = [_place(path) for path in _lists(state)]
+        self.optimizers: list[Place] = []
         self.per_rank: dict[Place, bool] = {}
         self.left_out: dict[Place, LeftOut] = {}
-        self._loading = loading
         self._leaves: list[_Leaf] = []
         self.state_dict: dict[str, Any] = {}
         try:
-            for path, value in leaves:
-                self._leaves.append(self._convert(path, value, modules))
+            for path, value in found:
+                with _named_errors(value, path, "state_dict"):
+                    self._leaves.append(self._convert(path, value, modules))
             filled = self._leaves if loading else []
             on_meta = [name for leaf in filled for name in _on_meta(leaf.original, leaf.path)]
             if on_meta:
@@ -144,33 +145,45 @@ class ConvertedState:
     def _convert(
         self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module | Trainable]
     ) -> _Leaf:
+        place = _place(path)
         if isinstance(value, torch.nn.Module):
+            self.whole.append(place)
             return _Leaf(path, value, _module_state(value), value)
         if isinstance(value, Trainable):
             whole = _module_state(value.module)
             part = value.part_of(whole)
-            self.left_out[_place(path)] = count_left_out(whole, part)
+            self.left_out[place] = count_left_out(whole, part)
             return _Leaf(path, value, part, value.module)
         if isinstance(value, torch.optim.Optimizer):
-            place = _module_of(value, modules, path)
-            self.optimizers[_place(path)] = _place(place)
-            owner = modules[place]
-            module = _module_in(owner)
-            original = _optimizer_state(value, module, path, loading=self._loading)
-            if isinstance(owner, Trainable):
-                original["state"] = owner.part_of(original["state"])
-            return _Leaf(path, value, original, module)
+            self.optimizers.append(place)
+            self.whole.append(place)
+            owner = _module_of(value, modules, path)
+            named = self._named(value, modules[owner])
+            return _Leaf(path, value, named.state_dict, None, named, _place(owner))
         if isinstance(value, PerRank):
             return _Leaf(path, value, self._convert_per_rank(path, value))
         if is_stateful(value):
+            self.whole.append(place)
             return _Leaf(path, value, value.state_dict())
-        if isinstance(value, tuple) and _has_parts(value):
+        if isinstance(value, tuple) and has_parts(value):
             raise StateMismatchError(
                 "a tuple is stored as one pickled value; put modules, optimizers, Stateful objects"
                 " and sharded tensors into a list or a dict",
                 key=_name(path),
             )
+        if is_numbered_state(value):
+            self.whole.append(place)
         return _Leaf(path, value, value)
+
+    def _named(
+        self, optimizer: torch.optim.Optimizer, owner: torch.nn.Module | Trainable
+    ) -> NamedOptimizer | FlatOptimizer:
+        module = _module_in(owner)
+        names = dict(torch_private.all_parameters(module))
+        wanted = owner.part_of(names) if isinstance(owner, Trainable) else names
+        if torch_private.has_flat_parameters(module):
+            return FlatOptimizer(optimizer, module, wanted, loading=self._loading)
+        return NamedOptimizer(optimizer, module, wanted)
 
     def _check_names_of_ranks(self) -> None:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
@@ -190,7 +203,7 @@ class ConvertedState:
         if self._loading:
             return value.to_fill()
         entry = value.to_save()
-        if _has_parts(entry):
+        if has_parts(entry):
             raise StateMismatchError(
                 "a PerRank is stored as one pickled value for each rank, so it cannot contain"
                 " modules, optimizers, Stateful objects or sharded tensors",
@@ -198,70 +211,124 @@ class ConvertedState:
             )
         return entry
 
+    def ask(self, state_dict: dict[str, Any], record: Record) -> None:
+        """Ask for what was saved of each optimizer and Stateful object.
+
+        Args:
+            state_dict: `state_dict`, or a shallow copy of it, which DCP makes.
+            record: what the checkpoint has.
+        """
+        for leaf in self._leaves:
+            place = _place(leaf.path)
+            wanted: Any = None
+            if leaf.optimizer is not None:
+                wanted = leaf.optimizer.ask(record, place, leaf.owner, strict=self._strict)
+            elif leaf.module is None and place in self.whole:
+                leaf.asked = AskedValue(_at(state_dict, leaf.path), record, place)
+                wanted = leaf.asked.wanted
+            if wanted is not None:
+                _at(state_dict, leaf.path[:-1])[place[-1]] = wanted
+
+    @property
+    def settings_of_others(self) -> set[str]:
+        """Keys of settings of groups that this rank's optimizers do not need."""
+        return {key for leaf in self._leaves if leaf.optimizer for key in leaf.optimizer.not_needed}
+
+    @property
+    def lacking(self) -> list[str]:
+        """Names of parameters that get no optimizer state, while others of the optimizer do."""
+        return [name for leaf in self._leaves if leaf.optimizer for name in leaf.optimizer.lacking]
+
     def undo(self) -> None:
         """Give the optimizers back the state that they had before."""
-        for optimizer, before in self._set_aside:
-            optimizer.state.clear()
-            optimizer.state.update(before)
+        for leaf in self._leaves:
+            if isinstance(leaf.optimizer, FlatOptimizer):
+                leaf.optimizer.undo()
 
-    def restore(
-        self,
-        without_state: Collection[tuple[Place, str]] = (),
-        unknown: Collection[tuple[Place, str]] = (),
-    ) -> None:
+    def restore(self) -> None:
         """Put the loaded `state_dict` back into the user's state.
 
         Modules, optimizers and Stateful objects are restored in place; plain values are put into
         the caller's dicts and lists.
 
-        Args:
-            without_state: pairs of an optimizer's place and a parameter's name in its module for
-                which the checkpoint has no optimizer state; these parameters get none.
-            unknown: such pairs for parameters or optimizers that the checkpoint does not have;
-                these keep the state that they had, unless this optimizer lacked some state.
-
         Raises:
-            StateMismatchError: a list of Stateful objects was saved with another length.
-            Exception: any error that a `load_state_dict` raises.
+            StateMismatchError: a value does not take what was saved of it.
         """
-        fresh = {id(optimizer) for optimizer, _ in self._set_aside}
-        # Modules first: an optimizer's state is matched to its module's parameters.
-        kinds = torch.nn.Module | Trainable, torch.optim.Optimizer
-        leaves = sorted(
-            self._leaves, key=lambda leaf: [not isinstance(leaf.value, kind) for kind in kinds]
-        )
-        for leaf, loaded in [(leaf, _at(self.state_dict, leaf.path)) for leaf in leaves]:
-            if isinstance(leaf.value, PerRank):
-                leaf.value.fill(loaded)
-            else:
-                empty = [*without_state, *(unknown if id(leaf.value) in fresh else ())]
-                self._restore_one(leaf, _alike(leaf.original, loaded), empty)
+        for leaf in self._leaves:
+            with _named_errors(leaf.value, leaf.path, "load_state_dict"):
+                self._restore_one(leaf, _at(self.state_dict, leaf.path))
 
-    def _restore_one(
-        self, leaf: _Leaf, loaded: Any, without_state: Collection[tuple[Place, str]]
-    ) -> None:
-        if isinstance(leaf.value, torch.nn.Module | Trainable):
+    def _restore_one(self, leaf: _Leaf, loaded: Any) -> None:
+        if isinstance(leaf.value, PerRank):
+            leaf.value.fill(loaded)
+            return
+        if leaf.optimizer is not None:
+            leaf.optimizer.restore(loaded)
+            return
+        if leaf.asked is not None and leaf.asked.wanted is not None:
+            loaded = leaf.asked.loaded(loaded)
+            if is_numbered_state(leaf.value):  # torch's own checkpoints have the numbers as str
+                numbered = loaded.get("state", {}).items()
+                loaded["state"] = {int(k) if is_number(k) else k: v for k, v in numbered}
+        loaded = alike(leaf.original, loaded)
+        if leaf.module is not None:
             # Of a part, the planner has checked the names.
             options = StateDictOptions(strict=leaf.value is leaf.module)
             if loaded:
-                assert leaf.module is not None
                 set_model_state_dict(leaf.module, loaded, options=options)
-        elif isinstance(leaf.value, torch.optim.Optimizer):
-            assert leaf.module is not None
-            for optimizer, parameter in without_state:
-                if optimizer == _place(leaf.path):
-                    loaded["state"][parameter] = {}  # torch 2.9 needs one for each parameter
-            # Not strict: the planner has already checked the state of each parameter.
-            options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(leaf.module, leaf.value, loaded, options=options)
-            for key in [key for key, state in leaf.value.state.items() if not state]:
-                del leaf.value.state[key]
         elif is_stateful(leaf.value):
             leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):
             leaf.value[:] = loaded
+        elif isinstance(leaf.value, dict):
+            leaf.value.clear()
+            leaf.value.update(loaded)
         elif loaded is not leaf.value:
             _at(self._state, leaf.path[:-1], by_str=False)[leaf.path[-1]] = loaded
+
+
+def _rank_of(value: Any) -> int:
+    """Return where a value stands in the order of conversions and of restoring."""
+    kinds = torch.nn.Module | Trainable, torch.optim.Optimizer
+    return next((rank for rank, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
+
+
+def _lists(value: Any, path: Path = ()) -> Iterator[Path]:
+    """Yield the path of each list to descend into."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _lists(item, (*path, key))
+    elif isinstance(value, list) and not is_whole(value):
+        yield path
+        for number, item in enumerate(value):
+            yield from _lists(item, (*path, number))
+
+
+@contextmanager
+def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
+    """Turn what a value's own methods raise into an error that names it.
+
+    Not what breaks off a collective (FSDP1's state dict is one), nor a lack of memory.
+    """
+    try:
+        yield
+    except DcpObjstoreError as error:
+        error.at(key=_name(path))
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError | dist.DistError) or (
+            isinstance(value, torch.nn.Module) and torch_private.has_flat_parameters(value)
+        ):
+            raise
+        advice = (
+            "; if its hooks rename keys, pass its state_dict() in its place"
+            if isinstance(value, torch.nn.Module)
+            else ""
+        )
+        raise StateMismatchError(
+            f"{call} of this {type(value).__name__} raised {type(error).__name__}: {error}{advice}",
+            key=_name(path),
+        ) from error
 
 
 def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
@@ -318,76 +385,6 @@ def _module_state(module: torch.nn.Module) -> dict[str, Any]:
     return state
 
 
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, path: Path, *, loading: bool
-) -> dict[str, Any]:
-    groups = [group["params"] for group in optimizer.param_groups]
-    if sum(not group for group in groups) > 1:
-        raise StateMismatchError(
-            "this optimizer has several parameter groups without parameters; torch can load at"
-            " most one, so remove the others",
-            key=_name(path),
-        )
-    # If there is no state, torch makes one with a step of zero gradients. For a load that is memory
-    # to load into. But weight decay, dampening and the rules for a first step leave their marks in
-    # it, so a save must not store it.
-    with contextlib.ExitStack() as prepared:
-        if not optimizer.state:
-            prepare = _trial_step if loading else _held_from_stepping
-            prepared.enter_context(prepare(optimizer))
-        state: dict[str, Any] = get_optimizer_state_dict(module, optimizer)
-    return state
-
-
-def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a trainable parameter has no state.
-
-    One without elements never gets any under FSDP1, on a rank that has no shard of it.
-    """
-    return not optimizer.state or any(
-        parameter.requires_grad and parameter.numel() and parameter not in optimizer.state
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-
-
-class _Stepped(defaultdict[Any, Any]):
-    """An empty state that torch does not fill."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
-@contextmanager
-def _held_from_stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from making a state for an optimizer that has none."""
-    none, optimizer.state = optimizer.state, _Stepped(dict)
-    try:
-        yield
-    finally:
-        optimizer.state = none
-
-
-@contextmanager
-def _trial_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let torch make a state for an optimizer; keep its gradients and settings.
-
-    torch silently makes none if there are gradients, and leaves a learning rate of 0 if it fails.
-    """
-    groups = optimizer.param_groups
-    settings = [dict(group) for group in groups]
-    held = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
-    for parameter, _ in held:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in held:
-            parameter.grad = gradient
-        for group, before in zip(groups, settings, strict=True):
-            group.update(before)
-
-
 def _module_of(
     optimizer: torch.optim.Optimizer,
     modules: Mapping[Path, torch.nn.Module | Trainable],
@@ -421,39 +418,6 @@ def _place(path: Path) -> Place:
 def _name(path: Path) -> str:
     """Return DCP's name for a place in the state."""
     return ".".join(_place(path))
-
-
-def _has_parts(value: Any) -> bool:
-    """Whether a value contains something that is restored in place or has its own name."""
-    if isinstance(value, list | tuple):
-        return any(_has_parts(item) for item in value)
-    if isinstance(value, Mapping):
-        return any(_has_parts(item) for item in value.values())
-    kinds = torch.nn.Module | Trainable | torch.optim.Optimizer | DTensor | PerRank
-    return isinstance(value, kinds) or is_stateful(value)
-
-
-def _is_whole(value: list[Any]) -> bool:
-    """Whether DCP stores this list as one value, which a load may change in length."""
-    return not any(
-        isinstance(item, Mapping | torch.Tensor)
-        or _has_parts(item)
-        or (isinstance(item, list) and not _is_whole(item))
-        for item in value
-        if type(item) not in _SCALARS
-    )
-
-
-def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every value that is not a dict or list to descend into, with its path."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, list) and not _is_whole(value):
-        for number, item in enumerate(value):
-            yield from _leaves(item, (*path, number))
-    else:
-        yield path, value
 
 
 class AgreeingPlanner:
@@ -500,7 +464,7 @@ def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
         yield
     except ValueError:
         places: dict[str, Path] = {}
-        for path, _ in _leaves(state_dict):
+        for path, _ in leaves(state_dict):
             name = _name(path)
             if name in places:
                 raise StateMismatchError(
@@ -524,7 +488,8 @@ def _by_name(value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     """
     keys: dict[str, Any] = {}
     for key in value:
-        name = str(key)
+        # A bool is an int, too, and is no number.
+        name = NumberKey(key) if type(key) is int else str(key)
         if name in keys:
             raise StateMismatchError(
                 f"the keys {keys[name]!r} and {key!r} of {_shown(path)} have the same name in a"
@@ -546,24 +511,9 @@ def _plain(value: Any, leaves: Mapping[Path, Any], path: Path = ()) -> Any:
             name: _plain(value[key], leaves, (*path, key))
             for name, key in _by_name(value, path).items()
         }
-    if isinstance(value, list) and not _is_whole(value):
+    if isinstance(value, list) and not is_whole(value):
         return [_plain(item, leaves, (*path, number)) for number, item in enumerate(value)]
     return value
-
-
-def _alike(original: Any, loaded: Any) -> Any:
-    """Return the loaded value in containers and under keys of the types of `original`."""
-    if isinstance(original, Mapping) and isinstance(loaded, Mapping):
-        items = {key: _alike(item, loaded[str(key)]) for key, item in original.items()}
-        if not isinstance(original, MutableMapping):
-            return items
-        same = copy.copy(original)  # also of a Counter, an OrderedDict, a defaultdict
-        same.clear()
-        same.update(items)
-        return same
-    if isinstance(original, list) and isinstance(loaded, list) and not _is_whole(original):
-        return [_alike(*items) for items in zip(original, loaded, strict=True)]
-    return loaded
 
 
 def _at(value: Any, path: Path, *, by_str: bool = True) -> Any:

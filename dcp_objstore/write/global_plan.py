@@ -41,6 +41,7 @@ class _Items(msgspec.Struct, frozen=True, array_like=True):
     kind_numbers: list[int | None]
     kinds: list[ix.Tensor]
     paths: dict[str, tuple[str | int, ...]]
+    number_keys: dict[str, tuple[int, ...]]
 
 
 class LocalPlan(msgspec.Struct, frozen=True):
@@ -83,12 +84,18 @@ class LocalPlan(msgspec.Struct, frozen=True):
             sizes += chunk.sizes
             kind = tensor_entry("", data, 0)
             numbers.append(kinds.setdefault(kind, len(kinds)))
+        number_keys = {
+            key: tuple(at for at, step in enumerate(path) if type(step) is ix.NumberKey)
+            for key, path in paths.items()
+            if ix.NumberKey in map(type, path)
+        }
         described = _Items(
             keys=[item.index.fqn for item in items],
             types=bytes(item.type.value for item in items),
             kind_numbers=numbers,
             kinds=list(kinds),
-            paths=dict(paths),
+            paths={**paths, **{key: tuple(map(ix.plain, paths[key])) for key in number_keys}},
+            number_keys=number_keys,
         )
         return cls(
             msgspec.msgpack.encode(described),
@@ -145,6 +152,7 @@ def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
         chunk_sizes=items.sizes[order][used].astype(np.uint64),
         rows=[numbers[numbers >= 0] for numbers in of_ranks],
         flatten_mapping=state.paths,
+        number_keys=state.number_keys,
     )
     return GlobalPlan(planned, [np.flatnonzero(numbers >= 0) for numbers in of_ranks])
 
@@ -199,6 +207,7 @@ class _State:
         self.kinds: list[ix.Tensor | None] = []  # None: a pickled value
         self.first_ranks: list[int] = []
         self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.number_keys: dict[str, tuple[int, ...]] = {}
         self._numbers: dict[str, int] = {}
 
     def add(self, plans: Sequence[LocalPlan]) -> _Table:
@@ -234,6 +243,7 @@ class _State:
         items = msgspec.msgpack.decode(body, type=_Items)
         for key, path in items.paths.items():
             self.paths.setdefault(key, path)
+        self.number_keys.update(items.number_keys)
         kinds = [None if number is None else items.kinds[number] for number in items.kind_numbers]
         numbers = [
             self._number(key, kind, rank) for key, kind in zip(items.keys, kinds, strict=True)
