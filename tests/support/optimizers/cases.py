@@ -162,7 +162,7 @@ class Beside(torch.optim.SGD):
 
 
 class Growing(torch.optim.SGD):
-    """Lists that grow, nested dicts, numbers, texts and nothing in the state of a parameter."""
+    """Lists that grow, nested dicts, numbers and nothing in the state of a parameter."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -176,7 +176,6 @@ class Growing(torch.optim.SGD):
                 pair = state.setdefault("pair", {"left": [], "right": {0: None}})
                 pair["left"].append(torch.ones(len(past)))
                 pair["right"][len(past)] = float(len(past))
-                state["label"] = f"step {len(past)}"
                 state["empty"], state["none"], state["flag"] = [], None, len(past) % 2 == 0
                 state["shape"] = tuple(parameter.shape)
                 state["mask"] = parameter.grad > 0

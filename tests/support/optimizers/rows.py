@@ -255,13 +255,23 @@ class Own:
             strict=not (scene.partial or scene.trainable),
         )
         for optimizer, (state, names) in zip(training.optimizers, self.optimizers, strict=True):
-            optimizer.load_state_dict(
-                _by_name(copied(state), names, optimizer, _names(optimizer, training))
-            )
+            own = _by_name(copied(state), names, optimizer, _names(optimizer, training))
+            optimizer.load_state_dict(_of_what_trains(own, training) if scene.trainable else own)
         if training.scheduler is not None:
             training.scheduler.load_state_dict(self.scheduler)
         if training.average is not None:
             training.average.load_state_dict(self.average)
+
+
+def _of_what_trains(state: dict[str, Any], training: Training) -> dict[str, Any]:
+    """Without the state of parameters that are frozen, which `dos.trainable` leaves out."""
+    kept = {
+        number: value
+        for number, value in state["state"].items()
+        if not isinstance(number, int)
+        or training.optimizers[0].param_groups[0]["params"][number].requires_grad
+    }
+    return state | {"state": kept}
 
 
 def _names(optimizer: Any, training: Training) -> list[list[str]]:
@@ -546,8 +556,6 @@ def _require_stock(case: Case, scene: Scene, expected: _Expected | None, folder:
         source = Training(case, scene, scene.saved, seed=scene.seed, scale=1.0)
         source.steps(0, scene.steps)
         dcp.save(_stock_state(source, flat=False), checkpoint_id=f"{folder}/s", no_dist=True)
-        if scene.way != "stock_reads":
-            return
         target = _destination(case, scene)
         state = _stock_state(target, flat=False)
         dcp.load(state, checkpoint_id=f"{folder}/s", no_dist=True)
