@@ -161,7 +161,8 @@ class Training:
         for place, optimizer in enumerate(self.optimizers):
             found[f"optimizer{place}"] = {
                 "state": state_of(optimizer, names),
-                "groups": groups_of(optimizer, names),
+                # PostLocalSGDOptimizer's own groups are those from before a load.
+                "groups": groups_of(getattr(optimizer, "optim", optimizer), names),
                 "beside": _beside(optimizer),
             }
         if self.scheduler is not None:
@@ -264,14 +265,15 @@ class Own:
 
 
 def _of_what_trains(state: dict[str, Any], training: Training) -> dict[str, Any]:
-    """Without the state of parameters that are frozen, which `dos.trainable` leaves out."""
+    """With what it has for frozen parameters, which `dos.trainable` leaves out."""
+    now = copied(training.optimizers[0].state_dict())["state"]
     kept = {
         number: value
         for number, value in state["state"].items()
         if not isinstance(number, int)
         or training.optimizers[0].param_groups[0]["params"][number].requires_grad
     }
-    return state | {"state": kept}
+    return state | {"state": {**now, **kept}}
 
 
 def _names(optimizer: Any, training: Training) -> list[list[str]]:
