@@ -98,6 +98,7 @@ LONGEST = (
     "tests/e2e/test_credentials_expire.py",
     "tests/convert/test_copy.py",
     "tests/doctor/test_permissions.py",
+    "tests/state/test_optimizers_resume.py",
     "tests/stores/test_copies.py",
     "tests/test_docs.py",
     "tests/transfer/test_transfer.py",

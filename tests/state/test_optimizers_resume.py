@@ -1,0 +1,215 @@
+"""An optimizer goes on as if it had never been saved: every weight, entry and setting, bit for bit.
+
+The reference is the same run through the optimizer's own `state_dict` and `load_state_dict`; with
+ranks, the run that was not interrupted. `python -m tests.support.optimizers` prints the table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dcp_objstore as dos
+from dcp_objstore.errors import RankFailedError, StateMismatchError
+from tests.support.campaign import cases
+from tests.support.optimizers.cases import case_of, cases_of
+from tests.support.optimizers.ranks import LAYOUTS, rows_of
+from tests.support.optimizers.rows import NOT_RUN, REFUSED, RIGHT, SAID, WRONG, row
+from tests.support.optimizers.scenes import SCENES, random_scene
+
+_TORCH = [case.name for case in cases_of("torch")]
+_CLASSES = [name for name in _TORCH if "(" not in name]
+_KINDS = [case.name for case in cases_of("kinds")]
+
+# For each optimizer by default; those of torch that cannot be trained so are left out.
+_SHORT = ("much", "much_stepped")
+_NOT_SO = {("LBFGS", "much"), ("LBFGS", "much_stepped")}
+_NOT_SO |= {("SparseAdam", "much"), ("SparseAdam", "much_stepped")}  # embeddings are not tied here
+# Of one optimizer by default.
+_EACH = (
+    "never_stepped_into_stepped",
+    "looked_at",
+    "empty_group_first",
+    "two_empty_groups",
+    "tensor_lr",
+    "trains_again",
+    "unused_then_used",
+    "regrouped_split",
+    "regrouped_in_conflict",
+    "reordered",
+    "empty_group_new",
+    "named",
+    "larger_stepped",
+    "inference",
+    "float16",
+    "stock_saves",
+    "stock_saves_flat",
+    "stock_reads",
+    "raw",
+    "two_optimizers",
+    "trainable",
+    "optimizer_first",
+)
+_DEFAULT = [(name, scene) for name in _CLASSES for scene in _SHORT if (name, scene) not in _NOT_SO]
+_DEFAULT += [(name, scene) for name in ("LBFGS", "SparseAdam") for scene in ("fresh", "stepped")]
+_DEFAULT += [("AdamW", scene) for scene in _EACH]
+
+
+@pytest.mark.parametrize(
+    ("name", "scene"),
+    cases([(name, scene) for name in _TORCH for scene in SCENES], default=_DEFAULT),
+)
+def test_each_optimizer_of_torch_goes_on_as_through_its_own_state_dict(name, scene) -> None:
+    found = row(case_of("torch", name), SCENES[scene])
+    allowed = {RIGHT} if (name, scene) in _DEFAULT else {RIGHT, NOT_RUN}
+    # Parameters of one group were saved with different settings, or a plain dict has no places.
+    allowed |= {REFUSED, SAID} if SCENES[scene].said else set()
+    assert found.outcome in allowed, found
+
+
+@pytest.mark.parametrize(
+    ("name", "scene"),
+    cases(
+        [(name, scene) for name in _KINDS for scene in SCENES],
+        default=[(name, "fresh") for name in _KINDS],
+    ),
+)
+def test_state_of_any_kind_goes_on_as_through_the_optimizers_own_state_dict(name, scene) -> None:
+    found = row(case_of("kinds", name), SCENES[scene])
+    assert found.outcome != WRONG, found
+    assert scene != "fresh" or found.outcome == RIGHT, found
+
+
+@pytest.mark.parametrize("seed", cases(range(200), default=range(6)))
+def test_random_groups_freezing_and_steps_go_on_alike(seed: int) -> None:
+    for name in ("AdamW", "SGD"):
+        # `row(case_of("torch", name), random_scene(seed))` repeats it.
+        found = row(case_of("torch", name), random_scene(seed))
+        assert found.outcome == RIGHT, found
+
+
+_RANKS = [(name, layout) for name in _CLASSES for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), cases(_RANKS, default=[("AdamW", layout) for layout in LAYOUTS])
+)
+def test_two_ranks_go_on_as_if_uninterrupted_and_one_process_has_what_they_had(
+    name: str, layout: str
+) -> None:
+    for found in rows_of(case_of("torch", name), layout):
+        assert found.outcome in ({RIGHT} if name == "AdamW" else {RIGHT, NOT_RUN}), found
+
+
+@pytest.mark.parametrize("name", [case.name for case in cases_of("distributed")])
+def test_optimizers_that_ranks_share_go_on_or_are_refused_by_their_key(name: str) -> None:
+    for found in rows_of(case_of("distributed", name), "ddp"):
+        assert found.outcome in {RIGHT, REFUSED}, found
+
+
+# --- the oracle itself ---------------------------------------------------------------------------
+
+
+def _first_state(optimizer: Any) -> dict[str, Any]:
+    return next(iter(optimizer.state.values()))
+
+
+def _set_setting(state: dict[str, Any], name: str, change: Callable[[Any], Any]) -> None:
+    group = state["optimizer"].param_groups[0]
+    group[name] = change(group[name])
+
+
+def _flip(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.view(-1).view(torch.int32)[0] ^= 1
+
+
+_SLIPS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "an entry is lost": lambda s: _first_state(s["optimizer"]).pop("momentum_buffer"),
+    "all of a parameter is lost": lambda s: s["optimizer"].state.popitem(),
+    "all is lost": lambda s: s["optimizer"].state.clear(),
+    "a bit of an entry": lambda s: _flip(_first_state(s["optimizer"])["momentum_buffer"]),
+    "an entry is new": lambda s: _first_state(s["optimizer"]).update(more=1),
+    "a bit of a weight": lambda s: _flip(s["model"].head.weight),
+    "a setting": lambda s: _set_setting(s, "lr", lambda lr: lr * (1 + 1e-15)),
+    "a setting's type": lambda s: _set_setting(s, "lr", torch.tensor),
+    "a setting is lost": lambda s: s["optimizer"].param_groups[0].pop("momentum"),
+    "a setting is new": lambda s: s["optimizer"].param_groups[0].update(initial_lr=1.0),
+    "a gradient": lambda s: s["model"].head.weight.grad.add_(1),
+    "a gradient is dropped": lambda s: setattr(s["model"].head.weight, "grad", None),
+    "a parameter is frozen": lambda s: s["model"].head.weight.requires_grad_(False),
+    "the random state": lambda s: torch.rand(1),
+    "a step": lambda s: torch.optim.SGD([torch.zeros(1)]).step(),
+    "the mode": lambda s: s["model"].eval(),
+}
+
+
+@pytest.mark.parametrize("slip", _SLIPS)
+def test_the_oracle_finds_a_slip_of_a_load(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = dos.load
+
+    def careless(state: dict[str, Any], url: str, **options: Any) -> None:
+        load(state, url, **options)
+        _SLIPS[slip](state)
+
+    monkeypatch.setattr(dos, "load", careless)
+    assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == WRONG
+
+
+@pytest.mark.parametrize("slip", ["a bit of a weight", "a step", "the random state", "a setting"])
+def test_the_oracle_finds_a_slip_of_a_save(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = dos.save
+
+    def careless(state: dict[str, Any], url: str, **options: Any) -> None:
+        save(state, url, **options)
+        _SLIPS[slip](state)
+
+    monkeypatch.setattr(dos, "save", careless)
+    assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == WRONG
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (StateMismatchError("no", key="optimizer.state.x"), REFUSED),
+        (RankFailedError("KeyError: 'k'"), WRONG),
+        (RankFailedError("KeyError: 'k'", key="optimizer"), WRONG),
+        (KeyError("k"), WRONG),
+    ],
+)
+def test_the_oracle_takes_only_a_typed_error_that_names_a_key_as_a_refusal(
+    error: Exception, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: Any, **__: Any) -> None:
+        raise error
+
+    for call in ("load", "save"):
+        with monkeypatch.context() as patched:
+            patched.setattr(dos, call, refusing)
+            assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == outcome
+
+
+def test_the_oracle_finds_that_a_refused_load_changed_the_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refusing(state: dict[str, Any], _url: str, **_: Any) -> None:
+        state["optimizer"].state.clear()
+        raise StateMismatchError("no", key="optimizer")
+
+    monkeypatch.setattr(dos, "load", refusing)
+    assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == WRONG
+
+
+def test_a_random_scene_is_the_same_in_every_process() -> None:
+    assert random_scene(5) == random_scene(5)
+    assert len({str(random_scene(seed)) for seed in range(50)}) == 50
+
+
+def test_a_row_can_be_repeated() -> None:
+    once = functools.partial(row, case_of("torch", "SGD"), SCENES["stepped"])
+    assert once() == once()
+    assert once().outcome == RIGHT
