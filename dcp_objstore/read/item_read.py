@@ -28,6 +28,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import copy_elements, fits, part_for
+from dcp_objstore.torch_private import is_wrapper
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 # A destination of a read is a tensor that is filled in place, or a callable that takes a pickled
 # value.
 Destination: TypeAlias = torch.Tensor | Callable[[io.BytesIO], object]
+Takes: TypeAlias = Callable[[str, torch.Tensor, tuple[int, ...]], bool]
 
 
 class ItemRead:
@@ -56,6 +58,8 @@ class ItemRead:
 
     Attributes:
         is_trusted: whether to unpickle a tensor that `torch.load(weights_only=True)` refuses.
+        takes: called with the key, a stored tensor of a class of its own and the sizes that are
+            wanted of it, if the destination is plain; returns whether the tensor itself was taken.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ItemRead:
         self.item = item
         self.location = location
         self.is_trusted = False
+        self.takes: Takes | None = None
         self._is_verified = is_verified
         self._error: DcpObjstoreError | None = None
         self._missing_bytes = location.payload_length
@@ -194,6 +199,9 @@ class ItemRead:
                 f" {wanted}",
                 key=key,
             )
+        is_other = is_wrapper(tensor) and not is_wrapper(destination)
+        if is_other and self.takes is not None and self.takes(key, tensor, wanted.sizes):
+            return
         try:
             copy_elements(part_for(destination, tensor, wanted), destination)
         except StateMismatchError as error:

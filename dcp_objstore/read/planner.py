@@ -110,6 +110,10 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                 self._converted.ask(state_dict, Record(metadata, self._paths()))
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
+    def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+        """Take a stored tensor itself, where an optimizer has none yet; see `ItemRead.takes`."""
+        return self._converted.takes(key, tensor, sizes)
+
     def create_local_plan(self) -> LoadPlan:
         """Override `DefaultLoadPlanner.create_local_plan`; check keys and shapes first.
 

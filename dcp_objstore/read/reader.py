@@ -459,6 +459,7 @@ class ObjectStoreReader(StorageReader):
                     exchange=exchange,
                     copies=load.copies,
                     on_dtype=self._on_dtype,
+                    takes=getattr(planner, "takes", None),
                 )
             except CheckpointGoneError as error:
                 if not load.rank:  # the error of the lowest rank is raised on all

@@ -21,7 +21,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
-from dcp_objstore.read.item_read import CompletionQueue, Destination, ItemRead
+from dcp_objstore.read.item_read import CompletionQueue, Destination, ItemRead, Takes
 from dcp_objstore.read.mismatch import OnDtype, refuse_other_dtypes
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import (
@@ -70,6 +70,7 @@ def run_load(
     exchange: Exchange | None = None,
     copies: LoadCopies | None = None,
     on_dtype: OnDtype = "warn",
+    takes: Takes | None = None,
 ) -> LoadReport:
     """Read every item of a plan into its destination.
 
@@ -82,6 +83,7 @@ def run_load(
         exchange: the part of the load that the ranks do together; None if this rank loads alone.
         copies: the copies on this node, which are read first. Blocks must have digests.
         on_dtype: what to do if a destination has another dtype than the stored tensor.
+        takes: see `ItemRead.takes`.
 
     Raises:
         CheckpointCorruptError: objects are missing or differ from what was saved.
@@ -101,7 +103,7 @@ def run_load(
         _refuse_other_dtypes(planned, destinations)
     for read in planned.reads:
         if isinstance(read, ItemRead):
-            read.is_trusted = trust_pickle
+            read.is_trusted, read.takes = trust_pickle, takes
     copied = _bind(planned, destinations, completed)
     devices = {tensor.device for tensor in destinations if isinstance(tensor, torch.Tensor)}
     alone = planned.spans if exchange is None else exchange.alone()

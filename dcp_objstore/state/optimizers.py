@@ -12,6 +12,7 @@ once. No step is made, no hook of a step is called, and no gradient or weight is
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey
@@ -110,6 +112,8 @@ class NamedOptimizer:
         self._entries: dict[str, tuple[Any, Path]] = {}
         self._settings: dict[str, tuple[str, Path]] = {}
         self._beside: dict[str, Path] = {}
+        self._made: dict[str, torch.Tensor] = {}
+        self._taken: dict[str, torch.Tensor] = {}
         self._wanted = {}
         self._record, self._place, self._module, self._strict = record, place, module, strict
         own_groups = f"groups.{self._digest}"
@@ -169,7 +173,11 @@ class NamedOptimizer:
         group = next(g for g in self._packed["param_groups"] if number in g["params"])
         on_host = path[-1:] == ("step",) and not (group.get("capturable") or group.get("fused"))
         device = torch.device("cpu") if on_host else parameter.device
-        return self._record.destination(key, None, None if on_host else parameter.detach(), device)
+        like = None if on_host else parameter.detach()
+        made = self._record.destination(key, None, like, device)
+        if made is not None:
+            self._made[key] = made
+        return made
 
     def _current(self, key: str, path: Path) -> torch.Tensor | None:
         """Return the tensor that the optimizer has now, if it has the stored size."""
@@ -201,6 +209,28 @@ class NamedOptimizer:
                 if self._parameters[number].requires_grad and self._parameters[number].numel()
             ]
 
+    def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+        """Take a stored tensor of a class of its own in place of the plain one that `ask` has made.
+
+        Raises:
+            StateMismatchError: this rank needs another part of the tensor than one rank has saved.
+        """
+        made = self._made.get(key)
+        if made is None:
+            return False
+        if not tuple(torch_private.local_tensor(made).size()) == tuple(tensor.size()) == sizes:
+            raise StateMismatchError(
+                f"saved as parts of class {type(tensor).__name__}, of which this rank needs another"
+                " one than was saved; step the optimizer once before the load, so that it has"
+                " tensors to fill",
+                key=key,
+            )
+        taken = tensor.to(made.device)
+        self._taken[key] = (
+            torch_private.dtensor_alike(taken, made) if isinstance(made, DTensor) else taken
+        )
+        return True
+
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put loaded values, by the rest of the key, into the optimizer by its `load_state_dict`.
 
@@ -210,6 +240,8 @@ class NamedOptimizer:
         """
         if self._wanted is None:
             return
+        start = len(".".join((*self._place, "")))
+        values = {**values, **{key[start:]: taken for key, taken in self._taken.items()}}
         parts: dict[Any, list[tuple[Path, Any]]] = {}
         for rest, (number, path) in self._entries.items():
             parts.setdefault(number, []).append((path, values[rest]))
@@ -217,7 +249,7 @@ class NamedOptimizer:
         state = {
             key: value
             for key, value in before.items()
-            if key not in self._known  # parameters that the checkpoint does not know, and counters
+            if (key not in self._known if key in self._names else not self._strict)
         }
         for number, part in parts.items():
             state[number] = alike(before.get(number, {}), nested(part))
@@ -278,7 +310,9 @@ class NamedOptimizer:
                 )
             # A setting that the constructor knows stays: an older version may not have saved it.
             kept = {k: own[k] for k in own if not found or k in self._optimizer.defaults}
-            groups.append({**kept, **settings, **{key: own[key] for key in _OWN if key in own}})
+            groups.append(
+                {**kept, **copy.deepcopy(settings), **{key: own[key] for key in _OWN if key in own}}
+            )
         if unknown:
             logger.warning(
                 "the checkpoint has no settings for %d groups of the optimizer %s, which keep their"

@@ -191,6 +191,12 @@ def alike(original: Any, loaded: Any) -> Any:
             for key, item in original.items()
             if str(key) in by_name
         }
+        # A dict without entries is not stored.
+        items |= {
+            key: item
+            for key, item in original.items()
+            if key not in items and isinstance(item, Mapping) and not any(leaves(item))
+        }
         items |= {key: item for key, item in loaded.items() if str(key) in by_name}
         if not isinstance(original, MutableMapping):
             return items

@@ -218,6 +218,7 @@ class ConvertedState:
             )
         return entry
 
+    @torch.inference_mode(mode=False)  # so that what is made can be stepped later
     def ask(self, state_dict: dict[str, Any], record: Record) -> None:
         """Ask for what was saved of each optimizer and Stateful object.
 
@@ -236,6 +237,12 @@ class ConvertedState:
             if wanted is not None:
                 container = _at(state_dict, leaf.path[:-1])
                 container[leaf.path[-1] if isinstance(container, list) else place[-1]] = wanted
+
+    def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+        """Take a stored tensor of a class of its own, if an optimizer has none there yet."""
+        optimizers = [leaf.optimizer for leaf in self._leaves]
+        named = [one for one in optimizers if isinstance(one, NamedOptimizer)]
+        return any(one.takes(key, tensor, sizes) for one in named)
 
     @property
     def settings_of_others(self) -> set[str]:
@@ -271,7 +278,8 @@ class ConvertedState:
             leaf.value.fill(loaded)
             return
         if leaf.optimizer is not None:
-            leaf.optimizer.restore(loaded)
+            with torch.inference_mode(mode=False):
+                leaf.optimizer.restore(loaded)
             return
         if leaf.asked is not None and leaf.asked.wanted is not None:
             loaded = leaf.asked.loaded(loaded)
