@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 # The state of a generator of random numbers is a tensor of up to so many bytes on the CPU.
 _STATE_BYTES = 8192
+_NUMBERED_GROUP = re.compile(r"(?:^|\.)param_groups\.\d+\.")
 _PICKLES = (ZIP_START, b"\x80")
 
 
@@ -49,7 +51,8 @@ class SeenValues:
         """Return the values that should be equal on all ranks: no tensors but random states.
 
         What a module returns as its extra state is left out: the module knows what it is. So are
-        bytes that are a pickle or an archive, which differ for equal contents.
+        bytes that are a pickle or an archive, which differ for equal contents, and the numbered
+        groups of an optimizer: the groups of each set of parameters are saved beside them.
         """
         return {
             key: value
@@ -60,6 +63,7 @@ class SeenValues:
             )
             and key not in self.left_out
             and not key.endswith("_extra_state")
+            and not _NUMBERED_GROUP.search(key)
             and not (isinstance(value, bytes) and value.startswith(_PICKLES))
         }
 

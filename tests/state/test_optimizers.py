@@ -1,0 +1,281 @@
+"""Optimizers and Stateful objects load what was saved, into fresh and stepped ones, no more.
+
+`test_optimizers_resume` compares whole trainings; here is what a training does not show.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dcp_objstore as dos
+from dcp_objstore.errors import StateMismatchError
+from dcp_objstore.state.fsdp1 import FlatOptimizer
+from dcp_objstore.state.record import Record
+from tests.support.checkpoints import memory_url
+from tests.support.wrappers import Codes, is_same
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, times: int = 1) -> None:
+    for _ in range(times):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+
+
+def saved(steps: int = 2, **settings: Any) -> str:
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    step(model, optimizer, steps)
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    return url
+
+
+def test_a_load_steps_nothing_and_touches_no_gradient_and_no_other_weight() -> None:
+    url, model = saved(eps=0.0), nn.Sequential(*layers(), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), eps=0.0)
+    steps: list[object] = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append("before"))
+    optimizer.register_step_post_hook(lambda *_: steps.append("after"))
+    model[2].weight.grad = gradient = torch.ones(3, 3)
+    before = model[2].weight.detach().clone()
+    dos.load({"model": model, "optimizer": optimizer}, url, strict=False, progress=False)
+    assert not steps
+    assert torch.equal(model[2].weight, before)
+    assert model[2].weight.grad is gradient
+    assert model[0].weight.grad is None
+    assert model[2].weight not in optimizer.state
+    assert float(optimizer.state[model[0].weight]["step"]) == 2
+
+
+def test_what_an_optimizer_has_already_is_filled_in_place() -> None:
+    url, model = saved(), layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    before = {id(parameter): dict(state) for parameter, state in optimizer.state.items()}
+    dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
+    for parameter, state in optimizer.state.items():
+        assert all(state[name] is value for name, value in before[id(parameter)].items())
+        assert float(state["step"]) == 2
+
+
+class Later(torch.optim.SGD):
+    """It makes an entry at its third step, a counter beside the parameters, and a nested dict."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.state["count"] = self.state.get("count", 0) + 1
+        if self.state["count"] % 3:
+            return
+        for group in self.param_groups:
+            group["slowed"] = True
+            for parameter in group["params"]:
+                self.state[parameter]["by"] = {0.5: parameter.detach().clone(), (1, 2): [7]}
+
+
+def test_entries_that_only_a_later_step_makes_load_into_a_fresh_optimizer() -> None:
+    model = layers()
+    optimizer = Later(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, optimizer, 3)
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    other = layers()
+    fresh = Later(other.parameters(), lr=0.2)
+    fresh.state[other[0].weight].get("looked at")  # a defaultdict: that makes an empty entry
+    dos.load({"model": other, "optimizer": fresh}, url, progress=False)
+    assert fresh.state["count"] == 3
+    assert fresh.param_groups[0]["slowed"] is True
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        loaded, want = fresh.state[mine]["by"], optimizer.state[theirs]["by"]
+        assert loaded.keys() == want.keys()
+        assert torch.equal(loaded[0.5], want[0.5])
+        assert loaded[1, 2] == [7]
+
+
+def test_a_frozen_parameter_keeps_the_state_that_was_saved_when_it_trained() -> None:
+    url, model = saved(), layers()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
+    assert float(optimizer.state[model[0].weight]["step"]) == 2
+
+
+def grouped(*, by_layer: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = layers()
+    first, second = model
+    kinds = ([first.weight, second.weight], [first.bias, second.bias])
+    parts = ([*first.parameters()], [*second.parameters()]) if by_layer else kinds
+    groups = [{"params": part, "lr": 0.1 * (at + 1)} for at, part in enumerate(parts)]
+    return model, torch.optim.AdamW([{"params": [], "lr": 0.7}, *groups])
+
+
+def test_a_group_of_parameters_that_had_different_settings_is_refused_or_keeps_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, optimizer = grouped(by_layer=True)
+    step(model, optimizer)
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    other, regrouped = grouped(by_layer=False)
+    regrouped.param_groups[0]["lr"] = regrouped.param_groups[1]["lr"] = 0.3
+    with pytest.raises(StateMismatchError, match="lr") as caught:
+        dos.load({"model": other, "optimizer": regrouped}, url, progress=False)
+    assert caught.value.key == "optimizer.param_groups.1"
+    with caplog.at_level(logging.WARNING):
+        dos.load({"model": other, "optimizer": regrouped}, url, strict=False, progress=False)
+    assert [group["lr"] for group in regrouped.param_groups] == [0.7, 0.3, 0.2]
+    assert "keeps its own lr" in caplog.text
+    step(other, regrouped)
+
+
+def test_state_of_parameters_that_nobody_has_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    url, model = saved(), layers()
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    with caplog.at_level(logging.WARNING):
+        dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
+    assert "optimizer.state.0.bias.exp_avg" in caplog.text
+    assert "6 keys" in caplog.text
+
+
+def test_a_numbered_state_dict_loads_whole_into_that_of_a_fresh_optimizer() -> None:
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    dos.save({"raw": optimizer.state_dict()}, url := memory_url(), progress=False)
+    other = layers()
+    fresh = torch.optim.AdamW(other.parameters())
+    raw = fresh.state_dict()
+    dos.load({"raw": raw}, url, progress=False)
+    assert [*raw["state"]] == [0, 1, 2, 3]
+    fresh.load_state_dict(raw)
+    pairs = zip(other.parameters(), model.parameters(), strict=True)
+    for mine, theirs in pairs:
+        assert torch.equal(fresh.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+
+
+class Held:
+    """A Stateful."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> Any:
+        return self.held
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.held = state_dict
+
+
+T = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("had", "has"),
+    [
+        ({"items": [T, T, T]}, {"items": [T]}),
+        ({"items": [T]}, {"items": [T, T, T]}),
+        ({"items": [T]}, {"items": []}),
+        ({"items": []}, {"items": [T]}),
+        ({"items": T}, {"items": None}),
+        ({"items": None}, {"items": T}),
+        ({"by": Counter({2: 1, 5: 1})}, {"by": Counter({2: 7})}),
+        ({"by": {3: {"a": T}}, "empty": {}}, {"by": {}, "empty": {}}),
+        ([T, [1]], [T]),
+    ],
+)
+def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(had: Any, has: Any) -> None:
+    dos.save({"held": Held(had)}, url := memory_url(), progress=False)
+    dos.load({"held": (held := Held(has))}, url, progress=False)
+    assert repr(held.held) == repr(had)
+
+
+def test_a_load_in_inference_mode_makes_state_that_can_be_stepped() -> None:
+    url, model = saved(), layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.inference_mode():
+        dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
+    step(model, optimizer)
+    assert float(optimizer.state[model[0].weight]["step"]) == 3
+
+
+def test_an_error_of_a_values_own_methods_names_the_value() -> None:
+    class Fails(Held):
+        def state_dict(self) -> Any:
+            raise KeyError("inner")
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            raise TypeError("no such thing")
+
+    with pytest.raises(StateMismatchError, match=r"state_dict of this Fails .*KeyError") as caught:
+        dos.save({"a": {"b": Fails(1)}}, memory_url(), progress=False)
+    assert caught.value.key == "a.b"
+    Fails.state_dict = Held.state_dict  # type: ignore[method-assign]
+    dos.save({"b": Fails({"n": 1})}, url := memory_url(), progress=False)
+    with pytest.raises(StateMismatchError, match=r"load_state_dict of this Fails") as caught:
+        dos.load({"b": Fails({"n": 2})}, url, progress=False)
+    assert caught.value.key == "b"
+
+
+def test_a_module_whose_hooks_rename_keys_is_refused_with_what_to_pass() -> None:
+    model = layers()
+    model._register_state_dict_hook(
+        lambda _, state, prefix, __: state.update({"core.weight": state.pop(f"{prefix}0.weight")})
+    )
+    with pytest.raises(StateMismatchError, match="pass its state_dict") as caught:
+        dos.save({"model": model}, memory_url(), progress=False)
+    assert caught.value.key == "model"
+
+
+class Quantized(torch.optim.SGD):
+    """Its state is of a class of its own, as that of torchao's optimizers."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"] = Codes(
+                (parameter.detach() * 100).to(torch.int8), torch.full((len(parameter),), 0.5)
+            )
+
+
+def test_state_of_a_class_of_its_own_loads_as_it_was_into_a_fresh_optimizer() -> None:
+    model = layers()
+    optimizer = Quantized(model.parameters())
+    optimizer.step()
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    other = layers()
+    fresh = Quantized(other.parameters())
+    state = {"model": other, "optimizer": fresh}
+    dos.load(state, url, progress=False, trust_pickle=True)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        loaded = fresh.state[mine]["mean"]
+        assert type(loaded) is Codes
+        assert is_same(loaded, optimizer.state[theirs]["mean"])
+
+
+def test_under_fsdp1_the_state_of_a_parameter_that_had_none_is_not_asked_for() -> None:
+    """Of its flat parameters only torch knows the names, so the trial step stands for the state."""
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    del optimizer.state[model[1].bias]
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    record = Record(dos.ObjectStoreReader(url).read_metadata(), {})
+    other = layers()
+    fresh = torch.optim.AdamW(other.parameters())
+    names = [name for name, _ in other.named_parameters()]
+    flat = FlatOptimizer(fresh, other, names, loading=True)
+    asked = flat.ask(record, ("optimizer",), ("model",), strict=True)
+    assert asked is not None
+    assert asked["state"].keys() == {"0.weight", "0.bias", "1.weight"}
+    assert flat.lacking == ["1.bias"]
+    flat.restore(asked)
+    assert other[1].bias not in fresh.state
+    flat.undo()
+    assert not fresh.state
