@@ -219,16 +219,14 @@ def _run_load(
         if not note:
             raise
         raise extended(error, note).with_traceback(error.__traceback__) from error.__cause__
-    if strict:
-        lacking = converted.lacking
-        if lacking and not current_rank():
-            logger.warning(
-                "%s has no optimizer state for %d parameters; the optimizer starts without it (%s)",
-                url,
-                len(lacking),
-                first_few(lacking, 5),
-            )
-    elif planner.missing and not current_rank():
+    if converted.lacking and not current_rank():
+        logger.warning(
+            "%s has no optimizer state for %d parameters; the optimizer starts without it (%s)",
+            url,
+            len(converted.lacking),
+            first_few(converted.lacking, 5),
+        )
+    if not strict and planner.missing and not current_rank():
         logger.warning(
             "%s does not have %d keys of the state; their values stay as they are (%s)",
             url,

@@ -119,6 +119,7 @@ class RunSaves:
             self._tried.discard(step)  # what exists is another job's
             raise
         self._saved.add(step)
+        self._tried.discard(step)
         self._may_be_behind = False
         self._retain(step, None)
         return report

@@ -26,7 +26,12 @@ from dcp_objstore.checkpoint.index import LiteralKey, is_literal
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
-from dcp_objstore.errors import DcpObjstoreError, StateMismatchError, UnsupportedError
+from dcp_objstore.errors import (
+    DcpObjstoreError,
+    RankFailedError,
+    StateMismatchError,
+    UnsupportedError,
+)
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.left_out import LeftOut
@@ -231,7 +236,11 @@ class ConvertedState:
             wanted: Any = None
             if leaf.optimizer is not None:
                 wanted = leaf.optimizer.ask(record, place, leaf.owner, strict=self._strict)
-            elif leaf.module is None and place in self.whole:
+            elif (
+                leaf.module is None
+                and isinstance(leaf.original, Mapping | list)
+                and place in self.whole
+            ):
                 leaf.asked = AskedValue(_at(state_dict, leaf.path), record, place)
                 wanted = leaf.asked.wanted
             if wanted is not None:
@@ -252,7 +261,8 @@ class ConvertedState:
     @property
     def lacking(self) -> list[str]:
         """Names of parameters that get no optimizer state, while others of the optimizer do."""
-        return [name for leaf in self._leaves if leaf.optimizer for name in leaf.optimizer.lacking]
+        named = [leaf.optimizer for leaf in self._leaves if leaf.optimizer is not None]
+        return sorted(name for optimizer in named for name in optimizer.lacking)
 
     def undo(self) -> None:
         """Give the optimizers back the state that they had before."""
@@ -324,7 +334,7 @@ def _lists(value: Any, path: Path = ()) -> Iterator[Path]:
 def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
     """Turn what a value's own methods raise into an error that names it.
 
-    Not what breaks off a collective (FSDP1's state dict is one), nor a lack of memory.
+    Not what breaks off a collective: FSDP1's state dict is one.
     """
     try:
         yield
@@ -332,19 +342,19 @@ def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
         error.at(key=_name(path))
         raise
     except Exception as error:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError | dist.DistError) or (
+        if isinstance(error, dist.DistError) or (
             isinstance(value, torch.nn.Module) and torch_private.has_flat_parameters(value)
         ):
             raise
+        text = f"{call} of this {type(value).__name__} raised {type(error).__name__}: {error}"
+        if isinstance(error, MemoryError | torch.OutOfMemoryError | OSError):
+            raise RankFailedError(text, key=_name(path)) from error
         advice = (
             "; if its hooks rename keys, pass its state_dict() in its place"
             if isinstance(value, torch.nn.Module)
             else ""
         )
-        raise StateMismatchError(
-            f"{call} of this {type(value).__name__} raised {type(error).__name__}: {error}{advice}",
-            key=_name(path),
-        ) from error
+        raise StateMismatchError(text + advice, key=_name(path)) from error
 
 
 def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:

@@ -175,7 +175,7 @@ def test_what_an_overwrite_replaced_goes_after_the_grace_period(real: AgedStore)
 def test_objects_of_a_deleted_checkpoint_go_after_the_grace_period(real: AgedStore) -> None:
     save(real)
     real.age()
-    delete(real)
+    delete(real, grace_seconds=GRACE_SECONDS)
     assert go(real).outcome == "waiting"
     assert len(keys(real)) == 4
     real.age()
@@ -243,7 +243,7 @@ def test_what_was_just_deleted_keeps_its_grace_by_the_stores_clock(store: AgedSt
     save(store)
     data = named(store)
     store.age()
-    delete(store)
+    delete(store, grace_seconds=GRACE_SECONDS)
     done = go(store, clock=Offset(10 * DAY_SECONDS))
     assert (done.outcome, done.deleted, done.fenced) == ("waiting", 0, True)
     assert data <= keys(store)
@@ -270,7 +270,7 @@ def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(
 ) -> None:
     save(store, publish=False)
     if deleted:
-        delete(store)
+        delete(store, grace_seconds=GRACE_SECONDS)
         store.put(DOT_METADATA_KEY, b"metadata of another")
     store.age(3600)
     token = commits.begin(store, overwrite=True)
@@ -374,7 +374,7 @@ def test_dot_metadata_left_beside_a_tombstone_is_removed_first(store: AgedStore)
     save(store)
     data = named(store)
     body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    delete(store)
+    delete(store, grace_seconds=GRACE_SECONDS)
     store.put(DOT_METADATA_KEY, body)  # a writer that was paused before it wrote it
     store.age()
     done = go(store)
@@ -416,7 +416,7 @@ def test_what_a_removed_dot_metadata_named_is_kept_for_the_grace_period(store: A
     save(store)
     old = named(store)
     stale, _ = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)
-    delete(store)
+    delete(store, grace_seconds=GRACE_SECONDS)
     store.put(DOT_METADATA_KEY, stale)
     store.age()
     assert repair(store, dot_metadata=DESCRIBED).dot_metadata == "removed"
@@ -615,7 +615,7 @@ def test_probe_leftovers_go_and_need_no_fence(store: AgedStore, saved: bool) -> 
 def test_stock_checkpoint_beside_a_tombstone_keeps_its_dot_metadata(store: AgedStore) -> None:
     """Somebody deleted the checkpoint with ours and saved another one there with stock torch."""
     save(store)
-    delete(store)
+    delete(store, grace_seconds=GRACE_SECONDS)
     stock = {DOT_METADATA_KEY, "__0_0.distcp"}
     for key in stock:
         store.put(key, b"stock torch's")
@@ -815,7 +815,7 @@ def test_dot_metadata_beside_a_young_tombstone_is_removed_and_nothing_else(
 ) -> None:
     save(store)
     body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
-    delete(store)
+    delete(store, grace_seconds=GRACE_SECONDS)
     store.put(DOT_METADATA_KEY, body)
     mended, requests = watched(store, dry_run=dry_run)
     removed = ["delete .metadata", READ_MARKER, PUT_MARKER]

@@ -237,7 +237,10 @@ def test_what_a_planner_raises_reaches_every_rank_even_if_it_does_not_unpickle(
 ) -> None:
     outcomes = try_ranks(2, planner_breaks, f"file://{tmp_path}", kind, method, timeout_seconds=90)
     for outcome in outcomes:
-        assert type(outcome.error) is dos.errors.RankFailedError, outcome
+        # What is raised while a value is planned is the value's fault.
+        is_of_value = (kind, method) == ("save", "create_local_plan")
+        expected = dos.errors.UnsupportedError if is_of_value else dos.errors.RankFailedError
+        assert type(outcome.error) is expected, outcome
         assert "UnfriendlyError: does not unpickle" in str(outcome.error)
         assert outcome.error.rank == (0 if method == "create_global_plan" else 1)
 
@@ -285,7 +288,7 @@ class RefusesState:
 def test_a_load_that_fails_says_whether_tensors_may_be_partly_filled(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/step"
     dos.save({"w": torch.ones(1000), "own": RefusesState()}, url)
-    with pytest.raises(dos.errors.RankFailedError, match="partly filled"):
+    with pytest.raises(dos.errors.StateMismatchError, match="partly filled"):
         dos.load({"w": torch.zeros(1000), "own": RefusesState()}, url)
     with pytest.raises(dos.errors.StateMismatchError) as caught:
         dos.load({"other": torch.zeros(1000)}, url)

@@ -180,11 +180,11 @@ OPERATIONS = [
         deleted_again,
     ),
     Operation(
-        "delete now",
-        lambda: deleted(remove_objects=True),
+        "delete with a grace period",
+        lambda: deleted(grace_seconds=3600),
         lambda _, steps: steps == WITHOUT_10,
         lambda steps: steps in (STEPS, WITHOUT_10),
-        lambda: deleted_again(remove_objects=True),
+        lambda: deleted_again(grace_seconds=3600),
     ),
     Operation(
         "verify_run",

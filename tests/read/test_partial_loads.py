@@ -80,7 +80,6 @@ def test_a_larger_model_takes_what_there_is_and_keeps_the_rest(
     assert len(theirs.param_groups[0]["params"]) == 6
     assert theirs.param_groups[0]["lr"] == 0.25
     assert {"epoch", "model.2.weight", "model.2.bias"} <= set(report.missing)
-    assert "optim.state.2.weight.exp_avg" in report.missing
     assert not any(".0." in key for key in report.missing)
     assert report.unexpected == ()
     assert "model.2.weight" in caplog.text
@@ -247,7 +246,7 @@ def test_an_optimizer_that_was_passed_is_not_said_to_be_torchs_state(tmp_path: P
     url = tmp_path.as_uri()
     saved(url)
     larger = model(3)  # its parameters have names such as 2.weight
-    with pytest.raises(StateMismatchError, match=r"optim\.state\.2\.weight") as caught:
+    with pytest.raises(StateMismatchError, match=r"model\.2\.weight") as caught:
         dos.load({"model": larger, "optim": torch.optim.AdamW(larger.parameters())}, url)
     assert "pass the optimizer itself" not in str(caught.value)
 
