@@ -260,6 +260,7 @@ class RunSaves:
             raise
         self._pending = None
         if error is None:
+            self._tried.discard(step)
             self._may_be_behind = False
 
     def settle_quietly(self) -> tuple[int, DcpObjstoreError] | None:

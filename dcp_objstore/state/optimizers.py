@@ -246,13 +246,14 @@ class NamedOptimizer:
         for rest, (number, path) in self._entries.items():
             parts.setdefault(number, []).append((path, values[rest]))
         before = self._packed["state"]
-        state = {
-            key: value
-            for key, value in before.items()
-            if (key not in self._known if key in self._names else not self._strict)
-        }
-        for number, part in parts.items():
-            state[number] = alike(before.get(number, {}), nested(part))
+        state = {}
+        for number in self._parameters:
+            if number in parts:
+                state[number] = alike(before.get(number, {}), nested(parts[number]))
+            elif number in before and number not in self._known:
+                state[number] = before[number]
+        if not self._strict:  # counters, too
+            state |= {key: value for key, value in before.items() if key not in self._names}
         beside = nested((path, values[rest]) for rest, path in self._beside.items())
         state |= beside.pop("state", {})
         loaded = {

@@ -384,20 +384,19 @@ def test_a_class_that_is_gone_is_not_damage(
         assert "Progress" in caught.value.message
 
 
-def test_a_program_that_maps_files_loads_values_as_any_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_program_that_maps_files_loads_values_as_any_other() -> None:
     url = memory_url()
     state = {"step": 5, "path": Path("x"), "t": (torch.ones(2),), "sparse": torch.ones(2)}
     dos.save(state, url, progress=False)
     values._remembered.cache_clear()
-    monkeypatch.setattr(torch.utils.serialization.config.load, "mmap", True)
     loaded: dict[str, Any] = {"step": 0, "path": None, "t": None, "sparse": torch.zeros(2)}
-    dos.load(loaded, url, progress=False)
-    assert (loaded["step"], loaded["path"]) == (5, Path("x"))
-    assert dos.load_state_dict(url)["step"] == 5
-    with pytest.raises(UnsupportedError, match="mmap"):  # a planner of torch's own
-        by_dcp({"step": 0}, url, progress=False)
+    # Not monkeypatch: when it undoes this, it deletes the setting, for all tests that follow.
+    with torch.utils.serialization.config.patch("load.mmap", True):
+        dos.load(loaded, url, progress=False)
+        assert (loaded["step"], loaded["path"]) == (5, Path("x"))
+        assert dos.load_state_dict(url)["step"] == 5
+        with pytest.raises(UnsupportedError, match="mmap"):  # a planner of torch's own
+            by_dcp({"step": 0}, url, progress=False)
 
 
 @pytest.mark.parametrize("is_verified", [True, False])

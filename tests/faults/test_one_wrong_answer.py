@@ -9,6 +9,7 @@ told the truth, and a second try ends well. `-s` prints the counts.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -249,11 +250,23 @@ def attempt(act: Callable[[], Any]) -> tuple[Any, DcpObjstoreError | None]:
         return None, error
 
 
+def settle() -> None:
+    """Wait for the deletions that a manager has left behind: after an error it waits for none.
+
+    While they go on, a step can be listed and gone when it is loaded.
+    """
+    for thread in threading.enumerate():
+        if thread.name in {"dcp_objstore-upkeep", "dcp_objstore-sweep"}:
+            thread.join(timeout=60)
+            assert not thread.is_alive(), f"{thread.name} does not end"
+
+
 def what_is_wrong(first: Bucket, operation: Operation, at: Asked, wrong: Wrong) -> str | None:
     """Do it with this one wrong answer; return what is wrong then, or None."""
     bucket = first.copy()
     process = work(bucket, at, wrong)
     said, error = attempt(operation.act)
+    settle()
     if not process.met:
         return None  # other threads were faster
     work(bucket)
