@@ -34,7 +34,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.run import sweep as sweeping
 from dcp_objstore.run.sweep import SweepReport, sweep_below
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.local import _TEMPORARY
+from dcp_objstore.stores.local import TEMPORARY
 from tests.support.checkpoints import memory_url
 from tests.support.upkeep import AgedStore, Ages
 from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
@@ -89,10 +89,10 @@ def test_what_a_sweep_has_removed_is_counted_over_all_checkpoints(tmp_path: Path
         folder.mkdir()
         for name in (data_key(0, 0, new_nonce()), index_key(new_nonce())):
             (folder / name).write_bytes(b"12345")
-        (folder / f"{_TEMPORARY}0.{data_key(0, 0, new_nonce())}").write_bytes(b"123")
-        (folder / f"{_TEMPORARY}1.theirs").write_bytes(b"123")
+        (folder / f"{TEMPORARY}0.{data_key(0, 0, new_nonce())}").write_bytes(b"123")
+        (folder / f"{TEMPORARY}1.theirs").write_bytes(b"123")
     (tmp_path / "step-3").mkdir()
-    (tmp_path / "step-3" / f"{_TEMPORARY}2.{MARKER_KEY}").write_bytes(b"1234")
+    (tmp_path / "step-3" / f"{TEMPORARY}2.{MARKER_KEY}").write_bytes(b"1234")
     age(tmp_path)
     for dry_run in (True, False):
         report = dos.sweep(tmp_path.as_uri(), dry_run=dry_run)
@@ -104,7 +104,7 @@ def test_what_a_sweep_has_removed_is_counted_over_all_checkpoints(tmp_path: Path
         assert [one.dry_run for one in report.checkpoints] == [dry_run] * 3
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     left.discard(".dcp-objstore.lock")
-    assert left == {f"{_TEMPORARY}1.theirs", MARKER_KEY}
+    assert left == {f"{TEMPORARY}1.theirs", MARKER_KEY}
 
 
 @pytest.mark.parametrize(
