@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.state.record import alike, nested, split
+from dcp_objstore.state.trainable import prefixes
 
 if TYPE_CHECKING:
     from dcp_objstore.state.record import Path, Place, Record
@@ -142,7 +143,7 @@ class NamedOptimizer:
                 # The state of another rank's parameter or of one that is gone, or a counter.
                 name = str(path[1]) if len(path) > 2 else tail
                 if name not in is_gone:
-                    is_gone[name] = len(path) > 2 and any(map(record.names, _prefixes(tail)))
+                    is_gone[name] = len(path) > 2 and any(map(record.names, prefixes(tail)))
                 if not is_gone[name]:
                     self._beside[rest] = beside = split(path)
                     self._wanted[rest] = record.destination(key, self._current(key, beside))
@@ -156,7 +157,7 @@ class NamedOptimizer:
 
     def _own_name(self, tail: str) -> str | None:
         """Return the own parameter whose name this text begins with."""
-        return next((name for name in _prefixes(tail) if name in self._number_of), None)
+        return next((name for name in prefixes(tail) if name in self._number_of), None)
 
     def _setting(self, number: str, path: Path) -> torch.Tensor | None:
         """Return a new tensor like that which a group has as a setting now."""
@@ -343,11 +344,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     return bool(a == b)
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """Yield `a`, `a.b` and `a.b.c` of `a.b.c`."""
-    return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

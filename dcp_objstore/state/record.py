@@ -44,6 +44,7 @@ class Record:
         self.entries = metadata.state_dict_metadata
         self._paths = paths or {}
         self._sorted = sorted(self.entries)
+        self._first_names = {key.partition(".")[0] for key in self._sorted}
 
     def below(self, place: Place) -> dict[str, Path]:
         """Return what was saved below a place: the rest of each key, with its path from there."""
@@ -61,10 +62,6 @@ class Record:
         if place:
             return ".".join((*place, name)) in self.entries
         return any(f"{first}.{name}" in self.entries for first in self._first_names)
-
-    @property
-    def _first_names(self) -> set[str]:
-        return {key.partition(".")[0] for key in self._sorted}
 
     def destination(
         self,

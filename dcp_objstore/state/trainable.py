@@ -47,13 +47,13 @@ class Trainable:
 
         def belongs(name: str) -> bool:
             # Quantized parameters have entries of their own below their name.
-            owner = next((prefix for prefix in _prefixes(name) if prefix in trains), None)
+            owner = next((prefix for prefix in prefixes(name) if prefix in trains), None)
             return name in self.frozen or (self.buffers if owner is None else trains[owner])
 
         return {name: entry for name, entry in entries.items() if belongs(name)}
 
 
-def _prefixes(name: str) -> Iterator[str]:
+def prefixes(name: str) -> Iterator[str]:
     """Yield `a`, `a.b` and `a.b.c` of `a.b.c`."""
     return itertools.accumulate(name.split("."), "{}.{}".format)
 
