@@ -192,7 +192,9 @@ class ObstoreStore(BaseStore[str]):
                 self._clients.renew(error)
                 translated.message += "; the next try asks for fresh ones"
             raise translated from error
-        return _version(result)
+        version = _version(result)
+        # Ceph's gateway does not say it where an upload was completed.
+        return self._head(place).version if version == Version() else version
 
     def _copy(
         self,
@@ -380,7 +382,7 @@ def _mode(precondition: Precondition | None, scheme: str) -> Any:
     if isinstance(precondition, IfAbsent):
         return "create"
     token = precondition.version
-    fields = {"e_tag": token.e_tag, "version": token.version}
+    fields = {"e_tag": precondition.e_tag, "version": token.version}
     need = "version" if scheme == "gs" else "e_tag"
     if fields[need] is None:
         raise errors.InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
