@@ -22,6 +22,7 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import next_step
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.read import (
+    LOOK_AROUND_LIMIT,
     Stored,
     asked_again,
     explain_keys,
@@ -340,13 +341,33 @@ def _open_folder(
             object_key=_RANK_METADATA_KEY,
             url=store.url,
         )
+    is_cut = len(listed) >= LOOK_AROUND_LIMIT
     metas = listed.values() if _tells_versions(store) else ()
     versions = {meta.key: meta.version for meta in metas}
     pinned = PinnedStore(store, versions)
     with _in_one_state(store):
-        files = None if is_unfinished(listed) else safetensors.choose_files(pinned, listed)
+
+        def look_for(names: Iterable[str]) -> str | None:
+            """Ask for objects by name that were not listed; return the first that is not there."""
+            for name in names:
+                if name not in listed:
+                    try:
+                        listed[name] = pinned.head(name)
+                    except ObjectNotFoundError:
+                        return name
+            return None
+
+        for name in safetensors.BY_NAME if is_cut else ():
+            look_for([name])
+        files = None
+        if not is_unfinished(listed):
+            files = safetensors.choose_files(pinned, listed, is_cut=is_cut)
         if files is None:
             raise CheckpointNotFoundError(explain_keys(store.url, listed), url=store.url)
+        lacking = look_for(files.names)
+        if lacking is not None:
+            text = f"the index names {lacking}, which is not in the folder"
+            raise CheckpointCorruptError(text, object_key=lacking, url=store.url)
         return _open_files(pinned, files, [listed[name] for name in files.names], load_id, versions)
 
 
