@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError
+from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError, unpacked_limit_bytes
 from dcp_objstore.compat.inert_pickle import HostilePickleError
-from dcp_objstore.compat.vet import vet
+from dcp_objstore.compat.values import unpickled
+from dcp_objstore.compat.vet import vet, vet_old
 from dcp_objstore.config import MIB
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
@@ -308,37 +309,37 @@ def _is_mappable(path: Path, trust_pickle: bool) -> bool:
     """
     with path.open("rb") as file:
         head = file.read(32)
-        if not head.startswith(ZIP_START):
-            if _LEGACY_MAGIC not in head:
-                raise ValueError("it is no zip file")
-            return False
-        body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        is_zip = head.startswith(ZIP_START)
+        if not is_zip and _LEGACY_MAGIC not in head:
+            raise ValueError("it is no zip file")
+        body = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if not is_zip:
+        if not trust_pickle:
+            vet_old(body)
+        return False
     if not trust_pickle:
-        vet(body)
-    return not any(record.packed for record in Archive(body).records.values())
+        vet(memoryview(body))
+    archive = Archive(memoryview(body))
+    is_packed = any(record.packed for record in archive.records.values())
+    if is_packed and archive.unpacked_bytes > unpacked_limit_bytes(len(body)):
+        raise ArchiveError(f"its records unpack to {archive.unpacked_bytes} bytes")
+    return not is_packed
 
 
 def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
     """Map a `torch.save` file into memory; read it there if its records are packed."""
     try:
         is_mapped = _is_mappable(path, trust_pickle)
-        state = torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=not trust_pickle)
+        state = unpickled(path, mmap=is_mapped, weights_only=not trust_pickle)
     except FileNotFoundError:
         raise ObjectNotFoundError(f"there is no file {path}", object_key=path.name) from None
-    except UnpicklingError as error:
+    except (UnpicklingError, HostilePickleError) as error:
         text = str(error).partition("\n")[0]
         raise UntrustedPickleError(
             f"{path.name} is not loaded with weights_only=True: {text}. If you trust who made it,"
             " allow it with trust_pickle=True"
         ) from None
-    except (
-        RuntimeError,
-        EOFError,
-        ValueError,
-        ArchiveError,
-        HostilePickleError,
-        OSError,
-    ) as error:
+    except (RuntimeError, EOFError, ValueError, ArchiveError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # so mmap refuses its end
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         text = str(error).partition("\n")[0]

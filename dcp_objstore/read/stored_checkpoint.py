@@ -34,7 +34,8 @@ from dcp_objstore.checkpoint.read import (
     read_marker,
 )
 from dcp_objstore.compat import safetensors
-from dcp_objstore.compat.transforms import FRAMING_SIZE_BYTES, check_transforms, value_limit_bytes
+from dcp_objstore.compat.archive import unpacked_limit_bytes
+from dcp_objstore.compat.transforms import FRAMING_SIZE_BYTES, check_transforms
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -442,7 +443,7 @@ def _stock(body: bytes, load_id: str | None) -> StoredCheckpoint:
     unexplained_bytes = 0
     for place, info in metadata.storage_data.items():
         offset = None if place.offset is None else tuple(place.offset)
-        sizes, limit_bytes = None, value_limit_bytes(info.length)
+        sizes, limit_bytes = None, unpacked_limit_bytes(info.length)
         if offset is not None:
             sizes, itemsize = chunks.get((place.fqn, offset), ((), 0))
             limit_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES

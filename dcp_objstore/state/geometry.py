@@ -272,7 +272,7 @@ def fills(
     # Pieces that the dimensions so far do not tell apart are a group. All groups, one behind the
     # other, make up a line.
     rows, groups, count = np.arange(len(starts)), np.zeros(len(starts), np.int64), 1
-    for dim in np.flatnonzero(((starts > 0) | (ends < np.array(shape))).any(axis=0)):
+    for dim in map(int, np.flatnonzero(((starts > 0) | (ends < np.array(shape))).any(axis=0))):
         cuts = np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, shape[dim]]]))
         first = groups * (len(cuts) - 1) + np.searchsorted(cuts, starts[rows, dim])
         after = groups * (len(cuts) - 1) + np.searchsorted(cuts, ends[rows, dim])
