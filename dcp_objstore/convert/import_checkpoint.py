@@ -140,11 +140,15 @@ def import_checkpoint(
         user_metadata=user_metadata,
         allow_unfenced=allow_unfenced,
     )
+    if keys is not None and not isinstance(keys, str):
+        keys = list(keys)  # an iterator could be used only once
     source_options = options_of_other(source_storage_options, url, storage_options, source)
     with _open_source(
         source, keys, source_options, config=config, trust_pickle=trust_pickle
     ) as opened:
         names = renamed(matching(dict.fromkeys(opened.keys), keys), rename)
+        if not names:
+            raise InputError(f"there is nothing to import: {source} has no keys, or keys= is empty")
         planner = _ImportPlanner(str(writer.checkpoint_id), opened, names)
         with closing(planner), reporting_failures(writer):
             return run_save(writer, planner.flat, None, planner)
@@ -195,11 +199,14 @@ class _ImportPlanner(AgreeingSavePlanner):
         return [slab for item in super().make_items() for slab in self._cut(item)]
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:
-        if item.tensor_data is None:
+        info = self._source.tensors.get(self._keys[item.index.fqn])
+        if item.tensor_data is None or info is None:  # or a tensor that was saved as a value
             return [item]
-        info = self._source.tensors[self._keys[item.index.fqn]]
         slabs = list(cut(item.index.fqn, info.shape, info.dtype, info.starts))
         return [item] if len(slabs) < 2 else [_item(slab, info) for slab in slabs]
+
+    def _is_read(self, item: WriteItem) -> bool:
+        return self._keys[item.index.fqn] in self._source.tensors
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Override `DefaultSavePlanner.finish_plan`: begin to read."""
@@ -207,14 +214,14 @@ class _ImportPlanner(AgreeingSavePlanner):
         slabs = [
             _slab(item, self._keys[item.index.fqn])
             for item, _ in upload_order(plan.items)
-            if item.tensor_data
+            if self._is_read(item)
         ]
         self._tensors = read_ahead((slab for slab in slabs if slab.size_bytes), self._source.read)
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Override `DefaultSavePlanner.resolve_data`; called in the order of upload."""
-        if write_item.tensor_data is None:
+        if not self._is_read(write_item) or write_item.tensor_data is None:
             return super().resolve_data(write_item)
         slab = _slab(write_item, write_item.index.fqn)
         if slab.size_bytes:
