@@ -41,8 +41,8 @@ def coloured(text: str, colour: str | None) -> str:
 
 
 def json_text(value: object) -> str:
-    """Return a value as JSON, which has no NaN and no infinity: they become text."""
-    return json.dumps(json.loads(json.dumps(value), parse_constant=str))
+    """Return a value as JSON, which has no NaN and no infinity: they become text, as in markers."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda text: str(float(text))))
 
 
 def print_json(report: Any, **more: object) -> None:
