@@ -74,6 +74,9 @@ class NamedOptimizer:
             for group, packed in pairs
             for number, parameter in zip(packed["params"], group["params"], strict=True)
         }
+        self._group_of = {
+            number: group for group in self._packed["param_groups"] for number in group["params"]
+        }
         self._names = {number: of_id[id(p)] for number, p in self._parameters.items()}
         self._number_of = {
             name: number for number, all_ in self._names.items() for name in all_ if name in names
@@ -171,11 +174,10 @@ class NamedOptimizer:
         if current is not None:
             return self._record.destination(key, current)
         parameter = self._parameters[number]
-        group = next(g for g in self._packed["param_groups"] if number in g["params"])
+        group = self._group_of[number]
         on_host = path[-1:] == ("step",) and not (group.get("capturable") or group.get("fused"))
-        device = torch.device("cpu") if on_host else parameter.device
         like = None if on_host else parameter.detach()
-        made = self._record.destination(key, None, like, device)
+        made = self._record.destination(key, None, like)
         if made is not None:
             self._made[key] = made
         return made

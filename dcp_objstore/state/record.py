@@ -68,15 +68,14 @@ class Record:
         key: str,
         current: Any,
         like: torch.Tensor | None = None,
-        device: torch.device | None = None,
     ) -> torch.Tensor | None:
         """Return what to load an entry into: the current tensor, or one as it was saved.
 
         Args:
             key: the key of the entry.
             current: what the value has there, if that is a tensor.
-            like: a tensor whose mesh and placements a new one of the same shape gets.
-            device: the device of a new tensor. Default: the CPU.
+            like: a tensor whose device a new one gets. One of the same shape gets its order of
+                dimensions in memory, too, its mesh and its placements.
 
         Returns:
             A tensor, or None for a plain value, which DCP puts in its place.
@@ -88,11 +87,15 @@ class Record:
             return current
         # One of an unknown dtype is refused when it is read.
         dtype = saved.properties.dtype or torch.uint8
-        if isinstance(like, DTensor) and like.size() == saved.size:
-            local = torch_private.local_tensor(like)
-            made = torch.empty(local.size(), dtype=dtype, device=local.device)
-            return torch_private.dtensor_alike(made, like)
-        return torch.empty(saved.size, dtype=dtype, device=device or "cpu")
+        device = "cpu" if like is None else like.device
+        if like is None or like.size() != saved.size:
+            return torch.empty(saved.size, dtype=dtype, device=device)
+        local = torch_private.local_tensor(like)
+        if torch_private.is_wrapper(local):
+            made = torch.empty(local.size(), dtype=dtype, device=device)
+        else:
+            made = torch.empty_like(local, dtype=dtype)
+        return torch_private.dtensor_alike(made, like) if isinstance(like, DTensor) else made
 
 
 def _below(path: Path, length: int) -> Path:
@@ -232,8 +235,7 @@ class AskedValue:
             rest: record.destination(
                 ".".join((*place, rest)),
                 own[rest][1] if rest in own else None,
-                neighbour := _neighbour(own, path),
-                None if neighbour is None else neighbour.device,
+                _neighbour(own, path),
             )
             for rest, path in self._paths.items()
         }
