@@ -362,14 +362,13 @@ def _stock_state(training: Training, *, flat: bool) -> dict[str, Any]:
     }
 
 
-def _stock_save(training: Training, folder: str) -> None:
-    state = _stock_state(training, flat=training.scene.way == "flat")
-    dcp.save(state, checkpoint_id=f"{folder}/c", no_dist=True)
+def _stock_save(training: Training, path: str, *, flat: bool = False) -> None:
+    dcp.save(_stock_state(training, flat=flat), checkpoint_id=path, no_dist=True)
 
 
-def _stock_load(training: Training, folder: str) -> None:
+def _stock_load(training: Training, path: str) -> None:
     state = _stock_state(training, flat=False)
-    dcp.load(state, checkpoint_id=f"{folder}/c", no_dist=True)
+    dcp.load(state, checkpoint_id=path, no_dist=True)
     set_state_dict(
         training.model,
         training.optimizers[0],
@@ -385,7 +384,7 @@ def _save(
     scene = training.scene
     if scene.way in ("stock", "flat"):
         try:
-            _stock_save(training, folder)
+            _stock_save(training, f"{folder}/c", flat=scene.way == "flat")
         except ANY_ERROR as error:
             raise NotImplementedError(f"torch does not save it: {text_of(error)}") from error
         then()
@@ -404,7 +403,7 @@ def _save(
 def _load(training: Training, url: str, folder: str, *, trust_pickle: bool) -> None:
     scene = training.scene
     if scene.way == "stock_reads":
-        _stock_load(training, folder)
+        _stock_load(training, f"{folder}/c")
         return
     state = training.as_state()
     with torch.inference_mode(scene.inference):
@@ -557,16 +556,9 @@ def _require_stock(case: Case, scene: Scene, expected: _Expected | None, folder:
     try:
         source = Training(case, scene, scene.saved, seed=scene.seed, scale=1.0)
         source.steps(0, scene.steps)
-        dcp.save(_stock_state(source, flat=False), checkpoint_id=f"{folder}/s", no_dist=True)
+        _stock_save(source, f"{folder}/s")
         target = _destination(case, scene)
-        state = _stock_state(target, flat=False)
-        dcp.load(state, checkpoint_id=f"{folder}/s", no_dist=True)
-        set_state_dict(
-            target.model,
-            target.optimizers[0],
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        _stock_load(target, f"{folder}/s")
     except ANY_ERROR as error:
         raise NotImplementedError(f"torch alone does not load it: {text_of(error)}") from error
     if expected is not None:
