@@ -138,7 +138,8 @@ class Asked:
             name: its name.
             path: its path in what `loaded` returns.
             current: what the value has there. A tensor is loaded into; if it is none, one is made.
-            like: a tensor whose device a new one gets, and mesh and placements if it has the shape.
+            like: a tensor whose device a new one gets. One of the same shape gets its order of
+                dimensions in memory, too, its mesh and its placements.
         """
         key = _name((*self._place, name))
         saved = self._record.entries[key]
@@ -146,15 +147,7 @@ class Asked:
             current = None
         elif not isinstance(current, torch.Tensor):
             self._record.made[key] = self.wanted, name
-            # One of an unknown dtype is refused when it is read.
-            dtype = saved.properties.dtype or torch.uint8
-            if isinstance(like, DTensor) and like.size() == saved.size:
-                local = torch_private.local_tensor(like)
-                made = torch.empty(local.size(), dtype=dtype, device=local.device)
-                current = torch_private.dtensor_alike(made, like)
-            else:
-                device = like.device if isinstance(like, torch.Tensor) else "cpu"
-                current = torch.empty(saved.size, dtype=dtype, device=device)
+            current = _destination(saved, like)
         self.paths[name], self.wanted[name] = path, current
 
     def ask_for_all(self) -> None:
@@ -188,6 +181,20 @@ class Asked:
 
 def _name(path: Path) -> str:
     return ".".join(map(str, path))
+
+
+def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
+    """Return a new tensor to load into."""
+    dtype = saved.properties.dtype or torch.uint8  # one that is unknown is refused when it is read
+    device = getattr(like, "device", "cpu")
+    if not isinstance(like, torch.Tensor) or like.size() != saved.size:
+        return torch.empty(saved.size, dtype=dtype, device=device)
+    local = torch_private.local_tensor(like)
+    if torch_private.is_wrapper(local):
+        made = torch.empty(local.size(), dtype=dtype, device=device)
+    else:
+        made = torch.empty_like(local, dtype=dtype)
+    return torch_private.dtensor_alike(made, like) if isinstance(like, DTensor) else made
 
 
 def is_whole(value: list[Any]) -> bool:

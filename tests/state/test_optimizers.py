@@ -69,6 +69,26 @@ def test_what_an_optimizer_has_already_is_filled_in_place() -> None:
         assert float(state["step"]) == 2
 
 
+@pytest.mark.parametrize("set_to", [None, torch.bfloat16])
+def test_new_state_lies_in_memory_as_its_parameter_does(set_to: torch.dtype | None) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 2, 2))
+        model.to(memory_format=torch.channels_last, dtype=set_to)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made()
+    model(torch.ones(1, 3, 4, 4, dtype=set_to)).sum().backward()
+    optimizer.step()
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    other, fresh = made()
+    dos.load({"model": other, "optimizer": fresh}, url, progress=False)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        for name, loaded in fresh.state[mine].items():
+            expected = optimizer.state[theirs][name]
+            assert torch.equal(loaded, expected)
+            assert loaded.stride() == expected.stride()
+
+
 class Later(torch.optim.SGD):
     """It makes an entry at its third step, a counter beside the parameters, and a nested dict."""
 

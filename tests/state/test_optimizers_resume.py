@@ -149,27 +149,21 @@ _SLIPS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("slip", _SLIPS)
-def test_the_oracle_finds_a_slip_of_a_load(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = dos.load
+_OF_A_SAVE = ("a bit of a weight", "a step", "the random state", "a setting")
+
+
+@pytest.mark.parametrize(
+    ("call", "slip"),
+    [("load", slip) for slip in _SLIPS] + [("save", slip) for slip in _OF_A_SAVE],
+)
+def test_the_oracle_finds_a_slip(call: str, slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(dos, call)
 
     def careless(state: dict[str, Any], url: str, **options: Any) -> None:
-        load(state, url, **options)
+        real(state, url, **options)
         _SLIPS[slip](state)
 
-    monkeypatch.setattr(dos, "load", careless)
-    assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == WRONG
-
-
-@pytest.mark.parametrize("slip", ["a bit of a weight", "a step", "the random state", "a setting"])
-def test_the_oracle_finds_a_slip_of_a_save(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = dos.save
-
-    def careless(state: dict[str, Any], url: str, **options: Any) -> None:
-        save(state, url, **options)
-        _SLIPS[slip](state)
-
-    monkeypatch.setattr(dos, "save", careless)
+    monkeypatch.setattr(dos, call, careless)
     assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == WRONG
 
 

@@ -116,6 +116,17 @@ def copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def contiguous(value: Any) -> Any:
+    """A copy in which each plain tensor lies in the order of its dimensions."""
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return value.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: contiguous(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(contiguous(item) for item in value)
+    return copied(value)
+
+
 def state_of(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
     """The state by parameter name; what belongs to no parameter, by its key. No empty entries."""
     found = {
