@@ -316,18 +316,9 @@ def _with_stored_dtypes(
 
 def _unreported(planned: PlannedIndex, row: int) -> RankFailedError:
     """Return the error for a row of the index that no rank has reported."""
-    place, at = "", 0
-    for key, tensor in planned.tensors.items():  # noqa: B007 - the key is named below
-        if row < tensor.chunk_count:
-            dims = len(tensor.shape)
-            first = at + row * dims
-            offset = tuple(planned.chunk_offsets[first : first + dims].tolist())
-            place = f" at offset {offset}"
-            break
-        row -= tensor.chunk_count
-        at += tensor.chunk_count * len(tensor.shape)
-    else:
-        key = planned.blobs[row]
+    places = _rows_by_place(planned).items()
+    key, offset = next(place for place, number in places if number == row)
+    place = "" if offset is None else f" at offset {offset}"
     return RankFailedError(
         f"no rank reported having written this item{place}; the save is not committed", key=key
     )
