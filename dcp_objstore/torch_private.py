@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 from dcp_objstore.contexts import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 # Process groups.
 
@@ -302,11 +302,6 @@ class HostStager(StateDictStager):
             return super()._offload_tensor(x, memo, non_blocking)  # type: ignore[no-untyped-call]
         memo[id(x)] = copied
         return copied
-
-
-def non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
-    """Return the names of the module's own buffers that `state_dict` omits. torch 2.9 to 2.15."""
-    return module._non_persistent_buffers_set
 
 
 def all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -253,14 +253,6 @@ def test_a_stager_takes_the_copies_that_it_is_given() -> None:
     assert copied[1]["a"][1].tolist() == [0, 0]
 
 
-def test_buffers_that_are_not_persistent() -> None:
-    module = torch.nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("dropped", torch.zeros(1), persistent=False)
-    assert set(torch_private.non_persistent_buffers(module)) == {"dropped"}
-    assert set(module.state_dict()) == {"kept"}
-
-
 def test_dcp_takes_it_for_a_stager() -> None:
     class Stager(torch_private.StagesAtOnce):
         def stage(self, state_dict: Any) -> Any: ...

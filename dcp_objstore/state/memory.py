@@ -267,7 +267,7 @@ def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors have a byte in common. (Columns of one matrix have none.)"""
-    return np.shares_memory(*map(_addresses, (one.squeeze(), other.squeeze())))
+    return np.shares_memory(_addresses(one.squeeze()), _addresses(other.squeeze()))
 
 
 def _addresses(tensor: torch.Tensor) -> ByteArray:

@@ -119,10 +119,6 @@ class ConvertedState:
             key=lambda leaf: (_rank_of(leaf[1]), _place(leaf[0])),
         )
         modules = {path: value for path, value in found if _rank_of(value) == 0}
-        if loading:
-            for path, module in modules.items():
-                if isinstance(module, torch.nn.Module):
-                    _refuse_module_on_meta(path, module)
         self.whole = [*map(_place, lists)]
         self.optimizers: list[Place] = []
         self.per_rank: dict[Place, bool] = {}
@@ -132,19 +128,8 @@ class ConvertedState:
         for path, value in found:
             with _named_errors(value, path, "state_dict"):
                 self._leaves.append(self._convert(path, value, modules))
-        on_meta = [
-            _name(path)
-            for leaf in (self._leaves if loading else ())
-            for path, item in leaves(leaf.original, leaf.path)
-            if isinstance(item, torch.Tensor) and item.device.type == "meta"
-        ]
-        if on_meta:
-            raise UnsupportedError(
-                "the state has tensors on the meta device, with no memory to load into"
-                f" ({first_few(on_meta, 3)}); replace each with torch.empty_like(tensor,"
-                " device=...)",
-                key=on_meta[0],
-            )
+        if loading:
+            self._check_memory()
         self._check_names_of_ranks()
         originals = {leaf.path: leaf.original for leaf in self._leaves}
         self.state_dict = _plain(state, originals, str if loading else _literal_name)
@@ -205,6 +190,39 @@ class ConvertedState:
             return FlatOptimizer(optimizer, module, wanted, place, loading=self._loading)
         named = NamedOptimizer(optimizer, module, wanted, place)
         return named if named.has_names else None
+
+    def _check_memory(self) -> None:
+        """Refuse tensors that have no memory to load into.
+
+        They do not get it here, for three reasons: the caller must choose the device, an existing
+        optimizer would keep the old parameters, and buffers that are not in the checkpoint would
+        contain arbitrary bytes.
+        """
+        on_meta = [
+            (leaf, _name(path))
+            for leaf in self._leaves
+            for path, item in leaves(leaf.original, leaf.path)
+            if isinstance(item, torch.Tensor) and item.device.type == "meta"
+        ]
+        if not on_meta:
+            return
+        leaf, key = on_meta[0]
+        advice = "replace each with torch.empty_like(tensor, device=...)"
+        if isinstance(leaf.value, torch.nn.Module):
+            key = _name(leaf.path)
+            advice = (
+                "before you load, and before you make an optimizer of the module, call"
+                ' to_empty(device="cuda") on it, or name another device'
+            )
+            buffers = leaf.value.named_buffers()
+            fill = [name for name, of in buffers if of.is_meta and name not in leaf.original]
+            names = first_few(fill, 3)
+            advice += f". Then compute the buffers that no checkpoint has ({names})" if fill else ""
+        raise UnsupportedError(
+            "the state has tensors on the meta device, with no memory to load into"
+            f" ({first_few([name for _, name in on_meta], 3)}); {advice}",
+            key=key,
+        )
 
     def _check_names_of_ranks(self) -> None:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
@@ -336,35 +354,6 @@ def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
         raise StateMismatchError(text + advice, key=_name(path)) from error
 
 
-def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
-    """Raise if a module has no memory to load into.
-
-    The module does not get memory here, for three reasons: the caller must choose the device, an
-    existing optimizer would keep the old parameters, and buffers that are not in the checkpoint
-    would contain arbitrary bytes.
-    """
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    on_meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
-    unsaved = {
-        f"{place}.{name}" if place else name
-        for place, part in module.named_modules()
-        for name in torch_private.non_persistent_buffers(part)
-    }
-    saved = [name for name in on_meta if name not in unsaved]
-    if not saved:
-        return
-    fill = [name for name in on_meta if name in unsaved]
-    then = (
-        f". Then compute the buffers that no checkpoint has ({first_few(fill, 3)})" if fill else ""
-    )
-    raise UnsupportedError(
-        f"this module is on the meta device and has no memory to load into ({first_few(saved, 3)});"
-        ' before you load, and before you make its optimizer, call to_empty(device="cuda") on it,'
-        f" or name another device{then}",
-        key=_name(path),
-    )
-
-
 def _module_in(value: torch.nn.Module | Trainable) -> torch.nn.Module:
     return value.module if isinstance(value, Trainable) else value
 
@@ -437,11 +426,6 @@ class AgreeingPlanner:
         """
         with self._typed_errors(), _naming_what_clashes(state_dict):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
-
-    def finish_plan(self, new_plan: Any) -> Any:
-        """Override DCP's `finish_plan` with typed errors."""
-        with self._typed_errors():
-            return super().finish_plan(new_plan)  # type: ignore[misc]
 
     def _typed_errors(self) -> contextlib.AbstractContextManager[None]:
         return plugin_errors(current_rank(), self._url)
