@@ -279,6 +279,7 @@ class Unchanged:
             moved_by = begin - run.start
             for item, _, source, dtype in run.items:
                 self.copied.add(item.index)
+                planned = constant_name(item.tensor_data.properties.dtype)
                 place = StoredItem(
                     object=stored,
                     offset=source.offset + moved_by,
@@ -287,7 +288,7 @@ class Unchanged:
                     payload_length=source.payload_length,
                     digests=source.digests,
                     pickled=False,
-                    dtype=dtype,
+                    converted_to=None if dtype == planned else dtype,
                 )
                 self.results.append(WriteResult(item.index, source.length, place))
 

@@ -93,6 +93,7 @@ class Placed(msgspec.Struct, gc=False):
         digests = self.digests
         if not isinstance(digests, bytes):
             digests = b"".join(future.result() for future in digests)
+        planned = None if self.dtype is None else constant_name(_planned_dtype(self.item))
         place = StoredItem(
             object=stored,
             offset=self.offset,
@@ -101,7 +102,7 @@ class Placed(msgspec.Struct, gc=False):
             payload_length=self.payload_length,
             digests=digests,
             pickled=self.pickled,
-            dtype=self.dtype,
+            converted_to=None if self.dtype == planned else self.dtype,
         )
         return WriteResult(self.item.index, self.length, place)
 
