@@ -15,16 +15,15 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 
 from dcp_objstore import torch_private
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.state.record import Asked, alike, below, is_numbered_state
@@ -104,7 +103,7 @@ class NamedOptimizer:
         of_groups = repr([group["params"] for group in groups])
         digest = xxhash.xxh3_64_hexdigest(of_groups.encode())
         self._own_groups = f"groups.{digest}"
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if rank_and_world_size()[1] > 1:
             self.state_dict["groups"] = {digest: (groups,)}
 
     def ask(
@@ -255,16 +254,15 @@ class NamedOptimizer:
 
 def _common(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings that these groups agree on, and the names of those that differ."""
-    first, *others = {id(group): group for group in groups}.values() or ({},)
-    names = dict.fromkeys(itertools.chain(first, *others))
-    differing = [
-        name
-        for name in names
-        if name not in _OWN
-        and any(name not in group or not _same(first.get(name), group[name]) for group in others)
-    ]
-    kept = {key: first[key] for key in first if key not in _OWN and key not in differing}
-    return kept, differing
+    groups = [*{id(group): group for group in groups}.values()]
+    agreed, differing = {}, []
+    for name in dict.fromkeys(name for group in groups for name in group if name not in _OWN):
+        first, *others = [group[name] for group in groups if name in group]
+        if len(others) + 1 == len(groups) and all(_same(first, other) for other in others):
+            agreed[name] = first
+        else:
+            differing.append(name)
+    return agreed, differing
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -275,6 +273,4 @@ def _same(a: Any, b: Any) -> bool:
 
 def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that holds this rank's state: ZeroRedundancyOptimizer has one inside."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    zero = getattr(module, "ZeroRedundancyOptimizer", ())
-    return optimizer.optim if isinstance(optimizer, zero) else optimizer
+    return optimizer.optim if hasattr(optimizer, "consolidate_state_dict") else optimizer

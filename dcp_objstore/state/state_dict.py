@@ -258,7 +258,7 @@ class ConvertedState:
             place, current, wanted = _place(leaf.path), _at(state_dict, leaf.path), None
             if leaf.optimizer is not None:
                 wanted = leaf.optimizer.ask(current, record, place, strict=self._strict)
-            elif leaf.is_decided and ".".join(place) not in record.entries:
+            elif leaf.is_decided:
                 asked = Asked(current, record, place)
                 if asked.saved:
                     asked.ask_for_all()
