@@ -289,6 +289,7 @@ class NamedOptimizer:
         sources |= {name: nested(settings) for name, settings in parts.items()}
         empty = iter([group for group in saved if not group.get("params")])
         groups, unknown = [], []
+        defaults = getattr(self._optimizer, "defaults", {})  # PostLocalSGDOptimizer has none
         for at, own in enumerate(self._packed["param_groups"]):
             names = [self._names[number] for number in own["params"]]
             found = [sources[name] for all_ in names for name in all_ if name in sources]
@@ -313,7 +314,7 @@ class NamedOptimizer:
                     first_few(differing, 3),
                 )
             # A setting that the constructor knows stays: an older version may not have saved it.
-            kept = {k: own[k] for k in own if not found or k in self._optimizer.defaults}
+            kept = {k: own[k] for k in own if not found or k in defaults}
             groups.append(
                 {**kept, **copy.deepcopy(settings), **{key: own[key] for key in _OWN if key in own}}
             )
