@@ -280,12 +280,13 @@ class Own:
 
 def _of_what_trains(state: dict[str, Any], training: Training) -> dict[str, Any]:
     """With what it has for frozen parameters, which `dos.trainable` leaves out."""
-    now = copied(training.optimizers[0].state_dict())["state"]
+    optimizer = training.optimizers[0]
+    now = copied(optimizer.state_dict())["state"]
+    numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = {
         number: value
         for number, value in state["state"].items()
-        if not isinstance(number, int)
-        or training.optimizers[0].param_groups[0]["params"][number].requires_grad
+        if not isinstance(number, int) or numbered[number].requires_grad
     }
     return state | {"state": {**now, **kept}}
 
