@@ -215,6 +215,7 @@ class NamedOptimizer:
         sources = {name: group for group in saved[::-1] for name in group.get("params", ())}
         sources |= by_name
         empty = iter([group for group in saved if not group.get("params")])
+        defaults = getattr(self._optimizer, "defaults", ())  # PostLocalSGDOptimizer has none
         groups, unknown = [], []
         for at, own in enumerate(self._packed["param_groups"]):
             names = [name for number in own["params"] for name in self._parameters[number].names]
@@ -239,7 +240,7 @@ class NamedOptimizer:
                     first_few(differing, 3),
                 )
             # A setting that the constructor knows stays: an older version may not have saved it.
-            kept = (*_OWN, *differing, *self._optimizer.defaults) if found else own
+            kept = (*_OWN, *differing, *defaults) if found else own
             groups.append({key: own[key] for key in own if key in kept} | copy.deepcopy(agreed))
         if unknown:
             logger.warning(

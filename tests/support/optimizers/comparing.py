@@ -108,7 +108,10 @@ def copied(value: Any) -> Any:
         inner = {part: copied(getattr(value, part)) for part in parts}
         return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
     if isinstance(value, torch.Tensor):
-        return copy.deepcopy(value.detach())  # a gradient may be no leaf
+        detached = value.detach()  # a gradient may be no leaf
+        # To clone takes a fifth of the time of a deep copy.
+        is_plain = type(detached) is torch.Tensor and value.layout is torch.strided
+        return detached.clone() if is_plain else copy.deepcopy(detached)
     if isinstance(value, dict) and type(value) in (dict, OrderedDict):
         return type(value)((key, copied(item)) for key, item in value.items())
     if type(value) in (list, tuple):
