@@ -142,25 +142,17 @@ def load(
 
     advice = every_rank("dcp_objstore.load")
     reader, refused = capture(make_reader)
-    converted = None
-    try:
-        with reporting_failures(reader):
-            with meeting(url_of(reader), process_group or world_group(), advice):
-                group = sync_group(process_group, config)
-                converted, failed = capture(
-                    lambda: ConvertedState(state, loading=True, strict=strict)
-                )
-                # With read_once the load begins with a collective, so all ranks must agree first.
-                same = {"read_once": bool(read_once)}
-                raise_on_all(refused or failed, url_of(reader), group, advice, same=same)
-            assert reader is not None
-            assert converted is not None
-            reader._process_group = group
-            return _run_load(reader, converted, group, strict=strict, on_dtype=on_dtype)
-    except BaseException:
-        if converted is not None:
-            converted.undo()
-        raise
+    with reporting_failures(reader):
+        with meeting(url_of(reader), process_group or world_group(), advice):
+            group = sync_group(process_group, config)
+            converted, failed = capture(lambda: ConvertedState(state, loading=True, strict=strict))
+            # With read_once the load begins with a collective, so all ranks must agree first.
+            same = {"read_once": bool(read_once)}
+            raise_on_all(refused or failed, url_of(reader), group, advice, same=same)
+        assert reader is not None
+        assert converted is not None
+        reader._process_group = group
+        return _run_load(reader, converted, group, strict=strict, on_dtype=on_dtype)
 
 
 def _advice(left_out: Iterable[str], parts: Iterable[Place], asked: Iterable[str]) -> str:

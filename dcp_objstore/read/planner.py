@@ -99,6 +99,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self.unexpected: tuple[str, ...] = ()
         self._converted = converted or ConvertedState({}, loading=True)
         self._paths = paths
+        self._record: Record | None = None
         self.reading = False
         self._items: list[ReadItem] = []
 
@@ -107,13 +108,14 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     ) -> None:
         """Override `AgreeingPlanner.set_up_planner`; ask for what was saved first."""
         with self._typed_errors():
-            if metadata is not None and metadata.state_dict_metadata:
-                self._converted.ask(state_dict, Record(metadata, self._paths()))
+            if metadata is not None:
+                self._record = Record(metadata, self._paths())
+                self._converted.ask(state_dict, self._record)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-        """Take a stored tensor itself, where an optimizer has none yet; see `ItemRead.takes`."""
-        return self._converted.takes(key, tensor, sizes)
+        """Take a stored tensor itself, where the state has none yet; see `ItemRead.takes`."""
+        return self._record is not None and self._record.takes(key, tensor, sizes)
 
     def create_local_plan(self) -> LoadPlan:
         """Override `DefaultLoadPlanner.create_local_plan`; check keys and shapes first.
