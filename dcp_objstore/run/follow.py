@@ -118,9 +118,9 @@ def _order(bound: int | str | None) -> _Order | None:
     """Return the sort key of a bound, by which names are compared."""
     if bound is None or isinstance(bound, str):
         return None if bound is None else natural_order(bound)
-    bound = as_step(bound)
-    check_step(bound)
-    return natural_order(step_name(bound))
+    step: int = as_step(bound)
+    check_step(step)
+    return natural_order(step_name(step))
 
 
 def _log_dropped(step: ListedCheckpoint) -> None:
