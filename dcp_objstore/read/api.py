@@ -82,7 +82,8 @@ def load(
             when only the weights are asked for) are never an error.
         rename: pairs of a regular expression and its replacement, applied to each key of the
             checkpoint in turn, as `re.sub` does; the state has the new keys. `[("^", "model.")]`
-            puts a prefix before each key. Default: the keys as they are.
+            puts a prefix before each key. Each rank may have its own rules, as the stages of a
+            pipeline do. Default: the keys as they are.
         on_dtype: what to do if a tensor of the state has another dtype than the stored one: "warn"
             (default) converts it, and warns if the state's dtype cannot hold every value; "error"
             refuses on all ranks before anything is read.

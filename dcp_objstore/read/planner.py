@@ -208,9 +208,13 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
                 continue
             fresh: Any = ()
             if isinstance(saved, TensorStorageMetadata):
-                if isinstance(value, torch.Tensor) and value.shape == saved.size:
+                dtype = saved.properties.dtype
+                if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (
+                    saved.size,
+                    dtype,
+                ):
                     continue
-                fresh = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+                fresh = torch.empty(saved.size, dtype=dtype, device="cpu")
             elif not isinstance(value, torch.Tensor):
                 continue
             self.state_dict[key] = fresh
