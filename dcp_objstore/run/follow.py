@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
 from dcp_objstore import errors
-from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Objects, read_entry
+from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Markers
 from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
 from dcp_objstore.run import upkeep
@@ -26,7 +26,6 @@ from dcp_objstore.waiting import wait_until
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores import ObjectStore
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -152,7 +151,7 @@ class _Follower:
     on_dropped: Callable[[ListedCheckpoint], object]
     poll_at: float = -math.inf
     listed: Catalogue | None = None
-    markers: dict[str, Entry] = field(default_factory=dict)
+    markers: Markers = field(default_factory=Markers)
     seen: set[str] = field(default_factory=set)
     yielded: dict[str, ListedCheckpoint] = field(default_factory=dict)
 
@@ -203,23 +202,15 @@ class _Follower:
         """List the run."""
         is_first = self.listed is None
         try:
-            self.listed = catalogue(self.run, read=self._read)
+            self.listed = catalogue(self.run, read=self.markers.read)
         finally:
             self.poll_at = monotonic() + self.poll_seconds
-        for name in self.markers.keys() - self.listed.places.keys():
-            del self.markers[name]
+        self.markers.forget_others(self.listed.places)
         self._report_dropped(self.listed)
         if is_first and not self.listed.places:
             logger.warning("%s: there is no step yet; waiting for the first", self.run.url)
         if self.pin is not None:
             self._unpin_stale(self.pin)
-
-    def _read(self, name: str, store: ObjectStore, objects: Objects) -> Entry:
-        """Read a marker, unless the listing shows that it was not written since it was read."""
-        known = self.markers.get(name)
-        if known is None or known.objects[MARKER_KEY] != objects[MARKER_KEY]:
-            known = self.markers[name] = read_entry(name, store, objects)
-        return known
 
     def _report_dropped(self, listed: Catalogue) -> None:
         """Report the steps that have come and no longer count, unless they were deleted."""
