@@ -272,6 +272,8 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that holds this rank's state: ZeroRedundancyOptimizer has one inside."""
-    return optimizer.optim if hasattr(optimizer, "consolidate_state_dict") else optimizer
+    is_zero = hasattr(optimizer, "consolidate_state_dict")
+    inner: torch.optim.Optimizer = optimizer.optim if is_zero else optimizer
+    return inner
