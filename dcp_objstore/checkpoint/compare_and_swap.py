@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from dcp_objstore.checkpoint.probe import if_version
 from dcp_objstore.checkpoint.read import Stored
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -21,7 +22,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition, Version
+from dcp_objstore.stores.protocol import IfAbsent, ObjectStore, Precondition, Version
 from dcp_objstore.stores.retries import Tries
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def compare_and_swap(
         CommitUnknownError: no clear answer before the deadline; the PUT may still take effect.
         InputError: the store refused the PUT for good; nothing was changed.
     """
-    condition: Precondition = IfAbsent() if version is None else IfVersion(version)
+    condition: Precondition = IfAbsent() if version is None else if_version(store, version)
     may_still_land = False
     answer: DcpObjstoreError
     while True:

@@ -23,6 +23,7 @@ from typing import Literal, Protocol, TypeAlias
 from dcp_objstore.checkpoint.clock import pause_or_raise
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY
+from dcp_objstore.checkpoint.probe import if_version
 from dcp_objstore.checkpoint.read import Stored, read_index, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -32,7 +33,7 @@ from dcp_objstore.errors import (
     RetryableError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectStore, Precondition
+from dcp_objstore.stores.protocol import IfAbsent, ObjectStore, Precondition
 from dcp_objstore.stores.retries import Tries
 
 # A `.metadata` of another commit may have any size; one that is larger than this is not ours.
@@ -119,7 +120,7 @@ def publish_dot_metadata(
 def look(store: ObjectStore) -> Precondition:
     """Return the condition that `.metadata` is still what it is now. One HEAD."""
     try:
-        return IfVersion(store.head(DOT_METADATA_KEY).version)
+        return if_version(store, store.head(DOT_METADATA_KEY).version)
     except ObjectNotFoundError:
         return IfAbsent()
 

@@ -20,7 +20,7 @@ from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.listing import ListedCheckpoint, as_listed
-from dcp_objstore.run.steps import catalogue, check_step, step_name
+from dcp_objstore.run.steps import as_step, catalogue, check_step, step_name
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.waiting import wait_until
 
@@ -118,8 +118,9 @@ def _order(bound: int | str | None) -> _Order | None:
     """Return the sort key of a bound, by which names are compared."""
     if bound is None or isinstance(bound, str):
         return None if bound is None else natural_order(bound)
-    check_step(bound)
-    return natural_order(step_name(bound))
+    step = as_step(bound)
+    check_step(step)
+    return natural_order(step_name(step))
 
 
 def _log_dropped(step: ListedCheckpoint) -> None:

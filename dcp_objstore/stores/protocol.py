@@ -37,7 +37,9 @@ class Version:
     def of(cls, e_tag: str | None, version: str | None) -> Version:
         """Make the token of an answer of S3."""
         # moto and unversioned buckets say 'null' after a multipart upload, and nothing to a HEAD.
-        return cls(e_tag, None if version == "null" else version)
+        # Ceph's gateway says '' there, and the ETag without quotes to who asks again.
+        quoted = f'"{e_tag}"' if e_tag and not e_tag.endswith('"') else e_tag
+        return cls(quoted or None, None if version == "null" else version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,21 @@ class IfAbsent:
 
 @dataclass(frozen=True, slots=True)
 class IfVersion:
-    """Precondition: the object is still in this state (S3 `If-Match`, GCS generation)."""
+    """Precondition: the object is still in this state (S3 `If-Match`, GCS generation).
+
+    Attributes:
+        version: the state.
+        bare: send its ETag without the quotes, for a server that lacks `quoted_e_tags`.
+    """
 
     version: Version
+    bare: bool = False
+
+    @property
+    def e_tag(self) -> str | None:
+        """The ETag, as it is to be sent."""
+        e_tag = self.version.e_tag
+        return e_tag.strip('"') if self.bare and e_tag is not None else e_tag
 
 
 Precondition: TypeAlias = IfAbsent | IfVersion
@@ -123,7 +137,7 @@ class Capabilities:
     """What an adapter claims; the default is everything.
 
     `tests/contract` holds each adapter to its claims, and `checkpoint.probe` tries the first
-    two on the server that is really there. A store that lacks one says so here and refuses what
+    three on the server that is really there. A store that lacks one says so here and refuses what
     it cannot do with `UnsupportedError`; it never does something weaker in silence.
 
     Attributes:
@@ -151,6 +165,8 @@ class Capabilities:
             it, `copy` raises `UnsupportedError`.
         range_copies: `copy` takes ranges, and several of them. Without it (GCS, Azure) it takes one
             whole object. It says nothing where there are no copies.
+        quoted_e_tags: an `IfVersion` holds by an ETag with its quotes, as the server gave it.
+            Without it (Ceph's gateway), only an `IfVersion` that is `bare` holds.
     """
 
     conditional_create: bool = True
@@ -164,6 +180,11 @@ class Capabilities:
     ranges: bool = True
     copies: bool = True
     range_copies: bool = True
+    quoted_e_tags: bool = True
+
+    def if_version(self, version: Version) -> IfVersion:
+        """Return the condition that an object is in a state, as the server takes it."""
+        return IfVersion(version, bare=not self.quoted_e_tags)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,19 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from dcp_objstore.checkpoint.probe import probe
 from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.protocol import Capabilities
 from tests.contract.common import CROWD
 from tests.contract.suite import StoreContract
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, SideDoor
+
+# What an adapter of S3 lacks on the kinds of the fixture `bucket`.
+S3_LACKS = dict.fromkeys(("seaweed", "moto", "user"), frozenset[str]()) | {
+    "ceph": frozenset({"quoted_e_tags"})
+}
 
 # One crowd for all adapters on the same server: its URL to the prefix in the bucket.
 _crowds: dict[str, str] = {}
@@ -30,6 +37,10 @@ class BucketContract(StoreContract):
     @pytest.fixture
     def store(self, bucket: Bucket) -> ObjectStore:
         return self.open(f"{bucket.url}/{self.below}", bucket.storage_options)
+
+    @pytest.fixture
+    def capabilities(self, bucket: Bucket, store: ObjectStore) -> Capabilities:
+        return probe(store) if bucket.kind == "ceph" else store.capabilities
 
     @pytest.fixture
     def side_door(self, bucket: Bucket) -> SideDoor:

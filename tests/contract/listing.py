@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from dcp_objstore.errors import InputError, InvalidUrlError, PreconditionFailedError
-from dcp_objstore.stores import IfVersion, ObjectStore
+from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
 from tests.contract.common import CROWD, PART, Endpoint, keys, read
 from tests.support.guarantees import guarantee
@@ -73,15 +73,15 @@ class ListingContract(Endpoint):
         store.put("k", b"1")
         (meta,) = store.list()
         if not capabilities.conditional_update:
-            self.assert_refused(store, "k", IfVersion(meta.version))
+            self.assert_refused(store, "k", capabilities.if_version(meta.version))
             assert read(store, "k") == b"1"
         elif capabilities.listed_versions:
             assert meta.version.e_tag == store.head("k").version.e_tag
-            store.put("k", b"2", precondition=IfVersion(meta.version))
+            store.put("k", b"2", precondition=capabilities.if_version(meta.version))
             with pytest.raises(PreconditionFailedError):
-                store.put("k", b"3", precondition=IfVersion(meta.version))
+                store.put("k", b"3", precondition=capabilities.if_version(meta.version))
             assert read(store, "k") == b"2"
         else:
             with pytest.raises((InputError, PreconditionFailedError)):
-                store.put("k", b"2", precondition=IfVersion(meta.version))
+                store.put("k", b"2", precondition=capabilities.if_version(meta.version))
             assert read(store, "k") == b"1"

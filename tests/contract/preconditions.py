@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dcp_objstore.errors import PreconditionFailedError
-from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, Version
+from dcp_objstore.stores import IfAbsent, ObjectStore, Version
 from dcp_objstore.stores.protocol import Capabilities
 from tests.contract.common import PART, Endpoint, keys, race, read
 from tests.support.guarantees import guarantee
@@ -82,21 +82,21 @@ class PreconditionsContract(Endpoint):
         if not capabilities.conditional_update:
             version = store.put("k", b"as it was")
             for token in (version, Version(e_tag='"0123"', version="7")):
-                self.assert_refused(store, "k", IfVersion(token))
+                self.assert_refused(store, "k", capabilities.if_version(token))
             assert side_door.read("k") == b"as it was"
             return
         first = store.put("k", b"1")
-        second = store.put("k", b"22", precondition=IfVersion(first), retry=False)
+        second = store.put("k", b"22", precondition=capabilities.if_version(first), retry=False)
         assert first != second
         for retry in (True, False):
             with pytest.raises(PreconditionFailedError):
-                store.put("k", b"333", precondition=IfVersion(first), retry=retry)
+                store.put("k", b"333", precondition=capabilities.if_version(first), retry=retry)
         assert read(store, "k") == side_door.read("k") == b"22"
-        store.put("k", b"4444", precondition=IfVersion(store.head("k").version))
+        store.put("k", b"4444", precondition=capabilities.if_version(store.head("k").version))
         assert read(store, "k") == b"4444"
         side_door.write("k", b"theirs")
         with pytest.raises(PreconditionFailedError):
-            store.put("k", b"5", precondition=IfVersion(store.put("other", b"4444")))
+            store.put("k", b"5", precondition=capabilities.if_version(store.put("other", b"4444")))
         assert side_door.read("k") == b"theirs"
 
     @guarantee("compare and swap")
@@ -106,10 +106,10 @@ class PreconditionsContract(Endpoint):
         version = store.put("k", b"1")
         store.delete("k")
         if not capabilities.conditional_update:
-            self.assert_refused(store, "k", IfVersion(version))
+            self.assert_refused(store, "k", capabilities.if_version(version))
         else:
             with pytest.raises(PreconditionFailedError):
-                store.put("k", b"2", precondition=IfVersion(version))
+                store.put("k", b"2", precondition=capabilities.if_version(version))
         assert keys(store) == []
         assert side_door.sizes() == {}
 
@@ -119,11 +119,11 @@ class PreconditionsContract(Endpoint):
     ) -> None:
         version = store.put_stream("k", iter([b"1"]), part_size_bytes=PART, max_concurrency=1)
         if not capabilities.conditional_update:
-            self.assert_refused(store, "k", IfVersion(version))
+            self.assert_refused(store, "k", capabilities.if_version(version))
             return
-        store.put("k", b"2", precondition=IfVersion(version))
+        store.put("k", b"2", precondition=capabilities.if_version(version))
         with pytest.raises(PreconditionFailedError):
-            store.put("k", b"3", precondition=IfVersion(version))
+            store.put("k", b"3", precondition=capabilities.if_version(version))
         assert read(store, "k") == b"2"
 
     @guarantee("compare and swap")
@@ -132,13 +132,13 @@ class PreconditionsContract(Endpoint):
     ) -> None:
         version = store.put("k", b"start")
         if not capabilities.conditional_update:
-            self.assert_refused(store, "k", IfVersion(version))
+            self.assert_refused(store, "k", capabilities.if_version(version))
             return
         for round_number in range(self.race_rounds):
 
             def attempt(number: int, old: Version = version, nth: int = round_number) -> Version:
                 data = b"round %d writer %d" % (nth, number)
-                return store.put("k", data, precondition=IfVersion(old), retry=False)
+                return store.put("k", data, precondition=capabilities.if_version(old), retry=False)
 
             winners = race(UPDATERS, attempt)
             assert len(winners) == 1

@@ -28,10 +28,11 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     PreconditionFailedError,
     StoreUnavailableError,
+    UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.boto3 import JoinedBuffers
-from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, IfAbsent
+from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, CopySource, IfAbsent, Version
 from dcp_objstore.stores.s3.upload import MultipartUpload
 from tests.contract import PART, BucketContract, StoreContract
 from tests.support.proxy import Asked, Cut, NetworkProxy
@@ -63,6 +64,14 @@ class TestBucket(BucketContract):
     def store_at(self, endpoint_url: str) -> ObjectStore:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
         return open_store("s3://bucket/run", {**options, **BOTO3}, ONCE)
+
+
+def test_a_source_whose_key_a_server_may_misread_is_not_copied() -> None:
+    """Ceph's gateway decodes it twice: it would copy `a b` for `a%20b`."""
+    store = open_store("s3://bucket/run", {"endpoint_url": "http://127.0.0.1:1", **BOTO3})
+    source = CopySource("s3://bucket/a%20b", 0, 1, Version('"e"'))
+    with pytest.raises(UnsupportedError, match="%"):
+        store.copy("k", [source], part_size_bytes=1, max_concurrency=1, moved=lambda _: None)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from dcp_objstore.errors import (
     StoreFullError,
     StoreUnavailableError,
     UnsupportedError,
+    UploadLostError,
 )
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.obstore.errors import judge_obstore
@@ -206,7 +207,8 @@ def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_l
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
-        (b"NoSuchUpload", StoreUnavailableError, "lost this upload"),
+        (b"NoSuchUpload", UploadLostError, "lost this upload"),
+        (b"InvalidBlockList", UploadLostError, "lost this upload"),
         (b"NoSuchBucket", BucketNotFoundError, "bucket does not exist"),
     ],
 )

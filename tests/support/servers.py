@@ -103,7 +103,7 @@ class MotoServer(Server):
 def _s3_client(pid: int, **options: str) -> Any:
     """One for all that ask: to make one takes a tenth of a second. A forked child has its own."""
     del pid
-    return _make_s3_client(
+    return make_s3_client(
         endpoint_url=options.get("endpoint_url"),
         aws_access_key_id=options.get("key"),
         aws_secret_access_key=options.get("secret"),
@@ -111,7 +111,7 @@ def _s3_client(pid: int, **options: str) -> Any:
     )
 
 
-def _make_s3_client(**arguments: str | None) -> Any:
+def make_s3_client(**arguments: str | None) -> Any:
     import boto3
 
     return boto3.Session().client("s3", **arguments)
@@ -122,7 +122,7 @@ class Bucket:
     """A fresh prefix on some store, for one test.
 
     Attributes:
-        kind: `seaweed`, `moto`, `gcs`, `azure` (an `AzureBucket`) or `user`.
+        kind: `seaweed`, `moto`, `ceph`, `gcs`, `azure` (an `AzureBucket`) or `user`.
         url: the prefix, without a trailing slash.
         storage_options: what reaches it.
         s3_options: the same objects through S3, to look at them with boto3 (GCS: moto's S3 door).
@@ -149,7 +149,7 @@ class Bucket:
         """A boto3 client on the same store; safe from many threads."""
         options = {name: str(value) for name, value in self.s3_options.items()}
         if not options:  # the environment's credentials, which a test may set
-            return _make_s3_client()
+            return make_s3_client()
         return _s3_client(os.getpid(), **options)
 
     def _full(self, key: str) -> str:

@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 # The page of S3 and GCS, and so of one call for the next keys.
 _PAGE_KEYS = 1000
+# Pages have a round number of keys. A server may say that there are more and give no token for
+# them, and obstore then ends the listing; so one that ends like a page is continued once.
+_ROUND_KEYS = 10
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
 
@@ -192,7 +195,9 @@ class ObstoreStore(BaseStore[str]):
                 self._clients.renew(error)
                 translated.message += "; the next try asks for fresh ones"
             raise translated from error
-        return _version(result)
+        version = _version(result)
+        # Ceph's gateway does not say it where an upload was completed.
+        return self._head(place).version if version == Version() else version
 
     def _copy(
         self,
@@ -259,6 +264,8 @@ class ObstoreStore(BaseStore[str]):
         prefix = (self._root + folder).rstrip("/") or None
         pages: Any = None
         last: str | None = None  # the last key that came
+        ended: str | None = None  # that of a listing that ended where a page may have
+        count = 0
         # All keys that came, where a listing cannot begin behind the last one: there obstore would
         # drop the keys that compare less, of which some are still to come.
         listed_keys: set[str] = set()
@@ -271,7 +278,7 @@ class ObstoreStore(BaseStore[str]):
 
         def more() -> Any:
             """The next page; after one that failed, of a new listing that starts there."""
-            nonlocal pages
+            nonlocal pages, ended
             listing, pages = pages, None
             if listing is None:
                 repeated.update(listed_keys)
@@ -280,6 +287,9 @@ class ObstoreStore(BaseStore[str]):
                 )
                 listing = filter(None, map(new, listed))
             page = next(listing, None)
+            if page is None and count % _ROUND_KEYS == 0 and last not in (None, ended):
+                ended = last
+                return more()
             pages = listing
             return page
 
@@ -294,6 +304,7 @@ class ObstoreStore(BaseStore[str]):
 
         page = ask()
         while page is not None:
+            count += len(page)
             for meta in page:
                 if clients.ordered:
                     last = meta["path"]
@@ -380,7 +391,7 @@ def _mode(precondition: Precondition | None, scheme: str) -> Any:
     if isinstance(precondition, IfAbsent):
         return "create"
     token = precondition.version
-    fields = {"e_tag": token.e_tag, "version": token.version}
+    fields = {"e_tag": precondition.e_tag, "version": token.version}
     need = "version" if scheme == "gs" else "e_tag"
     if fields[need] is None:
         raise errors.InputError(f"a conditional write to {scheme}:// needs the {need} of {token}")
