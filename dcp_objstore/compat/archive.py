@@ -28,13 +28,15 @@ _LEAST_LIMIT_BYTES: Final = 1024 * 1024
 _LIMIT_RATIO: Final = 100
 
 
-def unpacked_limit_bytes(stored_bytes: int) -> int:
+def unpacked_limit_bytes(stored_bytes: int, least_bytes: int = _LEAST_LIMIT_BYTES) -> int:
     """Return the size to which something may unpack that has no shape to tell it.
 
-    That is 100 times the stored size, and at least 1 MiB. To unpickle takes up to 100 times a
-    hostile pickle.
+    That is 100 times the stored size. To unpickle takes up to 100 times a hostile pickle.
+
+    Args:
+        least_bytes: the least limit. Default 1 MiB, of a pickle.
     """
-    return max(_LEAST_LIMIT_BYTES, _LIMIT_RATIO * stored_bytes)
+    return max(least_bytes, _LIMIT_RATIO * stored_bytes)
 
 
 class ArchiveError(Exception):

@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.stores.protocol import ObjectMeta, Version
 
+# An array of zeros as a pickled value packs well beyond 100 times; up to this size it may.
+_LEAST_VALUE_LIMIT_BYTES = 64 * 1024**2
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
 # A read is planned in blocks before the first byte shows whether an object is as large as the
 # `.metadata` says. Bytes that no tensor's shape accounts for have no other bound. (A length of
@@ -443,7 +445,7 @@ def _stock(body: bytes, load_id: str | None) -> StoredCheckpoint:
     unexplained_bytes = 0
     for place, info in metadata.storage_data.items():
         offset = None if place.offset is None else tuple(place.offset)
-        sizes, limit_bytes = None, unpacked_limit_bytes(info.length)
+        sizes, limit_bytes = None, unpacked_limit_bytes(info.length, _LEAST_VALUE_LIMIT_BYTES)
         if offset is not None:
             sizes, itemsize = chunks.get((place.fqn, offset), ((), 0))
             limit_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES
