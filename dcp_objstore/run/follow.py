@@ -11,13 +11,15 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Markers
 from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
+from dcp_objstore.checkpoint.read import asked_again
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.listing import ListedCheckpoint, as_listed
 from dcp_objstore.run.steps import as_step, catalogue, check_step, step_name
@@ -271,8 +273,10 @@ class _Follower:
 
     def _pin(self, url: str, name: str) -> bool:
         """Pin a step; return False if it was deleted meanwhile."""
+        settings: Any = {"storage_options": self.run.storage_options, "config": self.run.config}
         try:
-            upkeep.pin(url, name, storage_options=self.run.storage_options, config=self.run.config)
+            # One answer that it is not there is no proof: the step would never come.
+            asked_again(partial(upkeep.pin, url, name, **settings), errors.CheckpointNotFoundError)
         except errors.CheckpointNotFoundError:
             return False
         except errors.PermissionDeniedError as error:
