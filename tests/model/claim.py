@@ -297,7 +297,7 @@ class Job:
         last = max(found, default=0) if me.back is None else self.goes_back or 0
         after = Me("begin", mine, step=last + 1, back=me.back)
         if me.back is not None:
-            after = after._replace(step=self.again, goes_back=True)
+            after = after._replace(step=self.again, goes_back=True, tries=me.tries)
         if after.step == len(run.steps):
             after = self.end("trains")
         if me.back is not None and me.back != run.training:
