@@ -311,7 +311,8 @@ class ConvertedState:
             if loaded:
                 set_model_state_dict(leaf.module, loaded, options=options)
         elif is_stateful(leaf.value):  # or an optimizer whose state dict has a form of its own
-            leaf.value.load_state_dict(loaded)
+            with torch.inference_mode(mode=False):  # what is made can be changed later
+                leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):
             leaf.value[:] = loaded
         elif isinstance(leaf.value, dict):

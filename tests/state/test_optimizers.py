@@ -272,6 +272,18 @@ def test_a_load_in_inference_mode_makes_state_that_can_be_stepped() -> None:
     assert float(optimizer.state[model[0].weight]["step"]) == 3
 
 
+def test_what_a_stateful_object_makes_of_a_load_in_inference_mode_can_be_changed_later() -> None:
+    class Copies(Held):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict({key: value.clone() for key, value in state_dict.items()})
+
+    dos.save({"held": Copies({"mean": torch.ones(3)})}, url := memory_url(), progress=False)
+    with torch.inference_mode():
+        dos.load({"held": (held := Copies({}))}, url, progress=False)
+    held.held["mean"].add_(1)
+    assert held.held["mean"].tolist() == [2.0, 2.0, 2.0]
+
+
 def test_an_error_of_a_values_own_methods_names_the_value() -> None:
     class Fails(Held):
         def state_dict(self) -> Any:
