@@ -68,7 +68,10 @@ class TestBucket(BucketContract):
 
 def test_a_source_whose_key_a_server_may_misread_is_not_copied() -> None:
     """Ceph's gateway decodes it twice: it would copy `a b` for `a%20b`."""
-    store = open_store("s3://bucket/run", {"endpoint_url": "http://127.0.0.1:1", **BOTO3})
+    store = open_store(
+        "s3://bucket/run",
+        {"key": "a", "secret": "b", "endpoint_url": "http://127.0.0.1:1", **BOTO3},
+    )
     source = CopySource("s3://bucket/a%20b", 0, 1, Version('"e"'))
     with pytest.raises(UnsupportedError, match="%"):
         store.copy("k", [source], part_size_bytes=1, max_concurrency=1, moved=lambda _: None)
