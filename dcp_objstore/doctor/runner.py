@@ -22,6 +22,7 @@ from dcp_objstore.doctor.surroundings import (
     unfinished,
     versioning,
     versions,
+    working_directory,
 )
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores.spec import StoreSpec
@@ -71,6 +72,7 @@ def table(spec: StoreSpec, around: Surroundings, objects: ObjectChecks) -> Seque
 
     return (
         Check("versions", "access", lambda: versions(spec)),
+        Check("working directory", "access", working_directory),
         Check("credentials", "access", lambda: around.access.credentials),
         Check("endpoint", "access", lambda: around.access.endpoint),
         Check("bucket", "access", lambda: around.access.bucket),

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcp_objstore import errors
@@ -32,6 +33,7 @@ _SKEW_WARNED_SECONDS = 60
 # No save takes longer, so an older upload will hardly be finished.
 _OLD = timedelta(hours=24)
 _LOCAL = ("file", "memory")
+_CLOUDS = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
 _OTHER_TOOLS = {
     "s3": "`aws sts get-caller-identity` shows what other tools find on this machine",
     "gs": "`gcloud auth list` shows what other tools find on this machine",
@@ -62,6 +64,20 @@ def versions(spec: StoreSpec) -> Verdict:
             installed[name] = None
     shown = [f"{name} {version or 'is not installed'}" for name, version in installed.items()]
     return Verdict("ok", ", ".join(shown), details=installed)
+
+
+def working_directory() -> Verdict:
+    """Look for a folder `s3:` that a program has made because it takes a URL for a local path."""
+    found = [f"{scheme}:" for scheme in _CLOUDS if Path(f"{scheme}:").is_dir()]
+    if not found:
+        return Verdict("ok", "no program has taken a URL for a local path here")
+    return Verdict(
+        "warning",
+        f"{Path.cwd()} has the folder {found[0]!r}: a program took a URL for a local path, and what"
+        " it wrote there is not in the bucket",
+        "see the page of its framework in the documentation; then copy the files, and remove it",
+        {"folders": found},
+    )
 
 
 def _over_fsspec(spec: StoreSpec) -> bool:

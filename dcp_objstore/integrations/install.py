@@ -5,13 +5,11 @@ list that nobody can extend (2.9 to 2.15). So making exactly `FileSystemWriter`,
 or their fsspec forms for one of our URLs gives our writer or reader. That holds for names that were
 imported earlier, too. Local paths and subclasses stay torch's.
 
-Five things are hooked: `__new__` and `validate_checkpoint_id` of the two classes,
-`dcp.async_save`, so that our writer stages, torch's executors for an `async_save` that was
-imported earlier: their thread or child, which may find nothing installed, is given the writer;
-`os.mkdir`, so that a program which takes a URL for a local path fails before it writes files that
-never reach the bucket; and `torch.save` and `torch.load`, which say what to call for a URL. The
-hooks stay for good, because Python cannot take `__new__` back from a
-class; without settings they do nothing.
+Three things are hooked: `__new__` and `validate_checkpoint_id` of the two classes;
+`dcp.async_save`, so that our writer stages; and torch's executors, for an `async_save` that was
+imported earlier: their thread or child, which may find nothing installed, is given the writer. The
+hooks stay for good, because Python cannot take `__new__` back from a class; without settings they
+do nothing. A program that takes a URL for a local path makes a folder `s3:`; `doctor` reports it.
 """
 
 from __future__ import annotations
@@ -177,9 +175,9 @@ def install(
     `ObjectStoreReader` do. Local paths and subclasses of these classes stay torch's. A path that
     `pathlib` or `os.path.abspath` made of a URL ("s3:/bucket/run") is taken for that URL.
 
-    A program that takes such a URL for a local path gets an UnsupportedError when it makes the
-    folder `s3:` in the working directory: many frameworks write small files of their own next to
-    torch's. For some of them there is a module in `dcp_objstore.integrations`.
+    Many frameworks write small files of their own next to torch's. One that takes the URL for a
+    local path makes a folder `s3:` in the working directory, and what it writes there does not
+    reach the bucket. For some of them there is a module in `dcp_objstore.integrations`.
 
     A second call replaces the settings of the first.
 
@@ -259,47 +257,6 @@ def _hook() -> None:
     dcp.async_save = state_dict_saver.async_save = wrapped  # type: ignore[attr-defined]
     for executor in executors:
         executor.execute_save = _with_writer(executor.execute_save)
-    os.mkdir = _refusing_urls(os.mkdir)  # `os.makedirs` and `pathlib` call it
-    for function, ours in ((torch.save, "save(state, url)"), (torch.load, "load(state, url)")):
-        setattr(torch, function.__name__, _naming_ours(function, ours))
-
-
-def _naming_ours(function: Callable[..., Any], ours: str) -> Callable[..., Any]:
-    """Wrap `torch.save` or `torch.load` so that for an installed URL it says what to call."""
-    place = list(inspect.signature(function).parameters).index("f")
-
-    @functools.wraps(function)
-    def naming(*args: Any, **kwargs: Any) -> Any:
-        url = _url(kwargs["f"] if "f" in kwargs else next(iter(args[place : place + 1]), None))
-        if url is not None:
-            raise UnsupportedError(
-                f"torch.{function.__name__} takes local files only; call dcp_objstore.{ours}",
-                url=url,
-            )
-        return function(*args, **kwargs)
-
-    naming.__module__ = torch.__name__  # by that name pickle has to find this function
-    return naming
-
-
-def _refusing_urls(mkdir: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(mkdir)
-    def refusing(path: Any, *args: Any, **kwargs: Any) -> None:
-        if _url(path) is not None:
-            here = os.path.relpath(path)
-            if _url(here.partition("/")[0]) is not None:
-                raise UnsupportedError(
-                    f"a program takes a URL for a local path: it is about to make the folder"
-                    f" {here!r} in {os.getcwd()}, and what it writes there would not reach the"  # noqa: PTH109
-                    " bucket. See the page of this framework in the documentation (Frameworks) for"
-                    " what to write instead"
-                )
-        mkdir(path, *args, **kwargs)
-
-    refusing.__module__ = os.__name__  # not `posix`: by that name pickle has to find this function
-    if mkdir in os.supports_dir_fd:
-        os.supports_dir_fd.add(refusing)
-    return refusing
 
 
 def _is_torchs(kind: type) -> bool:

@@ -23,7 +23,7 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor import Finding, check_up
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.runner import CONFIG, table
-from dcp_objstore.doctor.surroundings import Surroundings, versions
+from dcp_objstore.doctor.surroundings import Surroundings, versions, working_directory
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.diagnosis import shortened
@@ -37,6 +37,7 @@ from tests.support.unfinished_uploads import PART, Before, begin_upload, patch_b
 
 CHECKS = [
     "versions",
+    "working directory",
     "credentials",
     "endpoint",
     "bucket",
@@ -581,3 +582,15 @@ def test_a_server_that_never_answers_is_given_up() -> None:
         quick = replace(IMPATIENT, request_timeout_seconds=1)
         found = examine("s3://bucket/run", {**WRITE_ONLY, "endpoint_url": endpoint}, config=quick)
     assert names(found, "failed") == {"endpoint"}
+
+
+def test_a_folder_that_was_made_of_a_url_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a program that takes `s3://bucket/run` for a local path."""
+    monkeypatch.chdir(tmp_path)
+    assert working_directory().status == "ok"
+    Path("s3:/bucket/run").mkdir(parents=True)
+    found = working_directory()
+    assert (found.status, found.details) == ("warning", {"folders": ["s3:"]})
+    assert str(tmp_path) in found.text

@@ -317,7 +317,7 @@ def outcome(first: Bucket, operation: Operation, at: Asked, wrong: Wrong) -> str
 
 
 # By default a part of all cases is run, another one for each operation.
-_SHARES = 12
+_SHARES = 48
 
 
 def share(first: Bucket, operation: Operation, number: int) -> Iterator[tuple[str, str]]:

@@ -733,19 +733,7 @@ def test_what_a_trainer_cannot_do_on_a_bucket_is_refused(tmp_path: Path) -> None
             with_object_store(deep, "s3://bucket/run")
 
 
-def fsdp_to_a_url(rank: int, world: int, folder: str) -> None:
-    refused = pytest.raises(dos.errors.UnsupportedError, match="URL for a local path")
-    with a_machine(folder, "fsdp2", rank, world), dos.install(), refused:
-        accelerated("fsdp2")["accelerator"].save_state("s3://bucket/run")
-
-
-def test_a_url_where_they_want_a_folder_is_an_error_when_installed(tmp_path: Path) -> None:
-    with a_machine(str(tmp_path)), dos.install():
-        with pytest.raises(dos.errors.UnsupportedError, match="URL for a local path"):
-            accelerated("single")["accelerator"].save_state("s3://bucket/run")
-        with pytest.raises(dos.errors.UnsupportedError, match="URL for a local path"):
-            make_trainer(output_dir="s3://bucket/run")
-    run_ranks(2, fsdp_to_a_url, str(tmp_path))
+def test_a_trainer_whose_output_folder_is_a_url_is_refused(tmp_path: Path) -> None:
     with a_machine(str(tmp_path)):
         trainer = make_trainer()
         trainer.args.output_dir = "s3://bucket/run"
