@@ -75,6 +75,7 @@ LONGEST = (
     "tests/write/test_base.py",
     "tests/stores/test_errors.py",
     "tests/faults/test_crash_every_request.py",
+    "tests/faults/test_one_wrong_answer.py",
     "tests/local/test_room.py",
     "tests/stores/test_one_loop.py",
     "tests/stores/test_boto3.py",
