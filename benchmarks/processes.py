@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dcp_objstore.cli.ranks import Ranks
+from tests.support.launcher import Ranks
 
 T = TypeVar("T")
 Figures = Mapping[str, float | None]

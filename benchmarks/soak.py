@@ -31,8 +31,8 @@ import psutil
 from benchmarks.settings import Settings
 from benchmarks.soak_rank import TURNS, SoakJob, train
 from benchmarks.table import Result, Table
-from dcp_objstore.cli.ranks import Job, Ranks, Said
 from dcp_objstore.cli.seaweedfs import SeaweedServer
+from tests.support.launcher import Job, Ranks, Said
 from tests.support.proxy import Asked, Cut, Fault, Hold, NetworkProxy, Refuse
 
 _PRELOAD = ["benchmarks.soak_rank", "torch.distributed.checkpoint", "dcp_objstore.run.manager"]

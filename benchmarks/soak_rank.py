@@ -26,10 +26,10 @@ from benchmarks.resume_state import blank, fill, local, make_state, tensors_of
 from benchmarks.settings import MIB, Settings
 from dcp_objstore.checkpoint import sweep
 from dcp_objstore.checkpoint.names import MARKER_KEY
-from dcp_objstore.cli.ranks import say
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, StoreUnavailableError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.uploads.open import open_uploads
+from tests.support.launcher import say
 
 # Shorter than a real job may have it, so that what dead saves leave is removed within the run.
 GRACE_SECONDS = 60.0

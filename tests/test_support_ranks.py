@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_objstore.cli.ranks import Ranks, say
+from tests.support.launcher import Ranks, say
 from tests.support.ranks import PRELOAD, RanksFailedError, run_ranks, try_ranks
 
 

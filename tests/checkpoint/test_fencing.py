@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.cli.ranks import Job, Outcome, Ranks
 from dcp_objstore.errors import CheckpointNotFoundError, CommitLostError, LostRaceError
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from tests.support.campaign import cases
 from tests.support.checkpoints import edition, edition_in, save_edition_here
+from tests.support.launcher import Job, Outcome, Ranks
 from tests.support.proxy import Asked, Meant, NetworkProxy
 from tests.support.ranks import pause as pause_job, run_ranks, start_workers
 from tests.support.servers import Bucket

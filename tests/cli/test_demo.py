@@ -11,30 +11,39 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from dcp_objstore.cli.demo import proofs, story
-from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State
-from dcp_objstore.cli.demo.story import Story, failure_told, in_bucket, run_demo, tell
+from dcp_objstore.cli.demo import story
+from dcp_objstore.cli.demo.ranks import FinishedLoad, Outcome, Ranks, State
+from dcp_objstore.cli.demo.story import (
+    DemoFailedError,
+    Story,
+    failure_told,
+    in_bucket,
+    run_demo,
+    tell,
+)
 from dcp_objstore.cli.demo.training import (
     CONTEXT,
     ByteTransformer,
     choose_batch,
-    digest_state,
+    describe,
     next_byte_loss,
     read_text,
 )
-from dcp_objstore.cli.ranks import Outcome
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
 from dcp_objstore.stores import StoreSpec, open_store
+from tests.support import launcher
 from tests.support.command_line import environment, examples, run_here
 from tests.support.proxy import Asked, NetworkProxy, Refuse
+from tests.support.ranks import PRELOAD
 from tests.support.servers import BUCKET
 
 COMMAND = [sys.executable, "-m", "dcp_objstore", "demo"]
@@ -174,10 +183,10 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
 ) -> None:
     def run(story: Story) -> None:
         story.spec.open().put("left-over", b"x")
-        raise ProofFailedError("the state differs")
+        raise DemoFailedError("the state differs")
 
     monkeypatch.setattr(Story, "run", run)
-    monkeypatch.setattr(story, "warm_up", lambda preload: None)
+    monkeypatch.setattr(story, "warm_up", lambda: None)
     with pytest.raises(SystemExit) as caught:
         run_demo(ranks=2, resume_ranks=1, url=f"file://{tmp_path}", keep=False)
     assert caught.value.code == 1
@@ -217,78 +226,105 @@ def test_what_the_demo_wrote_is_removed_from_a_slow_bucket_with_as_many_retries_
     assert list(open_store(f"s3://{BUCKET}/demo-slow", seaweed.storage_options).list()) == []
 
 
+def fails(prove: Callable[..., None], *args: object) -> bool:
+    """Whether a proof does not hold."""
+    try:
+        prove(*args)
+    except DemoFailedError:
+        return True
+    return False
+
+
+@pytest.fixture
+def told() -> Story:
+    """A demo that has nothing to prove yet."""
+    return Story(StoreSpec("memory://demo"), 4, 2, "/tmp")
+
+
 @pytest.mark.parametrize(
-    "loaded",
-    [
-        dataclasses.replace(STATE, digests={"a": "1", "b": "3"}),
-        dataclasses.replace(STATE, digests={"a": "1"}),
-        dataclasses.replace(STATE, digests={"a": "1", "b": "2", "c": "3"}),
-    ],
+    "digests", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}]
 )
-def test_states_that_differ_are_not_called_identical(loaded: State) -> None:
-    assert proofs.identical(STATE, STATE)
-    with pytest.raises(ProofFailedError):
-        proofs.identical(STATE, loaded)
+def test_states_that_differ_are_not_called_identical(told: Story, digests: dict[str, str]) -> None:
+    loaded = dataclasses.replace(STATE, digests=digests)
     empty = dataclasses.replace(STATE, digests={})
-    with pytest.raises(ProofFailedError):
-        proofs.identical(empty, empty)
+    assert not fails(told.prove_identical, "x", STATE, [STATE, STATE])
+    assert fails(told.prove_identical, "x", STATE, [STATE, loaded])
+    assert fails(told.prove_identical, "x", empty, [empty])
 
 
-def test_bytes_from_the_bucket_fail_the_proof_of_a_restart() -> None:
-    assert proofs.from_the_node([FinishedLoad(STATE, 10, 1.0, 10), FinishedLoad(STATE, 0, 1.0)])
-    for loads in ([FinishedLoad(STATE, 10, 1.0, 9)], [FinishedLoad(STATE, 0, 1.0)]):
-        with pytest.raises(ProofFailedError):
-            proofs.from_the_node(loads)
+def test_bytes_from_the_bucket_fail_the_proof_of_a_restart(told: Story) -> None:
+    prove, none = told.prove_from_the_node, FinishedLoad(STATE, 1.0)
+    assert not fails(prove, [FinishedLoad(STATE, 1.0, 10, 10), none])
+    assert fails(prove, [FinishedLoad(STATE, 1.0, 10, 9)])
+    assert fails(prove, [none])
 
 
-def test_losses_that_do_not_go_on_fail_the_proof() -> None:
-    off = dataclasses.replace(STATE, fixed_loss=3.001)
-    assert proofs.same_loss(STATE, STATE)
-    with pytest.raises(ProofFailedError):
-        proofs.same_loss(STATE, off)
-    with pytest.raises(ProofFailedError):
-        proofs.falling(STATE, STATE)
-    assert proofs.same_path({1: 9.0, 2: 2.0}, {2: 2.0001})
-    for resumed in ({2: 2.1}, {}):
-        with pytest.raises(ProofFailedError):
-            proofs.same_path({1: 9.0, 2: 2.0}, resumed)
+def test_losses_that_do_not_go_on_fail_the_proof(told: Story) -> None:
+    off, none = (dataclasses.replace(STATE, fixed_loss=loss) for loss in (3.001, None))
+    assert not fails(told.prove_same_loss, STATE, [STATE])
+    assert all(fails(told.prove_same_loss, STATE, [STATE, other]) for other in (off, none))
+    assert fails(told.prove_falling, STATE, STATE)
+    assert not fails(told.prove_falling, STATE, dataclasses.replace(STATE, recorded_loss=2.9))
+    assert not fails(told.prove_same_path, {1: 9.0, 2: 2.0}, {2: 2.0001})
+    assert all(fails(told.prove_same_path, {1: 9.0, 2: 2.0}, other) for other in ({2: 2.1}, {}))
 
 
-def test_only_a_torn_save_counts_as_torn() -> None:
+def test_only_a_torn_save_counts_as_torn(told: Story) -> None:
     keys = [f"__{rank}_0.{'a' * 24}.distcp" for rank in range(4)]
-    assert proofs.torn(keys[:3], 4, keys[3])
+    assert not fails(told.prove_torn, keys[:3], keys[3])
     for wrong in (keys, keys[:2], [*keys[:3], "_COMMIT"]):
-        with pytest.raises(ProofFailedError):
-            proofs.torn(wrong, 4, keys[3])
+        assert fails(told.prove_torn, wrong, keys[3])
 
 
-def test_survivors_without_a_typed_error_fail_the_proof() -> None:
-    typed = Outcome(0, error=RankFailedError("rank 3 has ended"))
-    assert proofs.ended_cleanly([typed, typed])
-    for other in (Outcome(1, error=RuntimeError("gloo")), Outcome(1, timed_out=True), Outcome(1)):
-        with pytest.raises(ProofFailedError):
-            proofs.ended_cleanly([typed, other])
+def test_survivors_without_a_typed_error_fail_the_proof(told: Story) -> None:
+    typed, killed = Outcome(0, error=RankFailedError("rank 3 has ended")), Outcome(3, status=-9)
+    assert not fails(told.prove_ended_cleanly, [typed, typed, killed], 1.0)
+    for other in (Outcome(1, error=RuntimeError("gloo")), Outcome(1, status=1), Outcome(1)):
+        assert fails(told.prove_ended_cleanly, [typed, other, killed], 1.0)
+        assert fails(told.prove_ended_cleanly, [typed, typed, other], 1.0)
 
 
-def test_a_torn_checkpoint_that_loads_or_fails_otherwise_fails_the_proof() -> None:
-    assert proofs.invisible(Outcome(0, error=CheckpointNotFoundError("none")))
+def test_a_torn_checkpoint_that_loads_or_fails_otherwise_fails_the_proof(told: Story) -> None:
+    assert not fails(told.prove_invisible, Outcome(0, error=CheckpointNotFoundError("none")))
     for other in (Outcome(0, value="loaded"), Outcome(0, error=RankFailedError("of a rank"))):
-        with pytest.raises(ProofFailedError):
-            proofs.invisible(other)
+        assert fails(told.prove_invisible, other)
 
 
 def test_digests_see_every_bit_and_every_value() -> None:
-    def state(value: float = 0.0, **more: object) -> dict[str, object]:
+    progress = {"progress": {"step": 8, "loss": 3.0}}
+
+    def digests(value: float = 0.0, lr: float = 0.1, shape: tuple[int, ...] = (4,)) -> Any:
         weights = torch.zeros(4)
         weights[3] = value
-        return {"model": {"w": weights, "b": torch.tensor(1)}, "groups": [{"lr": 0.1}], **more}
+        model = {"w": weights.reshape(shape), "b": torch.tensor(1)}
+        return describe({"model": model, "groups": [{"lr": lr}], **progress}).digests
 
-    plain = digest_state(state())
-    assert sorted(plain) == ["groups.0.lr", "model.b", "model.w"]
-    assert digest_state(state(-0.0)) != plain
-    assert digest_state({**state(), "groups": [{"lr": 0.2}]}) != plain
-    reshaped = {**state(), "model": {"w": torch.zeros(2, 2), "b": torch.tensor(1)}}
-    assert digest_state(reshaped)["model.w"] != plain["model.w"]
+    plain = digests()
+    named = ["groups.0.lr", "model.b", "model.w", "progress.loss", "progress.step"]
+    assert sorted(plain) == named
+    for changed, key in (
+        (digests(-0.0), "model.w"),
+        (digests(lr=0.2), "groups.0.lr"),
+        (digests(shape=(2, 2)), "model.w"),
+    ):
+        assert [name for name in named if changed[name] != plain[name]] == [key]
+
+
+def test_how_a_rank_ended_is_known_whatever_ended_it() -> None:
+    """It raises an error of Python or of the library, or ends without a word."""
+    launcher.warm_up(PRELOAD)  # all ranks of this process are forked from one server
+    with Ranks(1, "read_text_of_nothing", grouped=False) as job:
+        (raised,) = job.end()
+    assert isinstance(raised.error, AttributeError)
+    assert "read_text_of_nothing" in raised.log
+    with Ranks(1, "load", "file:///nowhere", {}, grouped=False) as job:
+        (missing,) = job.end()
+    assert isinstance(missing.error, CheckpointNotFoundError)
+    with Ranks(1, "hold_uploads", grouped=False) as job:
+        job.kill(0)
+        (killed,) = job.end()
+    assert killed.status == -signal.SIGKILL
+    assert killed.failure == "rank 0 ended with status -9"
 
 
 def test_the_model_reads_real_text_and_learns_from_it() -> None:
@@ -336,8 +372,8 @@ def test_no_line_is_wider_than_the_terminal(
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     story = Story(StoreSpec("memory://demo"), 8, 4, str(tmp_path))
     tell("A headline that says what happens in this phase of the whole demo", "")
-    story.note_proof("something was shown that needs more than forty columns to be told")
-    story.add_row("save, killed", 8, 24, total_bytes=2**25, seconds=0.5)
+    story.prove(True, "something was shown that needs more than forty columns to be told", "")
+    story.add_row("save, killed", 8, 24, 2**25, 0.5)
     story.print_table()
     lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
@@ -352,6 +388,6 @@ def test_a_stream_without_unicode_gets_plain_words(
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     with pytest.raises(SystemExit), failure_told():
-        Story(StoreSpec("memory://demo"), 8, 4, str(tmp_path)).note_proof("shown")
-        raise ProofFailedError("not shown …")
+        Story(StoreSpec("memory://demo"), 8, 4, str(tmp_path)).prove(True, "shown", "")
+        raise DemoFailedError("not shown …")
     assert raw.getvalue().decode() == "  ok shown\n  FAILED not shown ?\n"

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from safetensors.torch import load, load_file
 
 import dcp_objstore as dos
-from dcp_objstore.cli.ranks import say
 from dcp_objstore.convert import export, files
 from dcp_objstore.convert.files import PlannedFile, shards, share_out
 from dcp_objstore.convert.sources import TensorInfo
@@ -28,6 +27,7 @@ from dcp_objstore.errors import (
     RankFailedError,
 )
 from tests.support.campaign import cases
+from tests.support.launcher import say
 from tests.support.ranks import run_ranks, start_workers, try_ranks, wait_for
 from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded

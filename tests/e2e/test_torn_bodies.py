@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
-from dcp_objstore.cli.ranks import Outcome
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import (
@@ -29,6 +28,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from tests.support import tampering
+from tests.support.launcher import Outcome
 from tests.support.proxy import Asked
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import BUCKET, Bucket

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_objstore as dos
-from dcp_objstore.cli.ranks import say
 from dcp_objstore.errors import PermissionDeniedError, SaveInProgressError, UnsupportedError
 from dcp_objstore.stores import open_store
 from dcp_objstore.write.staging.state import staging_memory
@@ -33,6 +32,7 @@ from tests.support.checkpoints import (
     edition,
     edition_in,
 )
+from tests.support.launcher import say
 from tests.support.ranks import run_ranks, start_workers, wait_for
 from tests.support.servers import Bucket
 

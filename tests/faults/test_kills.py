@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import parse_data_key, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
-from dcp_objstore.cli.ranks import Job, Ranks, say
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores import StoreSpec
+from tests.support.launcher import Job, Ranks, say
 from tests.support.proxy import Asked, Cut, Fault, NetworkProxy
 from tests.support.ranks import listen_until, run_ranks, start_workers, wait_for
 from tests.support.servers import Bucket

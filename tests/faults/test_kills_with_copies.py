@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcp_objstore as dos
-from dcp_objstore.cli.ranks import Job, say
 from tests.support import elastic
+from tests.support.launcher import Job, say
 from tests.support.ranks import listen_until, start_workers, wait_for
 from tests.support.servers import Bucket
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.cli.ranks import Outcome, Ranks
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
@@ -29,6 +28,7 @@ from dcp_objstore.errors import (
     TransferStalledError,
 )
 from tests.support.checkpoints import assert_nothing_visible
+from tests.support.launcher import Outcome, Ranks
 from tests.support.proxy import Asked, Cut, Fault, Meant, NetworkProxy, Side
 from tests.support.ranks import run_ranks, start_workers, try_ranks
 from tests.support.servers import BUCKET, Bucket

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import dcp_objstore as dos
-from dcp_objstore.cli.ranks import say
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import ConfigError, PermissionDeniedError
 from dcp_objstore.local import copies, folder
 from dcp_objstore.stores.local import LOCK_POLICY, TEMPORARY
+from tests.support.launcher import say
 from tests.support.node_copies import Node, open_files, restart, state_of
 from tests.support.ranks import start_workers, wait_for
 from tests.support.wrapped_stores import Fault, FaultStore, Through

@@ -118,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if FOLDER not in os.environ or getattr(config.option, "numprocesses", None):
         return  # what distributes the tests runs none
     _tracer = _Tracer(None)
-    from dcp_objstore.cli.ranks import Ranks
+    from tests.support.launcher import Ranks
 
     start = Ranks.start
 

@@ -1,4 +1,4 @@
-"""Ranks for tests: the launcher of the demo with a TCPStore, as under torchrun.
+"""Ranks for tests: the launcher with a TCPStore, as under torchrun.
 
     run_ranks(4, save_shard, url)     # [save_shard(0, 4, url), …, save_shard(3, 4, url)]
 
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.cli.ranks import Job, Outcome, Ranks, Said
+from tests.support.launcher import Job, Outcome, Ranks, Said
 
 MAX_WORKERS = 8
 PRELOAD = [

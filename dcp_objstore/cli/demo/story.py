@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import TextIOWrapper
@@ -16,40 +16,42 @@ from pathlib import Path
 from typing import Any
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.checkpoint.names import MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.probe import require_fencing
-from dcp_objstore.cli.demo import proofs
-from dcp_objstore.cli.demo.proofs import FinishedLoad, ProofFailedError, State, prove
+from dcp_objstore.cli.demo.ranks import (
+    GROUP_SECONDS,
+    FinishedLoad,
+    Outcome,
+    Ranks,
+    State,
+    warm_up,
+)
 from dcp_objstore.cli.exits import fail
-from dcp_objstore.cli.ranks import Job, Outcome, Ranks, warm_up
 from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
 from dcp_objstore.cli.serve import print_exports, wait_for_ctrl_c
 from dcp_objstore.cli.terminal import aligned, coloured, columns, say, wrapped
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
-from dcp_objstore.observe.report import counted
+from dcp_objstore.errors import (
+    CheckpointNotFoundError,
+    DcpObjstoreError,
+    InputError,
+    UnsupportedError,
+)
+from dcp_objstore.observe.report import counted, first_few, size_text
 from dcp_objstore.stores import ObjectStore, StoreSpec
 
 _STEPS = (4, 8, 12)
 _SEQUENCES_PER_STEP = 16
 _COMMITTED, _DOOMED = _STEPS[1], _STEPS[2]
-# The module with what ranks do. This process only names its functions, because it does not import
-# torch.
-_TRAINING = "dcp_objstore.cli.demo.training"
-# Modules that are imported once, before ranks are forked. Otherwise every rank would import the
-# last three at first use; optimizers need torch._dynamo. The only thread that these imports start
-# belongs to NumPy's OpenBLAS, which handles forks.
-_PRELOAD = (_TRAINING, "torch._dynamo", "dcp_objstore.write.async_save", "obstore.store")
-# A limit for slow machines: no job takes more than half a minute on two cores.
-_JOB_SECONDS = 300.0
-# Collectives of a group with a dead rank end after this, if its closed connections do not end them.
-_GROUP_SECONDS = 60.0
-_SURVIVORS_SECONDS = _GROUP_SECONDS + 15
+# Ranks add the same float32 numbers in another order; a wrong weight would change far more.
+_LOSS_TOLERANCE = 1e-4
+# The tolerance for the losses of several steps, over which such differences grow.
+_PATH_TOLERANCE = 1e-2
+_SURVIVORS_SECONDS = GROUP_SECONDS + 15
 _OTHERS_SECONDS = 120.0
 # Two states take some 70 MiB. With a bound, it does not matter how full the file system is.
 _LOCAL_BYTES = 1 << 30
 _LISTING_PAUSE_SECONDS = 0.1
-_LOG_TAIL_CHARACTERS = 2000
 _WIDEST = 100
 _HEAD = ("phase", "ranks", "step", "MiB", "s")  # too small for rates to say anything
 # Before any rank starts, a store that does not answer is an error to report at once.
@@ -62,11 +64,14 @@ _IMPATIENT = TransferConfig(
 
 
 class DemoFailedError(Exception):
-    """A process of the demo did not do its job. `log` is the end of its output."""
+    """A process of the demo did not do its job, or what was to be proved does not hold.
+
+    `log` is the end of that process's output.
+    """
 
     def __init__(self, text: str, log: str = "") -> None:
         super().__init__(text)
-        self.log = log[-_LOG_TAIL_CHARACTERS:]
+        self.log = log
 
 
 def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> None:
@@ -79,7 +84,7 @@ def run_demo(*, ranks: int, resume_ranks: int, url: str | None, keep: bool) -> N
     with ExitStack() as stack:
         if url is None:
             find_weed()  # if it is missing, says how to install it, before anything starts
-            warm_up(_PRELOAD)
+            warm_up()
             server = stack.enter_context(SeaweedServer())
             run = StoreSpec(f"{server.create_bucket('demo')}/run", server.storage_options)
             tell(f"saving to a SeaweedFS server at {server.endpoint_url}")
@@ -127,7 +132,7 @@ def failure_told() -> Iterator[None]:
     """Print why the demo failed in the block, and exit with status 1."""
     try:
         yield
-    except (ProofFailedError, DemoFailedError) as error:
+    except (DemoFailedError, TimeoutError) as error:
         tell(str(error), f"  {_sign('✗', 'FAILED')} ", "red")
         if isinstance(error, DemoFailedError) and error.log:
             print(f"the end of that process's output:\n{error.log}", file=sys.stderr)
@@ -195,12 +200,21 @@ class Story:
         self._check_loads("load", _DOOMED, self.resume_ranks, [load])
         self._load_with_stock()
 
+    def prove(self, holds: bool, statement: str, otherwise: str) -> None:
+        """Print a statement if it holds; otherwise raise what is the case."""
+        if not holds:
+            raise DemoFailedError(otherwise)
+        self.proofs += 1
+        tell(statement, f"  {_sign('✓', 'ok')} ", "green")
+
+    # --- the phases
+
     def _train_and_kill(self) -> dict[int, float]:
         """Train until the last save, and kill a rank there; return the losses by step."""
         _title(f"1. Train on {counted(self.ranks, 'rank')} (FSDP2, gloo), save on the way")
         losses: dict[int, float] = {}
         held: list[Any] = []
-        with self._training(self.ranks, doomed_step=_DOOMED) as job:
+        with self._training(self.ranks, None, _STEPS, doomed_step=_DOOMED) as job:
             for message in self._shown(job, self.ranks, losses):
                 if message[0] == "uploading":
                     _, *held = message
@@ -211,10 +225,10 @@ class Story:
             else:
                 _require_success(job)
                 raise DemoFailedError("the ranks ended before the last save began")
-        self.note_proof(proofs.invisible(self._alone("load", *self._access(_DOOMED))))
+        self.prove_invisible(self._alone("load", *self._access(_DOOMED)))
         return losses
 
-    def _kill_in_mid_save(self, job: Job, held_key: str, held_bytes: int) -> None:
+    def _kill_in_mid_save(self, job: Ranks, held_key: str, held_bytes: int) -> None:
         """Kill the held rank when all others have written."""
         victim = self.ranks - 1
         _title(f"2. SIGKILL rank {victim} in the middle of the save of step-{_DOOMED}")
@@ -226,11 +240,8 @@ class Story:
         )
         began = time.monotonic()
         job.kill(victim)
-        *survivors, killed = job.end(within_seconds=_SURVIVORS_SECONDS)
-        seconds = time.monotonic() - began
-        prove(killed.exit_signal == signal.SIGKILL, f"rank {victim} was not ended by SIGKILL")
-        self.note_proof(f"{proofs.ended_cleanly(survivors)} in {seconds:.1f} s")
-        self.note_proof(proofs.torn([meta.key for meta in store.list()], self.ranks, held_key))
+        self.prove_ended_cleanly(job.end(_SURVIVORS_SECONDS), time.monotonic() - began)
+        self.prove_torn([meta.key for meta in store.list()], held_key)
         self.add_row("save, killed", self.ranks, _DOOMED)
 
     def _wait_for_the_others(self, store: ObjectStore, held_key: str) -> None:
@@ -238,45 +249,32 @@ class Story:
         deadline = time.monotonic() + _OTHERS_SECONDS
         while time.monotonic() < deadline:
             keys = [meta.key for meta in store.list()]
-            others = proofs.ranks_that_wrote(keys)
-            if len(others) == self.ranks - 1 or held_key in keys or MARKER_KEY in keys:
+            others = len(_ranks_that_wrote(keys))
+            if others == self.ranks - 1 or held_key in keys or MARKER_KEY in keys:
                 return
             time.sleep(_LISTING_PAUSE_SECONDS)
-        raise ProofFailedError("the objects of the other ranks did not appear on the store")
+        raise DemoFailedError("the objects of the other ranks did not appear on the store")
 
     def _resume(self, losses_before: dict[int, float]) -> None:
         """Load the newest committed step on another number of ranks, and train on."""
         ranks, step = self.resume_ranks, max(self._committed())
         _title(f"3. Resume on {counted(ranks, 'rank')} from the newest committed step")
-        prove(step == _COMMITTED, f"step {step} is the newest committed one, not {_COMMITTED}")
+        if step != _COMMITTED:
+            raise DemoFailedError(f"step {step} is the newest committed one, not {_COMMITTED}")
         losses: dict[int, float] = {}
         loads: list[FinishedLoad] = []
-        with self._training(ranks, resume_step=step) as job:
+        with self._training(ranks, step, (_DOOMED,)) as job:
             for message in self._shown(job, ranks, losses):
-                kind, *contents = message
-                if kind == "loaded":
-                    loads += contents
+                if message[0] == "loaded":
+                    loads += message[1:]
                     if len(loads) == ranks:
                         self._check_loads("resume", step, self.ranks, loads)
-                        self.note_proof(proofs.from_the_node(loads))
+                        self.prove_from_the_node(loads)
             _require_success(job)
-        if len(loads) != ranks or _DOOMED not in self._saved:
-            raise DemoFailedError("the resumed ranks ended before their job was done")
-        self.note_proof(proofs.falling(self._saved[step], self._saved[_DOOMED]))
+        self.prove_falling(self._saved[step], self._saved[_DOOMED])
         if all(_SEQUENCES_PER_STEP % number == 0 for number in (ranks, self.ranks)):
             # Otherwise ranks have unequal shares, and the mean over ranks is not that of the batch.
-            self.note_proof(proofs.same_path(losses_before, losses))
-
-    def _check_loads(self, phase: str, step: int, saved_by: int, loads: list[FinishedLoad]) -> None:
-        """Prove that each rank has loaded what was saved."""
-        saved, states = self._saved[step], [load.state for load in loads]
-        identical, *_ = [proofs.identical(saved, state) for state in states]
-        same_loss, *_ = [proofs.same_loss(saved, state) for state in states]
-        self.note_proof(f"step-{step}, saved by {counted(saved_by, 'rank')}: {identical}")
-        self.note_proof(same_loss)
-        total_bytes = sum(load.total_bytes for load in loads)
-        seconds = max(load.seconds for load in loads)
-        self.add_row(phase, len(loads), step, total_bytes=total_bytes, seconds=seconds)
+            self.prove_same_path(losses_before, losses)
 
     def _load_with_stock(self) -> None:
         """Download everything, as `aws s3 sync` would, and read that without this library."""
@@ -294,41 +292,29 @@ class Story:
             )
             loads: dict[str, FinishedLoad] = _value(self._alone("load_with_stock", directory))
         for reader, load in loads.items():
-            self.note_proof(f"{reader}: {proofs.identical(self._saved[_DOOMED], load.state)}")
+            self.prove_identical(reader, self._saved[_DOOMED], [load.state])
             self.add_row(reader, 1, _DOOMED, seconds=load.seconds)
 
-    @contextmanager
-    def _training(
-        self, ranks: int, *, resume_step: int | None = None, doomed_step: int | None = None
-    ) -> Iterator[Job]:
-        """Begin the training of a resumed run or of a new one; end its processes in the end."""
-        with Ranks(preload=_PRELOAD) as processes:
-            yield processes.start(
-                ranks,
-                f"{_TRAINING}:train",
-                *self._access(),
-                self._local,
-                None if resume_step is None else self._step(resume_step).url,
-                _SEQUENCES_PER_STEP,
-                _STEPS if resume_step is None else (_DOOMED,),
-                doomed_step,
-                timeout_seconds=_JOB_SECONDS,
-                group_timeout_seconds=_GROUP_SECONDS,
-            )
+    # --- processes
 
-    def _alone(self, name: str, *args: object) -> Outcome:
+    def _training(
+        self, ranks: int, resume: int | None, steps: tuple[int, ...], doomed_step: int | None = None
+    ) -> Ranks:
+        """Begin the training of a resumed run or of a new one."""
+        url = None if resume is None else self._step(resume).url
+        arguments = (self._local, url, _SEQUENCES_PER_STEP, steps, doomed_step)
+        return Ranks(ranks, "train", *self._access(), *arguments)
+
+    def _alone(self, function: str, *args: object) -> Outcome:
         """Run a function of `training` in one process without a process group."""
-        with Ranks(preload=_PRELOAD) as processes:
-            job = processes.start(
-                1, f"{_TRAINING}:{name}", *args, timeout_seconds=_JOB_SECONDS, grouped=False
-            )
+        with Ranks(1, function, *args, grouped=False) as job:
             (outcome,) = job.end()
             return outcome
 
-    def _shown(self, job: Job, ranks: int, losses: dict[int, float]) -> Iterator[tuple[Any, ...]]:
+    def _shown(self, job: Ranks, ranks: int, losses: dict[int, float]) -> Iterator[tuple[Any, ...]]:
         """Yield what training ranks say; print progress and saves, and keep the losses."""
-        for said in job.messages():
-            match said.message:
+        for message in job.messages():
+            match message:
                 case ("ready", parameters, text_bytes):
                     tell(
                         f"a transformer of {parameters / 1e6:.1f} M parameters reads"
@@ -340,24 +326,7 @@ class Story:
                         tell(f"step {step:3}  loss {loss:.3f}")
                 case ("saved", state, report, steps_meanwhile):
                     self._check_save(state, report, steps_meanwhile, ranks)
-            yield said.message
-
-    def _check_save(
-        self, state: State, report: dos.reports.SaveReport, steps_meanwhile: int, ranks: int
-    ) -> None:
-        self._saved[state.step] = state
-        prove(
-            self._committed().get(state.step) == (ranks, state.step),
-            f"the marker of step {state.step} has a wrong world size or step",
-        )
-        meanwhile = f", while {steps_meanwhile} more steps were trained" if steps_meanwhile else ""
-        self.note_proof(
-            f"step-{state.step} committed: {report.total_bytes / MIB:.1f} MiB in"
-            f" {counted(report.objects, 'object')}, {report.seconds:.1f} s{meanwhile}"
-        )
-        self.add_row(
-            "save", ranks, state.step, total_bytes=report.total_bytes, seconds=report.seconds
-        )
+            yield message
 
     def _committed(self) -> dict[int, tuple[int | None, Any]]:
         """Return the world size and the noted step of each committed step, by its number."""
@@ -375,13 +344,128 @@ class Story:
         spec = self.spec if step is None else self._step(step)
         return spec.url, spec.storage_options
 
-    def note_proof(self, statement: str) -> None:
-        """Print something that was checked and holds."""
-        self.proofs += 1
-        tell(statement, f"  {_sign('✓', 'ok')} ", "green")
+    # --- the proofs
+
+    def _check_save(
+        self, state: State, report: dos.reports.SaveReport, steps_meanwhile: int, ranks: int
+    ) -> None:
+        self._saved[state.step] = state
+        meanwhile = f", while {steps_meanwhile} more steps were trained" if steps_meanwhile else ""
+        self.prove(
+            self._committed().get(state.step) == (ranks, state.step),
+            f"step-{state.step} committed: {report.total_bytes / MIB:.1f} MiB in"
+            f" {counted(report.objects, 'object')}, {report.seconds:.1f} s{meanwhile}",
+            f"the marker of step {state.step} has a wrong world size or step",
+        )
+        self.add_row("save", ranks, state.step, report.total_bytes, report.seconds)
+
+    def _check_loads(self, phase: str, step: int, saved_by: int, loads: list[FinishedLoad]) -> None:
+        """Prove that each rank has loaded what was saved."""
+        saved, states = self._saved[step], [load.state for load in loads]
+        self.prove_identical(f"step-{step}, saved by {counted(saved_by, 'rank')}", saved, states)
+        self.prove_same_loss(saved, states)
+        total_bytes = sum(load.total_bytes for load in loads)
+        self.add_row(phase, len(loads), step, total_bytes, max(load.seconds for load in loads))
+
+    def prove_identical(self, what: str, saved: State, loaded: Sequence[State]) -> None:
+        """Prove that every tensor and value of states is the same, bit for bit."""
+        expected = saved.digests.items()
+        differ = sorted({key for state in loaded for key, _ in state.digests.items() ^ expected})
+        self.prove(
+            bool(expected) and not differ,
+            f"{what}: state bit-identical: all {len(expected)} SHA-256 digests agree",
+            f"{what}: of {len(expected)} values {len(differ)} differ from what was saved:"
+            f" {first_few(differ, 3)}",
+        )
+
+    def prove_same_loss(self, saved: State, loaded: Sequence[State]) -> None:
+        """Prove that the loss on the fixed batch, computed again, is the one that was recorded."""
+        before, now = saved.recorded_loss, [state.fixed_loss for state in loaded]
+        self.prove(
+            all(loss is not None and abs(before - loss) <= _LOSS_TOLERANCE for loss in now),
+            f"loss on the same batch: {before:.4f} when it was saved, {now[0]:.4f} after the load",
+            f"the loss on the same batch was {before:.6f} when saved and is {now} after the load",
+        )
+
+    def prove_from_the_node(self, loads: Sequence[FinishedLoad]) -> None:
+        """Prove that ranks that have started again on their node read nothing from the bucket."""
+        local_bytes = sum(load.local_bytes for load in loads)
+        fetched_bytes = sum(load.total_bytes for load in loads) - local_bytes
+        text = f"{size_text(local_bytes)} from its copies, {size_text(fetched_bytes)} from the"
+        self.prove(
+            local_bytes > 0 and not fetched_bytes,
+            f"the job that starts again reads its bytes from this node: {text} bucket",
+            f"the job that started again read {text} bucket",
+        )
+
+    def prove_falling(self, before: State, after: State) -> None:
+        """Prove that training went on from where it was."""
+        losses = (
+            f"{before.recorded_loss:.4f} at step {before.step},"
+            f" {after.recorded_loss:.4f} at step {after.step}"
+        )
+        self.prove(
+            after.recorded_loss < before.recorded_loss,
+            f"loss goes on falling: {losses}",
+            f"the loss did not go on falling: {losses}",
+        )
+
+    def prove_same_path(self, killed: Mapping[int, float], resumed: Mapping[int, float]) -> None:
+        """Prove that the resumed run had the losses of the killed run, step by step.
+
+        Args:
+            killed: the killed run's loss by step, over the whole batch, which is the same for any
+                number of ranks.
+            resumed: the resumed run's loss by step.
+        """
+        steps = sorted(killed.keys() & resumed.keys())
+        if not steps:
+            raise DemoFailedError("the resumed run trained none of the steps of the killed one")
+        gap, step = max((abs(killed[step] - resumed[step]), step) for step in steps)
+        self.prove(
+            gap <= _PATH_TOLERANCE,
+            f"steps {steps[0]} to {steps[-1]} have the losses that they had before the kill, within"
+            f" {gap:.0e}",
+            f"the loss of step {step} was {killed[step]:.5f} before the kill and is"
+            f" {resumed[step]:.5f} after the resume",
+        )
+
+    def prove_torn(self, keys: Collection[str], held_key: str) -> None:
+        """Prove that the objects of all ranks but one are there, and no marker."""
+        survivors, done = self.ranks - 1, len(_ranks_that_wrote(keys))
+        count = sum(parse_data_key(key) is not None for key in keys)
+        self.prove(
+            MARKER_KEY not in keys and held_key not in keys and done >= survivors,
+            f"the torn save left {counted(count, 'data object')} and no {MARKER_KEY} marker",
+            f"the save is not torn in the middle: {done} of {survivors} surviving ranks' objects"
+            f" are there, among {first_few(sorted(keys), 20)}",
+        )
+
+    def prove_ended_cleanly(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        """Prove that the last rank was killed, and every other raised a `DcpObjstoreError`."""
+        *survivors, killed = outcomes
+        others = [one for one in survivors if not isinstance(one.error, DcpObjstoreError)]
+        kinds = ", ".join(sorted({type(outcome.error).__name__ for outcome in survivors}))
+        self.prove(
+            killed.status == -signal.SIGKILL and not others,
+            f"typed error ({kinds}) on {len(survivors)} of {len(survivors)} surviving ranks in"
+            f" {seconds:.1f} s",
+            f"the killed rank has the status {killed.status}; without a typed error ended"
+            f" {[one.failure or f'rank {one.rank}' for one in others]}",
+        )
+
+    def prove_invisible(self, load: Outcome) -> None:
+        """Prove that the load of the torn checkpoint has found none."""
+        self.prove(
+            isinstance(load.error, CheckpointNotFoundError),
+            f"so it does not exist: dos.load raises {type(load.error).__name__}",
+            f"the load of the torn checkpoint did not find it missing: {load.failure or 'loaded'}",
+        )
+
+    # --- the table
 
     def add_row(
-        self, phase: str, ranks: int, step: int, *, total_bytes: int = 0, seconds: float = 0.0
+        self, phase: str, ranks: int, step: int, total_bytes: int = 0, seconds: float = 0.0
     ) -> None:
         """Add a line to the table; `total_bytes` are those of all ranks together."""
         size = f"{total_bytes / MIB:.1f}" if total_bytes else "-"
@@ -395,8 +479,12 @@ class Story:
             tell(line, "")
 
 
-def _require_success(job: Job) -> None:
-    """Raise what a rank of a job failed with; its messages have ended, or its time is up."""
+def _ranks_that_wrote(keys: Collection[str]) -> set[int]:
+    return {name.rank for key in keys if (name := parse_data_key(key)) is not None}
+
+
+def _require_success(job: Ranks) -> None:
+    """Raise what a rank of a job failed with."""
     for outcome in [*job.outcomes.values()]:
         _value(outcome)
     for outcome in job.end():
@@ -407,8 +495,8 @@ def _value(outcome: Outcome) -> Any:
     """Return what a rank returned; raise if it failed."""
     if isinstance(outcome.error, DcpObjstoreError):
         raise outcome.error.at(rank=outcome.rank)
-    if outcome.failed:
-        raise DemoFailedError(outcome.reason, outcome.text)
+    if outcome.failure:
+        raise DemoFailedError(outcome.failure, outcome.log)
     return outcome.value
 
 

@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import dcp_objstore as dos
-from dcp_objstore.cli.demo.proofs import FinishedLoad, State
-from dcp_objstore.cli.ranks import say
+from dcp_objstore.cli.demo.ranks import FinishedLoad, State
 from dcp_objstore.write import upload_items
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Options = Mapping[str, object] | None
+Say = Callable[..., None]
 
 VOCABULARY = 256
 CONTEXT = 64
@@ -42,8 +42,7 @@ _SAVE_TIMEOUT_SECONDS = 90.0
 
 
 def train(
-    rank: int,
-    world_size: int,
+    say: Say,
     run_url: str,
     storage_options: Options,
     local: dos.Local,
@@ -55,8 +54,7 @@ def train(
     """Train to the last step as one rank; each save goes on during the steps that follow it.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
+        say: sends a message to the process that has started this one.
         run_url: URL of the run; steps are saved at `{run_url}/step-{n}`.
         storage_options: options of the store.
         local: where copies of the newest step are kept on this node.
@@ -65,24 +63,34 @@ def train(
         save_steps: the steps to save, ascending; training ends at the last one.
         doomed_step: the step in whose save the last rank's upload is held until it is killed.
     """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    first = rank == 0
     # Another seed than that of the resumed run, whose values must come from the checkpoint.
     training = Training(1 if resume_url is None else 2, sharded=True)
-    if resume_url is None and rank == 0:
-        say("ready", training.parameters, len(training.text))
-    elif resume_url is not None:
+    if resume_url is not None:
         say("loaded", training.load(resume_url, storage_options, local))
+    elif first:
+        say("ready", sum(one.numel() for one in training.model.parameters()), len(training.text))
     save: tuple[dos.AsyncSaveHandle, State] | None = None
+
+    def finish_save() -> None:
+        if save is not None:
+            handle, state = save
+            report = handle.result(timeout_seconds=_SAVE_TIMEOUT_SECONDS)
+            if first:
+                say("saved", state, report, training.step - state.step)
+
     while training.step < save_steps[-1]:
-        loss = training.train(sequences_per_step, rank, world_size)
-        if rank == 0:
+        loss = training.train(sequences_per_step, rank, ranks)
+        if first:
             say("step", training.step, loss)
         if training.step not in save_steps:
             continue
-        _finish(save, training.step, rank)
+        finish_save()
         training.progress["loss"] = training.fixed_loss()
         state = training.snapshot()
-        if training.step == doomed_step and rank == world_size - 1:
-            hold_uploads()
+        if training.step == doomed_step and rank == ranks - 1:
+            hold_uploads(say)
         handle = dos.async_save(
             training.values,
             f"{run_url}/step-{training.step}",
@@ -93,42 +101,28 @@ def train(
         )
         handle.staged()
         save = handle, state
-    _finish(save, training.step, rank)
+    finish_save()
 
 
-def _finish(save: tuple[dos.AsyncSaveHandle, State] | None, step: int, rank: int) -> None:
-    if save is None:
-        return
-    handle, state = save
-    report = handle.result(timeout_seconds=_SAVE_TIMEOUT_SECONDS)
-    if rank == 0:
-        say("saved", state, report, step - state.step)
-
-
-def load(rank: int, world_size: int, url: str, storage_options: Options) -> FinishedLoad:  # noqa: ARG001
+def load(_: Say, url: str, storage_options: Options) -> FinishedLoad:
     """Load a checkpoint in one process without a process group."""
     return Training(seed=3).load(url, storage_options)
 
 
-def load_with_stock(rank: int, world_size: int, directory: str) -> dict[str, FinishedLoad]:  # noqa: ARG001
+def load_with_stock(_: Say, directory: str) -> dict[str, FinishedLoad]:
     """Load a downloaded checkpoint in both ways that torch has without a process group."""
     state = Training(seed=4).tensors()
     began = time.monotonic()
     stock_load(state, storage_reader=FileSystemReader(directory), no_dist=True)
-    loads = {"FileSystemReader": _loaded(state, began)}
+    read = FinishedLoad(describe(state), time.monotonic() - began)
     with tempfile.TemporaryDirectory() as converted:
         file = Path(converted) / "checkpoint.pt"
         began = time.monotonic()
         dcp_to_torch_save(directory, file)
         whole = torch.load(file, weights_only=True)
         del whole["optimizer"]["groups"]  # of several ranks, beside the numbered ones
-        loads["dcp_to_torch_save"] = _loaded(whole, began)
-    return loads
-
-
-def _loaded(state: dict[str, Any], began: float) -> FinishedLoad:
-    seconds = time.monotonic() - began
-    return FinishedLoad(_described(state, fixed_loss=None), 0, seconds)
+        saved = FinishedLoad(describe(whole), time.monotonic() - began)
+    return {"FileSystemReader": read, "dcp_to_torch_save": saved}
 
 
 class Training:
@@ -137,7 +131,6 @@ class Training:
     def __init__(self, seed: int, *, sharded: bool = False) -> None:
         torch.manual_seed(seed)
         self.model = ByteTransformer()
-        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         if sharded:
             for block in self.model.blocks:
                 fully_shard(block)
@@ -161,15 +154,15 @@ class Training:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "progress": self.progress}
 
-    def train(self, sequences: int, rank: int, world_size: int) -> float:
+    def train(self, sequences: int, rank: int, ranks: int) -> float:
         """Do one step of training and return its loss, the mean over all ranks."""
         batch = choose_batch(self.text, self.step, sequences)
-        loss = next_byte_loss(self.model, batch[rank::world_size])
+        loss = next_byte_loss(self.model, batch[rank::ranks])
         loss.backward()  # type: ignore[no-untyped-call]  # torch's
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.progress["step"] += 1
-        mean = loss.detach() / world_size
+        mean = loss.detach() / ranks
         dist.all_reduce(mean)
         return mean.item()
 
@@ -186,7 +179,7 @@ class Training:
 
     def snapshot(self) -> State:
         """Describe the state as it is now. All ranks of a group must call this together."""
-        return _described(self.tensors(), self.fixed_loss())
+        return describe(self.tensors(), self.fixed_loss())
 
     def load(
         self, url: str, storage_options: Options, local: dos.Local | None = None
@@ -195,28 +188,21 @@ class Training:
         values = self.values
         report = dos.load(values, url, storage_options=storage_options, local=local, progress=False)
         self.progress = values["progress"]
-        return FinishedLoad(self.snapshot(), report.total_bytes, report.seconds, report.local_bytes)
+        return FinishedLoad(self.snapshot(), report.seconds, report.total_bytes, report.local_bytes)
 
 
-def _described(state: dict[str, Any], fixed_loss: float | None) -> State:
-    progress = state["progress"]
-    return State(
-        step=progress["step"],
-        recorded_loss=progress["loss"],
-        fixed_loss=fixed_loss,
-        digests=digest_state(state),
-    )
-
-
-def digest_state(state: Mapping[str, Any]) -> dict[str, str]:
+def describe(state: Mapping[str, Any], fixed_loss: float | None = None) -> State:
     """Return the SHA-256 of every tensor (type, shape and bytes) and every other value, by key.
 
     Sharded tensors are gathered, so all ranks of their group must call this together.
 
     Args:
         state: nested dicts and lists of tensors and plain values.
+        fixed_loss: the loss on the fixed batch; None if there is no model.
     """
-    return {key: _digest(leaf) for key, leaf in _leaves("", state)}
+    digests = {key: _digest(leaf) for key, leaf in _leaves("", state)}
+    progress = state["progress"]
+    return State(progress["step"], progress["loss"], fixed_loss, digests)
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
@@ -249,14 +235,9 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(CONTEXT, WIDTH)
+        layers = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                *(WIDTH, HEADS, 4 * WIDTH),
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, **layers)  # type: ignore[arg-type]
             for _ in range(LAYERS)
         )
         self.norm = nn.LayerNorm(WIDTH)
@@ -295,7 +276,7 @@ def choose_batch(text: Tensor, number: int, count: int) -> Tensor:
     return torch.stack([text[start : start + CONTEXT + 1] for start in starts])
 
 
-def hold_uploads() -> None:
+def hold_uploads(say: Say) -> None:
     """Report each upload of this process from now on, and hold it until the process is killed."""
 
     def hold(_store: object, key: str, buffers: Iterable[Buffer], *_: object, **__: object) -> None:

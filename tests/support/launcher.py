@@ -1,4 +1,4 @@
-"""Start rank processes: the one launcher of the demo, the tests and the benchmarks.
+"""Start rank processes: the launcher of the tests and the benchmarks.
 
     with Ranks(preload=["torch"]) as ranks:
         job = ranks.start(4, train, url)    # train(rank, 4, url) in four processes, a gloo group
@@ -54,7 +54,7 @@ def warm_up(preload: Sequence[str]) -> None:
     Args:
         preload: the modules that it imports; they must not start threads that a fork would lose.
     """
-    global _server_output  # noqa: PLW0603  there is one fork server in a process
+    global _server_output
     if _METHOD != "forkserver" or _server_output is not None:
         return
     from multiprocessing import forkserver
@@ -384,7 +384,7 @@ def _end_with_launcher() -> None:
 
 
 def _worker_main(connection: Connection, log: str) -> None:
-    global _launcher  # noqa: PLW0603  there is one in a process
+    global _launcher
     # Ctrl-C in a terminal goes to a process group; the launching process ends its ranks itself.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_launcher, daemon=True).start()
