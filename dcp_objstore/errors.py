@@ -24,6 +24,11 @@
     │   └── CheckpointGoneError       the checkpoint was deleted or replaced while it was read
     └── RankFailedError       a rank failed with an error of another library; its text is kept
 
+Some are also the error that Python and fsspec raise for the same thing: `FileNotFoundError` (a
+bucket, object or checkpoint that is not there), `FileExistsError` (CheckpointExistsError),
+`PermissionError` (PermissionDeniedError), `TimeoutError` (TransferStalledError), `ValueError`
+(InvalidUrlError, ConfigError), `KeyError` (AbsentKeyError).
+
 Errors travel between ranks by pickle. An exception that does not unpickle leaves the ranks at
 different collectives and hangs the job, so every class here is rebuilt from plain values.
 """
@@ -136,7 +141,7 @@ class UploadLostError(StoreUnavailableError):
     """
 
 
-class TransferStalledError(RetryableError):
+class TransferStalledError(RetryableError, TimeoutError):
     """A transfer made no progress within `TransferConfig.stall_timeout_seconds`."""
 
 
@@ -155,11 +160,11 @@ class InputError(DcpObjstoreError):
     """The call, the settings or the credentials need a change."""
 
 
-class InvalidUrlError(InputError):
+class InvalidUrlError(InputError, ValueError):
     """The URL has no known scheme, no bucket, or a form that this package cannot use."""
 
 
-class ConfigError(InputError):
+class ConfigError(InputError, ValueError):
     """A setting has a wrong name, type or value."""
 
 
@@ -177,7 +182,7 @@ class CredentialsError(InputError):
     _doctor_helps = True
 
 
-class PermissionDeniedError(InputError):
+class PermissionDeniedError(InputError, PermissionError):
     """The credentials are known but do not allow this."""
 
     _doctor_helps = True
@@ -187,21 +192,21 @@ class StoreFullError(InputError):
     """The disk or the bucket is full, or a quota is reached: make room, then save again."""
 
 
-class BucketNotFoundError(InputError):
+class BucketNotFoundError(InputError, FileNotFoundError):
     """The bucket does not exist."""
 
     _doctor_helps = True
 
 
-class ObjectNotFoundError(InputError):
+class ObjectNotFoundError(InputError, FileNotFoundError):
     """There is no object under this key."""
 
 
-class CheckpointExistsError(InputError):
+class CheckpointExistsError(InputError, FileExistsError):
     """The checkpoint is committed already; pass `overwrite=True` to replace it."""
 
 
-class CheckpointNotFoundError(InputError):
+class CheckpointNotFoundError(InputError, FileNotFoundError):
     """There is no committed checkpoint at this URL."""
 
 

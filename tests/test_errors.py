@@ -46,3 +46,27 @@ def test_error_says_where_it_happened(kind: type[DcpObjstoreError]) -> None:
     assert (bare.rank, bare.object_key) == (1, "k")
     assert str(bare) == "what [rank 1, object k]"
     assert pickle.loads(pickle.dumps(bare)).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "builtin"),
+    [
+        (errors.BucketNotFoundError, FileNotFoundError),
+        (errors.ObjectNotFoundError, FileNotFoundError),
+        (errors.CheckpointNotFoundError, FileNotFoundError),
+        (errors.CheckpointExistsError, FileExistsError),
+        (errors.PermissionDeniedError, PermissionError),
+        (errors.TransferStalledError, TimeoutError),
+        (errors.ConfigError, ValueError),
+        (errors.InvalidUrlError, ValueError),
+        (errors.AbsentKeyError, KeyError),
+    ],
+)
+def test_an_error_is_also_the_one_that_python_raises(
+    ours: type[DcpObjstoreError], builtin: type[Exception]
+) -> None:
+    error = ours("it is not there", 2, "model.w", "a/b", "s3://bucket/run")
+    assert isinstance(error, builtin)
+    assert str(error).startswith("it is not there [rank 2, key model.w, object a/b, url 's3://")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.args) == (ours, str(error), ("it is not there",))

@@ -38,6 +38,7 @@ from dcp_objstore.distributed.plugin import reporting_failures
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    DcpObjstoreError,
     InputError,
     ObjectNotFoundError,
     UntrustedPickleError,
@@ -300,6 +301,8 @@ def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
             with closing(pieces), path.open("wb") as file:
                 for piece in pieces:
                     file.write(piece)
+        except DcpObjstoreError:
+            raise
         except OSError as error:
             raise of_os(error).at(object_key=name, url=f"file://{folder}") from error
         yield path

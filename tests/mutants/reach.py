@@ -2,7 +2,7 @@
 
     pytest -p tests.mutants.reach        with DCP_MUTANTS_REACH=<folder> in the environment
 
-The threads of pytest's processes are seen, and the calls of ranks (`cli/ranks.py: Ranks`);
+The threads of pytest's processes are seen, and the calls of ranks (`support/launcher.py`);
 programs that a test starts otherwise are not. Each process writes files of its own into the
 folder.
 """
