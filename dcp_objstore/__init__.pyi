@@ -8,7 +8,7 @@ from .convert.export import export_checkpoint as export_checkpoint
 from .convert.import_checkpoint import import_checkpoint as import_checkpoint
 from .inspect.checkpoint import (
     Checkpoint as Checkpoint,
-    load_state_dict as load_state_dict,
+    read_state_dict as read_state_dict,
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
 )
 from .inspect.diff import diff as diff

@@ -60,7 +60,7 @@ def save_or_load(action: str, url: str) -> None:
 
 def export(url: str) -> None:
     """Load the weights into a plain model, and write a file that `torch.load` reads."""
-    weights = dos.load_state_dict(url, "model.*")["model"]
+    weights = dos.read_state_dict(url, "model.*")["model"]
     model = make_model()
     model.load_state_dict(weights)
     torch.save(weights, "model.pt")

@@ -19,7 +19,7 @@ from dcp_objstore.errors import ConfigError
         (dos.async_save, "write.async_save.begin_save", set()),
         (dos.load, "read.api.ObjectStoreReader", {"process_group", "strict"}),
         (
-            dos.load_state_dict,
+            dos.read_state_dict,
             "inspect.checkpoint.open",
             {"keys", "nested", "device", "progress"},
         ),
@@ -41,7 +41,7 @@ def test_every_option_is_passed_on_under_its_name(
         raise ConfigError("recorded")
 
     monkeypatch.setattr(f"dcp_objstore.{target}", record)
-    state = () if function is dos.load_state_dict else ({},)
+    state = () if function is dos.read_state_dict else ({},)
     with pytest.raises(ConfigError, match="recorded"):
         function(*state, "memory://passed-on/step-1", **given)
     assert passed == given

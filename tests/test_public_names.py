@@ -53,7 +53,7 @@ def test_a_change_of_the_public_api_is_a_change_of_its_file() -> None:
         (dos.save, dos.ObjectStoreWriter, {"url", "on_busy"}),
         (dos.async_save, dos.ObjectStoreWriter, {"url", "on_busy", "progress"}),
         (dos.load, dos.ObjectStoreReader, {"url"}),
-        (dos.load_state_dict, dos.open, set()),
+        (dos.read_state_dict, dos.open, set()),
     ],
 )
 def test_a_call_has_each_option_of_what_it_passes_them_to(

@@ -603,7 +603,7 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     )
 
 
-def load_state_dict(
+def read_state_dict(
     url: str,
     keys: Patterns = None,
     *,
@@ -620,7 +620,7 @@ def load_state_dict(
 ) -> dict[str, Any]:
     """Read a state dict, or part of one, into new tensors; no state to load into is needed.
 
-        weights = dos.load_state_dict("s3://bucket/run/step-1000", "model.*")["model"]
+        weights = dos.read_state_dict("s3://bucket/run/step-1000", "model.*")["model"]
 
     This is not a collective: every process that calls it reads what it asks for. To load into a
     sharded model use `load`, which reads each byte once for all ranks.

@@ -417,7 +417,7 @@ class _FabricStrategy(_Hooks):
         if not isinstance(state, MutableMapping):
             raise errors.ConfigError(
                 "Fabric loads a sharded checkpoint into a state, as {'model': model, ...};"
-                " dcp_objstore.load_state_dict(url) reads it without one",
+                " dcp_objstore.read_state_dict(url) reads it without one",
                 url=url,
             )
         parts, others = _divided(state)

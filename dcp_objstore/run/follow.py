@@ -51,7 +51,7 @@ def follow(
     """Yield the committed steps of a run that count, and wait for the next ones. One process.
 
         for step in dos.follow("s3://bucket/run", pin="evaluator", until=2000):
-            weights = dos.load_state_dict(step.url, "model.*")
+            weights = dos.read_state_dict(step.url, "model.*")
 
     Steps come in the order of `steps`. Each commit comes once; a step that is saved again, after
     the job went back or with `overwrite`, is a new commit and comes again. A step that is deleted

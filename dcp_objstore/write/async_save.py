@@ -152,21 +152,20 @@ class AsyncSaveHandle:
         state = "running" if not self.done() else "failed" if self._error else "done"
         return f"<AsyncSaveHandle {self.url} {state}>"
 
-    def staged(self, timeout_seconds: float | None = None) -> None:
+    def staged(self, timeout: float | None = None) -> None:
         """Wait until the state was copied, after which training may change it.
 
         Returns at once, unless `async_save` was called with `wait_for_staging=False`.
 
         Args:
-            timeout_seconds: how long to wait. Default: until the copy is complete.
+            timeout: how long to wait, in seconds, as futures have it. Default: until the copy is complete.
 
         Raises:
-            TimeoutError: the built-in exception: the copy is not complete within
-                `timeout_seconds`.
+            TimeoutError: the copy is not complete within `timeout`.
             DcpObjstoreError: the copy failed; `result` raises the same error on every rank.
         """
         try:
-            result_of(self.staging_completion, timeout_seconds)
+            result_of(self.staging_completion, timeout)
         except FutureTimeoutError:
             if self.staging_completion.done():  # the copy itself failed with a time-out
                 raise
@@ -176,32 +175,32 @@ class AsyncSaveHandle:
         """Whether the save has ended, with or without success."""
         return self._ended.is_set()
 
-    def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save and return its error, or None if it is committed.
 
         Args:
-            timeout_seconds: how long to wait. Default: until the save ends.
+            timeout: how long to wait, in seconds, as futures have it. Default: until the save ends.
 
         Raises:
-            TimeoutError: the built-in exception: the save has not ended within `timeout_seconds`.
-                It goes on.
+            TimeoutError: the save has not ended within `timeout`. It goes on.
         """
-        self._wait(timeout_seconds)
+        self._wait(timeout)
         self._raised = True
         return self._error
 
-    def result(self, timeout_seconds: float | None = None) -> SaveReport:
+    def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the commit and return the report, the same on every rank.
 
         Args:
-            timeout_seconds: how long to wait. Default: until the save ends.
+            timeout: how long to wait, in seconds, as futures have it. Default: until the save ends.
 
         Raises:
-            TimeoutError: the built-in exception, not a DcpObjstoreError: the save has not ended
-                within `timeout_seconds`. It goes on; ask again.
+            TimeoutError: the save has not ended within `timeout`. It goes on; ask again while
+                `done()` is False. (A save that stalled fails with TransferStalledError, which is a
+                TimeoutError, too.)
             DcpObjstoreError: the save failed, as `dcp_objstore.save` would raise it.
         """
-        error = self.exception(timeout_seconds)
+        error = self.exception(timeout)
         if error is not None:
             raise error
         assert self._report is not None

@@ -160,7 +160,7 @@ def test_values_pass_in_the_form_in_which_dcp_writes_them(how: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*loading it will need")
         saved_by(how, dict(state), url)
-    loaded = dos.load_state_dict(url)
+    loaded = dos.read_state_dict(url)
     assert loaded.keys() == state.keys()
     for key, value in state.items():
         assert equal(loaded[key], value), value
@@ -352,7 +352,7 @@ def test_a_whole_value_that_cannot_be_built_is_an_error_by_its_cause_with_the_ke
             assert type(cause).__name__ in caught.value.message
             pickle.loads(pickle.dumps(caught.value))
         with pytest.raises(kind, match=type(cause).__name__):
-            dos.load_state_dict(url, trust_pickle=trust_pickle)
+            dos.read_state_dict(url, trust_pickle=trust_pickle)
 
 
 def by_dcp(state: dict[str, Any], url: str, **settings: Any) -> None:
@@ -394,7 +394,7 @@ def test_a_program_that_maps_files_loads_values_as_any_other() -> None:
     with torch.utils.serialization.config.patch("load.mmap", True):
         dos.load(loaded, url, progress=False)
         assert (loaded["step"], loaded["path"]) == (5, Path("x"))
-        assert dos.load_state_dict(url)["step"] == 5
+        assert dos.read_state_dict(url)["step"] == 5
         with pytest.raises(UnsupportedError, match="mmap"):  # a planner of torch's own
             by_dcp({"step": 0}, url, progress=False)
 

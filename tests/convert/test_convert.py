@@ -186,7 +186,7 @@ def test_float4_goes_into_safetensors_and_comes_out_of_it(tmp_path: Path) -> Non
     assert_same(load_file(tmp_path / "ours" / "model.safetensors"), state)
     save_file(state, tmp_path / "theirs.safetensors")
     for file in (tmp_path / "ours" / "model.safetensors", tmp_path / "theirs.safetensors"):
-        assert_same(dos.load_state_dict(file.as_uri(), progress=False), state)
+        assert_same(dos.read_state_dict(file.as_uri(), progress=False), state)
     dos.save({"scalar": state["odd"][0], **state}, place, progress=False, overwrite=True)
     with pytest.raises(UnsupportedError, match="float4") as caught:
         dos.export_checkpoint(place, tmp_path / "scalar.safetensors")
@@ -231,7 +231,7 @@ def test_imports_are_what_was_saved(url: str, tmp_path: Path, way: str) -> None:
     report = dos.import_checkpoint(
         source, (tmp_path / "new").as_uri(), user_metadata={"from": way}, progress=False
     )
-    assert_same(dos.load_state_dict(report.url), training_state())
+    assert_same(dos.read_state_dict(report.url), training_state())
     ckpt = dos.open(report.url)
     assert ckpt.verify(deep=True, progress=False).ok
     assert ckpt.user_metadata == {"from": way}
@@ -272,14 +272,14 @@ def test_an_index_decides_where_a_tensor_is_and_must_be_right(tmp_path: Path) ->
             dos.import_checkpoint(hub, place)
     index.write_text(json.dumps({"weight_map": {"v": "2.safetensors", "w": "1.safetensors"}}))
     dos.import_checkpoint(hub, place, progress=False)
-    assert_same(dos.load_state_dict(place), {"w": torch.ones(2), "v": torch.arange(3)})
+    assert_same(dos.read_state_dict(place), {"w": torch.ones(2), "v": torch.arange(3)})
 
 
 def test_a_torch_file_that_is_no_zip_is_imported(tmp_path: Path) -> None:
     source, place = tmp_path / "old.pt", (tmp_path / "step-0").as_uri()
     torch.save(training_state(), source, _use_new_zipfile_serialization=False)
     dos.import_checkpoint(source, place, progress=False)
-    assert_same(dos.load_state_dict(place), training_state())
+    assert_same(dos.read_state_dict(place), training_state())
     source.write_bytes(b"<html>" * 100)
     with pytest.raises(CheckpointCorruptError, match="zip"):
         dos.import_checkpoint(source, place, overwrite=True)
@@ -301,7 +301,7 @@ def test_a_torch_file_of_packed_records_is_imported_right(tmp_path: Path) -> Non
     torch.save(state, source)
     repacked(source)
     dos.import_checkpoint(source, place, progress=False)
-    assert_same(dos.load_state_dict(place), state)
+    assert_same(dos.read_state_dict(place), state)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_values_that_are_dicts_are_imported_as_they_are(tmp_path: Path) -> None:
     dcp.save(state, checkpoint_id=tmp_path / "stock", planner=whole)
     place = (tmp_path / "step-0").as_uri()
     dos.import_checkpoint(tmp_path / "stock", place, progress=False)
-    assert_same(dos.load_state_dict(place), state)
+    assert_same(dos.read_state_dict(place), state)
 
 
 def test_a_value_too_deep_for_pickle_is_refused(tmp_path: Path) -> None:
@@ -518,14 +518,14 @@ def test_what_overwrites_an_export_leaves_none_of_its_shards(
 def test_an_export_replaces_no_file_of_a_bucket_that_it_reads(url: str, tmp_path: Path) -> None:
     for out in (memory_url(), (tmp_path / "hf").as_uri()):
         dos.export_checkpoint(url, out, max_shard_size_bytes=24_000)
-        before = dos.load_state_dict(out)
+        before = dos.read_state_dict(out)
         settings: dict[str, Any] = {"max_shard_size_bytes": 12_000, "overwrite": True}
         if out.startswith("memory"):
             with pytest.raises(InputError, match="write elsewhere"):
                 dos.export_checkpoint(out, out, **settings)
         else:
             dos.export_checkpoint(out, out, **settings)
-        after = dos.load_state_dict(out)
+        after = dos.read_state_dict(out)
         assert all(same_bits(after[key], tensor) for key, tensor in before.items())
         dos.export_checkpoint(out, f"{out}/all.pt", overwrite=True)
 

@@ -50,7 +50,7 @@ def to(url: str, out: str, most: int = EACH, **settings: Any) -> None:
 
 def numbers_in(out: str) -> set[float]:
     """Of which checkpoints the exported weights are."""
-    state = dos.load_state_dict(out, progress=False)
+    state = dos.read_state_dict(out, progress=False)
     assert len(state) == 3
     return {value for tensor in state.values() for value in tensor.flatten().tolist()}
 

@@ -62,7 +62,7 @@ def load(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
     dos.load(small(), url, storage_options=options, progress=False)
     found = dos.open(url, storage_options=options)
     assert found.verify(deep=True).ok
-    assert dos.load_state_dict(url, storage_options=options)["step"] == 1
+    assert dos.read_state_dict(url, storage_options=options)["step"] == 1
 
 
 def manage(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:

@@ -50,7 +50,7 @@ def test_another_number_of_ranks_loads_into_new_and_used_optimizers(bucket: Buck
         run_ranks(world, load_and_save, bucket.url, bucket.storage_options)
 
     def values(name: str) -> dict[str, Any]:
-        return dos.load_state_dict(
+        return dos.read_state_dict(
             bucket.at(name), nested=False, storage_options=bucket.storage_options
         )
 

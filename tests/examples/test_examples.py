@@ -72,7 +72,7 @@ def test_what_ddp_saved_is_whole_and_a_plain_model_takes_it(run: Run, bucket: Bu
     two, _ = commands("ddp.py")
     assert "resumed after step 0, saved step 10" in run(two, warm=True)
     assert_whole(bucket, "run")
-    saved = dos.load_state_dict(bucket.at("run"), storage_options=bucket.storage_options)
+    saved = dos.read_state_dict(bucket.at("run"), storage_options=bucket.storage_options)
     assert saved["step"] == 10
     # No key begins with "module.".
     assert set(saved["model"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}

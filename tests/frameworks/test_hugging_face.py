@@ -553,7 +553,7 @@ def test_save_total_limit_deletes_on_the_bucket_and_spares_the_best_and_the_pinn
     dos.pin(bucket.at("step-1"), "paper", **access)
     best = train(5, True)
     assert loads[-1] == bucket.at("step-2")
-    assert_same(best, dos.load_state_dict(bucket.at("step-2"), "model.*", **access)["model"])
+    assert_same(best, dos.read_state_dict(bucket.at("step-2"), "model.*", **access)["model"])
     assert names() == ["step-1", "step-2", "step-5"]
     train(7, True)  # step 6 is no better than step 2, which is still the best
     assert loads[-1] == bucket.at("step-2")
@@ -888,7 +888,7 @@ def test_the_best_adapters_are_loaded_at_the_end(bucket: Bucket, tmp_path: Path,
         with_object_store(trainer, bucket.url, storage_options=options).train()
         assert trainer.state.best_model_checkpoint == bucket.at("step-2")
         best, last = (
-            dos.load_state_dict(
+            dos.read_state_dict(
                 bucket.at(f"step-{step}"), "model.*", nested=False, storage_options=options
             )
             for step in (2, 3)

@@ -130,16 +130,16 @@ def test_an_absent_key_is_a_key_error_with_the_nearest_names(url: str) -> None:
 
 def test_a_state_dict_comes_back_nested_as_it_was_saved_or_flat(url: str) -> None:
     saved = training_state()
-    whole = dos.load_state_dict(url)
+    whole = dos.read_state_dict(url)
     assert whole.keys() == saved.keys()
     assert whole["optim"] == saved["optim"]
     assert isinstance(whole["model"]["head"], list)
     for number in range(2):
         assert same_bits(whole["model"]["head"][number], saved["model"]["head"][number])
-    part = dos.load_state_dict(url, keys="model.embed.*")
+    part = dos.read_state_dict(url, keys="model.embed.*")
     assert set(part) == {"model"}
     assert set(part["model"]) == {"embed"}
-    flat = dos.load_state_dict(url, keys=["step", "model.head.0"], nested=False)
+    flat = dos.read_state_dict(url, keys=["step", "model.head.0"], nested=False)
     assert set(flat) == {"step", "model.head.0"}
     model = torch.nn.Module()
     model.register_buffer("weight", torch.zeros(10, 6))
@@ -232,7 +232,7 @@ def test_values_that_need_trust_need_it_here_too(tmp_path: Path) -> None:
     with pytest.raises(UntrustedPickleError) as caught:
         ckpt["part"].read()
     assert caught.value.key == "part"
-    assert dos.load_state_dict(url, trust_pickle=True) == {"part": slice(1, 2), "step": 1}
+    assert dos.read_state_dict(url, trust_pickle=True) == {"part": slice(1, 2), "step": 1}
 
 
 def test_values_that_run_nothing_need_no_trust(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_values_that_run_nothing_need_no_trust(tmp_path: Path) -> None:
         dos.save(state, url, progress=False)
     into: dict[str, Any] = dict.fromkeys(state)
     dos.load(into, url, progress=False)
-    opened = dos.load_state_dict(url, progress=False)
+    opened = dos.read_state_dict(url, progress=False)
     by_dcp: dict[str, Any] = dict.fromkeys(state)
     dcp.load(by_dcp, storage_reader=dos.ObjectStoreReader(url, progress=False), no_dist=True)
     for found in (into, opened, by_dcp):
@@ -327,7 +327,7 @@ def test_a_quantized_tensor_is_refused_by_name_where_it_would_be_made(tmp_path: 
     opened = dos.open(url)
     for read in (
         lambda: opened.read(progress=False),
-        lambda: dos.load_state_dict(url, progress=False),
+        lambda: dos.read_state_dict(url, progress=False),
         opened["q"].read,
         lambda: opened["q"][:2],  # type: ignore[index]
     ):
@@ -345,7 +345,7 @@ def test_bad_arguments_and_absent_checkpoints_are_typed(tmp_path: Path) -> None:
 
 
 def read_part(rank: int, world: int, url: str) -> float:
-    return float(dos.load_state_dict(url, keys="step", nested=False)["step"]) + rank
+    return float(dos.read_state_dict(url, keys="step", nested=False)["step"]) + rank
 
 
 def test_each_rank_of_a_job_may_read_by_itself(url: str) -> None:

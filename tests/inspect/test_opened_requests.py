@@ -179,7 +179,7 @@ def test_a_trusted_value_of_an_absent_class_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Vanishing, "__module__", module.__name__)
     with pytest.warns(UserWarning, match="trust_pickle"):
         url = saved({"value": Vanishing(), "step": 1})
-    assert isinstance(dos.load_state_dict(url, trust_pickle=True)["value"], Vanishing)
+    assert isinstance(dos.read_state_dict(url, trust_pickle=True)["value"], Vanishing)
     monkeypatch.delitem(sys.modules, module.__name__)
     ckpt = dos.open(url, trust_pickle=True)
     assert ckpt.read("step") == {"step": 1}

@@ -112,7 +112,7 @@ def assert_rows_do_not_overlap(told: Sequence[Any]) -> None:
 def test_reads_and_verifications_of_an_opened_checkpoint_are_told_of() -> None:
     heard, url = Heard(), memory_url()
     dos.save(state(1), url)
-    found = dos.load_state_dict(url, "w", on_event=heard, config=CONFIG)
+    found = dos.read_state_dict(url, "w", on_event=heard, config=CONFIG)
     assert found["w"].numel() == MIB // 4
     assert [type(event).__name__ for event in heard] == [
         "Opened", "Planned", "RangeRead", "Loaded",

@@ -39,7 +39,7 @@ READS: dict[str, Callable[[str, Path], object]] = {
     "load": lambda url, _: dos.load(new_state(), url, progress=False),
     "dcp.load": lambda url, _: dcp.load(new_state(), storage_reader=dos.ObjectStoreReader(url)),
     "open": lambda url, _: dos.open(url),
-    "load_state_dict": lambda url, _: dos.load_state_dict(url, progress=False),
+    "read_state_dict": lambda url, _: dos.read_state_dict(url, progress=False),
     "import": lambda url, to: dos.import_checkpoint(url, to.as_uri(), progress=False),
     "export": lambda url, to: dos.export_checkpoint(url, to / "m.safetensors", progress=False),
     "cp": lambda url, to: dos.copy_checkpoint(url, to.as_uri(), progress=False),
@@ -66,7 +66,7 @@ def test_it_is_read_unverified_where_that_is_asked_for(checkpoint: Path) -> None
     reader = dos.ObjectStoreReader(url, verify=False)
     dcp.load(state, storage_reader=reader)
     assert dos.open(url, verify=False).keys() == {"w", "step"}
-    assert int((dos.load_state_dict(url, verify=False)["w"] != torch.arange(1000.0)).sum()) == 1
+    assert int((dos.read_state_dict(url, verify=False)["w"] != torch.arange(1000.0)).sum()) == 1
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -94,7 +94,7 @@ def replaced_at(through: Through, verb: str, nth: int, replace: Callable[[], Non
 LOADS: dict[str, Callable[[str, dict[str, torch.Tensor]], object]] = {
     "load": lambda url, to: dos.load(to, url, config=ONE_BY_ONE, progress=False),
     "load_state_dict": lambda url, to: to.update(
-        dos.load_state_dict(url, config=ONE_BY_ONE, progress=False)
+        dos.read_state_dict(url, config=ONE_BY_ONE, progress=False)
     ),
 }
 
@@ -295,7 +295,7 @@ def test_where_a_listing_does_not_tell_states_nothing_is_held_to_them(
     through(lambda store: Untold(store, lacks))
     opened = open_stored_checkpoint(StoreSpec(url))
     assert Version(e_tag="another") not in (opened.versions or {}).values()
-    loaded = dos.load_state_dict(url, progress=False)
+    loaded = dos.read_state_dict(url, progress=False)
     assert all(bool(value.eq(1).all()) for value in loaded.values())
 
 

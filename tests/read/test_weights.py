@@ -121,7 +121,7 @@ def test_a_folder_and_a_file_of_a_bucket_are_read_in_every_way(
 
     name = "model-00001-of-00002.safetensors"
     first = safetensors.torch.load_file(tmp_path / "hub" / name)
-    found = dos.load_state_dict(f"{url}/{name}", storage_options=options, progress=False)
+    found = dos.read_state_dict(f"{url}/{name}", storage_options=options, progress=False)
     assert found.keys() == first.keys()
     assert all(same_bits(found[key], value) for key, value in first.items())
     state = {f"m.{key}": torch.zeros_like(value) for key, value in first.items()}
@@ -282,7 +282,7 @@ def test_without_the_right_to_list_a_file_is_read_and_a_folder_is_absent(
     through(Unlisted)
     with pytest.raises(CheckpointNotFoundError, match="no listing"):
         dos.open(tmp_path.as_uri())
-    dos.load_state_dict(f"{tmp_path.as_uri()}/model-00001-of-00002.safetensors", progress=False)
+    dos.read_state_dict(f"{tmp_path.as_uri()}/model-00001-of-00002.safetensors", progress=False)
 
 
 def test_a_long_header_takes_a_second_range(requests: list[Request], memory: str) -> None:
@@ -342,7 +342,7 @@ def test_an_index_may_name_files_as_os_path_join_takes_them(memory: str, place: 
     place_in = memory if place.startswith(".") else f"{memory}/shards"
     put(place_in, part={"w": torch.ones(2)}, other={"w": torch.zeros(2)})
     open_store(memory).put(INDEX, index_of(w=place))
-    assert dos.load_state_dict(memory, progress=False)["w"].tolist() == [1.0, 1.0]
+    assert dos.read_state_dict(memory, progress=False)["w"].tolist() == [1.0, 1.0]
 
 
 def test_one_of_several_shards_is_no_model(memory: str) -> None:
@@ -356,7 +356,7 @@ def test_one_of_several_shards_is_no_model(memory: str) -> None:
 def test_a_save_that_was_never_committed_is_not_hidden_by_weights(tmp_path: Path) -> None:
     dos.save({"w": torch.ones(1)}, tmp_path.as_uri(), progress=False)
     safetensors.torch.save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert dos.load_state_dict(tmp_path.as_uri(), progress=False)["w"].item() == 1
+    assert dos.read_state_dict(tmp_path.as_uri(), progress=False)["w"].item() == 1
     (tmp_path / "_COMMIT").unlink()
     (tmp_path / ".metadata").unlink()
     with pytest.raises(CheckpointNotFoundError, match="never committed"):
@@ -366,7 +366,7 @@ def test_a_save_that_was_never_committed_is_not_hidden_by_weights(tmp_path: Path
 def test_a_checkpoint_may_have_a_name_like_a_file(tmp_path: Path) -> None:
     url = (tmp_path / "step.safetensors").as_uri()
     dos.save({"w": torch.ones(1)}, url, progress=False)
-    assert dos.load_state_dict(url, progress=False)["w"].item() == 1
+    assert dos.read_state_dict(url, progress=False)["w"].item() == 1
 
 
 # --- names, dtypes, ties --------------------------------------------------------------------------
@@ -685,7 +685,7 @@ def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path: Path, what:
     state = {"w": torch.zeros(2)}
     loads: list[Callable[[], object]] = [
         lambda: dos.load(state, tmp_path.as_uri(), progress=False),
-        lambda: dos.load_state_dict(tmp_path.as_uri(), progress=False),
+        lambda: dos.read_state_dict(tmp_path.as_uri(), progress=False),
         lambda: dos.import_checkpoint(tmp_path, f"{tmp_path.as_uri()}/new", progress=False),
     ]
     for load in loads:
@@ -702,7 +702,7 @@ def test_a_tensor_that_a_file_lacks_is_named(memory: str) -> None:
     for name, body in BAD["the index names a tensor that the file has not"][0].items():
         open_store(memory).put(name, body)
     with pytest.raises(CheckpointCorruptError) as caught:
-        dos.load_state_dict(memory, progress=False)
+        dos.read_state_dict(memory, progress=False)
     assert (caught.value.key, caught.value.object_key) == ("v", "1.safetensors")
 
 
@@ -713,13 +713,13 @@ def test_only_the_metadata_of_a_header_may_be_null(memory: str, name: str) -> No
         with pytest.raises(CheckpointCorruptError, match="'w' has no shape"):
             dos.open(memory)
     else:
-        assert dos.load_state_dict(memory, progress=False)["v"].tolist() == [0.0, 0.0]
+        assert dos.read_state_dict(memory, progress=False)["v"].tolist() == [0.0, 0.0]
 
 
 def test_the_names_of_metadata_are_its_own(memory: str) -> None:
     metadata = {"dtype": "bf16", "shape": "large", "data_offsets": "none", "format": "pt"}
     put(memory, model=file_of({"__metadata__": metadata, "w": F32}, bytes(8)))
-    assert dos.load_state_dict(memory, progress=False)["w"].tolist() == [0.0, 0.0]
+    assert dos.read_state_dict(memory, progress=False)["w"].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F6_E3M2", [4, 4]), ("F4", [16, 1]), ("F4", [])])
@@ -728,7 +728,7 @@ def test_a_tensor_of_an_unknown_dtype_is_left_out(
 ) -> None:
     strange = {"dtype": dtype, "shape": shape, "data_offsets": [8, 16]}
     put(memory, model=file_of({"w": F32, "x": strange}, bytes(16)))
-    assert dos.load_state_dict(memory, "w", progress=False)["w"].tolist() == [0.0, 0.0]
+    assert dos.read_state_dict(memory, "w", progress=False)["w"].tolist() == [0.0, 0.0]
     assert dos.open(memory)["x"].dtype_name == "unknown"
 
 

@@ -106,7 +106,7 @@ def test_each_step_comes_once_in_order_until_the_run_is_finished(url: str, time:
     steps = list(dos.follow(url))
     assert names(steps) == ["step-1", "step-9", "step-10", "step-11"]
     assert {step.state for step in steps} == {"committed"}
-    assert [dos.load_state_dict(step.url)["step"] for step in steps] == [1, 9, 10, 11]
+    assert [dos.read_state_dict(step.url)["step"] for step in steps] == [1, 9, 10, 11]
     assert names(dos.follow(url)) == names(steps)
     assert len(time.waits) == 4  # of a finished run, nothing is waited for
 
@@ -673,7 +673,7 @@ def test_a_follower_follows_on_a_server(bucket: Bucket, time: Time) -> None:
     came = []
     for step in dos.follow(url, pin="evaluator", on_dropped=dropped.append, **options):
         assert pins(url, **options) == {step.name: ("evaluator",)}
-        came.append(dos.load_state_dict(step.url, **options)["step"])
+        came.append(dos.read_state_dict(step.url, **options)["step"])
     assert came == [9, 10, 10, 11]
     assert names(dropped) == ["step-10"]
     assert pins(url, **options) == {}

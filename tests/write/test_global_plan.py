@@ -460,7 +460,7 @@ def test_a_writer_may_return_a_plain_list_of_results(tmp_path: Path) -> None:
     state = {"w": torch.arange(6.0).reshape(2, 3), "n": [1]}
     url = tmp_path.as_uri()
     run_save(PlainResults(url, progress=False), state, None)
-    assert torch.equal(dos.load_state_dict(url)["w"], state["w"])
+    assert torch.equal(dos.read_state_dict(url)["w"], state["w"])
 
 
 class Outer:

@@ -112,7 +112,7 @@ def test_a_background_save_takes_the_shards_that_a_tensor_names(world: None) -> 
     for save in (dos.save, async_save, by_dcp):
         url, state = memory_url(), kinds()
         save(state, url)
-        saved = dos.load_state_dict(url)
+        saved = dos.read_state_dict(url)
         whole = [*(saved[key] for key in state if key != "nested"), saved["nested"]["list"][0]]
         assert all(torch.equal(value, _WHOLE) for value in whole), save
         assert dos.open(url).verify(deep=True).ok
@@ -134,8 +134,8 @@ def test_what_training_changes_during_a_background_save_is_not_saved(world: None
     state["itself"].to_local().zero_()
     url = memory_url()
     dos.save(dict(staged), url)
-    assert torch.equal(dos.load_state_dict(url)["plain"], _WHOLE)
-    assert torch.equal(dos.load_state_dict(url)["itself"], _WHOLE)
+    assert torch.equal(dos.read_state_dict(url)["plain"], _WHOLE)
+    assert torch.equal(dos.read_state_dict(url)["itself"], _WHOLE)
 
 
 def test_a_child_that_saves_gets_the_sharding_with_the_memory() -> None:
@@ -143,7 +143,7 @@ def test_a_child_that_saves_gets_the_sharding_with_the_memory() -> None:
     received = pickle.loads(sent)
     url = memory_url()
     dos.save(received, url)
-    assert torch.equal(dos.load_state_dict(url)["t"], _WHOLE)
+    assert torch.equal(dos.read_state_dict(url)["t"], _WHOLE)
 
 
 def test_a_method_that_can_only_return_what_training_changes_is_refused() -> None:
@@ -154,7 +154,7 @@ def test_a_method_that_can_only_return_what_training_changes_is_refused() -> Non
     with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.open(url)
     dos.save(state, url)
-    assert torch.equal(dos.load_state_dict(url)["model"]["t"], _WHOLE)
+    assert torch.equal(dos.read_state_dict(url)["model"]["t"], _WHOLE)
 
 
 def test_a_later_save_takes_the_shards_that_a_tensor_names_by_then() -> None:
@@ -165,7 +165,7 @@ def test_a_later_save_takes_the_shards_that_a_tensor_names_by_then() -> None:
             turned(tensor)
         dos.async_save({"t": tensor}, url).result()
         expected = memory() if step == 1 else _WHOLE
-        assert torch.equal(dos.load_state_dict(url)["t"], expected), step
+        assert torch.equal(dos.read_state_dict(url)["t"], expected), step
         if step == 2:
             vars(tensor).clear()
             tensor.copy_(_WHOLE)
@@ -233,7 +233,7 @@ def check_saves(url: str, kind: str, rows_of_first: int, *, in_child: bool) -> N
     run_ranks(2, save_and_load, url, kind, in_child)
     rows = [[1.0] * 4] * rows_of_first + [[2.0] * 4] * (4 - rows_of_first)
     for save in range(3 + in_child):
-        assert dos.load_state_dict(f"{url}/{save}")["t"].tolist() == rows, save
+        assert dos.read_state_dict(f"{url}/{save}")["t"].tolist() == rows, save
 
 
 def test_a_background_save_of_dtensors_takes_the_chunks_that_their_shards_name(

@@ -145,7 +145,7 @@ def test_objects_are_numbered_in_their_order_and_all_are_reported(through: Throu
     sent = [one.key for one in requests if one.verb.startswith("put") and ".distcp" in one.key]
     assert [key.split(".")[0] for key in dict.fromkeys(sent)] == ["__0_0", "__0_1", "__0_2"]
     assert (report.objects, report.parts) == (3, 6)
-    found = dos.load_state_dict(url)
+    found = dos.read_state_dict(url)
     assert all(torch.equal(found[key], value) for key, value in state.items())
 
 

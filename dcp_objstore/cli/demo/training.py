@@ -76,7 +76,7 @@ def train(
     def finish_save() -> None:
         if save is not None:
             handle, state = save
-            report = handle.result(timeout_seconds=_SAVE_TIMEOUT_SECONDS)
+            report = handle.result(timeout=_SAVE_TIMEOUT_SECONDS)
             if first:
                 say("saved", state, report, training.step - state.step)
 
