@@ -8,8 +8,8 @@ from .convert.export import export_checkpoint as export_checkpoint
 from .convert.import_checkpoint import import_checkpoint as import_checkpoint
 from .inspect.checkpoint import (
     Checkpoint as Checkpoint,
-    read_state_dict as read_state_dict,
     open as open,  # noqa: A004 - `dos.open`, as gzip.open
+    read_state_dict as read_state_dict,
 )
 from .inspect.diff import diff as diff
 from .inspect.verify import verify_run as verify_run

@@ -19,7 +19,7 @@ from dcp_objstore.cli.options import (
 )
 from dcp_objstore.cli.terminal import print_json, say
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.observe.report import counted, size_text
+from dcp_objstore.observe.report import size_text
 
 _Rename: TypeAlias = Annotated[
     list[str] | None,
@@ -96,13 +96,7 @@ def export(
     if as_json:
         print_json(report)
         return
-    tensors = counted(report.tensors, "tensor")
-    say(f"exported {tensors}, {size_text(report.total_bytes)}, in {report.seconds:.1f} s to")
-    for file in report.files:
-        say(f"  {file}")
-    if report.left_out:
-        count = counted(len(report.left_out), "value")
-        say(f"left out {count} that safetensors cannot hold, such as {report.left_out[0]}")
+    say(*str(report).splitlines())
 
 
 def import_(
@@ -165,14 +159,7 @@ def copy(
     if as_json:
         print_json(report)
         return
-    size = size_text(report.total_bytes)
-    say(f"copied {size} in {report.seconds:.1f} s to {report.url}")
-    say(f"commit {report.commit_id}")
-    if report.sent_bytes < report.total_bytes:
-        sent = size_text(report.sent_bytes)
-        say(f"sent {sent}; an interrupted copy had sent the rest")
-    if report.copied_bytes:
-        say(f"the store copied {size_text(report.copied_bytes)} by itself, without a check here")
+    say(*str(report).splitlines())
 
 
 def _rules(rename: Sequence[str] | None) -> list[tuple[str, str]]:

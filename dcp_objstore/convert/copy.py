@@ -46,12 +46,13 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     ObjectNotFoundError,
     UnsupportedError,
+    printable,
 )
 from dcp_objstore.inspect.slabs import ahead
 from dcp_objstore.inspect.verify import Piece, framing_pieces, payload_blocks
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
-from dcp_objstore.observe.report import logger
+from dcp_objstore.observe.report import logger, size_text
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores import StoreSpec
@@ -104,6 +105,17 @@ class CopyReport:
     sent_bytes: int
     copied_bytes: int
     seconds: float
+
+    def __str__(self) -> str:
+        """Return what was copied and how, on a few lines."""
+        size = size_text(self.total_bytes)
+        text = f"copied {size} in {self.seconds:.1f} s to {self.url}\ncommit {self.commit_id}"
+        if self.sent_bytes < self.total_bytes:
+            text += f"\nsent {size_text(self.sent_bytes)}; an interrupted copy had sent the rest"
+        if self.copied_bytes:
+            copied = size_text(self.copied_bytes)
+            text += f"\nthe store copied {copied} by itself, without a check here"
+        return printable(text, keep="\n")
 
 
 def copy_checkpoint(

@@ -52,11 +52,13 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     RankFailedError,
+    printable,
 )
 from dcp_objstore.inspect.checkpoint import Checkpoint
 from dcp_objstore.inspect.slabs import cut, read_ahead, stop
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
+from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.read.peers.meeting import open_once
 from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
@@ -101,6 +103,18 @@ class ExportReport:
     left_out: tuple[str, ...]
     total_bytes: int
     seconds: float
+
+    def __str__(self) -> str:
+        """Return what was exported, the files, and what was left out, on a few lines."""
+        tensors = counted(self.tensors, "tensor")
+        size = size_text(self.total_bytes)
+        lines = [f"exported {tensors}, {size}, in {self.seconds:.1f} s to", *self.files]
+        text = "\n  ".join(map(printable, lines))
+        if self.left_out:
+            count = counted(len(self.left_out), "value")
+            left = printable(self.left_out[0])
+            text += f"\nleft out {count} that safetensors cannot hold, such as {left}"
+        return text
 
 
 def export_checkpoint(

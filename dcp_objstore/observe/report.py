@@ -67,6 +67,12 @@ class SaveReport:
     commit_id: str | None = None
     copied_bytes: int = 0
 
+    def __str__(self) -> str:
+        """Return what was saved, how much of it and how fast, on one line."""
+        copied = size_text(self.copied_bytes)
+        more = f", {copied} of them copied by the store" if self.copied_bytes else ""
+        return f"saved {_moved(self)}, {counted(self.parts, 'part')}{more}"
+
     @property
     def uploaded_bytes(self) -> int:
         """Bytes in data objects that were uploaded."""
@@ -121,6 +127,28 @@ class LoadReport:
     local_bytes: int = 0
     unverified: bool = False
 
+    def __str__(self) -> str:
+        """Return what was loaded, from where, how fast, and what was left out, on a few lines."""
+        again = counted(self.slow_ranges, "slow range")
+        line = f"loaded {_moved(self)}, {counted(self.requests, 'request')}"
+        line += f", {again} asked for again" if self.slow_ranges else ""
+        line += ", unverified" if self.unverified else ""
+        origins = (
+            ("the store", self.fetched_bytes),
+            ("copies on this node", self.local_bytes),
+            ("other ranks", self.received_bytes),
+        )
+        if self.local_bytes or self.received_bytes:
+            came = [f"{size_text(count)} from {origin}" for origin, count in origins if count]
+            line += f"\n  {', '.join(came)}"
+        for keys, what in (
+            (self.missing, "the checkpoint does not have"),
+            (self.unexpected, "the state does not ask for"),
+        ):
+            if keys:
+                line += f"\n  {what} {counted(len(keys), 'key')}: {first_few(keys, 3)}"
+        return line
+
     @property
     def fetched_bytes(self) -> int:
         """Bytes that this rank fetched from the store."""
@@ -137,6 +165,14 @@ class LoadReport:
             "a LoadReport is not the loaded state: dcp_objstore.load fills the state that was"
             f" passed to it, so use state[{key!r}] after dcp_objstore.load(state, url)"
         )
+
+
+def _moved(report: SaveReport | LoadReport) -> str:
+    rate = size_text(report.total_bytes / max(report.seconds, 1e-9))
+    return (
+        f"{printable(report.url)}: {size_text(report.total_bytes)} in {report.seconds:.2f} s"
+        f" ({rate}/s), {counted(report.objects, 'object')}"
+    )
 
 
 def log_failure(url: str | None, error: BaseException) -> None:

@@ -158,7 +158,7 @@ class AsyncSaveHandle:
         Returns at once, unless `async_save` was called with `wait_for_staging=False`.
 
         Args:
-            timeout: how long to wait, in seconds, as futures have it. Default: until the copy is complete.
+            timeout: how long to wait, in seconds. Default: until the copy is complete.
 
         Raises:
             TimeoutError: the copy is not complete within `timeout`.
@@ -179,7 +179,7 @@ class AsyncSaveHandle:
         """Wait for the end of the save and return its error, or None if it is committed.
 
         Args:
-            timeout: how long to wait, in seconds, as futures have it. Default: until the save ends.
+            timeout: how long to wait, in seconds. Default: until the save ends.
 
         Raises:
             TimeoutError: the save has not ended within `timeout`. It goes on.
@@ -192,7 +192,7 @@ class AsyncSaveHandle:
         """Wait for the commit and return the report, the same on every rank.
 
         Args:
-            timeout: how long to wait, in seconds, as futures have it. Default: until the save ends.
+            timeout: how long to wait, in seconds. Default: until the save ends.
 
         Raises:
             TimeoutError: the save has not ended within `timeout`. It goes on; ask again while
