@@ -164,14 +164,14 @@ class Group(NamedTuple):
 
     Attributes:
         owner: position of the chunk's tensor in `tensors`.
-        number: number of the chunk in its tensor.
+        chunk_in_tensor: position of the chunk among those of its tensor.
         rows: the chunk's row in the columns.
         offsets, sizes: the chunk's box in its tensor.
     """
 
     tensors: Sequence[Tensor]
     owner: Numbers
-    number: Numbers
+    chunk_in_tensor: Numbers
     rows: Numbers
     offsets: Matrix
     sizes: Matrix
@@ -249,8 +249,8 @@ class Index:
     def __post_init__(self) -> None:
         counts = [tensor.chunk_count for tensor in self.tensors.values()]
         rows = itertools.accumulate([*counts, *(1 for _ in self.blobs)], initial=0)
-        dims = [len(tensor.shape) for tensor in self.tensors.values()]
-        numbers = itertools.accumulate(map(int.__mul__, counts, dims), initial=0)
+        ndims = [len(tensor.shape) for tensor in self.tensors.values()]
+        numbers = itertools.accumulate(map(int.__mul__, counts, ndims), initial=0)
         set_field = object.__setattr__
         set_field(self, "_first_row", dict(zip((*self.tensors, *self.blobs), rows, strict=False)))
         set_field(self, "_first_number", dict(zip(self.tensors, numbers, strict=False)))
@@ -300,38 +300,44 @@ class Index:
     def boxes(self, key: str) -> tuple[Matrix, Matrix]:
         """Return the offsets and the sizes of a tensor's chunks: a row each, as in `rows`."""
         tensor = self.tensors[key]
-        count, dims = tensor.chunk_count, len(tensor.shape)
+        count, ndim = tensor.chunk_count, len(tensor.shape)
         first = self._first_number[key]
-        after = first + count * dims
+        after = first + count * ndim
         c = self.columns
         offsets, sizes = c.chunk_offsets[first:after], c.chunk_sizes[first:after]
-        return offsets.reshape(count, dims), sizes.reshape(count, dims)
+        return offsets.reshape(count, ndim), sizes.reshape(count, ndim)
 
     def box(self, key: str, number: int) -> tuple[list[int], list[int]]:
         """Return the offsets and the sizes of one chunk of a tensor."""
-        dims = len(self.tensors[key].shape)
-        first = self._first_number[key] + number * dims
-        after, c = first + dims, self.columns
+        ndim = len(self.tensors[key].shape)
+        first = self._first_number[key] + number * ndim
+        after, c = first + ndim, self.columns
         return c.chunk_offsets[first:after].tolist(), c.chunk_sizes[first:after].tolist()
 
     def groups(self) -> Iterator[Group]:
-        """Iterate over the tensors, grouped by their number of dimensions."""
+        """Iterate over the tensors, grouped by their number of dimensions.
+
+        Two tensors with two chunks each, `w` of 2 dimensions and `b` of 1, have the rows w0 w1 b0
+        b1, and in a column of boxes the numbers w0 w0 w1 w1 b0 b1. The group of `w` has the rows 0
+        and 1, owner 0 0, chunk_in_tensor 0 1, and the first four numbers as a matrix of 2 x 2.
+        """
         alike: dict[int, list[Tensor]] = {}
         for tensor in self.tensors.values():
             alike.setdefault(len(tensor.shape), []).append(tensor)
         counts = np.array([tensor.chunk_count for tensor in self.tensors.values()], np.int64)
-        dims = np.array([len(tensor.shape) for tensor in self.tensors.values()], np.uint8)
-        dims_of_chunk = np.repeat(dims, counts)
-        dims_of_number = np.repeat(dims, counts * dims)
-        for dim, tensors in alike.items():
-            rows = np.flatnonzero(dims_of_chunk == dim)
-            counted = counts[dims == dim]
+        ndims = np.array([len(tensor.shape) for tensor in self.tensors.values()], np.uint8)
+        ndim_of_row = np.repeat(ndims, counts)
+        ndim_of_number = np.repeat(ndims, counts * ndims)
+        for ndim, tensors in alike.items():
+            rows = np.flatnonzero(ndim_of_row == ndim)
+            counted = counts[ndims == ndim]
             owner = np.repeat(np.arange(len(tensors)), counted)
-            number = np.arange(len(owner)) - (np.cumsum(counted) - counted)[owner]
-            mask, shape = dims_of_number == dim, (len(rows), dim)
+            first_of_owner = np.cumsum(counted) - counted
+            chunk_in_tensor = np.arange(len(owner)) - first_of_owner[owner]
+            mask, shape = ndim_of_number == ndim, (len(rows), ndim)
             offsets = self.columns.chunk_offsets[mask].reshape(shape)
             sizes = self.columns.chunk_sizes[mask].reshape(shape)
-            yield Group(tensors, owner, number, rows=rows, offsets=offsets, sizes=sizes)
+            yield Group(tensors, owner, chunk_in_tensor, rows=rows, offsets=offsets, sizes=sizes)
 
     def find(self, key: str, offset: Sequence[int] | None, hint: int | None = None) -> int | None:
         """Return the row of a chunk, or None if there is none.
@@ -573,8 +579,8 @@ def _check_chunks(index: Index, group: Group) -> None:
     # Whether a chunk lies after the one before it; whether the dimensions so far do not tell.
     after, tied = np.zeros(len(same), dtype=bool), same.copy()
     # By dimension, because a matrix of 64-bit numbers may be 60 times as large as the index.
-    for dim, (offset, size) in enumerate(zip(group.offsets.T, group.sizes.T, strict=True)):
-        limit = shapes[owner, dim]
+    for axis, (offset, size) in enumerate(zip(group.offsets.T, group.sizes.T, strict=True)):
+        limit = shapes[owner, axis]
         inside &= (offset <= limit) & (size <= limit - offset.clip(max=limit))
         volumes *= size
         after |= tied & (offset[:-1] < offset[1:])

@@ -155,7 +155,7 @@ def _chunk_places(index: ix.Index, group: ix.Group, keys: ix.Numbers) -> bytes:
         _opened(_PLACE),
         *(_get("fqn"), *_get_each(keys[group.owner])),
         *(_get("offset"), *_size(group.offsets)),
-        *(_get("index"), _numbers(group.number)),
+        *(_get("index"), _numbers(group.chunk_in_tensor)),
         _CLOSED,
         *_storage_info(index, group.rows),
     ).tobytes()

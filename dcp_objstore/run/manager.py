@@ -444,8 +444,8 @@ class CheckpointManager:
         """Return whether the job must end now. Local; the same on all ranks between two steps.
 
         It is True from the call of `step` at which the ranks agreed on it; that call has saved,
-        unless `preemption` says that none is wanted. A signal alone does not make it True: the ranks
-        agree within about a second, at one of their next steps.
+        unless `preemption` says that none is wanted. A signal alone does not make it True: the
+        ranks agree within about a second, at one of their next steps.
         """
         return self._preempted
 
