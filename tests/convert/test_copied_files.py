@@ -100,20 +100,28 @@ def test_files_come_from_a_bucket_large_ones_in_pieces(
     assert bucket.get("hf/vocab.txt") == b""
 
 
+@pytest.mark.parametrize("when", ["before the first block", "after it"])
 def test_a_file_that_is_replaced_while_it_is_copied_is_not_copied(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
+    """Its size was planned, and its blocks are of one version."""
     from dcp_objstore.convert import copied_files
 
     file, read = tmp_path / "tokenizer.json", copied_files._read
     file.write_bytes(bytes(40 * MIB))
 
+    def replace() -> None:
+        other = tmp_path / "other"
+        other.write_bytes(bytes(40 * MIB))
+        other.replace(file)
+
     def replacing(*args: Any) -> Any:
+        is_first = args[-1][0] == 0
+        if is_first and when == "before the first block":
+            replace()
         found = read(*args)
-        if args[-1][0] == 0:
-            other = tmp_path / "other"
-            other.write_bytes(bytes(40 * MIB))
-            other.replace(file)
+        if is_first and when == "after it":
+            replace()
         return found
 
     monkeypatch.setattr(copied_files, "_read", replacing)

@@ -193,3 +193,32 @@ def test_all_ranks_lose_a_race_together(bucket: Bucket) -> None:
     assert SHARDS[1] in first
     assert bucket.keys("hf") == [SHARDS[1]]
     assert bucket.get(f"hf/{SHARDS[1]}") == b"of another export"
+
+
+def test_what_makes_a_local_export_count_appears_after_all_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after files whose names come later in the alphabet."""
+    moved: list[str] = []
+    replace = Path.replace
+
+    def watched(path: Path, target: Path) -> Path:
+        moved.append(path.name)
+        return replace(path, target)
+
+    place = (tmp_path / "run").as_uri()
+    dos.save({"a": torch.ones(3), "b": torch.ones(3)}, place, progress=False)
+    for name in ("a.json", "zz.json"):
+        (tmp_path / name).write_text("{}")
+    files = [tmp_path / "a.json", tmp_path / "zz.json"]
+    monkeypatch.setattr(Path, "replace", watched)
+    for most_bytes, last in ((12, "model.safetensors.index.json"), (99, "model.safetensors")):
+        moved.clear()
+        dos.export_checkpoint(
+            place,
+            tmp_path / f"out-{most_bytes}",
+            copied_files=files,
+            max_shard_size_bytes=most_bytes,
+            progress=False,
+        )
+        assert (moved[-1], {*moved} > {"a.json", "zz.json"}) == (last, True), moved

@@ -138,3 +138,19 @@ def threads_of_gloo_after(url: str) -> int:
 def test_no_thread_of_gloo_outlives_destroy_process_group(tmp_path: Path) -> None:
     """Such a thread now and then aborts Python at its end, though all work was done."""
     assert run_alone(threads_of_gloo_after, f"file://{tmp_path}/run") == 0
+
+
+def patience_of_each_call(rank: int, world: int, url: str) -> list[float]:
+    found = []
+    for seconds in (70.0, 40.0, 90.0):
+        config = dos.TransferConfig(peer_timeout_seconds=seconds)
+        dos.save({"w": torch.ones(2)}, f"{url}/{seconds}", config=config, progress=False)
+        group: Any = groups._existing(groups.CALLS, None)
+        found.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    return found
+
+
+def test_the_group_has_the_time_out_of_the_latest_call(tmp_path: Path) -> None:
+    """Not only the one with which it was made."""
+    found = run_ranks(2, patience_of_each_call, f"file://{tmp_path}")
+    assert found == [[70.0, 40.0, 90.0]] * 2
