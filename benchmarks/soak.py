@@ -286,7 +286,7 @@ def soak(
 ) -> tuple[Table, Result]:
     """Run the jobs; a figure that grows and a job that ends by itself are problems."""
     if plot is not None:
-        import matplotlib  # noqa: F401, ICN001  what is missing is missed now, not after an hour
+        import matplotlib  # noqa: F401  what is missing is missed now, not after an hour
     every = (kill_every_minutes or min(15.0, minutes / 2)) / 60
     columns = ("min", "job", "saved", "failed", *_OF_A_RANK, "objects", "MiB", "uploads")
     print(_LINE.format(*columns, "s/save", "s/load"), file=sys.stderr)
