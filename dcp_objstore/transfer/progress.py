@@ -26,8 +26,10 @@ class Progress:
         clock: a function that returns monotonic seconds.
 
     Attributes:
+        stall_timeout_seconds: as given.
         channel: the channel, or None if it has no listener for parts and ranges.
         moved_bytes: bytes that have reached their destination so far.
+        is_silence_told: whether the user was told that the store does not answer.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class Progress:
         channel: Channel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stall_timeout_seconds = stall_timeout_seconds
+        self.stall_timeout_seconds = stall_timeout_seconds
         self.channel = channel if channel is not None and channel.detailed else None
         self._clock = clock
         self._last_move_at = clock()
@@ -44,6 +46,7 @@ class Progress:
         self._lock = threading.RLock()
         self._stop: BaseException | None = None
         self.moved_bytes = 0
+        self.is_silence_told = False
 
     def moved(self, count_bytes: int) -> None:
         """Report that `count_bytes` more bytes have reached their destination."""
@@ -76,10 +79,10 @@ class Progress:
             TransferStalledError: nothing has moved for that long.
         """
         idle_seconds = self._clock() - self._last_move_at
-        if idle_seconds > self._stall_timeout_seconds:
+        if idle_seconds > self.stall_timeout_seconds:
             raise TransferStalledError(
                 f"{what}: no part was completed for {idle_seconds:.0f} s"
-                f" (TransferConfig.stall_timeout_seconds={self._stall_timeout_seconds:g});"
+                f" (TransferConfig.stall_timeout_seconds={self.stall_timeout_seconds:g});"
                 f" {self.moved_bytes} bytes were moved before. Check the network and the store,"
                 " then try again"
             )
