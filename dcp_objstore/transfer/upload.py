@@ -345,11 +345,12 @@ def run_watched(
             raise
         progress.stop(error)
         try:
-            future.exception(timeout=_ABORT_GRACE_SECONDS)
+            ended = future.exception(timeout=_ABORT_GRACE_SECONDS)
+            leftover = LEFTOVER_ADVICE if LEFTOVER_ADVICE in str(ended) else ""
         except FutureTimeoutError:
             leftover = f"the request did not end: {LEFTOVER_ADVICE}"
-            if isinstance(error, DcpObjstoreError):
-                error.message += f"; {leftover}"
-            else:
-                logger.warning("%s was stopped; %s", what, leftover)
+        if leftover and isinstance(error, DcpObjstoreError):
+            error.message += f"; {leftover}" if leftover not in error.message else ""
+        elif leftover:
+            logger.warning("%s was stopped; %s", what, leftover)
         raise
