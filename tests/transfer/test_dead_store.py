@@ -22,7 +22,7 @@ from dcp_objstore.errors import DcpObjstoreError, StoreUnavailableError
 from dcp_objstore.observe.events import AnyEvent, Failed, NoAnswer, PartUploaded, Retried
 from dcp_objstore.stores import open_store, retries
 from dcp_objstore.stores.retries import RetryPolicy, policies
-from dcp_objstore.transfer import silence, upload
+from dcp_objstore.transfer import progress as silence, upload
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import upload_object

@@ -17,9 +17,8 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.events import NoAnswer
 from dcp_objstore.threads import spawn
-from dcp_objstore.transfer import silence as module
-from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.silence import Silence
+from dcp_objstore.transfer import progress as module
+from dcp_objstore.transfer.progress import Progress, Silence
 from tests.support.listening import heard_channel, of
 
 

@@ -56,7 +56,7 @@ from dcp_objstore.transfer.download import (
 )
 from dcp_objstore.transfer.pages import new_memory
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
-from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.progress import Progress, Silence
 from dcp_objstore.transfer.ranges import (
     RangeRequest,
     Span,
@@ -64,7 +64,6 @@ from dcp_objstore.transfer.ranges import (
     grown_request_size,
     plan_requests,
 )
-from dcp_objstore.transfer.silence import Silence
 from dcp_objstore.transfer.stragglers import Stragglers
 from dcp_objstore.transfer.upload import _Tracked, run_watched, upload_object
 from dcp_objstore.transfer.workers import concurrently, wait_for
