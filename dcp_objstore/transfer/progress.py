@@ -180,6 +180,11 @@ class Silence:
             f" {self.key} under way; waiting for the store for {limit - seconds:.0f} s more at"
             f" most (TransferConfig.stall_timeout_seconds={limit:g})"
         )
-        if (channel := progress.channel) is not None:
-            fields = {"object_key": self.key, "parts": parts, "wait_seconds": limit - seconds}
-            channel.emit(NoAnswer, self._heard_at, **fields)
+        if progress.channel is not None:
+            progress.channel.emit(
+                NoAnswer,
+                self._heard_at,
+                object_key=self.key,
+                parts=parts,
+                wait_seconds=limit - seconds,
+            )

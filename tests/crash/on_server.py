@@ -6,7 +6,7 @@ import itertools
 import secrets
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from dcp_objstore.errors import ObjectNotFoundError
@@ -40,7 +40,7 @@ class ServerBucket(Bucket):
             aws_secret_access_key=self.storage_options["secret"],
             region_name="us-east-1",
         )
-        self._older = timedelta()
+        self._older: dict[tuple[str, datetime], timedelta] = {}  # by key or upload, and its time
         self._begun: dict[str, _Pending] = {}
         self.objects = _Objects(self)  # type: ignore[assignment]
 
@@ -50,7 +50,7 @@ class ServerBucket(Bucket):
         listed = self._client.list_multipart_uploads(Bucket=BUCKET, Prefix=self._root)
         return {
             one["UploadId"]: _Pending(
-                one["Key"].removeprefix(self._root), one["Initiated"] - self._older
+                one["Key"].removeprefix(self._root), self._aged(one["UploadId"], one["Initiated"])
             )
             for one in listed.get("Uploads", ())
         }
@@ -61,13 +61,20 @@ class ServerBucket(Bucket):
 
     def copy(self) -> ServerBucket:
         twin = ServerBucket()
-        for key in self.objects:
-            twin.put(key, self.get(key)[0])
-        twin._older = self._older
+        for meta in self.list(""):
+            twin.put(meta.key, self.get(meta.key)[0])
+        seen = {meta.key: meta.last_modified for meta in self.list("")}
+        for meta in twin._store.list():
+            twin._older[meta.key, meta.last_modified] = meta.last_modified - seen[meta.key]
         return twin
 
     def age(self, **units: float) -> None:
-        self._older += timedelta(**units)
+        by = timedelta(**units)
+        times = {meta.key: meta.last_modified for meta in self._store.list()}
+        listed = self._client.list_multipart_uploads(Bucket=BUCKET, Prefix=self._root)
+        times |= {one["UploadId"]: one["Initiated"] for one in listed.get("Uploads", ())}
+        for place in times.items():
+            self._older[place] = self._older.get(place, timedelta()) + by
 
     def put(self, key: str, body: bytes, precondition: Precondition | None = None) -> Version:
         return self._store.put(key, body, precondition=precondition, retry=precondition is None)
@@ -76,11 +83,11 @@ class ServerBucket(Bucket):
         if key.startswith("/"):  # the prefix above the run, which is no run
             raise ObjectNotFoundError("404", object_key=key)
         body, meta = self._store.get(key, max_size_bytes=_MOST_BYTES)
-        return body, self._aged(meta)
+        return body, self._meta(meta)
 
     def list(self, prefix: str) -> list[ObjectMeta]:
         # Callers list from the middle of a name, too.
-        return [self._aged(meta) for meta in self._store.list() if meta.key.startswith(prefix)]
+        return [self._meta(meta) for meta in self._store.list() if meta.key.startswith(prefix)]
 
     def delete(self, key: str) -> None:
         self._store.delete(key)
@@ -110,8 +117,11 @@ class ServerBucket(Bucket):
     def _named(self, name: str) -> dict[str, str]:
         return {"Bucket": BUCKET, "Key": self._root + self._begun[name].key, "UploadId": name}
 
-    def _aged(self, meta: ObjectMeta) -> ObjectMeta:
-        return replace(meta, last_modified=meta.last_modified - self._older)
+    def _meta(self, meta: ObjectMeta) -> ObjectMeta:
+        return replace(meta, last_modified=self._aged(meta.key, meta.last_modified))
+
+    def _aged(self, name: str, time: datetime) -> datetime:
+        return time - self._older.get((name, time), timedelta())
 
 
 class _Objects:
