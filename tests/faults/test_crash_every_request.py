@@ -15,11 +15,9 @@ import pytest
 from tests.crash import scenes
 from tests.crash.jobs import in_memory
 from tests.crash.judging import Verdict, cuts, quiet, verdicts
-from tests.crash.on_server import ServerBucket
 from tests.crash.process import Cut, KilledError, Process
 from tests.crash.scenes import OLD, OURS, ROOT, STOCK, Scene, Shape
 from tests.support.campaign import cases
-from tests.support.ceph import CephServer
 from tests.support.memory_store import Bucket
 
 SMALL = [one for one in scenes.scenes() if one.writer == OURS]
@@ -53,18 +51,6 @@ def harm(scene: Scene) -> dict[str, Verdict]:
     "scene", cases(SMALL + LARGE, default=DEFAULT), ids=lambda one: f"{one.name}-{one.ranks}"
 )
 def test_crash_at_any_request_leaves_the_old_or_the_new_and_no_rest(scene: Scene) -> None:
-    assert harm(scene) == {}
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("scene", SMALL, ids=lambda one: f"{one.name}-{one.ranks}")
-def test_crash_on_ceph_at_any_request_leaves_the_old_or_the_new_and_no_rest(
-    ceph: CephServer, scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the conditions of its gateway, which compares ETags without quotes."""
-    monkeypatch.setattr(ServerBucket, "storage_options", ceph.storage_options, raising=False)
-    monkeypatch.setattr(scenes, "Bucket", ServerBucket)
     assert harm(scene) == {}
 
 
