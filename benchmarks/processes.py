@@ -84,15 +84,18 @@ def in_turns(
 ) -> dict[str, list[T]]:
     """Measure each name once per round, by `measure(name, round)`.
 
-    What fails takes part in no further round, and is among the problems instead of the results.
+    What fails, or leaves what cannot be removed, takes part in no further round, and is among the
+    problems instead of the results.
     """
     found: dict[str, list[T]] = {name: [] for name in names if name not in problems}
     for turn in range(rounds):
         for name in list(found):
             try:
                 found[name].append(measure(name, turn))
-            except ChildFailedError as error:
-                problems[name] = f"failed:\n{error}"
+            except Exception as error:
+                first = error.__context__ or error  # what it left may be in the way of removing it
+                kind = "" if isinstance(first, ChildFailedError) else f"{type(first).__name__}: "
+                problems[name] = f"failed:\n{kind}{first}"
                 del found[name]
     return found
 

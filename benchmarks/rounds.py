@@ -59,6 +59,8 @@ def compare(
         f" {settings.tensors} tensors, medians of {rounds} rounds"
     )
     figures = {PEERS[name].label: summary for name, summary in summaries.items()}
+    failed = (PEERS[name].label for name, problem in problems.items() if "failed:" in problem)
+    figures |= {f"{label} (failed)": {} for label in failed}
     notes = [f"{PEERS[name].label}: {problem}" for name, problem in problems.items()]
     return Table.of(title, "peer", _COLUMNS, figures, notes), {
         "command": action,

@@ -33,11 +33,11 @@ class Table:
             title: above it.
             what: heading of the first column.
             columns: the figure and its format, by the heading of the column.
-            figures: of each row, by what the row says first.
+            figures: of each row, by what the row says first; those it lacks were not measured.
             notes: lines below it.
         """
         rows = [
-            [label, *(number(own[key], form) for key, form in columns.values())]
+            [label, *(number(own.get(key), form) for key, form in columns.values())]
             for label, own in figures.items()
         ]
         return cls(title, [what, *columns], rows, notes)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
-from benchmarks import environments
+from benchmarks import environments, rounds
+from benchmarks.child import Measured
+from benchmarks.conditions import Conditions
 from benchmarks.peers import PEERS, environment_of, site_packages
 from benchmarks.picture import picture
 from benchmarks.prices import DEFAULT, Prices
+from benchmarks.processes import ChildFailedError
 from benchmarks.resume_state import blank, expected_digests, fill, wrong_tensors
+from benchmarks.settings import Settings
 from benchmarks.sink import Sink
 from benchmarks.svg import THEMES, ticks
+from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.protocol import ObjectStore
 from dcp_objstore.stores.ranges import read_range
@@ -349,6 +357,55 @@ def test_the_resume_benchmark_finds_a_tensor_that_differs_in_one_bit() -> None:
     assert wrong_tensors(state, expected) == [1]
     blank(state)
     assert wrong_tensors(state, expected) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_peer_that_fails_on_a_server_is_a_row_and_the_others_are_measured(
+    left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it leaves what cannot be removed."""
+    fine = Measured(
+        seconds=2.0,
+        cpu_seconds=1.0,
+        gib_moved=4.0,
+        extra_mib=None,
+        requests_by_verb=None,
+        refused=None,
+        server_cpu_seconds=None,
+    )
+
+    class Place:
+        def __init__(self, name: str = "") -> None:
+            self.name = name
+
+        def at(self, name: str) -> Place:
+            return Place(name)
+
+        def clear(self) -> None:
+            if left and "torch" in self.name:
+                raise StoreUnavailableError("the listing has a key that is none")
+
+    class Job:
+        def __init__(self, *, peer: str, **_: object) -> None:
+            self.peer = peer
+
+        def run(self, module: str) -> dict[str, Any]:
+            if "torch" in self.peer:
+                raise ChildFailedError("Header ETag not found")
+            return dataclasses.asdict(fine)
+
+    monkeypatch.setattr(rounds, "Job", Job)
+    monkeypatch.setattr(rounds, "open_target", lambda *_, **__: nullcontext(Place()))
+    monkeypatch.setattr(rounds, "absent", lambda peers: {})
+    peers = ["s3torchconnector", "raw", "dcp_objstore"]
+    table, result = rounds.compare("save", peers, Settings(), "s3://b", 2, Conditions())
+    assert "Header ETag not found" in result["problems"]["s3torchconnector"]
+    assert {name: len(found) for name, found in result["rounds"].items()} == {
+        "raw": 2,
+        "dcp_objstore": 2,
+    }
+    assert [row[0] for row in table.rows][2:] == ["s3torchconnector (failed)"]
+    assert table.rows[2][1:] == [None] * (len(table.columns) - 1)
 
 
 @pytest.mark.campaign

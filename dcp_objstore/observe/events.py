@@ -105,7 +105,9 @@ class PartUploaded(Event):
     """A part of an object was uploaded; an object that is put in one request is one part.
 
     It lasts from when the transport got the first byte of the part until it dropped the last. This
-    includes the time to collect the part and to wait for a free connection.
+    includes the time to collect the part and to wait for a free connection. It is emitted when the
+    store is known to have the part: over most transports when later parts are sent, for the last
+    ones when the object is uploaded. Until then, and for a part that failed, there is none.
 
     Attributes:
         object_key: key of the object, relative to the checkpoint.
@@ -216,6 +218,24 @@ class Retried(Event):
     attempt: int
     error: str
     object_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoAnswer(Event):
+    """The store has not answered for 5 s, neither to the parts of an object nor when it was asked.
+
+    A save emits at most one on a rank, and warns. It lasts from the last answer. More parts follow
+    once the store answers.
+
+    Attributes:
+        object_key: key of the object, relative to the checkpoint.
+        parts: number of parts under way.
+        wait_seconds: the longest time that the upload waits from now on.
+    """
+
+    object_key: str
+    parts: int
+    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,6 +350,7 @@ AnyEvent: TypeAlias = (
     | ObjectUploaded
     | RangeRead
     | Retried
+    | NoAnswer
     | Committed
     | Saved
     | Loaded

@@ -51,6 +51,7 @@ _NAMES: Mapping[type[events.Event], str] = {
     events.ObjectUploaded: "upload",
     events.RangeRead: "range",
     events.Retried: "{0.what} retried",
+    events.NoAnswer: "no answer",
     events.Committed: "commit",
     events.Saved: "save",
     events.Loaded: "load",

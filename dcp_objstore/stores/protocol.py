@@ -332,8 +332,9 @@ class ObjectStore(Protocol):
         Buffers are 1-D contiguous uint8, at most `part_size_bytes` each. They are held, not
         copied, until their part is uploaded, and dropped then; their memory must not change
         before. All parts but the last have exactly `part_size_bytes`. The iterator is advanced
-        from the calling thread, at most about `max_concurrency` parts ahead. If it raises, the
-        upload is aborted and the error passes through unchanged.
+        from the calling thread, while at most `max_concurrency` parts (or two) that it has given
+        are without a good answer: callers count the others as uploaded. If it raises, the upload
+        is aborted and the error passes through unchanged.
         """
         ...
 

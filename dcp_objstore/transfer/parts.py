@@ -41,11 +41,13 @@ class PartPlan:
             the 4 MiB digest block, and at most one part (otherwise there is no back pressure).
         max_object_size_bytes: a new object begins before an item that would exceed this size; a
             larger item gets an object of its own.
+        parts: the number of parts of the largest object, as far as it is known.
     """
 
     part_size_bytes: int
     slice_size_bytes: int
     max_object_size_bytes: int
+    parts: int = 1
 
 
 def plan_parts(
@@ -77,6 +79,7 @@ def plan_parts(
         part_size_bytes=part_size,
         slice_size_bytes=slice_size,
         max_object_size_bytes=min(part_size * MAX_PARTS, max_object_size_bytes),
+        parts=part_count(object_bytes, part_size),
     )
 
 

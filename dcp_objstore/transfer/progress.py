@@ -1,4 +1,5 @@
-"""`Progress`: how far a transfer is, whether it has stalled, and whether it must stop.
+"""`Progress`: how far a transfer is, whether it has stalled, and whether it must stop. `Silence`:
+whether the store still answers.
 
 One `Progress` belongs to one save or load on one rank. Worker threads report bytes to it, the
 controlling thread watches it, and generators of buffers ask it whether to go on.
@@ -9,12 +10,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
-from dcp_objstore.errors import TransferStalledError
+from dcp_objstore.errors import StoreUnavailableError, TransferStalledError
+from dcp_objstore.observe.events import NoAnswer
+from dcp_objstore.observe.report import counted, logger
+from dcp_objstore.transfer.workers import run_in_thread
+from dcp_objstore.waiting import STEP_SECONDS
 
 if TYPE_CHECKING:
     from dcp_objstore.observe.dispatch import Channel
+    from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
+
+# The store is asked after the first of these times without an answer, and the user is told after
+# the second.
+_ASK_SECONDS = 3.0
+_TELL_SECONDS = 5.0
 
 
 class Progress:
@@ -26,8 +39,10 @@ class Progress:
         clock: a function that returns monotonic seconds.
 
     Attributes:
+        stall_timeout_seconds: as given.
         channel: the channel, or None if it has no listener for parts and ranges.
         moved_bytes: bytes that have reached their destination so far.
+        is_silence_told: whether the user was told that the store does not answer.
     """
 
     def __init__(
@@ -36,7 +51,7 @@ class Progress:
         channel: Channel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stall_timeout_seconds = stall_timeout_seconds
+        self.stall_timeout_seconds = stall_timeout_seconds
         self.channel = channel if channel is not None and channel.detailed else None
         self._clock = clock
         self._last_move_at = clock()
@@ -44,6 +59,7 @@ class Progress:
         self._lock = threading.RLock()
         self._stop: BaseException | None = None
         self.moved_bytes = 0
+        self.is_silence_told = False
 
     def moved(self, count_bytes: int) -> None:
         """Report that `count_bytes` more bytes have reached their destination."""
@@ -76,10 +92,99 @@ class Progress:
             TransferStalledError: nothing has moved for that long.
         """
         idle_seconds = self._clock() - self._last_move_at
-        if idle_seconds > self._stall_timeout_seconds:
+        if idle_seconds > self.stall_timeout_seconds:
             raise TransferStalledError(
                 f"{what}: no part was completed for {idle_seconds:.0f} s"
-                f" (TransferConfig.stall_timeout_seconds={self._stall_timeout_seconds:g});"
+                f" (TransferConfig.stall_timeout_seconds={self.stall_timeout_seconds:g});"
                 f" {self.moved_bytes} bytes were moved before. Check the network and the store,"
                 " then try again"
+            )
+
+
+class Silence:
+    """Whether the store still answers while the parts of an object are under way.
+
+    A transport that sends parts again by itself says nothing until it gives up, and a slow line is
+    as silent as a dead server. So when no part has ended for some seconds, the store is asked for
+    the metadata of the object that is being written. Whatever it answers shows that it is there.
+    The tries of that request are reported as `Retried`, with the reason.
+
+    Args:
+        store: the store.
+        key: the key of the object.
+        progress: the progress of the save, whose user is told once.
+
+    Attributes:
+        key, progress: as given.
+    """
+
+    def __init__(self, store: ObjectStore, key: str, progress: Progress) -> None:
+        self._store, self.key, self.progress = store, key, progress
+        self._question: Future[ObjectMeta] | None = None
+        self._error: StoreUnavailableError | None = None
+        self._is_long = False
+        self._heard_at = time.monotonic()
+
+    def heard(self) -> None:
+        """Record a sign of life, which in a long silence only the answer to the question is."""
+        if not self._is_long:
+            self._heard_at = time.monotonic()
+            self.progress.alive()
+
+    def wait(self) -> None:
+        """Wait while the silence is long: parts that are begun then would only fail, too."""
+        while self._is_long:
+            self.progress.check_stopped()
+            time.sleep(STEP_SECONDS)
+
+    def look(self, parts: int, *, is_open: bool) -> None:
+        """Ask the store, tell the user, or give up, when it is time to.
+
+        Args:
+            parts: the number of parts under way.
+            is_open: whether any request is.
+
+        Raises:
+            TransferStalledError: nothing has moved for the stall time-out.
+            StoreUnavailableError: no part is under way any more, and the store has not answered the
+                question with all its tries.
+        """
+        self.progress.check_stalled(f"upload of {self.key}")
+        asked = self._question
+        if asked is not None and asked.done():
+            self._question, error = None, asked.exception()
+            self._error = error if isinstance(error, StoreUnavailableError) else None
+            if self._error is None:
+                self._is_long, self._heard_at = False, time.monotonic()
+        seconds = time.monotonic() - self._heard_at
+        if self._question is None and (self._error or (is_open and seconds > _ASK_SECONDS)):
+            self._question = run_in_thread(partial(self._store.head, self.key), "question")
+        if asked is not None and seconds > _TELL_SECONDS:
+            self._is_long = True
+            self._tell(parts, seconds)
+        if self._is_long and self._error is not None and not parts:
+            self._error.message = (
+                f"PUT of parts of {self.key}: no answer for {seconds:.0f} s, nor to other requests"
+                f" since: {self._error.message}"
+            )
+            raise self._error
+
+    def _tell(self, parts: int, seconds: float) -> None:
+        """Warn once in a save, and emit an event."""
+        progress, limit = self.progress, self.progress.stall_timeout_seconds
+        if progress.is_silence_told:
+            return
+        progress.is_silence_told = True
+        logger.warning(
+            f"{self._store.url}: no answer for {seconds:.0f} s, {counted(parts, 'part')} of"
+            f" {self.key} under way; waiting for the store for {limit - seconds:.0f} s more at"
+            f" most (TransferConfig.stall_timeout_seconds={limit:g})"
+        )
+        if progress.channel is not None:
+            progress.channel.emit(
+                NoAnswer,
+                self._heard_at,
+                object_key=self.key,
+                parts=parts,
+                wait_seconds=limit - seconds,
             )

@@ -7,10 +7,12 @@ thread is left behind, and the error names the possible orphan.
 
 If the store is throttling, each part waits for its turn (`stores.admission`): the transport pulls
 what it sends next, so the iterator can hold it back. A part is known by its place in the stream.
-It is under way from when its last byte is handed over until a buffer with bytes of it is dropped.
+It is under way from when its last byte is handed over until its buffers are dropped.
 
-Progress needs no help from the transport: it drops a buffer when its part is uploaded, and a weak
-reference to the buffer reports that.
+The transport drops the buffers of a part when its request has ended, well or not; weak references
+report that. Whether it has ended well, it says by going on: it asks for more only while at most
+`max_concurrency` parts that it has are without a good answer. So of the parts that ended, as many
+count as uploaded as were handed over before those, and all of them once the object is there.
 """
 
 from __future__ import annotations
@@ -35,13 +37,12 @@ from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
-from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.progress import Progress, Silence
 from dcp_objstore.transfer.workers import run_in_thread
 from dcp_objstore.waiting import WATCH_SECONDS, result_of
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.stores.protocol import ObjectStore, Version
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ logger = logging.getLogger("dcp_objstore")
 # memoryviews, because only arrays can be weakly referenced.
 ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
+# Up to so many parts that are uploaded are not counted before the object is, or a quarter of all.
+_LEAST_AHEAD = 8
 # The time for a stopped upload to send its abort, before its thread is left behind.
 _ABORT_GRACE_SECONDS = 5.0
 
@@ -73,89 +76,47 @@ class _Part:
     worker: int
     began_at: float
     size_bytes: int = 0
-    held: set[int] = field(default_factory=set)
+    held: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     is_whole: bool = False
-
-
-class _Parts:
-    """Emits `PartUploaded` for each part of one object when the transport drops its last buffer.
-
-    A buffer may be dropped in any thread, even during another call here. So there are no locks, and
-    each step is atomic in the interpreter.
-    """
-
-    def __init__(self, channel: Channel, object_key: str) -> None:
-        self._channel = channel
-        self._object_key = object_key
-        self._under_way: dict[int, _Part] = {}
-        self._filling: _Part | None = None
-        self._free: list[int] = []
-        self._workers = 0
-
-    def hand(self, token: int, number: int, size_bytes: int) -> Callable[[], None]:
-        """Record a buffer of this part that is handed over; call the result once it is dropped."""
-        part = self._filling
-        if part is None or part.number != number:
-            self.close()
-            part = self._under_way[number] = _Part(number, self._worker(), time.monotonic())
-            self._filling = part
-        part.size_bytes += size_bytes
-        part.held.add(token)
-        return partial(self._dropped, part, token)
-
-    def _worker(self) -> int:
-        if self._free:
-            return heapq.heappop(self._free)
-        self._workers += 1
-        return self._workers - 1
-
-    def close(self) -> None:
-        """Mark the part that is being filled as whole: it gets no more buffers."""
-        part, self._filling = self._filling, None
-        if part is not None:
-            part.is_whole = True
-            self._emit_if_done(part)
-
-    def _dropped(self, part: _Part, token: int) -> None:
-        part.held.discard(token)
-        self._emit_if_done(part)
-
-    def _emit_if_done(self, part: _Part) -> None:
-        # If several threads see that the part is done, only one of them gets it.
-        if part.is_whole and not part.held and self._under_way.pop(part.number, None) is not None:
-            self._channel.emit(
-                PartUploaded,
-                part.began_at,
-                object_key=self._object_key,
-                part=part.number,
-                size_bytes=part.size_bytes,
-                worker=part.worker,
-            )
-            heapq.heappush(self._free, part.worker)
+    ended_at: float = 0.0
 
 
 class _Tracked:
-    """Yields buffers, and reports to `progress` when the transport drops each of them."""
+    """Yields buffers, cut where a part ends, and knows which parts the store has.
+
+    A buffer may be dropped in any thread, even during another call here. So there are no locks, and
+    each step is atomic in the interpreter.
+
+    Args:
+        buffers: the content.
+        silence: what is known of the store; with the key, and the progress that receives the bytes
+            of the parts that were uploaded.
+        part_size_bytes: the size of every part but the last.
+        slot: the place of the requests in the window.
+        ahead: the largest number of parts that the transport may have without a good answer when it
+            asks for more.
+    """
 
     def __init__(
         self,
         buffers: Iterable[ByteArray],
-        progress: Progress,
+        silence: Silence,
         *,
         part_size_bytes: int,
-        key: str,
         slot: AdmissionSlot,
+        ahead: int,
     ) -> None:
-        self._slot = slot
+        self._silence, self._progress, self._slot = silence, silence.progress, slot
         self._buffers = iter(buffers)
-        self._part_size_bytes = part_size_bytes
-        self._progress = progress
-        self._pending: dict[int, weakref.ref[Any]] = {}
-        channel = progress.channel
-        self._parts = None if channel is None else _Parts(channel, key)
+        self._part_size_bytes, self._ahead = part_size_bytes, ahead
         self._rest: ByteArray | None = None
         self._head: deque[ByteArray] = deque()
-        self.size_bytes = 0
+        self._filling: _Part | None = None
+        self._under_way: dict[int, _Part] = {}
+        self._ended: deque[_Part] = deque()
+        self._free: list[int] = []
+        self._workers = self._uploaded = self.size_bytes = 0
+        self._is_asked = False
 
     def __iter__(self) -> Iterator[ByteArray]:
         return self
@@ -172,27 +133,50 @@ class _Tracked:
 
     def __next__(self) -> ByteArray:
         # No reference is kept to what is passed on.
-        return self._head.popleft() if self._head else self._take()
+        self._is_asked = True
+        try:
+            return self._head.popleft() if self._head else self._take()
+        finally:
+            self._is_asked = False
+
+    def look(self) -> None:
+        """Look whether the store still answers; called in the thread that waits.
+
+        Raises:
+            StoreUnavailableError: it does not, and no part is under way any more.
+        """
+        parts = sum(part.is_whole for part in list(self._under_way.values()))
+        self._silence.look(parts, is_open=parts > 0 or not self._is_asked)
+
+    def end(self) -> None:
+        """Report the parts that are not reported yet: the object is uploaded."""
+        for part in list(self._under_way.values()):
+            part.held.clear()
+            self._end_if_dropped(part)
+        self._report(MAX_PARTS)
 
     def _take(self) -> ByteArray:
+        self._report(self.size_bytes // self._part_size_bytes - self._ahead)
+        self._silence.wait()
         self._progress.check_stopped()
-        self._progress.alive()
-        buffer = next(self._buffers) if self._parts is None else self._within_a_part(self._parts)
+        self._silence.heard()
+        buffer = self._next_within_a_part()
         if self.size_bytes + buffer.nbytes > self._part_size_bytes * MAX_PARTS:
             # No plan allows for pickled values: their size is only known once they are written.
             raise UnsupportedError(
                 f"an object would need more than {MAX_PARTS} parts of {self._part_size_bytes}"
                 " bytes; raise TransferConfig.part_size_bytes"
             )
-        ended = self.size_bytes + buffer.nbytes
-        for part in range(self.size_bytes // self._part_size_bytes, ended // self._part_size_bytes):
-            self._slot.begin(part, self._progress.check_stopped)
+        number, rest_bytes = divmod(self.size_bytes + buffer.nbytes, self._part_size_bytes)
+        if buffer.nbytes and not rest_bytes:
+            self._slot.begin(number - 1, self._progress.check_stopped)
         # Pass on a new view, because the caller may keep a reference to its array.
         view = buffer[:]
-        self.track(view)
+        if view.nbytes:
+            self._hand(view)
         return view
 
-    def _within_a_part(self, parts: _Parts) -> ByteArray:
+    def _next_within_a_part(self) -> ByteArray:
         """Return the next buffer, cut where a part ends.
 
         Otherwise the transport would hold it until both parts are done.
@@ -202,34 +186,63 @@ class _Tracked:
             try:
                 buffer = next(self._buffers)
             except StopIteration:
-                parts.close()
+                self._close()
                 raise
         room_bytes = self._part_size_bytes - self.size_bytes % self._part_size_bytes
         if buffer.nbytes > room_bytes:
             buffer, self._rest = buffer[:room_bytes], buffer[room_bytes:]
         return buffer
 
-    def track(self, view: ByteArray) -> None:
-        """Report to `progress` and the parts when the transport drops this buffer."""
-        count_bytes = view.nbytes
-        if not count_bytes:
-            return
-        start = self.size_bytes
-        self.size_bytes += count_bytes
-        first, last = (at // self._part_size_bytes for at in (start, self.size_bytes - 1))
-        token, slot, part_size_bytes = id(view), self._slot, self._part_size_bytes
-        parts = self._parts
-        dropped = None if parts is None else parts.hand(token, first, count_bytes)
+    def _hand(self, view: ByteArray) -> None:
+        """Count a buffer that is handed over, and watch for the transport to drop it."""
+        part = self._filling
+        if part is None:
+            worker = heapq.heappop(self._free) if self._free else self._workers
+            self._workers = max(self._workers, worker + 1)
+            number = self.size_bytes // self._part_size_bytes
+            part = self._filling = self._under_way[number] = _Part(number, worker, time.monotonic())
+        part.size_bytes += view.nbytes
+        self.size_bytes += view.nbytes
+        part.held[id(view)] = weakref.ref(view, partial(self._drop, part, id(view)))
+        if part.size_bytes == self._part_size_bytes:
+            self._close()
 
-        def done(_: object) -> None:
-            self._pending.pop(token, None)
-            for number in range(first, last + 1):
-                slot.end(number, part_size_bytes, answered=True)
-            self._progress.moved(count_bytes)
-            if dropped is not None:
-                dropped()
+    def _close(self) -> None:
+        """Mark the part that is being filled as whole: it gets no more buffers."""
+        part, self._filling = self._filling, None
+        if part is not None:
+            part.is_whole = True
+            self._end_if_dropped(part)
 
-        self._pending[token] = weakref.ref(view, done)
+    def _drop(self, part: _Part, token: int, _: object) -> None:
+        part.held.pop(token, None)
+        self._end_if_dropped(part)
+
+    def _end_if_dropped(self, part: _Part) -> None:
+        # If several threads see that the part has ended, only one of them gets it.
+        if part.is_whole and not part.held and self._under_way.pop(part.number, None) is not None:
+            part.ended_at = time.monotonic()
+            heapq.heappush(self._free, part.worker)
+            self._ended.append(part)
+            self._slot.end(part.number, part.size_bytes, answered=True)
+            self._silence.heard()
+
+    def _report(self, parts: int) -> None:
+        """Report so many parts as uploaded, those that ended first."""
+        while self._uploaded < parts and self._ended:
+            part = self._ended.popleft()
+            self._uploaded += 1
+            self._progress.moved(part.size_bytes)
+            if self._progress.channel is not None:
+                self._progress.channel.emit(
+                    PartUploaded,
+                    part.began_at,
+                    seconds=part.ended_at - part.began_at,
+                    object_key=self._silence.key,
+                    part=part.number,
+                    size_bytes=part.size_bytes,
+                    worker=part.worker,
+                )
 
 
 def upload_object(
@@ -271,7 +284,10 @@ def upload_object(
         request_bytes=plan.part_size_bytes,
     )
     began_at = time.monotonic()
-    tracked = _Tracked(buffers, progress, part_size_bytes=plan.part_size_bytes, key=key, slot=slot)
+    most = min(most, slot.most, max(slot.concurrency, _LEAST_AHEAD, plan.parts // 4))
+    most = at_most(config.upload_concurrency, most)
+    silence, size = Silence(store, key, progress), plan.part_size_bytes
+    tracked = _Tracked(buffers, silence, part_size_bytes=size, slot=slot, ahead=max(2, most))
 
     def send() -> Version:
         whole = tracked.take_whole()
@@ -285,7 +301,7 @@ def upload_object(
                 key,
                 tracked,
                 part_size_bytes=plan.part_size_bytes,
-                max_concurrency=at_most(config.upload_concurrency, min(most, slot.most)),
+                max_concurrency=most,
             )
         except UploadLostError:
             # The end of the upload took effect, its answer was lost, and the next try heard this.
@@ -295,7 +311,8 @@ def upload_object(
             raise
 
     with closing(slot):
-        version = run_watched(send, f"upload of {key}", progress)
+        version = run_watched(send, f"upload of {key}", progress, tracked.look)
+    tracked.end()
     size_bytes = tracked.size_bytes
     parts = part_count(size_bytes, plan.part_size_bytes)
     if progress.channel is not None:
@@ -305,26 +322,34 @@ def upload_object(
     return Uploaded(size_bytes=size_bytes, version=version, parts=parts)
 
 
-def run_watched(task: Callable[[], T], what: str, progress: Progress) -> T:
+def run_watched(
+    task: Callable[[], T],
+    what: str,
+    progress: Progress,
+    look: Callable[[], object] | None = None,
+) -> T:
     """Run `task()` in a daemon thread and wait for it, so that the wait can be interrupted.
 
     On a stall or an interrupt, call `progress.stop` and give the task a few seconds to end.
+
+    Args:
+        look: a function that is called now and then, and may raise. Default: it looks for a stall.
     """
+    look = look or partial(progress.check_stalled, what)
     future = run_in_thread(task, what)
     try:
-        return result_of(
-            future, look=lambda: progress.check_stalled(what), step_seconds=WATCH_SECONDS
-        )
+        return result_of(future, look=look, step_seconds=WATCH_SECONDS)
     except BaseException as error:
         if future.done():
             raise
         progress.stop(error)
         try:
-            future.exception(timeout=_ABORT_GRACE_SECONDS)
+            ended = future.exception(timeout=_ABORT_GRACE_SECONDS)
+            leftover = LEFTOVER_ADVICE if LEFTOVER_ADVICE in str(ended) else ""
         except FutureTimeoutError:
             leftover = f"the request did not end: {LEFTOVER_ADVICE}"
-            if isinstance(error, DcpObjstoreError):
-                error.message += f"; {leftover}"
-            else:
-                logger.warning("%s was stopped; %s", what, leftover)
+        if leftover and isinstance(error, DcpObjstoreError):
+            error.message += f"; {leftover}" if leftover not in error.message else ""
+        elif leftover:
+            logger.warning("%s was stopped; %s", what, leftover)
         raise

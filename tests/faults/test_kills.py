@@ -35,7 +35,7 @@ from tests.support.states import own_part, same_bits, tensor_state
 Options = Mapping[str, object]
 MIB = 1024 * 1024
 
-pytestmark = pytest.mark.backends("seaweed")
+pytestmark = pytest.mark.backends("seaweed", "ceph")
 
 # Of 512 bytes each: a shard of a few, or of 7 MiB, which is two parts.
 SMALL_ROWS, LARGE_ROWS = 13, 2 * 7 * 2048

@@ -270,7 +270,7 @@ def test_the_store_is_told_to_abort_once_no_part_is_under_way() -> None:
         def of(self, part: object) -> dict[str, str]:
             return {}
 
-    def send(verb: str, _arguments: object, *, body: object = None, check: Any = None) -> Any:
+    def send(verb: str, _arguments: object, *, body: object = None, **_: Any) -> Any:
         if verb == "upload_part":
             begun.set()
             aborted.wait(0.2)

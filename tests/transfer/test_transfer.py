@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
+from msgspec.structs import replace
 
 from dcp_objstore.config import AUTO_MOST, MIB, PINNED_MOST, TransferConfig
 from dcp_objstore.errors import (
@@ -55,7 +56,7 @@ from dcp_objstore.transfer.download import (
 )
 from dcp_objstore.transfer.pages import new_memory
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
-from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.progress import Progress, Silence
 from dcp_objstore.transfer.ranges import (
     RangeRequest,
     Span,
@@ -473,7 +474,7 @@ def test_digests_are_per_block_and_see_every_byte():
 
 
 def config(**settings) -> TransferConfig:
-    return TransferConfig(part_size_bytes=PART, **settings)
+    return TransferConfig(**{"part_size_bytes": PART, **settings})
 
 
 def plan() -> PartPlan:
@@ -667,7 +668,13 @@ def test_a_part_under_way_has_the_lowest_number_that_is_free():
     channel.settle()
     workers = {part.part: part.worker for part in of(PartUploaded, heard)}
     assert workers == {0: 0, 1: 1, 2: 2, 3: 1}
-    assert of(PartUploaded, heard)[0].part == 1
+    assert of(PartUploaded, heard)[0].part == 1  # the first that ended
+
+
+def tracked_in(progress: Progress, pieces: Any, *, slot: Any, part_size_bytes: int = 10) -> Any:
+    """The buffers of an object, of which two parts may be under way."""
+    silence = Silence(Stub(), "o", progress)
+    return _Tracked(pieces, silence, part_size_bytes=part_size_bytes, slot=slot, ahead=2)
 
 
 def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
@@ -681,8 +688,7 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
         def end(self, part, size_bytes, *, answered):
             pass
 
-    pieces = [np.zeros(10, np.uint8)]
-    tracked = _Tracked(pieces, progress, part_size_bytes=5, key="o", slot=Slot())
+    tracked = tracked_in(progress, [np.zeros(10, np.uint8)], slot=Slot(), part_size_bytes=5)
     with pytest.raises(KeyboardInterrupt):
         next(tracked)
 
@@ -706,31 +712,30 @@ class Places:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "begun", "released"),
+    ("sizes", "begun", "ended"),
     [
         ([10, 10, 10], [0, 1, 2], [[0], [1], [2]]),
-        ([4, 6, 10], [0, 1], [[0], [0], [1]]),
-        ([15, 5], [0, 1], [[0, 1], [1]]),
-        ([11, 9], [0, 1], [[0, 1], [1]]),
-        ([35], [0, 1, 2], [[0, 1, 2, 3]]),
+        ([4, 6, 10], [0, 1], [[], [0], [1]]),
+        ([15, 5], [0, 1], [[0], [], [1]]),
+        ([11, 9], [0, 1], [[0], [], [1]]),
+        ([35], [0, 1, 2], [[0], [1], [2], [3]]),
         ([0, 10, 0, 9], [0], [[], [0], [], [1]]),
     ],
 )
-def test_a_buffer_that_is_dropped_ends_the_parts_that_have_bytes_of_it_and_no_other(
-    sizes, begun, released
-):
+def test_a_part_ends_when_all_of_its_buffers_are_dropped_and_no_other_does(sizes, begun, ended):
     """A part that ended too early would let more requests begin than the window allows."""
     places, progress = Places(), Progress(60)
     pieces = [np.zeros(size, np.uint8) for size in sizes]
-    tracked = _Tracked(pieces, progress, part_size_bytes=10, key="o", slot=places)
+    tracked = tracked_in(progress, pieces, slot=places)
     held = list(tracked)
     assert places.begun == begun
-    for parts in released:
+    for parts in ended:
         places.ended.clear()
         del held[0]
-        assert places.ended == [(part, 10) for part in parts]
+        assert [part for part, _ in places.ended] == parts
+    assert not tracked._under_way
+    tracked.end()
     assert progress.moved_bytes == sum(sizes)
-    assert not tracked._pending
 
 
 @pytest.mark.parametrize(
@@ -745,13 +750,13 @@ def test_a_buffer_that_is_dropped_ends_the_parts_that_have_bytes_of_it_and_no_ot
     ],
 )
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_buffer_is_cut_where_a_part_ends_and_a_part_is_reported_when_all_of_it_is_dropped(
+def test_a_buffer_is_cut_where_a_part_ends_and_every_part_of_a_whole_object_is_reported(
     sizes, cut, parts, at_once
 ):
     channel, heard = heard_channel()
     pieces = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
     progress = Progress(60, channel)
-    tracked = _Tracked(iter(pieces), progress, part_size_bytes=10, key="o", slot=Places())
+    tracked = tracked_in(progress, iter(pieces), slot=Places())
     held, body = [], bytearray()
     for buffer in tracked:
         held.append(buffer.nbytes if at_once else buffer)
@@ -760,21 +765,45 @@ def test_a_buffer_is_cut_where_a_part_ends_and_a_part_is_reported_when_all_of_it
     sent = held if at_once else [buffer.nbytes for buffer in held]
     assert sent == cut
     assert body == b"".join(piece.tobytes() for piece in pieces)
-    channel.settle()
-    assert bool(of(PartUploaded, heard)) == (at_once and bool(parts))
+    tracked.end()
     held.clear()
     channel.settle()
     told = [(one.part, one.size_bytes, one.object_key) for one in of(PartUploaded, heard)]
-    assert sorted(told) == [(number, size, "o") for number, size in enumerate(parts)]
+    assert told == [(number, size, "o") for number, size in enumerate(parts)]
     workers = {one.worker for one in of(PartUploaded, heard)}
     assert len(workers) == (min(1, len(parts)) if at_once else len(parts))
+
+
+def test_of_the_parts_that_ended_only_those_count_that_later_ones_vouch_for() -> None:
+    """A transport drops the buffers of a part that failed, too, and of all others that it gives up.
+
+    It asks for more only while at most so many parts are without a good answer.
+    """
+    channel, heard = heard_channel()
+    progress = Progress(60, channel)
+    pieces = (np.zeros(5, np.uint8) for _ in range(10))
+    tracked = tracked_in(progress, pieces, slot=Places())
+    counts, held = [], []
+    for buffer in tracked:
+        held.append(buffer)
+        del buffer
+        if len(counts) == 5:  # the first two parts of three, in the other order
+            del held[2:4]
+            del held[:2]
+        counts.append(progress.moved_bytes)
+    # While the 7th buffer is asked for, 3 parts were handed over, and one of them must be there.
+    assert counts == [0, 0, 0, 0, 0, 0, 10, 10, 20, 20]
+    held.clear()  # the transport gives up
+    channel.settle()
+    assert [part.part for part in of(PartUploaded, heard)] == [1, 0]
+    assert progress.moved_bytes == 20
 
 
 def test_an_upload_that_makes_its_data_is_alive_and_ends_when_it_is_stopped():
     now = 0.0
     progress = Progress(1.0, clock=lambda: now)
     pieces = (np.zeros(1, np.uint8) for _ in range(9))
-    tracked = _Tracked(pieces, progress, part_size_bytes=10, key="o", slot=Places())
+    tracked = tracked_in(progress, pieces, slot=Places())
     held = []
     for _ in range(3):
         now += 0.9
@@ -833,12 +862,33 @@ def test_the_parts_of_an_upload_in_flight_are_those_that_store_memory_and_settin
     limiter_of(store).heard(latency_seconds)
     settings = config(upload_concurrency=concurrency)
     pieces = (random_bytes(4 * MIB) for _ in range(3))
-    done = upload_object(store, "o", pieces, plan(), settings, Progress(60), most=most)
+    of_many = plan_parts(4 * AUTO_MOST * PART, PART, is_near=False)
+    done = upload_object(store, "o", pieces, of_many, settings, Progress(60), most=most)
     assert (done.size_bytes, done.version, done.parts) == (12 * MIB, "version", 3)
     limits = {"part_size_bytes": PART, "max_concurrency": expected}
     assert store.asked == [("o", 12 * MIB, limits)]
     assert len(limiter_of(store)._done) == 2  # the transport says nothing of the last one
     assert limiter_of(store).in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("mib_per_second", "parts", "expected"),
+    [(1000, 10, 64), (1, 10, 18), (1, 72, 18), (1, 80, 20), (1, 256, 64)],
+)
+def test_few_parts_of_an_upload_over_a_slow_line_are_uncounted_until_its_end(
+    mib_per_second, parts, expected
+):
+    """Over a slow line fewer parts are under way than may be; those beyond them would not count."""
+    store = Answering()
+    limiter = limiter_of(store)
+    lines = {"put_stream": mib_per_second * MIB}
+    limiter.window = replace(Window(latency_seconds=0.03), bytes_per_second=lines)
+    plan = plan_parts(parts * 16 * MIB, 16 * MIB, is_near=False)
+    settings = config(part_size_bytes=16 * MIB)
+    upload_object(
+        store, "o", (np.zeros(16 * MIB, np.uint8) for _ in range(2)), plan, settings, Progress(60)
+    )
+    assert store.asked[0][2]["max_concurrency"] == expected
 
 
 def test_bytes_reported_in_the_midst_of_a_report_are_counted():

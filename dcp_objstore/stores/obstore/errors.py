@@ -71,7 +71,7 @@ _WHOLE = "source: NotPartial"
 _OF_GOOGLE = Meaning(
     CredentialsError, "the key of the service account in the environment cannot be used"
 )
-_MID_UPLOAD = Meaning(StoreUnavailableError, "the connection to the store was lost in mid-upload")
+_UNANSWERED = "PUT of a part, or the end of the upload, got no answer, nor did the abort after it"
 
 # The tables have a text of obstore and what it means. The first that fits counts.
 _Signs = dict[str, Meaning]
@@ -351,7 +351,7 @@ def _of_abort(error: Exception, facts: Facts) -> Facts:
         return facts  # nothing is left
     if kind is ObjectNotFoundError:
         return replace(facts, meaning=errors.UPLOAD_LOST)
-    both = _MID_UPLOAD
+    both = Meaning(StoreUnavailableError, _UNANSWERED)
     if facts.status is not None:
         both = Meaning(kind, "the upload failed, and aborting it failed too, which hides the cause")
     return replace(facts, text=f"{words}: {facts.text}", meaning=both)

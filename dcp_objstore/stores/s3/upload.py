@@ -121,17 +121,21 @@ class MultipartUpload:
     def abort(self) -> bool:
         """End the requests under way, then have the store remove the parts; whether it has.
 
-        In this order, because a part that arrives after the abort would stay.
+        In this order, because a part that arrives after the abort would stay. It is sent twice at
+        most: a store that does not answer has been waited for already.
         """
         self._stopped = True
         self._dismiss()
         if self._upload_id is None:
             return True
-        try:
-            self.send_request("abort_multipart_upload", self._named())
-        except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
-            return is_upload_gone(error) or code_of(error) == "NoSuchBucket"
-        return True
+        for _ in range(2):
+            try:
+                self.send_request("abort_multipart_upload", self._named(), retry=False)
+            except Exception as error:  # noqa: BLE001  what ended the upload is the error to raise
+                if not (is_upload_gone(error) or code_of(error) == "NoSuchBucket"):
+                    continue
+            return True
+        return False
 
     def _dismiss(self) -> None:
         for _ in self._team:

@@ -1,0 +1,168 @@
+"""A store that stops answering: it is asked, the user is told once, and given up with a reason."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from dcp_objstore.errors import (
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    TransferStalledError,
+)
+from dcp_objstore.observe.events import NoAnswer
+from dcp_objstore.threads import spawn
+from dcp_objstore.transfer import progress as module
+from dcp_objstore.transfer.progress import Progress, Silence
+from tests.support.listening import heard_channel, of
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        del seconds
+
+
+class Asked:
+    """A store whose answers a test gives."""
+
+    url = "stub://asked"
+
+    def __init__(self) -> None:
+        self.questions: list[Future[Any]] = []
+
+    def head(self, key: str) -> Any:
+        assert key == "o"
+
+
+class Scene:
+    """An upload of which two parts are under way, and its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.store = Clock(), Asked()
+        self.channel, self.heard = heard_channel()
+        self.progress = Progress(180, self.channel, clock=self.clock.monotonic)
+        monkeypatch.setattr(module, "time", self.clock)
+        monkeypatch.setattr(module, "run_in_thread", self._ask)
+        self.silence = Silence(self.store, "o", self.progress)  # type: ignore[arg-type]
+
+    def _ask(self, ask: Callable[[], Any], name: str) -> Future[Any]:
+        ask()
+        self.store.questions.append(Future())
+        return self.store.questions[-1]
+
+    def look(self, seconds: float, parts: int = 2, *, is_open: bool = True) -> None:
+        self.clock.now += seconds
+        self.silence.look(parts, is_open=is_open)
+
+    def told(self) -> list[NoAnswer]:
+        self.channel.settle()
+        return of(NoAnswer, self.heard)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    yield Scene(monkeypatch)
+
+
+def test_the_user_is_told_once_of_a_store_that_answers_nothing_for_five_seconds(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(8):
+            scene.look(1)
+    assert len(scene.store.questions) == 1
+    (record,) = caplog.records
+    assert "stub://asked: no answer for 6 s, 2 parts of o under way" in record.getMessage()
+    assert "174 s more at most (TransferConfig.stall_timeout_seconds=180)" in record.getMessage()
+    (event,) = scene.told()
+    assert (event.object_key, event.parts, event.wait_seconds) == ("o", 2, 174)
+
+
+@pytest.mark.parametrize("answer", [None, ObjectNotFoundError("no"), PermissionDeniedError("no")])
+def test_a_line_that_is_slow_is_no_dead_store_whatever_it_answers(
+    scene: Scene, answer: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(40):
+        scene.look(1)
+        if scene.store.questions and not (question := scene.store.questions[-1]).done():
+            question.set_result(None) if answer is None else question.set_exception(answer)
+    assert len(scene.store.questions) == 8  # every five seconds: four, and the look that hears it
+    assert not scene.told()
+    assert not caplog.records
+
+
+def test_no_question_is_asked_while_parts_end_or_no_request_is_open(scene: Scene) -> None:
+    for _ in range(10):
+        scene.look(2.9)
+        scene.silence.heard()
+    scene.look(60, parts=0, is_open=False)
+    assert not scene.store.questions
+
+
+def test_parts_that_are_dropped_in_a_long_silence_show_no_life(scene: Scene) -> None:
+    """The transport drops them because it gives up, so the save ends at its stall time-out."""
+    for _ in range(31):
+        scene.look(6)
+        scene.silence.heard()
+    with pytest.raises(TransferStalledError):
+        scene.look(6)
+
+
+def test_no_part_is_begun_in_a_long_silence_and_all_go_on_after_an_answer(scene: Scene) -> None:
+    for _ in range(6):
+        scene.look(1)
+    waiting = spawn(scene.silence.wait, "wait")
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    scene.store.questions[-1].set_result(None)
+    scene.look(1)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    scene.look(2.5)
+    assert len(scene.store.questions) == 1
+
+
+def test_a_wait_for_an_answer_can_be_stopped(scene: Scene) -> None:
+    for _ in range(6):
+        scene.look(1)
+    scene.progress.stop(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        scene.silence.wait()
+
+
+def test_a_store_is_given_up_when_question_and_parts_have_failed_and_not_before(
+    scene: Scene,
+) -> None:
+    for _ in range(40):
+        scene.look(1)
+    scene.store.questions[-1].set_exception(StoreUnavailableError("connection refused"))
+    scene.look(1)  # a request with a longer time-out may still be answered
+    assert len(scene.store.questions) == 2
+    with pytest.raises(StoreUnavailableError, match=r"^PUT of parts of o: no answer for 42 s"):
+        scene.look(1, parts=0)
+
+
+def test_a_store_that_answers_after_the_first_question_failed_is_not_given_up(
+    scene: Scene,
+) -> None:
+    for _ in range(10):
+        scene.look(1)
+    scene.store.questions[-1].set_exception(StoreUnavailableError("no answer in time"))
+    scene.look(1)
+    scene.store.questions[-1].set_result(None)
+    scene.look(1, parts=0)
+    scene.look(1, parts=0)
+    assert len(scene.store.questions) == 2
