@@ -484,7 +484,7 @@ def _plain(
         return value
     plain: dict[str, Any] = {}
     for key, item in value.items():
-        name = name_of(key)
+        name = key if type(key) is str else name_of(key)
         if name in plain:
             other = next(other for other in value if str(other) == name)
             raise _clash(f"the keys {other!r} and {key!r} of {_shown(path)}", (*path, key))
