@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey
@@ -23,6 +23,7 @@ from dcp_objstore.state.trainable import Trainable
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.device_mesh import DeviceMesh
 
 # A path in the state: keys of dicts as the user has them, and numbers in lists.
 Path: TypeAlias = tuple[Any, ...]
@@ -138,8 +139,8 @@ class Asked:
             name: its name.
             path: its path in what `loaded` returns.
             current: what the value has there. A tensor is loaded into; if it is none, one is made.
-            like: a tensor whose device a new one gets. One of the same shape gets its order of
-                dimensions in memory, too, its mesh and its placements.
+            like: a tensor whose device and mesh a new one gets. One of the same shape gets its
+                order of dimensions in memory, too, and its placements.
         """
         key = _name((*self._place, name))
         saved = self._record.entries[key]
@@ -188,6 +189,14 @@ def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
     dtype = saved.properties.dtype or torch.uint8  # one that is unknown is refused when it is read
     device = getattr(like, "device", "cpu")
     if not isinstance(like, torch.Tensor) or like.size() != saved.size:
+        if isinstance(like, DTensor) and saved.size:
+            # What is computed with a DTensor is one, too; a number may be either.
+            return torch.distributed.tensor.empty(
+                saved.size,
+                dtype=dtype,
+                device_mesh=like.device_mesh,
+                placements=_placements(saved, like.device_mesh),
+            )
         return torch.empty(saved.size, dtype=dtype, device=device)
     local = torch_private.local_tensor(like)
     if torch_private.is_wrapper(local):
@@ -195,6 +204,13 @@ def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
     else:
         made = torch.empty_like(local, dtype=dtype)
     return torch_private.dtensor_alike(made, like) if isinstance(like, DTensor) else made
+
+
+def _placements(saved: TensorStorageMetadata, mesh: DeviceMesh) -> list[Placement]:
+    """Return placements as those of the saved tensor, which may be of another mesh."""
+    dims = {dim for chunk in saved.chunks for dim, at in enumerate(chunk.offsets) if at}
+    is_split = len(dims) == mesh.ndim == 1
+    return [Shard(dims.pop())] if is_split else [Replicate()] * mesh.ndim
 
 
 def is_whole(value: list[Any]) -> bool:
@@ -222,26 +238,31 @@ def leaves(
     value: Any,
     path: Path = (),
     is_leaf: Callable[[Any], bool] = lambda _: False,
-    lists: list[Path] | None = None,
+    whole: list[Path] | None = None,
 ) -> Iterator[tuple[Path, Any]]:
     """Yield every value that is not a dict or list to descend into, with its path.
 
     Args:
         is_leaf: whether not to descend into a dict or list.
-        lists: gets the path of each list that was descended into.
+        whole: gets the path of each list that was descended into, and of each dict without entries.
     """
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping) and not is_leaf(value):
         items = value.items()
+        if not value and path and whole is not None:
+            whole.append(path)
     elif isinstance(value, list) and not is_whole(value) and not is_leaf(value):
         items = enumerate(value)
-        if lists is not None:
-            lists.append(path)
+        if whole is not None:
+            whole.append(path)
     else:
         yield path, value
         return
     for key, item in items:
-        yield from leaves(item, (*path, key), is_leaf, lists)
+        if type(item) is torch.Tensor:  # the most by far
+            yield (*path, key), item
+        else:
+            yield from leaves(item, (*path, key), is_leaf, whole)
 
 
 def is_numbered_state(value: Any) -> bool:

@@ -88,8 +88,8 @@ class ConvertedState:
     Attributes:
         state_dict: nested dicts with str keys, and lists, of tensors and plain values.
         optimizers: place of each optimizer.
-        whole: places of modules that are not `Trainable`, optimizers, Stateful objects and lists:
-            what was saved there and is not loaded is warned of.
+        whole: places of modules that are not `Trainable`, optimizers, Stateful objects, lists and
+            dicts without entries: what was saved there and is not loaded is warned of.
         per_rank: place of each `PerRank`, mapped to whether it wants the values of all ranks.
         left_out: place of each `Trainable`, mapped to what it leaves out of its module.
 
@@ -113,13 +113,13 @@ class ConvertedState:
         # Sorted, because `state_dict` and `load_state_dict` may be collectives (FSDP1's are), and
         # the dicts of two ranks may differ in their order. Modules first: their state dict gives
         # FSDP2's modules back the parameters that the optimizers have.
-        lists: list[Path] = []
+        whole: list[Path] = []
         found = sorted(
-            leaves(state, (), self._is_decided, lists),
+            leaves(state, (), self._is_decided, whole),
             key=lambda leaf: (_rank_of(leaf[1]), _place(leaf[0])),
         )
         modules = {path: value for path, value in found if _rank_of(value) == 0}
-        self.whole = [*map(_place, lists)]
+        self.whole = [*map(_place, whole)]
         self.optimizers: list[Place] = []
         self.per_rank: dict[Place, bool] = {}
         self.left_out: dict[Place, LeftOut] = {}
@@ -484,7 +484,7 @@ def _plain(
         return value
     plain: dict[str, Any] = {}
     for key, item in value.items():
-        name = name_of(key)
+        name = key if type(key) is str else name_of(key)
         if name in plain:
             other = next(other for other in value if str(other) == name)
             raise _clash(f"the keys {other!r} and {key!r} of {_shown(path)}", (*path, key))

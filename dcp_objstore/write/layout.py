@@ -108,8 +108,12 @@ class Placed(msgspec.Struct, gc=False):
 
 def planned_dtype(item: WriteItem) -> str | None:
     """Return the name of the dtype that an item was planned with; None for a pickled value."""
-    data = item.tensor_data
-    return None if data is None else constant_name(data.properties.dtype)
+    return None if item.tensor_data is None else constant_name(_dtype_of(item))
+
+
+def _dtype_of(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype
 
 
 def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
@@ -228,7 +232,7 @@ class Layout:
             self.pending.popleft()
             try:
                 data = self._resolved(item)
-                if isinstance(data, torch.Tensor):
+                if isinstance(data, torch.Tensor) and data.dtype != _dtype_of(item):
                     size_bytes = item_bytes(item, data.dtype)
                     if not self._fits(size_bytes):  # a planner converted it to a larger dtype
                         self.pending.appendleft(SizedItem(item, size_bytes))

@@ -9,12 +9,13 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
@@ -83,7 +84,9 @@ def upload_items(
     store = save.open()
     known_digests = planner.digests if isinstance(planner, AgreeingSavePlanner) else {}
     digests_of = partial(_hash, save.channel) if save.channel.detailed else block_digests
-    resolve = torch.no_grad()(planner.resolve_data)  # `DTensor.to_local` gives the shard itself
+    resolve = planner.resolve_data
+    if not isinstance(planner, AgreeingSavePlanner) or _has_sharded(planner.state_dict):
+        resolve = torch.no_grad()(resolve)  # or else `DTensor.to_local` makes a view
     # For all items: what cannot be copied after all is uploaded.
     part_plan = _plan_parts(plan.items, store, config)
     unchanged = Unchanged()
@@ -139,6 +142,10 @@ def upload_items(
     if save.copies is not None:
         save.copies.end()
     return results, objects
+
+
+def _has_sharded(state_dict: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, DTensor) for value in state_dict.values())
 
 
 def _plan_parts(items: Sequence[WriteItem], store: ObjectStore, config: TransferConfig) -> PartPlan:

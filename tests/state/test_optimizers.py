@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.record import Record
 from tests.support.checkpoints import memory_url
+from tests.support.ranks import run_ranks
 from tests.support.wrappers import Codes, is_same
 
 
@@ -163,6 +167,19 @@ def test_state_of_parameters_that_nobody_has_is_warned_of(caplog: pytest.LogCapt
         dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
     assert "optimizer.state.0.bias.exp_avg" in caplog.text
     assert "6 keys" in caplog.text
+
+
+def test_what_was_saved_in_a_dict_that_is_empty_now_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dos.save({"rates": {"a": 1, "b": 2}, "step": 3}, url := memory_url(), progress=False)
+    with caplog.at_level(logging.WARNING):
+        dos.load({"rates": {}, "step": 0}, url, progress=False)
+    assert "rates.a, rates.b" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):  # nobody asked for it
+        dos.load({"step": 0}, url, progress=False)
+    assert not caplog.text
 
 
 def test_a_numbered_state_dict_loads_whole_into_that_of_a_fresh_optimizer() -> None:
@@ -335,6 +352,44 @@ def test_state_of_a_class_of_its_own_loads_as_it_was_into_a_fresh_optimizer() ->
         loaded = fresh.state[mine]["mean"]
         assert type(loaded) is Codes
         assert is_same(loaded, optimizer.state[theirs]["mean"])
+
+
+class Sums(torch.optim.SGD):
+    """Entries of other shapes than the parameter, of the placements that they are computed with."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            rows = parameter.grad.detach().square().sum(1)  # sharded as the parameter
+            columns = rows.redistribute(placements=[Replicate()])
+            for name, value in {"rows": rows, "columns": columns}.items():
+                self.state[parameter].setdefault(name, torch.zeros_like(value)).add_(value)
+        return super().step(closure)
+
+
+def resume_sums(rank: int, world: int, url: str) -> list[Any]:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(3, 5, bias=False))
+        return model, Sums(model.parameters(), momentum=0.9)
+
+    model, optimizer = made()
+    step(model, optimizer, 2)
+    dos.save({"model": model, "optimizer": optimizer}, url, progress=False)
+    fresh, loaded = made()
+    dos.load({"model": fresh, "optimizer": loaded}, url, progress=False)
+    states = [next(iter(of.state.values())) for of in (optimizer, loaded)]
+    for name, value in states[0].items():
+        assert (value.placements, value.shape) == (states[1][name].placements, value.shape), name
+        assert torch.equal(value.to_local(), states[1][name].to_local()), name
+    step(fresh, loaded)
+    return [str(states[1][name].placements) for name in ("rows", "columns")]
+
+
+def test_state_of_other_shapes_than_a_sharded_parameter_is_sharded_as_it_was(
+    tmp_path: Path,
+) -> None:
+    placements = run_ranks(2, resume_sums, f"file://{tmp_path}/c")
+    assert placements == [["(Shard(dim=0),)", "(Replicate(),)"]] * 2
 
 
 def test_under_fsdp1_the_state_of_a_parameter_that_had_none_is_not_asked_for() -> None:

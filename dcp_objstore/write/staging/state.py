@@ -109,14 +109,14 @@ class Staging:
         self._begin(regions, memory)
         for key, tensor in tensors.items():
             copies[key] = copy_of(tensor, *places[key]) if key in places else _no_region(tensor)
-        whole = {
-            key: rebuilt(leaves[key], iter([copies[id(unit)] for unit in of_leaf]))
-            for key, of_leaf in made_of.items()
-        }
+        for key, of_leaf in made_of.items():
+            if key not in units:
+                made = iter([copies[id(unit)] for unit in of_leaf])
+                copies[key] = rebuilt(leaves[key], made)
+        _keep_sharding(leaves, copies, state_dict)
         self.state = StagedState(
-            (name, _rebuilt(value, whole)) for name, value in state_dict.items()
+            (name, _rebuilt(value, copies)) for name, value in state_dict.items()
         )
-        _keep_sharding(state_dict, self.state)
         self.state.size_bytes = sum(region.size_bytes for region in regions)
         # Keeps the tensors alive: their memory is read until `finish` has returned.
         self._sources = list(tensors.values())
@@ -257,7 +257,9 @@ def _rebuilt(value: Any, copies: Mapping[int, Any], *, is_item: bool = True) -> 
     return kind(_rebuilt(item, copies, is_item=is_item) for item in value)
 
 
-def _keep_sharding(state: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
+def _keep_sharding(
+    leaves: Mapping[int, Any], copies: dict[int, Any], state: Mapping[str, Any]
+) -> None:
     """Give the copies the attributes that DCP asks how a tensor is sharded.
 
     The attributes are copied too, so that a method of a tensor of the state becomes one of its
@@ -266,15 +268,14 @@ def _keep_sharding(state: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: an attribute returns the tensor's own memory, not that of the copy.
     """
-    pairs = [
-        (name, tensor, copied)
-        for name in state
-        for leaf, of_copy in zip(_leaves(state[name]), _leaves(staged[name]), strict=True)
-        for tensor, copied in zip(_tensors(leaf), _tensors(of_copy), strict=False)
-    ]
-    copies: dict[int, Any] = {id(tensor): copied for _, tensor, copied in pairs}
-    for name, tensor, copied in pairs:
+    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+    for sharded in [leaf for leaf in tensors if isinstance(leaf, DTensor)]:
+        shard = torch_private.local_tensor(sharded)
+        copies[id(shard)] = torch_private.local_tensor(copies[id(sharded)])
+        tensors.append(shard)
+    for tensor in tensors:
         for attribute, value in torch_private.own_sharding(tensor).items():
+            copied = copies[id(tensor)]
             kept = copy.deepcopy(value, copies)
             # A function cannot be copied, and knows only the tensor that it was made for.
             if attribute == "__get_tensor_shard__" and kept is value:
@@ -283,7 +284,7 @@ def _keep_sharding(state: Mapping[str, Any], staged: Mapping[str, Any]) -> None:
                     " copied, so a save in the background would upload what training changes"
                     " meanwhile; set a method of the tensor (types.MethodType) or a"
                     " functools.partial in its place, or save with dcp_objstore.save",
-                    key=name,
+                    key=next(name for name in state if _holds(state[name], tensor)),
                 )
             setattr(copied, attribute, kept)
 
@@ -295,6 +296,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
         if isinstance(leaf, DTensor):
             yield torch_private.local_tensor(leaf)
+
+
+def _holds(value: Any, tensor: torch.Tensor) -> bool:
+    return any(own is tensor for own in _tensors(value))
 
 
 def _refuse(error: UnsupportedError, key: str, _: object) -> NoReturn:
