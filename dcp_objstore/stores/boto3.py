@@ -94,9 +94,12 @@ class Boto3Store(S3Store):
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytearray | None]:
         answer = self._clients.get("read").get_object(**target)
-        size_bytes = answer.get("ContentLength", 0)
-        into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
         with closing(ReceivedBody(answer["Body"])) as body:
+            if "ContentLength" not in answer:
+                into = body.in_chunks(max_size_bytes)
+                return {**answer, "ContentLength": len(into)}, into
+            size_bytes = answer["ContentLength"]
+            into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
             rest = memoryview(into or b"")
             while rest:
                 rest = rest[body.readinto(rest) :]
@@ -317,15 +320,29 @@ class ReceivedBody(Answer):
         Raises:
             BrokenOffError: the body ended early.
         """
-        from botocore.exceptions import BotoCoreError
-
-        try:
-            count: int = self._body.readinto(into[:_RECEIVE_BYTES])
-        except (BotoCoreError, OSError) as error:
-            raise BrokenOffError(str(error)) from error
+        count = self._receive(into)
         if not count:
             raise BrokenOffError("the body ended early")
         return count
+
+    def in_chunks(self, most_bytes: int) -> bytearray:
+        """Return a body whose length was not announced, or more than `most_bytes` of it.
+
+        Raises:
+            BrokenOffError: the connection was lost.
+        """
+        body, piece = bytearray(), memoryview(bytearray(_RECEIVE_BYTES))
+        while len(body) <= most_bytes and (count := self._receive(piece)):
+            body += piece[:count]
+        return body
+
+    def _receive(self, into: memoryview) -> int:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            return int(self._body.readinto(into[:_RECEIVE_BYTES]))
+        except (BotoCoreError, OSError) as error:
+            raise BrokenOffError(str(error)) from error
 
     def close(self) -> None:
         """Close the body of the answer."""

@@ -240,6 +240,17 @@ class RangeBody(Protocol):
         """
         ...
 
+    def awaited(self) -> int | None:
+        """Return a descriptor that is readable once the answer has begun.
+
+        A server that serves few requests at a time begins an answer only when the ones before it
+        were read. Who has several ranges open reads those first whose answers have begun.
+
+        Returns:
+            None if the answer has begun, or there is none to wait for.
+        """
+        ...
+
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error. Any thread may call this.
 

@@ -28,6 +28,7 @@ What there is, and who may touch it:
 from __future__ import annotations
 
 import queue
+import select
 import threading
 import time
 from collections import deque
@@ -44,6 +45,7 @@ from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
+from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS
 from dcp_objstore.threads import Spawned, spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.pages import new_memory
@@ -199,6 +201,7 @@ def fetch_ranges(
         depth=depth,
         piece_bytes=piece_bytes,
         most_workers=most_workers,
+        silence_seconds=min(READ_PROGRESS_SECONDS, config.request_timeout_seconds),
     )
     try:
         shared.staff()
@@ -332,6 +335,7 @@ class _Shared(Generic[T]):
     depth: int
     piece_bytes: int
     most_workers: int
+    silence_seconds: float
 
     def __post_init__(self, requests: Sequence[RangeRequest[T]]) -> None:
         self.tasks = deque(requests)
@@ -455,11 +459,45 @@ class _Worker(Generic[T]):
             self._send_ahead(ahead)
             if not ahead:
                 return
+            if len(ahead) > 1:
+                self._to_front_what_came(ahead)
             self._read_piece(ahead[0])
             if ahead[0].unread:
                 ahead.rotate(-1)
             else:
                 self._end(ahead.popleft())
+
+    def _to_front_what_came(self, ahead: deque[_Fetch[T]]) -> None:
+        """Bring a request to the front whose answer has begun; wait until one has.
+
+        To wait for one answer while another one lies here unread may be to wait for ever: some
+        servers serve few requests at a time.
+        """
+        front, place = ahead[0], self._begun(ahead, 0)
+        if place is None:
+            try:
+                with self.shared.waits(front.request).stragglers.waiting(front, 0, learn=False):
+                    place = self._begun(ahead, self.shared.silence_seconds)
+            except StragglerError:
+                front.body.close()
+                front.body = self.shared.open(front.request, front.unread[0].start)
+                self._to_front_what_came(ahead)
+                return
+        ahead.rotate(-(place or 0))
+
+    def _begun(self, ahead: Iterable[_Fetch[T]], seconds: float) -> int | None:
+        """Return the place of the first request whose answer has begun; None: of none in time."""
+        awaited = [fetch.body.awaited() for fetch in ahead]
+        poll, until = select.poll(), time.monotonic() + seconds
+        for descriptor in filter(None, awaited):
+            poll.register(descriptor, select.POLLIN)
+        step_seconds = 0 if None in awaited else min(seconds, STEP_SECONDS)
+        while True:
+            came = {None, *(descriptor for descriptor, _ in poll.poll(step_seconds * 1000))}
+            place = next((at for at, which in enumerate(awaited) if which in came), None)
+            if place is not None or time.monotonic() >= until:
+                return place
+            self.shared.progress.check_stopped()
 
     def _send_ahead(self, ahead: deque[_Fetch[T]]) -> None:
         """Begin requests until this worker has as many under way as it may."""

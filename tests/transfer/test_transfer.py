@@ -1499,6 +1499,9 @@ def test_nothing_is_received_in_place_any_more_once_a_download_has_failed(comes,
             if comes != "after":
                 assert receiving.wait(10)
 
+        def awaited(self):
+            return None
+
         def cancel(self, *, at_once):
             assert not at_once  # else a transport that cannot be interrupted would ask again
             if comes != "never":

@@ -13,12 +13,18 @@ from dcp_objstore.config import MIB
 from dcp_objstore.errors import CorruptDataError
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.obstore.direct import LaneError
-from dcp_objstore.stores.obstore.errors import sent_whole
+from dcp_objstore.stores.obstore.errors import is_unreadable, sent_whole
 from dcp_objstore.stores.protocol import Version
-from dcp_objstore.stores.ranges import Answer, ReceivedChunks, RetriedSource, check_came
+from dcp_objstore.stores.ranges import (
+    Answer,
+    RangeSource,
+    ReceivedChunks,
+    RetriedSource,
+    check_came,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Buffer
 
@@ -41,11 +47,20 @@ class ObstoreSource(RetriedSource):
         path: the key in the bucket.
         in_memory: whether it is obstore's memory store, which knows a range past the end by the
             text of its error alone.
+        other: a function that returns another source of the object, if that reads the answer which
+            obstore could not, and raises the error if not.
     """
 
-    def __init__(self, clients: Clients, path: str, *, in_memory: bool) -> None:
+    def __init__(
+        self,
+        clients: Clients,
+        path: str,
+        *,
+        in_memory: bool,
+        other: Callable[[str, Exception], RangeSource],
+    ) -> None:
         # A method of its own there would be a reference cycle for each range.
-        super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory))
+        super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory, other))
         self._clients = clients
         self._path = path
         self._over_lane = True
@@ -76,7 +91,14 @@ class ObstoreSource(RetriedSource):
         super().failed(error, asked_at, had_begun=had_begun)
 
 
-def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: int) -> Answer:
+def _ask_obstore(
+    clients: Clients,
+    path: str,
+    in_memory: bool,
+    other: Callable[[str, Exception], RangeSource],
+    start: int,
+    end: int,
+) -> Answer:
     import obstore
 
     client = clients.get("range")
@@ -87,6 +109,8 @@ def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: 
     try:
         answer = obstore.get(client, path, options={"range": (start, end)})
     except Exception as error:
+        if is_unreadable(error):
+            return other(path, error).ask(start, end)
         # A server may say 200 where the range is the whole object: it is what was asked for.
         if start != 0 or not sent_whole(error):
             raise

@@ -28,6 +28,7 @@ from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
     http_code,
+    is_unreadable,
     judge_obstore,
     no_store,
     parts_are_left,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.obstore.clients import Clients
+    from dcp_objstore.stores.ranges import RangeSource
 
 # The page of S3 and GCS, and so of one call for the next keys.
 _PAGE_KEYS = 1000
@@ -85,19 +87,20 @@ class ObstoreStore(BaseStore[str]):
     Args:
         url: the root of the store.
         clients: its bucket's clients.
-        copier: a function that opens the same root over another transport, which copies ranges:
-            obstore has no call for a part of an object. None where there is none.
+        over_boto3: a function that opens the same root over boto3. It copies ranges, for which
+            obstore has no call, and reads what obstore cannot: objects whose length is not
+            announced, and listings with a key that has an empty segment. None where it is not.
     """
 
     def __init__(
         self,
         url: StoreUrl,
         clients: Clients,
-        copier: Callable[[], BaseStore[Any]] | None = None,
+        over_boto3: Callable[[], BaseStore[Any]] | None = None,
     ) -> None:
         super().__init__(url, clients.endpoint_url)
         self._clients = clients
-        self._copier = copier
+        self._over_boto3 = over_boto3
         self._root = f"{url.prefix}/" if url.prefix else ""
 
     @property
@@ -118,7 +121,7 @@ class ObstoreStore(BaseStore[str]):
             multipart=scheme != "memory",
             listed_versions=scheme != "gs",
             clean_abort=scheme != "az",
-            copies=self._copier is not None or self._clients.copier is not None,
+            copies=self._over_boto3 is not None or self._clients.copier is not None,
             range_copies=scheme not in ("gs", "az"),
         )
 
@@ -131,7 +134,18 @@ class ObstoreStore(BaseStore[str]):
         return RangeReading(ahead=ahead, takes_gil=takes_gil, memory_bytes=MEMORY_BYTES)
 
     def _range_source(self, place: str) -> ObstoreSource:
-        return ObstoreSource(self._clients, place, in_memory=self._url.scheme == "memory")
+        in_memory = self._url.scheme == "memory"
+        return ObstoreSource(self._clients, place, in_memory=in_memory, other=self._other_source)
+
+    def _other(self, error: Exception) -> BaseStore[Any]:
+        """Return the store over boto3 if it reads an answer that obstore cannot; raise if not."""
+        if self._over_boto3 is None or not is_unreadable(error):
+            raise error
+        return self._over_boto3()
+
+    def _other_source(self, place: str, error: Exception) -> RangeSource:
+        other = self._other(error)
+        return other._range_source(other._place(place.removeprefix(self._root)))
 
     def _put(
         self,
@@ -204,12 +218,12 @@ class ObstoreStore(BaseStore[str]):
         max_concurrency: int,
         moved: Callable[[int], None],
     ) -> Version:
-        if self._copier is None:
+        if self._over_boto3 is None:
             clients, target = self._clients, replace(self._url, prefix=place)
             send, remove = partial(clients.ask, place), partial(self._delete, place)
             copy_object(clients.copier, send, sources, target, moved=moved, remove=remove)
             return self._head(place).version
-        return self._copier().copy(
+        return self._over_boto3().copy(
             place.removeprefix(self._root),
             sources,
             part_size_bytes=part_size_bytes,
@@ -221,7 +235,11 @@ class ObstoreStore(BaseStore[str]):
         import obstore
 
         def read() -> tuple[bytes, ObjectMeta]:
-            answer = obstore.get(self._clients.get("read"), place)
+            try:
+                answer = obstore.get(self._clients.get("read"), place)
+            except Exception as error:  # noqa: BLE001  raised again, if boto3 is not to be asked
+                other, key = self._other(error), place.removeprefix(self._root)
+                return other.get(key, max_size_bytes=max_size_bytes)
             if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
                 raise errors.ConfigError(NO_STORE)  # no object here is a page
             meta = self._fits(self._meta(answer.meta), max_size_bytes)
@@ -236,6 +254,8 @@ class ObstoreStore(BaseStore[str]):
             try:
                 return self._meta(obstore.head(self._clients.get("read"), place))
             except Exception as error:
+                if is_unreadable(error):
+                    return self._other(error).head(place.removeprefix(self._root))
                 status, code = http_code(error)
                 if status not in UNCLEAR_IN_HEAD or code is not None:
                     raise
@@ -294,7 +314,7 @@ class ObstoreStore(BaseStore[str]):
                     self._prove()
                 return page
 
-        page = ask()
+        page: Any = ()
         while page is not None:
             for meta in page:
                 if clients.ordered:
@@ -306,7 +326,18 @@ class ObstoreStore(BaseStore[str]):
                 # Consoles make an empty object with the folder's name; obstore has cut off its "/".
                 if meta["path"] != prefix:
                     yield self._meta(meta)
-            page = ask()
+            try:
+                page = ask()
+            except errors.UnsupportedError as error:
+                if self._over_boto3 is None or not is_unreadable(error):
+                    raise
+                break
+        else:
+            return
+        for listed in self._over_boto3().list(folder and f"{folder}/"):
+            path = self._root + listed.key
+            if path not in listed_keys and (last is None or path > last):
+                yield listed
 
     def _prove(self) -> None:
         """Raise `ConfigError` if a web server stands where a store was meant.
