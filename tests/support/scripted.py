@@ -164,12 +164,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response_only(answer[0])
         fields = {"Content-Length": str(len(answer[2])), **answer[1]}
+        is_chunked = "Transfer-Encoding" in fields
+        if is_chunked:
+            del fields["Content-Length"]
         for name, value in fields.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer[2])
-            self.close_connection |= len(answer[2]) != int(fields["Content-Length"])
+            is_short = not is_chunked and len(answer[2]) != int(fields["Content-Length"])
+            self.close_connection |= is_short
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815 - http.server's names
 
