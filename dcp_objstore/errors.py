@@ -3,6 +3,7 @@
     DcpObjstoreError
     ├── RetryableError        try again, now or later: nothing was lost
     │   ├── StoreUnavailableError     5xx, throttling, connection or time-out, after all retries
+    │   │   └── UploadLostError       the store has lost a multipart upload before its end
     │   ├── TransferStalledError      no byte moved within `stall_timeout_seconds`
     │   ├── CommitUnknownError        the store never said whether the commit took effect
     │   └── SaveInProgressError       this writer is busy with another save
@@ -126,6 +127,13 @@ class StoreUnavailableError(RetryableError):
     """The store answered 5xx or 429, refused the connection or timed out, after all retries."""
 
     _doctor_helps = True
+
+
+class UploadLostError(StoreUnavailableError):
+    """The store says that there is no such multipart upload, and no object of it was found.
+
+    Something else aborted it, such as a lifecycle rule, or another writer has replaced its object.
+    """
 
 
 class TransferStalledError(RetryableError):

@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 from dcp_objstore.contexts import contextmanager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 # Process groups.
 
@@ -304,11 +304,6 @@ class HostStager(StateDictStager):
         return copied
 
 
-def non_persistent_buffers(module: torch.nn.Module) -> Collection[str]:
-    """Return the names of the module's own buffers that `state_dict` omits. torch 2.9 to 2.15."""
-    return module._non_persistent_buffers_set
-
-
 def all_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield each name that `get_model_state_dict` gives a parameter, with it. torch 2.9 to 2.15.
 
@@ -364,42 +359,11 @@ def legacy_classes() -> tuple[type, ...]:
     return (*torch._tensor_classes, *torch._storage_classes)
 
 
-__all__ = [
-    "HostStager",
+__all__ = [  # what is imported here for others
     "MemoryFormatEncoding",
     "ProcessExecutor",
     "ShardedTensor",
-    "StagesAtOnce",
     "StorageInfo",
     "ThreadExecutor",
-    "all_parameters",
-    "are_alike",
-    "copied_to_host",
-    "count_groups",
-    "default_store",
-    "dtensor",
-    "dtensor_alike",
-    "flattened",
-    "groups_named_from",
-    "has_cpu_backend",
-    "has_flat_parameters",
-    "is_dispatched",
-    "is_fake",
-    "is_opaque",
-    "is_registered",
-    "is_wrapper",
-    "layout_by_name",
-    "legacy_classes",
-    "local_tensor",
-    "non_persistent_buffers",
-    "own_sharding",
-    "parts",
-    "rebuilt",
     "set_element",
-    "set_group_timeout",
-    "size_in_checkpoint",
-    "spec_of",
-    "storage_classes",
-    "unbind_default_group",
-    "waited",
 ]

@@ -267,6 +267,22 @@ def read_entry(name: str, store: ObjectStore, objects: Objects) -> Entry:
         return Entry(name, store, objects, error=error)
 
 
+class Markers(dict[str, Entry]):
+    """The markers of a run that were read, by the names of their steps, for the next listing."""
+
+    def read(self, name: str, store: ObjectStore, objects: Objects) -> Entry:
+        """Read a marker, unless the listing shows that it was not written since it was read."""
+        known = self.get(name)
+        if known is None or known.error or known.objects[MARKER_KEY] != objects[MARKER_KEY]:
+            known = self[name] = read_entry(name, store, objects)
+        return known
+
+    def forget_others(self, places: Mapping[str, Objects]) -> None:
+        """Forget the markers of steps that a listing lacks."""
+        for name in self.keys() - places.keys():
+            del self[name]
+
+
 def step_names(places: Mapping[str, Objects], *, bare: bool = False) -> set[str]:
     """Return the names of the steps of a run that have a marker.
 

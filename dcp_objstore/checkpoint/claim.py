@@ -20,8 +20,9 @@ C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and 
     `_CLAIM` still has its own number. It does not adopt the steps after that one, and its last PUT
     leaves the base as it is and names in `going_back` the step that it is about to save. The
     **commit of that step decides**: its marker has the new number as its base. So a save that is
-    refused changes nothing, and a crash after the commit does not undo it. After the commit the job
-    puts `_CLAIM` with base = number, by rule C4.
+    refused changes nothing, and a crash after the commit does not undo it. A job that was refused
+    and goes back again takes a number that is later than that of its fence, which is no commit.
+    After the commit the job puts `_CLAIM` with base = number, by rule C4.
 C3. A step counts if it is committed and the claim of its marker is at least the base: that of
     `_CLAIM`, or of the marker that `going_back` leads to. To list the steps, a job reads these two
     before and after, and lists again if they have changed (`catalogue.list_run`).
@@ -239,16 +240,18 @@ def _take(
 
     claimed = put(known.version if known else None, before.base, before.going_back)
     base = _settle(open_step, before, number, tries)
+    # If it names the same step again, the fence must not pass for its commit.
+    least = number + 1 if saves and before.going_back else number
     while True:
         places = list_places(run)
         steps = _read_all(places, open_step, keeps=keeps)
         counting = [step for step in steps if counts(step.marker, base)]
         kept = [step for step in counting if keeps(step.name)]
         left = [step for step in counting if not keeps(step.name)]
-        later = max(_last_claim(steps), _last_claim(left) + 1)
+        later = max(_last_claim(steps), _last_claim(left) + 1, least)
         if later > number:
-            # `_CLAIM` still has our number, so no job of this run has this one: the step was
-            # copied here from another run.
+            # `_CLAIM` still has our number, so no job of this run has a later one: a step with it
+            # was copied here from another run.
             number = later
             claimed = put(claimed, before.base, before.going_back)
         # Nothing is given up because one listing lacked it.

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LOOK_AROUND_LIMIT = 1000  # one page on S3
+LOOK_AROUND_LIMIT = 1000  # one page on S3
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS_ADVICE = (
     "dos.load, inspect, diff and export read it as it is, but it has no commit to list, pin, copy"
     " or delete; 'dcp-objstore import' makes a checkpoint of it"
@@ -236,9 +237,9 @@ def look_around(store: ObjectStore) -> dict[str, ObjectMeta]:
     """
     try:
         listing = store.list("")
-        metas = {meta.key: meta for meta in islice(listing, _LOOK_AROUND_LIMIT)}
+        metas = {meta.key: meta for meta in islice(listing, LOOK_AROUND_LIMIT)}
         if not any(is_ours(key.rpartition("/")[2]) for key in metas):
-            metas |= {meta.key: meta for meta in islice(listing, 9 * _LOOK_AROUND_LIMIT)}
+            metas |= {meta.key: meta for meta in islice(listing, 9 * LOOK_AROUND_LIMIT)}
     except DcpObjstoreError as error:
         raise CheckpointNotFoundError(
             f"there is no checkpoint here (what else is here could not be listed: {error})",
@@ -276,9 +277,16 @@ def explain_keys(url: str, keys: Collection[str]) -> str:
     if below:
         nearest = f"{url.rstrip('/')}/{below}".removesuffix(f"/{MARKER_KEY}")
         return f"there is no checkpoint here, but there is one below, for example {nearest}"
+    text = "there is no checkpoint here, only other objects"
+    torch_files = [key for key in keys if "/" not in key and key.endswith(_TORCH_SUFFIXES)]
     if DOT_METADATA_KEY in keys:
-        return "there is a '.metadata' here but no marker: not a checkpoint of dcp_objstore"
-    return "there is no checkpoint here, only other objects"
+        text = "there is a '.metadata' here but no marker: not a checkpoint of dcp_objstore"
+    elif torch_files:
+        text = (
+            f"there is no checkpoint here, but a file of torch.save: {min(torch_files)};"
+            " 'dcp-objstore import' makes a checkpoint of one such file, by its name"
+        )
+    return text
 
 
 def _is_weights(key: str) -> bool:

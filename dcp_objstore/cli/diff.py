@@ -14,7 +14,7 @@ import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Checkpoint, Json, Keys, TrustPickle, chosen
-from dcp_objstore.cli.terminal import columns, say
+from dcp_objstore.cli.terminal import columns, json_text, say
 from dcp_objstore.observe.report import counted, size_text
 
 _DIFFERENT_STATUS = 1
@@ -61,7 +61,7 @@ def print_diff(
             for difference in report.values
         ]
         fields = dataclasses.asdict(dataclasses.replace(report, values=()))
-        print(json.dumps({"same": report.same, **fields, "values": values}))
+        print(json_text({"same": report.same, **fields, "values": values}))
     else:
         _print(report)
     if not report.same:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcp_objstore.cli.options import Json, chosen
-from dcp_objstore.cli.terminal import coloured, columns, say, wrapped
+from dcp_objstore.cli.terminal import coloured, columns, json_text, say, wrapped
 from dcp_objstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def diagnose(
     if as_json:
         checks = [dataclasses.asdict(finding) for finding in findings]
         folder = None if node is None else node.folder
-        print(json.dumps({"url": shown, "local": folder, "ok": ok, "checks": checks}))
+        print(json_text({"url": shown, "local": folder, "ok": ok, "checks": checks}))
     else:
         fit_for = [
             text

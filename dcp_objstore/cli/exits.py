@@ -75,6 +75,8 @@ def exits() -> Iterator[None]:
         for number in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) is not signal.SIG_IGN
     }
+    if sys.stdout is None:
+        fail("standard output is closed; redirect it, to /dev/null if you do not need it")
     try:
         yield
         sys.stdout.flush()
@@ -87,9 +89,12 @@ def exits() -> Iterator[None]:
         with suppress(OSError):  # after SIGHUP, the terminal is gone
             say(f"dcp-objstore: ended by {name}", *_lines(notes), to_errors=True)
         sys.exit(128 + number)
-    except BrokenPipeError:
-        # The reader of the output has gone; nothing more can be written, not even at exit.
+    except OSError as error:
+        # The reader of the output has gone, or its disk is full; nothing more can be written, not
+        # even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            fail(f"the output cannot be written, or a file used: {error}")
         sys.exit(128 + signal.SIGPIPE)
     finally:
         for number, handler in before.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -17,7 +16,7 @@ import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail
 from dcp_objstore.cli.ls import described
 from dcp_objstore.cli.options import chosen, seconds
-from dcp_objstore.cli.terminal import say
+from dcp_objstore.cli.terminal import json_text, say
 from dcp_objstore.errors import ConfigError
 
 _PLACEHOLDER = re.compile(r"\{(url|name)\}")
@@ -103,7 +102,7 @@ def _step(text: str | None) -> int | str | None:
 
 
 def _print_json(step: dos.reports.ListedCheckpoint) -> None:
-    print(json.dumps(described(step)), flush=True)
+    print(json_text(described(step)), flush=True)
 
 
 def _words(command: str) -> list[str]:

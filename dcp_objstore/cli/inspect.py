@@ -13,7 +13,7 @@ import typer
 
 import dcp_objstore as dos
 from dcp_objstore.cli.options import Checkpoint, Json, chosen
-from dcp_objstore.cli.terminal import aligned, columns, say
+from dcp_objstore.cli.terminal import aligned, columns, json_text, say
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.state.left_out import left_out_of
@@ -74,7 +74,7 @@ def _inspect_tensor(checkpoint: dos.Checkpoint, name: str, *, as_json: bool) -> 
         raise ConfigError(f"{name} is a value, not a tensor", url=checkpoint.url)
     stats = entry.stats()
     if as_json:
-        print(json.dumps({**_described(entry), **dataclasses.asdict(stats)}))
+        print(json_text({**_described(entry), **dataclasses.asdict(stats)}))
     else:
         say(f"{name}  {_dtype(entry)} {list(entry.shape)}, {size_text(entry.nbytes)}")
         _print_stats(stats)
@@ -102,7 +102,7 @@ def _print_plan(
 ) -> None:
     if as_json:
         plans = [dataclasses.asdict(plan) for plan in planned]
-        print(json.dumps({"url": checkpoint.url, "ranks": plans}))
+        print(json_text({"url": checkpoint.url, "ranks": plans}))
         return
     lines = [("rank", "fetches", "requests", "objects", "from other ranks")]
     for _, group in groupby(planned, lambda plan: dataclasses.replace(plan, rank=0)):
@@ -155,7 +155,7 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
         "bytes_by_dtype": root.bytes_by_dtype(),
         "left_out": left_out_of(checkpoint.user_metadata or {}),
     }
-    print(json.dumps(report))
+    print(json_text(report))
 
 
 def _plain_values(checkpoint: dos.Checkpoint, root: _Module) -> dict[str, object]:

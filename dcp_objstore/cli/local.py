@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -10,7 +9,7 @@ import typer
 
 from dcp_objstore.checkpoint.names import natural_order
 from dcp_objstore.cli.options import chosen
-from dcp_objstore.cli.terminal import age, aligned, say
+from dcp_objstore.cli.terminal import age, aligned, json_text, say
 from dcp_objstore.errors import InputError
 from dcp_objstore.observe.report import counted, size_text
 
@@ -40,7 +39,7 @@ def print_runs(folder: Folder, as_json: _JsonLines = False) -> None:
     runs = local_runs(local)
     if as_json:
         for run in runs:
-            print(json.dumps(_as_json(run)))
+            print(json_text(_as_json(run)))
         return
     say(local.folder)
     if runs:
@@ -71,7 +70,7 @@ def remove_runs(
     removals = remove_local_runs(local, url)
     if as_json:
         for run, is_removed in removals:
-            print(json.dumps({**_as_json(run), "removed": is_removed}))
+            print(json_text({**_as_json(run), "removed": is_removed}))
     else:
         say(local.folder)
         for run, is_removed in removals:

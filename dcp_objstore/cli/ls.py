@@ -15,7 +15,7 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import fail, status_of
 from dcp_objstore.cli.options import CheckpointOrRun, chosen
-from dcp_objstore.cli.terminal import age, aligned, columns, say
+from dcp_objstore.cli.terminal import age, aligned, columns, json_text, say
 from dcp_objstore.observe.report import counted, size_text
 
 # If the terminal leaves fewer columns than this for the last column, it is left out.
@@ -58,7 +58,7 @@ def print_checkpoints(
         say(text, to_errors=True)
     if as_json:
         for entry in listing.checkpoints:
-            print(json.dumps(described(entry)))
+            print(json_text(described(entry)))
     else:
         say(listing.url)
         lines = _all_lines(listing) if everything else _lines(listing)

@@ -40,9 +40,14 @@ def coloured(text: str, colour: str | None) -> str:
     return typer.style(text, fg=colour)
 
 
+def json_text(value: object) -> str:
+    """Return a value as JSON, which has no NaN and no infinity: they become text, as in markers."""
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda text: str(float(text))))
+
+
 def print_json(report: Any, **more: object) -> None:
     """Print a report, a dataclass, as one JSON object, and more fields after its own."""
-    print(json.dumps({**dataclasses.asdict(report), **more}))
+    print(json_text({**dataclasses.asdict(report), **more}))
 
 
 def columns() -> int:

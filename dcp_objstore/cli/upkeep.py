@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import Annotated, TypeAlias
 
@@ -11,7 +10,7 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
 from dcp_objstore.cli.options import Checkpoint, CheckpointOrRun, Json, chosen, seconds
-from dcp_objstore.cli.terminal import columns, print_json, say, wrapped
+from dcp_objstore.cli.terminal import columns, json_text, print_json, say, wrapped
 from dcp_objstore.observe.report import counted, size_text
 
 _LEAST_TEXT_WIDTH = 40
@@ -149,7 +148,7 @@ def _print_pins(url: str, pins: tuple[str, ...], *, as_json: bool) -> None:
 
     where = StoreSpec(url, chosen()).url
     if as_json:
-        print(json.dumps({"url": where, "pins": list(pins)}))
+        print(json_text({"url": where, "pins": list(pins)}))
     else:
         say(f"{where}: pinned as {', '.join(pins)}" if pins else f"{where}: not pinned")
 

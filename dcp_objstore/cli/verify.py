@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
 from dcp_objstore.cli.options import chosen
-from dcp_objstore.cli.terminal import coloured, columns, say, wrapped
+from dcp_objstore.cli.terminal import coloured, columns, json_text, say, wrapped
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
@@ -78,7 +77,7 @@ def verify(
         elif whole is None:
             whole = report.url
         if as_json:
-            print(json.dumps({"ok": report.ok, **dataclasses.asdict(report)}), flush=True)
+            print(json_text({"ok": report.ok, **dataclasses.asdict(report)}), flush=True)
         else:
             _print(report)
     if run and not as_json:

@@ -24,6 +24,19 @@ _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _IN_ZIP_64: Final = 2**32 - 1
 _STORED, _DEFLATED = 0, 8
 _MOST_PACKED: Final = 1032  # bytes that a deflated byte can stand for
+_LEAST_LIMIT_BYTES: Final = 1024 * 1024
+_LIMIT_RATIO: Final = 100
+
+
+def unpacked_limit_bytes(stored_bytes: int, least_bytes: int = _LEAST_LIMIT_BYTES) -> int:
+    """Return the size to which something may unpack that has no shape to tell it.
+
+    That is 100 times the stored size. To unpickle takes up to 100 times a hostile pickle.
+
+    Args:
+        least_bytes: the least limit. Default 1 MiB, of a pickle.
+    """
+    return max(least_bytes, _LIMIT_RATIO * stored_bytes)
 
 
 class ArchiveError(Exception):
@@ -72,7 +85,7 @@ class Archive:
         """Return a record below the root, unpacked to at most the size in the directory.
 
         Raises:
-            ArchiveError: there is no such record, or it cannot be unpacked.
+            ArchiveError: there is no such record, or it cannot be unpacked, or gets too large.
         """
         record = self.records.get(f"{self.root}/{name}")
         if record is None:
@@ -80,6 +93,8 @@ class Archive:
         stored = bytes(self._body[record.start : record.end])
         if not record.packed:
             return stored
+        if record.size_bytes > unpacked_limit_bytes(len(stored)):
+            raise ArchiveError(f"{name} unpacks to {record.size_bytes} bytes")
         try:
             return zlib.decompressobj(-zlib.MAX_WBITS).decompress(stored, record.size_bytes)
         except zlib.error as error:

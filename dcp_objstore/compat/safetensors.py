@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -17,9 +18,15 @@ import numpy as np
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.config import MIB
-from dcp_objstore.errors import CheckpointCorruptError, InputError, UnsupportedError
+from dcp_objstore.errors import (
+    CheckpointCorruptError,
+    InputError,
+    InvalidUrlError,
+    UnsupportedError,
+)
 from dcp_objstore.state.stored import constant_name
 from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.stores.urls import check_key
 from dcp_objstore.transfer.workers import in_waves
 
 if TYPE_CHECKING:
@@ -31,6 +38,8 @@ SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# The files that count in a folder, whatever else is there.
+BY_NAME = (_ONE_FILE, _INDEX)
 _SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors\Z")
 # The format's names of dtypes and torch's, for both ways.
 _NAMES = {
@@ -88,7 +97,7 @@ class WeightFiles(NamedTuple):
         weight_map: the file of each tensor, as far as an index says it.
     """
 
-    names: Collection[str]
+    names: Sequence[str]
     weight_map: Mapping[str, str]
 
 
@@ -114,7 +123,7 @@ class _Place(NamedTuple):
     end: int
 
 
-_entries = msgspec.json.Decoder(dict[str, _Entry])
+_entries = msgspec.json.Decoder(dict[str, _Entry | None])  # the metadata may be null
 _indices = msgspec.json.Decoder(_Index)
 
 
@@ -164,7 +173,9 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) ->
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def choose_files(store: ObjectStore, keys: Collection[str]) -> WeightFiles | None:
+def choose_files(
+    store: ObjectStore, keys: Collection[str], *, is_cut: bool = False
+) -> WeightFiles | None:
     """Return the files that transformers would read from a folder; None if there are none.
 
     That is `model.safetensors`, or else what `model.safetensors.index.json` names. Without either,
@@ -172,40 +183,38 @@ def choose_files(store: ObjectStore, keys: Collection[str]) -> WeightFiles | Non
 
     Args:
         store: the folder.
-        keys: keys of all its objects.
+        keys: keys of its objects.
+        is_cut: whether there are more than these; those of `BY_NAME` are among them in any case.
 
     Raises:
-        InputError: there are several files or indices, or one of several shards.
-        CheckpointCorruptError: the index is damaged, or names a file that is not there.
+        InputError: there are several files or indices, or one of several shards, or there may be.
+        CheckpointCorruptError: the index is damaged, or names something outside of the folder.
     """
     inside = [key for key in keys if "/" not in key]
     files = [key for key in inside if key.endswith(SUFFIX)]
     indices = [key for key in inside if key.endswith(_INDEX_SUFFIX)]
     if _ONE_FILE in files:
         return WeightFiles([_ONE_FILE], {})
-    if _INDEX in indices or len(indices) == 1:
-        weight_map = _read_index(store, _INDEX if _INDEX in indices else indices[0], inside)
+    if _INDEX in indices or (len(indices) == 1 and not is_cut):
+        weight_map = _read_index(store, _INDEX if _INDEX in indices else indices[0])
         return WeightFiles(sorted({*weight_map.values()}), weight_map)
     is_part = len(files) == 1 and (shard := _SHARD.search(files[0])) and int(shard[1]) != 1
-    if indices or len(files) > 1 or is_part:
+    if indices or len(files) > 1 or is_part or (files and is_cut):
+        why = "there are too many objects to list" if is_cut else "there is no single index"
         named = ", ".join(indices or files)
-        raise InputError(
-            f"there is no single index, so name one of the files: {named}", url=store.url
-        )
+        raise InputError(f"{why}, so name one of the files: {named}", url=store.url)
     return WeightFiles(files, {}) if files else None
 
 
-def _read_index(store: ObjectStore, name: str, inside: Collection[str]) -> dict[str, str]:
+def _read_index(store: ObjectStore, name: str) -> dict[str, str]:
     body, _ = store.get(name, max_size_bytes=_MOST_INDEX_BYTES)
     try:
         weight_map = _indices.decode(body).weight_map
-        absent = {*weight_map.values()} - {*inside}
-        if absent:
-            raise ValueError(f"{min(absent)} is not in the folder")
-    except _UNREADABLE as error:
+        files = {file: check_key(posixpath.normpath(file)) for file in {*weight_map.values()}}
+    except (*_UNREADABLE, InvalidUrlError) as error:
         text = f"{name} has no weight_map of this folder: {error}"
         raise CheckpointCorruptError(text, object_key=name, url=store.url) from None
-    return weight_map
+    return {key: files[file] for key, file in weight_map.items()}
 
 
 def read_headers(store: ObjectStore, sizes_bytes: Mapping[str, int]) -> dict[str, bytes]:
@@ -345,10 +354,10 @@ def _parsed(name: str, text: bytes, size_bytes: int) -> dict[str, _Place]:
     return places
 
 
-def _place(name: str, key: str, entry: _Entry, *, begin: int, size_bytes: int) -> _Place:
-    shape, offsets = entry.shape, entry.data_offsets
-    if isinstance(shape, str) or isinstance(offsets, str):
-        raise ValueError(f"{key!r} has no shape or no data_offsets")  # noqa: TRY004 - not a call's
+def _place(name: str, key: str, entry: _Entry | None, *, begin: int, size_bytes: int) -> _Place:
+    shape, offsets = ("", "") if entry is None else (entry.shape, entry.data_offsets)
+    if entry is None or isinstance(shape, str) or isinstance(offsets, str):
+        raise ValueError(f"{key!r} has no shape or no data_offsets")
     if len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"{key!r} has {len(shape)} dimensions")
     start, end = offsets

@@ -27,16 +27,6 @@ _MAX_WINDOW_LOG: Final = 27
 
 # What `torch.save` adds to a tensor's bytes: 1 to 3 KiB of archive. The rest is for long names.
 FRAMING_SIZE_BYTES: Final = 1024 * 1024
-_VALUE_SIZE_BYTES: Final = 64 * 1024 * 1024
-_VALUE_RATIO: Final = 100
-
-
-def value_limit_bytes(stored_bytes: int) -> int:
-    """Return the size to which a value may unpack: 100 times the stored size, at least 64 MiB.
-
-    A value, unlike a tensor, has no shape that tells its size.
-    """
-    return max(_VALUE_SIZE_BYTES, _VALUE_RATIO * stored_bytes)
 
 
 def check_transforms(names: Sequence[str], key: str) -> None:

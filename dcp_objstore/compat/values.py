@@ -15,6 +15,7 @@ import os
 import pickle
 import warnings
 import zipfile
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -68,6 +69,18 @@ def check_safe(body: bytes, key: str, *, trust_pickle: bool, is_verified: bool =
             " the author of this checkpoint",
             key=key,
         )
+
+
+def check_vetted(body: bytes, key: str) -> None:
+    """Check that `torch.load(body, weights_only=True)` can only refuse it, and do no harm.
+
+    Raises:
+        UntrustedPickleError: it is not what `torch.save` writes.
+    """
+    try:
+        vet(body)
+    except (ArchiveError, HostilePickleError) as error:
+        raise not_built(error, body, key, is_verified=True) from error
 
 
 def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
@@ -173,9 +186,13 @@ def _test_load(body: bytes) -> str | None:
     return None
 
 
-def unpickled(body: io.BytesIO, *, weights_only: bool) -> Any:
-    """Return what `torch.save` has written, whatever the program's setting for `mmap` is."""
-    return torch.load(body, map_location="cpu", mmap=False, weights_only=weights_only)
+def unpickled(body: io.BytesIO | Path, *, weights_only: bool, mmap: bool = False) -> Any:
+    """Return what `torch.save` has written, whatever the program's setting for `mmap` is.
+
+    What others may have written has to pass `vet` first, or the user trusts it: `check_safe` does
+    that for values. Nothing else here unpickles what comes from a store.
+    """
+    return torch.load(body, map_location="cpu", mmap=mmap, weights_only=weights_only)
 
 
 def _forced() -> bool:

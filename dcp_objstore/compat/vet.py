@@ -21,6 +21,7 @@ import functools
 import http
 import io
 import math
+import mmap
 import pathlib
 import pickle
 import re
@@ -54,6 +55,9 @@ _DIALECT: Final = Dialect(
     max_key_bits=64,
 )
 _MAX_GLOBALS: Final = 1_000  # the most different ones
+# The old format has a number, its version, facts of the machine, the value, and keys of storages.
+_OLD_PICKLES: Final = 5
+_MAX_OLD_BYTES: Final = 64 * 1024 * 1024
 _Arguments = tuple[object, ...]
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _QUANTIZED: Final = "torch._utils._rebuild_qtensor"
@@ -80,16 +84,41 @@ def vet(body: bytes | memoryview) -> frozenset[str]:
     """
     archive = Archive(body)
     pickled = archive.read("data.pkl")
-    if not pickled.startswith(b"\x80\x02"):
-        return frozenset()  # torch does not read it safely
+
+    def size_of(name: str) -> int | None:
+        record = archive.records.get(f"{archive.root}/data/{name}".lower())
+        return None if record is None else record.size_bytes
+
     end, is_whole = scan(pickled, _DIALECT)
-    trial = _Trial(pickled[:end], archive)
+    trial = _Trial(pickled[:end], archive.unpacked_bytes, size_of)
     trial.run()
+    # Torch's own unpickler reads other protocols, too, as far as they have the same opcodes.
+    is_known = is_whole and trial.is_known and pickled.startswith(b"\x80\x02")
     # Decimals can be chosen so that all have one hash.
     hashes_decimals = trial.hashes_items and _DECIMAL in trial.inert
-    if not is_whole or not trial.is_known or hashes_decimals or any(trial.attributes):
+    if not is_known or hashes_decimals or any(trial.attributes):
         return frozenset()
     return frozenset(trial.inert)
+
+
+def vet_old(body: bytes | mmap.mmap) -> None:
+    """Check that torch may unpickle a file of the format before torch 1.6.
+
+    It is a few pickles, one after the other, and then the tensors' memory.
+
+    Raises:
+        HostilePickleError: as `vet`.
+    """
+    at = 0
+    for _ in range(_OLD_PICKLES):
+        pickled = body[at : at + _MAX_OLD_BYTES]
+        end, is_whole = scan(pickled, _DIALECT)
+        if not is_whole and len(pickled) == _MAX_OLD_BYTES:
+            raise HostilePickleError(f"it has more than {_MAX_OLD_BYTES} bytes")
+        _Trial(pickled[:end], len(body)).run()
+        if not is_whole:
+            return  # nor does torch go on
+        at += end
 
 
 class _EndError(Exception):
@@ -141,7 +170,9 @@ class _Trial(pickle.Unpickler):
 
     Args:
         pickled: the part of the pickle that `scan` has passed.
-        archive: the archive with the storages.
+        stored_bytes: the size of what has the storages, unpacked.
+        size_of: returns the size of a storage by its name, or None if there is none. Default: it is
+            not known before they are read, as in the old format.
 
     Attributes:
         inert: names of `_INERT` that were found.
@@ -150,9 +181,14 @@ class _Trial(pickle.Unpickler):
         attributes: attributes of the BytesIO objects, which stay empty in what was saved.
     """
 
-    def __init__(self, pickled: bytes, archive: Archive) -> None:
+    def __init__(
+        self, pickled: bytes, stored_bytes: int, size_of: Callable[[str], int | None] | None = None
+    ) -> None:
         super().__init__(io.BytesIO(pickled), encoding="bytes")
-        self.archive = archive
+        self.stored_bytes = stored_bytes
+        self.size_of = size_of
+        self.names: set[str] = set()  # of storages
+        self.left_bytes = stored_bytes  # for further storages
         self.globals: dict[str, Global] = {}
         self.inert: set[str] = set()
         self.is_known = True
@@ -216,7 +252,7 @@ class _Trial(pickle.Unpickler):
             raise HostilePickleError(f"it calls {name}, which takes a size")
         if name == _QUANTIZED and len(args) > 2 and type(args[2]) is tuple:
             numbers = [item for item in args[2] if type(item) is int]
-            if math.prod(numbers) > 2 * self.archive.unpacked_bytes:
+            if math.prod(numbers) > 2 * self.stored_bytes:
                 raise HostilePickleError("a quantized tensor is larger than what is stored")
         if name == _FROM_TYPE and len(args) > 2:
             function, inner = args[0], args[2]
@@ -227,18 +263,21 @@ class _Trial(pickle.Unpickler):
     def persistent_load(self, place: object) -> object:
         """Return the stand-in for the storage of a tensor (BINPERSID)."""
         if type(place) is not tuple or len(place) < 5:
+            if self.size_of is None:
+                raise HostilePickleError("it holds whole modules, and not only their state")
             raise _EndError
         _, cls, name, _, count = place[:5]
         if not isinstance(cls, Global) or type(name) is not str or type(count) is not int:
             raise HostilePickleError("a storage is described in an unknown way")
-        record = self.archive.records.get(f"{self.archive.root}/data/{name}".lower())
+        size_bytes = self.stored_bytes if self.size_of is None else self.size_of(name)
         itemsize = _itemsize(cls.name)
-        if record is None or itemsize is None:
+        if size_bytes is None or itemsize is None:
             raise HostilePickleError("a storage is not there, or of no known type")
-        if not 0 <= count * itemsize <= record.size_bytes:
-            raise HostilePickleError(
-                f"a storage of {record.size_bytes} bytes says that it has others"
-            )
+        if name not in self.names:
+            self.names.add(name)
+            self.left_bytes -= count * itemsize
+        if not 0 <= count * itemsize <= size_bytes or self.left_bytes < 0:
+            raise HostilePickleError(f"a storage of {size_bytes} bytes says that it has others")
         return _STORAGE
 
 

@@ -378,6 +378,7 @@ class _Copy:
             config=config,
             progress=progress,
             most=max(1, half_bytes // plan.part_size_bytes),
+            is_own=True,
         )
         there = msgspec.structs.replace(entry, key=key, e_tag=uploaded.version.e_tag)
         return StoredObject(there, uploaded.parts, save.spec.url)

@@ -342,11 +342,23 @@ def _plan(
     is_torch = name is not None and name.endswith(TORCH_SUFFIXES)
     selected = None if keys is None else checkpoint.matching(keys)
     adapter = adapter_folder(checkpoint, selected) if name is None else None
+    if adapter and rename:
+        raise InputError(
+            "PEFT has its own names for the tensors of an adapter, so rename= cannot change them;"
+            " export to one file, such as adapter.safetensors, to choose the names",
+            url=checkpoint.url,
+        )
     if adapter:
         selected = list(adapter.names)
     source = CheckpointSource(checkpoint, selected, values=is_torch and is_first(group))
     names = adapter.names if adapter else renamed(source.keys, rename)
     tensors = {key: _as_dtype(info, dtype) for key, info in source.tensors.items()}
+    if not (source.keys if is_torch else tensors):
+        raise InputError(
+            "there is nothing to export: none of the keys is that of a tensor, and files of"
+            " safetensors hold nothing else; choose others with keys=, or export to a .pt file",
+            url=checkpoint.url,
+        )
     index = None
     if adapter:
         files = [safetensors_file(WEIGHTS_FILE, list(tensors), tensors, names)]

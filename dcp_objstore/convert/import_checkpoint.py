@@ -26,9 +26,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError
+from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError, unpacked_limit_bytes
 from dcp_objstore.compat.inert_pickle import HostilePickleError
-from dcp_objstore.compat.vet import vet
+from dcp_objstore.compat.values import unpickled
+from dcp_objstore.compat.vet import vet, vet_old
 from dcp_objstore.config import MIB
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
@@ -139,11 +140,15 @@ def import_checkpoint(
         user_metadata=user_metadata,
         allow_unfenced=allow_unfenced,
     )
+    if keys is not None and not isinstance(keys, str):
+        keys = list(keys)  # an iterator could be used only once
     source_options = options_of_other(source_storage_options, url, storage_options, source)
     with _open_source(
         source, keys, source_options, config=config, trust_pickle=trust_pickle
     ) as opened:
         names = renamed(matching(dict.fromkeys(opened.keys), keys), rename)
+        if not names:
+            raise InputError(f"there is nothing to import: {source} has no keys, or keys= is empty")
         planner = _ImportPlanner(str(writer.checkpoint_id), opened, names)
         with closing(planner), reporting_failures(writer):
             return run_save(writer, planner.flat, None, planner)
@@ -194,11 +199,14 @@ class _ImportPlanner(AgreeingSavePlanner):
         return [slab for item in super().make_items() for slab in self._cut(item)]
 
     def _cut(self, item: WriteItem) -> list[WriteItem]:
-        if item.tensor_data is None:
+        info = self._source.tensors.get(self._keys[item.index.fqn])
+        if item.tensor_data is None or info is None:  # or a tensor that was saved as a value
             return [item]
-        info = self._source.tensors[self._keys[item.index.fqn]]
         slabs = list(cut(item.index.fqn, info.shape, info.dtype, info.starts))
         return [item] if len(slabs) < 2 else [_item(slab, info) for slab in slabs]
+
+    def _is_read(self, item: WriteItem) -> bool:
+        return self._keys[item.index.fqn] in self._source.tensors
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Override `DefaultSavePlanner.finish_plan`: begin to read."""
@@ -206,14 +214,14 @@ class _ImportPlanner(AgreeingSavePlanner):
         slabs = [
             _slab(item, self._keys[item.index.fqn])
             for item, _ in upload_order(plan.items)
-            if item.tensor_data
+            if self._is_read(item)
         ]
         self._tensors = read_ahead((slab for slab in slabs if slab.size_bytes), self._source.read)
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Override `DefaultSavePlanner.resolve_data`; called in the order of upload."""
-        if write_item.tensor_data is None:
+        if not self._is_read(write_item) or write_item.tensor_data is None:
             return super().resolve_data(write_item)
         slab = _slab(write_item, write_item.index.fqn)
         if slab.size_bytes:
@@ -308,37 +316,37 @@ def _is_mappable(path: Path, trust_pickle: bool) -> bool:
     """
     with path.open("rb") as file:
         head = file.read(32)
-        if not head.startswith(ZIP_START):
-            if _LEGACY_MAGIC not in head:
-                raise ValueError("it is no zip file")
-            return False
-        body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        is_zip = head.startswith(ZIP_START)
+        if not is_zip and _LEGACY_MAGIC not in head:
+            raise ValueError("it is no zip file")
+        body = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if not is_zip:
+        if not trust_pickle:
+            vet_old(body)
+        return False
     if not trust_pickle:
-        vet(body)
-    return not any(record.packed for record in Archive(body).records.values())
+        vet(memoryview(body))
+    archive = Archive(memoryview(body))
+    is_packed = any(record.packed for record in archive.records.values())
+    if is_packed and archive.unpacked_bytes > unpacked_limit_bytes(len(body)):
+        raise ArchiveError(f"its records unpack to {archive.unpacked_bytes} bytes")
+    return not is_packed
 
 
 def _loaded(path: Path, trust_pickle: bool) -> dict[str, Any]:
     """Map a `torch.save` file into memory; read it there if its records are packed."""
     try:
         is_mapped = _is_mappable(path, trust_pickle)
-        state = torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=not trust_pickle)
+        state = unpickled(path, mmap=is_mapped, weights_only=not trust_pickle)
     except FileNotFoundError:
         raise ObjectNotFoundError(f"there is no file {path}", object_key=path.name) from None
-    except UnpicklingError as error:
+    except (UnpicklingError, HostilePickleError) as error:
         text = str(error).partition("\n")[0]
         raise UntrustedPickleError(
             f"{path.name} is not loaded with weights_only=True: {text}. If you trust who made it,"
             " allow it with trust_pickle=True"
         ) from None
-    except (
-        RuntimeError,
-        EOFError,
-        ValueError,
-        ArchiveError,
-        HostilePickleError,
-        OSError,
-    ) as error:
+    except (RuntimeError, EOFError, ValueError, ArchiveError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # so mmap refuses its end
             raise InputError(f"{path} cannot be read: {error.strerror}") from error
         text = str(error).partition("\n")[0]

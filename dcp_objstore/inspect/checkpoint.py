@@ -592,7 +592,7 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
     event_settings = EventSettings(on_event, trace)
     channel = event_settings.channel("open", spec.url, *rank_and_world_size())
     with channel.watching():
-        stored = open_stored_checkpoint(spec, verify=verify, rename=rename)
+        stored = open_stored_checkpoint(spec, verify=verify).renamed(rename, spec.url)
         channel.emit(Opened, channel.began_at, commit_id=stored.commit_id)
     return Checkpoint(
         spec,

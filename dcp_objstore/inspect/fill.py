@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_objstore.compat.values import unpickled
 from dcp_objstore.errors import CheckpointGoneError, ConfigError, UnsupportedError
-from dcp_objstore.inspect.selection import check_covered
 from dcp_objstore.read.plan import plan_load
 from dcp_objstore.read.session import report_loaded, run_load
 from dcp_objstore.read.stored_checkpoint import name_next
 from dcp_objstore.read.tensor_read import is_value
-from dcp_objstore.state.geometry import Box
+from dcp_objstore.state.geometry import Box, check_filled
 from dcp_objstore.state.memory import is_quantized, narrow
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
 
@@ -194,7 +193,8 @@ def read_items(
         assert isinstance(saved, TensorStorageMetadata)
         chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         chunk_items = create_read_items_for_chunk_list(key, saved, [chunk])
-        check_covered(key, box, chunk_items)
+        offsets = [item.dest_offsets for item in chunk_items]
+        check_filled(key, box.sizes, offsets, [item.lengths for item in chunk_items])
         items += chunk_items
     for key in values:
         place = MetadataIndex(key)

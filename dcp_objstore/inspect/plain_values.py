@@ -80,7 +80,10 @@ def read_plain_values(
 def _decoded(key: str, payload: bytes) -> dict[str, object]:
     """Return the value by its key; nothing if it is not plain: JSON can express what is."""
     try:
-        pickled = Archive(payload).read("data.pkl")
+        archive = Archive(payload)
+        if archive.unpacked_bytes > _MOST_BYTES:
+            return {}
+        pickled = archive.read("data.pkl")
         _, is_whole = scan(pickled, _PLAIN)
         if not is_whole:
             return {}

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.read.nearest import nearest
-from dcp_objstore.state.geometry import Box, fills
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import ReadItem
+from dcp_objstore.state.geometry import Box
 
 Patterns: TypeAlias = str | Iterable[str] | None
 
@@ -130,23 +126,6 @@ def _integer(part: Any) -> int:
         return as_index()
     except TypeError as error:  # an array of several elements, or of floats
         raise IndexError(f"only integers, slices and Ellipsis select a part: {error}") from error
-
-
-def check_covered(key: str, box: Box, items: Sequence[ReadItem]) -> None:
-    """Check that the chunks to read cover the box, because new memory has arbitrary contents.
-
-    Raises:
-        CheckpointCorruptError: the chunks do not cover the box.
-    """
-    lengths = [item.lengths for item in items]
-    if fills(box.sizes, [item.dest_offsets for item in items], lengths):
-        return
-    raise CheckpointCorruptError(
-        "the chunks in the checkpoint do not make up this tensor: they have"
-        f" {sum(size.numel() for size in lengths)} of the {math.prod(box.sizes)} elements to read,"
-        " or overlap and leave some out",
-        key=key,
-    )
 
 
 def nested(

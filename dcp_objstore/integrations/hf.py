@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from dcp_objstore.compat.values import check_safe
+from dcp_objstore.compat.values import check_safe, check_vetted, unpickled
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
@@ -54,6 +55,10 @@ _TRAINER_STATE = "trainer_state.json"
 _SCHEDULER = "scheduler.pt"
 # Arguments of `CheckpointManager` by which it would save; here only the Trainer does.
 _TRAINERS_OWN = ("save_every", "save_last")
+# What accelerate and the Trainer load by `torch.load(weights_only=True)`.
+_LOADED = re.compile(
+    r"(random_states|rng_state|scheduler|sampler|dl_state_dict|scaler)[^/]*\.(pt|pth|bin|pkl)"
+)
 _OWN_CHECKPOINTS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -63,12 +68,15 @@ def _read_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def _write_files(folder: Path, of_ranks: Sequence[Mapping[str, bytes]]) -> None:
+def _write_files(
+    folder: Path, of_ranks: Sequence[Mapping[str, bytes]], *, trust_pickle: bool
+) -> None:
     """Write the files of all ranks. Of two with one name, this rank's own counts, then rank 0's.
 
     Raises:
         StateMismatchError: the values are no files.
         CheckpointCorruptError: a name leads out of the folder.
+        UntrustedPickleError: a file that torch is to unpickle is not what `torch.save` writes.
     """
     rank, _ = rank_and_world_size()
     for files in (*reversed(of_ranks), *of_ranks[rank : rank + 1]):
@@ -85,6 +93,8 @@ def _write_files(folder: Path, of_ranks: Sequence[Mapping[str, bytes]]) -> None:
             path = folder / name
             if ".." in path.parts or not path.is_relative_to(folder):
                 raise CheckpointCorruptError(f"{name!r} is no name of a file here", key="files")
+            if _LOADED.fullmatch(path.name) and not trust_pickle:
+                check_vetted(body, f"files, {name}")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(body)
 
@@ -151,7 +161,7 @@ class _AcceleratorFiles(PerRank):
         if not self.values:
             return
         with self._without_tensors() as folder:
-            _write_files(folder, self.values)
+            _write_files(folder, self.values, trust_pickle=self._trust_pickle)
             # accelerate loads all other files with weights_only=True.
             for path in folder.glob("custom_checkpoint_*"):
                 check_safe(
@@ -372,7 +382,8 @@ class _TrainerRun:
         assert self.scratch is not None
         assert files.values is not None
         folder = self.scratch / "resumed"
-        _write_files(folder, files.values)
+        trust_pickle = bool(self._options.get("trust_pickle"))
+        _write_files(folder, files.values, trust_pickle=trust_pickle)
         if not {_TRAINER_STATE, _SCHEDULER} <= files.values[0].keys():
             raise StateMismatchError(
                 "training cannot go on from this checkpoint: no Trainer saved it, or one with"
@@ -527,7 +538,7 @@ class _ObjectStoreTrainer:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         self._object_store.load_tensors()
-        scheduler = torch.load(Path(checkpoint, _SCHEDULER), weights_only=True)
+        scheduler = unpickled(Path(checkpoint, _SCHEDULER), weights_only=True)
         cast(Any, self).lr_scheduler.load_state_dict(scheduler)
 
     def _load_best_model(self) -> None:

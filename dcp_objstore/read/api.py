@@ -82,7 +82,8 @@ def load(
             when only the weights are asked for) are never an error.
         rename: pairs of a regular expression and its replacement, applied to each key of the
             checkpoint in turn, as `re.sub` does; the state has the new keys. `[("^", "model.")]`
-            puts a prefix before each key. Default: the keys as they are.
+            puts a prefix before each key. Each rank may have its own rules, as the stages of a
+            pipeline do. Default: the keys as they are.
         on_dtype: what to do if a tensor of the state has another dtype than the stored one: "warn"
             (default) converts it, and warns if the state's dtype cannot hold every value; "error"
             refuses on all ranks before anything is read.
@@ -142,25 +143,17 @@ def load(
 
     advice = every_rank("dcp_objstore.load")
     reader, refused = capture(make_reader)
-    converted = None
-    try:
-        with reporting_failures(reader):
-            with meeting(url_of(reader), process_group or world_group(), advice):
-                group = sync_group(process_group, config)
-                converted, failed = capture(
-                    lambda: ConvertedState(state, loading=True, strict=strict)
-                )
-                # With read_once the load begins with a collective, so all ranks must agree first.
-                same = {"read_once": bool(read_once)}
-                raise_on_all(refused or failed, url_of(reader), group, advice, same=same)
-            assert reader is not None
-            assert converted is not None
-            reader._process_group = group
-            return _run_load(reader, converted, group, strict=strict, on_dtype=on_dtype)
-    except BaseException:
-        if converted is not None:
-            converted.undo()
-        raise
+    with reporting_failures(reader):
+        with meeting(url_of(reader), process_group or world_group(), advice):
+            group = sync_group(process_group, config)
+            converted, failed = capture(lambda: ConvertedState(state, loading=True, strict=strict))
+            # With read_once the load begins with a collective, so all ranks must agree first.
+            same = {"read_once": bool(read_once)}
+            raise_on_all(refused or failed, url_of(reader), group, advice, same=same)
+        assert reader is not None
+        assert converted is not None
+        reader._process_group = group
+        return _run_load(reader, converted, group, strict=strict, on_dtype=on_dtype)
 
 
 def _advice(left_out: Iterable[str], parts: Iterable[Place], asked: Iterable[str]) -> str:

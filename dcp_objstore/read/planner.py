@@ -32,6 +32,7 @@ from dcp_objstore.state.tensor_frame import check_kind
 
 # The keys of `optimizer.state_dict()`: torch numbers parameters there, and has no names.
 _NUMBERED_STATE = re.compile(r"(?:^|\.)state\.\d+\.")
+_EXTRA_STATE = "_extra_state"  # of torch.nn.Module
 _OF_TORCH = "\noptimizer.state_dict() numbers the parameters: pass the optimizer itself, as saved"
 
 
@@ -98,6 +99,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self.unexpected: tuple[str, ...] = ()
         self._converted = converted or ConvertedState({}, loading=True)
         self._paths = paths
+        self._record: Record | None = None
         self.reading = False
         self._items: list[ReadItem] = []
 
@@ -106,13 +108,14 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     ) -> None:
         """Override `AgreeingPlanner.set_up_planner`; ask for what was saved first."""
         with self._typed_errors():
-            if metadata is not None and metadata.state_dict_metadata:
-                self._converted.ask(state_dict, Record(metadata, self._paths()))
+            if metadata is not None:
+                self._record = Record(metadata, self._paths())
+                self._converted.ask(state_dict, self._record)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-        """Take a stored tensor itself, where an optimizer has none yet; see `ItemRead.takes`."""
-        return self._converted.takes(key, tensor, sizes)
+        """Take a stored tensor itself, where the state has none yet; see `ItemRead.takes`."""
+        return self._record is not None and self._record.takes(key, tensor, sizes)
 
     def create_local_plan(self) -> LoadPlan:
         """Override `DefaultLoadPlanner.create_local_plan`; check keys and shapes first.
@@ -162,6 +165,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
         assert self.metadata is not None
         others = self._choose_per_rank(self.metadata) | self._converted.settings_of_others
+        self._take_extra_states(self.metadata)
         problems = _mismatches(self.state_dict, self.metadata)
         if problems:
             raise mismatch("the checkpoint does not fit the state", problems)
@@ -195,6 +199,26 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         self.missing = tuple(key for key in keys if key not in saved)
         self.unexpected = tuple(key for key in saved if key not in keys and key not in others)
         return plan
+
+    def _take_extra_states(self, metadata: Metadata) -> None:
+        """Ask for the extra states of modules as they were saved: `set_extra_state` takes any."""
+        for key, value in self.state_dict.items():
+            saved = metadata.state_dict_metadata.get(key)
+            if saved is None or key.rpartition(".")[2] != _EXTRA_STATE:
+                continue
+            fresh: Any = ()
+            if isinstance(saved, TensorStorageMetadata):
+                dtype = saved.properties.dtype
+                if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (
+                    saved.size,
+                    dtype,
+                ):
+                    continue
+                fresh = torch.empty(saved.size, dtype=dtype, device="cpu")
+            elif not isinstance(value, torch.Tensor):
+                continue
+            self.state_dict[key] = fresh
+            torch_private.set_element(self.original_state_dict, self.mappings[key], fresh)
 
     def _asks_by_number(self, keys: Iterable[str]) -> bool:
         """Return whether some keys are of torch's own state dict of an optimizer."""
@@ -253,6 +277,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Override `DefaultLoadPlanner.load_bytes`: a value is no file that could be mapped."""
+        # `check_safe` has passed it. What it has on a device, comes back there.
         loaded = torch.load(value, mmap=False, weights_only=False)
         place = self.mappings[read_item.dest_index.fqn]
         torch_private.set_element(self.original_state_dict, place, loaded)

@@ -285,7 +285,7 @@ class ObjectStoreReader(StorageReader):
         self._of_thread.load = load
         try:
             with load.channel.current(), plugin_errors(None, load.spec.url):
-                load.checkpoint = self._open(load)
+                load.checkpoint = self._open(load).renamed(self._rename, load.spec.url)
                 metadata = load.checkpoint.metadata
         except DcpObjstoreError as error:
             load.error = error
@@ -297,9 +297,7 @@ class ObjectStoreReader(StorageReader):
 
     def _open(self, load: _Load) -> StoredCheckpoint:
         def open_here() -> StoredCheckpoint:
-            return open_stored_checkpoint(
-                load.spec, str(uuid.uuid4()), verify=self._verify, rename=self._rename
-            )
+            return open_stored_checkpoint(load.spec, str(uuid.uuid4()), verify=self._verify)
 
         load.together = self._read_once and current_rank() is not None
         if not load.together or self._process_group is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 from dcp_objstore.errors import ConfigError, StateMismatchError
@@ -22,6 +22,8 @@ def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
     names: dict[str, str] = {}
     taken: dict[str, str] = {}
     try:
+        if isinstance(rename, Iterator):
+            raise TypeError("pass a list, for an iterator could be used only once")
         pairs = [*rename]
         if any(isinstance(pair, str) for pair in pairs):  # of two letters, one could be unpacked
             raise TypeError(f"write [('^module.', 'model.')], not {rename!r}")

@@ -22,6 +22,7 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import next_step
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, parse_data_key
 from dcp_objstore.checkpoint.read import (
+    LOOK_AROUND_LIMIT,
     Stored,
     asked_again,
     explain_keys,
@@ -33,7 +34,8 @@ from dcp_objstore.checkpoint.read import (
     read_marker,
 )
 from dcp_objstore.compat import safetensors
-from dcp_objstore.compat.transforms import FRAMING_SIZE_BYTES, check_transforms, value_limit_bytes
+from dcp_objstore.compat.archive import unpacked_limit_bytes
+from dcp_objstore.compat.transforms import FRAMING_SIZE_BYTES, check_transforms
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -54,7 +56,7 @@ from dcp_objstore.read.items import (
     RenamedItems,
     StockItems,
 )
-from dcp_objstore.state.geometry import fills
+from dcp_objstore.state.geometry import check_filled
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
 from dcp_objstore.stores.wrappers import PinnedStore, is_same_state
 from dcp_objstore.transfer.workers import concurrently, wait_for
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.stores.protocol import ObjectMeta, Version
 
+# An array of zeros as a pickled value packs well beyond 100 times; up to this size it may.
+_LEAST_VALUE_LIMIT_BYTES = 64 * 1024**2
 _MAX_DOT_METADATA_BYTES = 4 * 1024**3
 # A read is planned in blocks before the first byte shows whether an object is as large as the
 # `.metadata` says. Bytes that no tensor's shape accounts for have no other bound. (A length of
@@ -124,6 +128,20 @@ class StoredCheckpoint:
         assert folder is not None
         return folder.open()
 
+    def renamed(self, rename: Rename, url: str) -> StoredCheckpoint:
+        """Return the checkpoint under other keys. Ranks may have rules of their own.
+
+        Raises:
+            InputError: the rules do not fit the keys.
+        """
+        if not rename:
+            return self
+        assert not isinstance(self.items, RenamedItems)
+        try:
+            return dataclasses.replace(self, items=RenamedItems(self.items, rename))
+        except InputError as error:
+            raise error.at(url=url) from None
+
     def __getstate__(self) -> dict[str, object]:
         """Leave out the metadata, which each rank makes for itself."""
         return {name: value for name, value in vars(self).items() if name != "metadata"}
@@ -163,7 +181,8 @@ class StoredCheckpoint:
         """Refuse tensors that lack elements: such elements would stay as they were, unnoticed.
 
         Raises:
-            CheckpointCorruptError: the chunks of a tensor do not cover it exactly.
+            CheckpointCorruptError: the chunks of a tensor do not cover it.
+            UnsupportedError: it would take too long to check that.
         """
         checked: set[tuple[object, ...]] = set()  # most tensors are cut alike
         for key in dict.fromkeys(keys):
@@ -172,13 +191,8 @@ class StoredCheckpoint:
                 continue
             shape, _, offsets, sizes = saved
             cut = shape, offsets.tobytes(), sizes.tobytes()
-            if cut not in checked and not fills(shape, offsets, sizes):
-                raise CheckpointCorruptError(
-                    "the chunks in the checkpoint do not make up this tensor: they have"
-                    f" {sum(map(math.prod, sizes.tolist()))} of its {math.prod(shape)}"
-                    " elements, or overlap and leave some out",
-                    key=key,
-                )
+            if cut not in checked:
+                check_filled(key, shape, offsets, sizes)
             checked.add(cut)
 
     def explain(self, store: ObjectStore, error: ObjectNotFoundError) -> DcpObjstoreError:
@@ -191,14 +205,13 @@ class StoredCheckpoint:
 
 
 def open_stored_checkpoint(
-    spec: StoreSpec, load_id: str | None = None, *, verify: bool = True, rename: Rename = ()
+    spec: StoreSpec, load_id: str | None = None, *, verify: bool = True
 ) -> StoredCheckpoint:
     """Open the checkpoint at a URL. Ctrl-C ends the wait for the store at once.
 
     Args:
         load_id: for the StorageMeta of the metadata.
         verify: refuse a checkpoint of this library whose marker is gone, and with it the digests.
-        rename: pairs of a regular expression and its replacement, applied to the keys.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint, or it was never committed, or its marker
@@ -207,11 +220,10 @@ def open_stored_checkpoint(
         CheckpointCorruptError: the marker, the index, `.metadata` or a header is damaged.
         CheckpointGoneError: the checkpoint was deleted or replaced while it was opened.
         UntrustedPickleError: its `.metadata` needs classes that are not safe to unpickle.
-        InputError: there are several files of safetensors, and no index says which count; or the
-            rules of `rename` do not fit the keys.
+        InputError: there are several files of safetensors, and no index says which count.
     """
     try:
-        stored = wait_for(_open_at, spec, load_id, verify=verify)
+        return wait_for(_open_at, spec, load_id, verify=verify)
     except CheckpointGoneError as error:
         name_next(error, spec)
         raise
@@ -221,13 +233,6 @@ def open_stored_checkpoint(
             name_next(error, spec)
             raise
         raise CheckpointNotFoundError(reason, url=spec.url) from None
-    if not rename:
-        return stored
-    try:
-        assert not isinstance(stored.items, RenamedItems)
-        return dataclasses.replace(stored, items=RenamedItems(stored.items, rename))
-    except InputError as error:
-        raise error.at(url=spec.url) from None
 
 
 def _open_at(spec: StoreSpec, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
@@ -352,6 +357,7 @@ def _open_folder(
             object_key=_RANK_METADATA_KEY,
             url=store.url,
         )
+    is_cut = len(listed) >= LOOK_AROUND_LIMIT
     metas = listed.values() if _tells_versions(store) else ()
     open_at = partial(_open_listed, store, listed, load_id)
     try:
@@ -371,9 +377,28 @@ def _open_listed(
     """Open the files of safetensors of a listing, each in its state of `versions`."""
     pinned = PinnedStore(store, versions)
     with _in_one_state(store):
-        files = None if is_unfinished(listed) else safetensors.choose_files(pinned, listed)
+
+        def look_for(names: Iterable[str]) -> str | None:
+            """Ask for objects by name that were not listed; return the first that is not there."""
+            for name in names:
+                if name not in listed:
+                    try:
+                        listed[name] = pinned.head(name)
+                    except ObjectNotFoundError:
+                        return name
+            return None
+
+        for name in safetensors.BY_NAME if is_cut else ():
+            look_for([name])
+        files = None
+        if not is_unfinished(listed):
+            files = safetensors.choose_files(pinned, listed, is_cut=is_cut)
         if files is None:
             raise CheckpointNotFoundError(explain_keys(store.url, listed), url=store.url)
+        lacking = look_for(files.names)
+        if lacking is not None:
+            text = f"the index names {lacking}, which is not in the folder"
+            raise CheckpointCorruptError(text, object_key=lacking, url=store.url)
         return _open_files(pinned, files, [listed[name] for name in files.names], load_id, versions)
 
 
@@ -448,7 +473,7 @@ def _stock(body: bytes, load_id: str | None) -> StoredCheckpoint:
     unexplained_bytes = 0
     for place, info in metadata.storage_data.items():
         offset = None if place.offset is None else tuple(place.offset)
-        sizes, limit_bytes = None, value_limit_bytes(info.length)
+        sizes, limit_bytes = None, unpacked_limit_bytes(info.length, _LEAST_VALUE_LIMIT_BYTES)
         if offset is not None:
             sizes, itemsize = chunks.get((place.fqn, offset), ((), 0))
             limit_bytes = math.prod(sizes) * itemsize + FRAMING_SIZE_BYTES

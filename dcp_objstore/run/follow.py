@@ -11,22 +11,23 @@ import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dcp_objstore import errors
-from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Objects, read_entry
+from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Markers
 from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
+from dcp_objstore.checkpoint.read import asked_again
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.listing import ListedCheckpoint, as_listed
-from dcp_objstore.run.steps import catalogue, check_step, step_name
+from dcp_objstore.run.steps import as_step, catalogue, check_step, step_name
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.waiting import wait_until
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores import ObjectStore
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -118,8 +119,9 @@ def _order(bound: int | str | None) -> _Order | None:
     """Return the sort key of a bound, by which names are compared."""
     if bound is None or isinstance(bound, str):
         return None if bound is None else natural_order(bound)
-    check_step(bound)
-    return natural_order(step_name(bound))
+    step = as_step(bound)
+    check_step(step)
+    return natural_order(step_name(step))
 
 
 def _log_dropped(step: ListedCheckpoint) -> None:
@@ -151,7 +153,7 @@ class _Follower:
     on_dropped: Callable[[ListedCheckpoint], object]
     poll_at: float = -math.inf
     listed: Catalogue | None = None
-    markers: dict[str, Entry] = field(default_factory=dict)
+    markers: Markers = field(default_factory=Markers)
     seen: set[str] = field(default_factory=set)
     yielded: dict[str, ListedCheckpoint] = field(default_factory=dict)
 
@@ -202,23 +204,15 @@ class _Follower:
         """List the run."""
         is_first = self.listed is None
         try:
-            self.listed = catalogue(self.run, read=self._read)
+            self.listed = catalogue(self.run, read=self.markers.read)
         finally:
             self.poll_at = monotonic() + self.poll_seconds
-        for name in self.markers.keys() - self.listed.places.keys():
-            del self.markers[name]
+        self.markers.forget_others(self.listed.places)
         self._report_dropped(self.listed)
         if is_first and not self.listed.places:
             logger.warning("%s: there is no step yet; waiting for the first", self.run.url)
         if self.pin is not None:
             self._unpin_stale(self.pin)
-
-    def _read(self, name: str, store: ObjectStore, objects: Objects) -> Entry:
-        """Read a marker, unless the listing shows that it was not written since it was read."""
-        known = self.markers.get(name)
-        if known is None or known.objects[MARKER_KEY] != objects[MARKER_KEY]:
-            known = self.markers[name] = read_entry(name, store, objects)
-        return known
 
     def _report_dropped(self, listed: Catalogue) -> None:
         """Report the steps that have come and no longer count, unless they were deleted."""
@@ -279,8 +273,10 @@ class _Follower:
 
     def _pin(self, url: str, name: str) -> bool:
         """Pin a step; return False if it was deleted meanwhile."""
+        settings: Any = {"storage_options": self.run.storage_options, "config": self.run.config}
         try:
-            upkeep.pin(url, name, storage_options=self.run.storage_options, config=self.run.config)
+            # One answer that it is not there is no proof: the step would never come.
+            asked_again(partial(upkeep.pin, url, name, **settings), errors.CheckpointNotFoundError)
         except errors.CheckpointNotFoundError:
             return False
         except errors.PermissionDeniedError as error:

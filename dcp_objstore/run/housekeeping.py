@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from dcp_objstore.checkpoint.catalogue import Entry, read_entry
+from dcp_objstore.checkpoint.catalogue import Markers
 from dcp_objstore.checkpoint.delete import check_deletion_grace, remove_deleted
-from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
     CheckpointPinnedError,
@@ -30,10 +29,9 @@ from dcp_objstore.threads import Spawned, spawn
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.catalogue import Objects
     from dcp_objstore.checkpoint.claim import RunClaim
     from dcp_objstore.checkpoint.marker import Marker
-    from dcp_objstore.stores import ObjectStore, StoreSpec
+    from dcp_objstore.stores import StoreSpec
     from dcp_objstore.write.async_save import AsyncSaveHandle
 
 # The most steps that are deleted after one commit, so that it is not followed by hours of
@@ -140,7 +138,7 @@ class Retainer:
         self._swept_at: float | None = None
         self._sweeper: Spawned | None = None
         self._ended = threading.Event()
-        self._entries: dict[str, Entry] = {}  # the markers that were read, by the names of steps
+        self._markers = Markers()
         self.resumed: int | None = None
         self.claim: RunClaim | None = None
 
@@ -173,10 +171,8 @@ class Retainer:
         The run is listed each time: others may have deleted what this job knows, and a step that is
         gone, or whose index is, must not displace one that is there.
         """
-        listed = catalogue(self._run, read=self._read)
-        self._entries = {
-            name: self._entries[name] for name in self._entries.keys() & listed.places.keys()
-        }
+        listed = catalogue(self._run, read=self._markers.read)
+        self._markers.forget_others(listed.places)
         steps = {
             number: _facts(number, step.marker)
             for step in listed.steps
@@ -187,13 +183,6 @@ class Retainer:
         plan = plan_deletions(steps.values(), policy, in_use={newest, self.resumed})
         for step in [step for step in plan if not steps[step].pinned][:_AT_A_TIME]:
             self._delete(step)
-
-    def _read(self, name: str, store: ObjectStore, objects: Objects) -> Entry:
-        """Read a marker, unless the listing shows that it was not written since it was read."""
-        known = self._entries.get(name)
-        if known is None or known.error or known.objects[MARKER_KEY] != objects[MARKER_KEY]:
-            known = self._entries[name] = read_entry(name, store, objects)
-        return known
 
     def sweep(self) -> None:
         """Sweep the run, unless that was done in the last hour. It may be cut short anywhere.

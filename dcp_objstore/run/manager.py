@@ -44,7 +44,7 @@ from dcp_objstore.run.preemption import BY_SIGTERM, Preemption, PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
-from dcp_objstore.run.steps import check_step, newest_step, step_numbers, step_url
+from dcp_objstore.run.steps import as_step, check_step, newest_step, step_numbers, step_url
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.base import check_base
@@ -412,6 +412,7 @@ class CheckpointManager:
             DcpObjstoreError: a save was refused or has failed. The error of a background save is
                 raised by the next save.
         """
+        step = as_step(step)
         saves = self._begin()
         assert self._consensus is not None
         due = self._is_due(step)
@@ -472,6 +473,7 @@ class CheckpointManager:
                 steps after the loaded one again, so saves replace them.)
             DcpObjstoreError: this save, or the save before, has failed.
         """
+        step = as_step(step)
         report = self._own_run().save(step, state, metrics=metrics, user_metadata=user_metadata)
         self._note_saved(step)
         return report
@@ -504,6 +506,7 @@ class CheckpointManager:
             DcpObjstoreError: the save before has failed. The error of this save is raised by the
                 next call that saves, or by `close`.
         """
+        step = as_step(step)
         handle = self._own_run().async_save(
             step,
             state,
@@ -585,6 +588,7 @@ class CheckpointManager:
             CheckpointNotFoundError: `step` was passed and is not committed.
             DcpObjstoreError: the load failed for another reason; raised at once.
         """
+        step = as_step(step)
         self._begin().end()  # waits for deletions, too: none may take the step that is loaded
         _, refused = capture(lambda: None if step is None else check_step(step))
         raise_on_all(refused, self._url, self._group, same={"step": step})

@@ -65,13 +65,13 @@ def load_newest(
 ) -> ResumeReport:
     """Load the newest step that is whole. A collective.
 
-    A step is skipped because of damage only if a verification finds damage, too: what goes on from
-    an older step ends the newer ones.
+    A step is skipped only if a verification finds, too, that it is damaged or no longer there: what
+    goes on from an older step ends the newer ones.
 
     Raises:
         CorruptDataError: there are steps, but none can be loaded; this is the error of the newest.
             The state may be partly filled, so training must not start from it.
-        RetryableError: a load met damage that the verification does not find.
+        RetryableError: a load met what the verification does not find.
         CheckpointGoneError: the last step of the run was deleted while it was loaded. The same
             holds for the state.
         DcpObjstoreError: any error other than damage; raised at once.
@@ -91,13 +91,11 @@ def load_newest(
                 return ResumeReport(step, load(step), tuple(skipped))
             except (CorruptDataError, CheckpointGoneError, CheckpointNotFoundError) as error:
                 at = run.at(step_url(url, step))
-                if isinstance(error, CorruptDataError) and not on_first(
-                    partial(_is_damaged, at, error.key), url, group
-                ):
+                if not on_first(partial(_is_lost, at, error.key), url, group):
                     raise RetryableError(
-                        f"{error.message}; but a verification finds no damage to this step, so no"
-                        " older one is loaded. Load again. If that fails in the same way, pass the"
-                        " number of the step that you want to load",
+                        f"{error.message}; but a verification finds this step whole, so no older"
+                        " one is loaded. Load again. If that fails in the same way, pass the number"
+                        " of the step that you want to load",
                         key=error.key,
                         object_key=error.object_key,
                         url=at.url,
@@ -117,7 +115,7 @@ def load_newest(
     return ResumeReport(None, None, tuple(skipped))
 
 
-def _is_damaged(step: StoreSpec, key: str | None) -> bool:
+def _is_lost(step: StoreSpec, key: str | None) -> bool:
     """Whether a step is damaged, or no longer there. Of the payload, only that of a key is read."""
     look = partial(verify_at, step, EventSettings(None, None), deep=False, progress=False)
     try:

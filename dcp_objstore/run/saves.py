@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
 from dcp_objstore.distributed.groups import is_first
 from dcp_objstore.distributed.plugin import typed
@@ -22,6 +23,7 @@ from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.run.claim_run import go_back
 from dcp_objstore.run.housekeeping import Retainer, after_commit
 from dcp_objstore.run.steps import check_step, described_by, newest_step, step_url
+from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write import api, async_save as async_api
 from dcp_objstore.write.base import LATEST
 
@@ -79,7 +81,7 @@ class RunSaves:
         # Steps later than the one that was loaded may count, until a save has succeeded.
         self._may_be_behind = True
         self._saved: set[int] = set()
-        self._tried: set[int] = set()  # these steps, too, may be committed
+        self._tried: set[int] = set()  # steps whose saves have failed: they may be committed
         self.begun = 0
         self.begun_at = time.monotonic()
 
@@ -100,7 +102,8 @@ class RunSaves:
         """
         self._loaded = True
         self._may_be_behind = went_back
-        self._saved = {saved for saved in self._saved if step is not None and saved <= step}
+        for steps in (self._saved, self._tried):
+            steps -= {later for later in steps if step is None or later > step}
         self._retainer.resumed = step
         self._note_begin()
 
@@ -152,10 +155,6 @@ class RunSaves:
         def make() -> dict[str, Any]:
             check_step(step)
             check_busy(on_busy)
-            if step in self._saved:
-                raise CheckpointExistsError(
-                    f"this job has saved step {step} already", url=self._url
-                )
             return described_by(step, self._user_metadata, **described)
 
         values, refused = capture(make)
@@ -169,13 +168,16 @@ class RunSaves:
                 raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)
             logger.info("%s: step %d was skipped: another save is under way", self._url, step)
             return None
-        self.settle()
+        self.settle()  # first: a save that has failed has not saved its step
+        if step in self._saved:
+            raise CheckpointExistsError(f"this job has saved step {step} already", url=self._url)
         claim = self._claim_for(step)
         self._note_begin()
         # The job may replace steps that it trains again after it went back to an earlier step.
         resumed = self._retainer.resumed
         again = self._loaded and (resumed is None or step > resumed)
-        again = again or step in self._tried
+        if not again and step in self._tried:
+            again = on_first(partial(self._has_committed, step), self._url, self._group)
         return {
             **self._saving,
             "base": self._base(),
@@ -216,7 +218,7 @@ class RunSaves:
             claim, resumed = self._retainer.claim, self._retainer.resumed
             newest = newest_step(self._run)
             known = newest is None or newest <= (step if resumed is None else resumed)
-            if known or newest in self._tried:
+            if known or (newest in self._tried and self._has_committed(newest)):
                 return claim
             later = f"the run has later steps (up to {newest}), from which the next job resumes"
             if resumed is None:
@@ -238,6 +240,18 @@ class RunSaves:
         claim = on_first(claim_for, self._url, self._group)
         self._retainer.claim = claim and replace(claim, goes_back=False)
         return claim
+
+    def _has_committed(self, step: int) -> bool:
+        """Return whether this job has committed a step, in a save that has failed all the same.
+
+        Its claim alone is no proof, because it has adopted the steps that were there. But what was
+        committed with its claim, and not rewritten since, is its own.
+        """
+        stored = wait_for(read_marker, self._run.at(step_url(self._url, step)).open())
+        claim = self._retainer.claim
+        if stored is None or claim is None:
+            return False
+        return stored.record.claim == claim.number and bool(stored.record.put_on)
 
     def settle(self) -> None:
         """Wait for the save under way; raise its error on all ranks if it failed on any.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.checkpoint.catalogue import Catalogue, ReadEntry, list_run, read_entry
@@ -29,6 +31,14 @@ def catalogue(
     """List a run and its steps that count, or the newest of them, as `list_run` does."""
     settings: dict[str, Any] = {"newest": newest, "read": read, "with_damaged": with_damaged}
     return wait_for(list_run, run.open(), run.open_child, **settings)
+
+
+def as_step(step: Any) -> Any:
+    """Return a step of NumPy or torch as an int; anything else as it is, for `check_step`."""
+    if not isinstance(step, int):
+        with suppress(TypeError):
+            return operator.index(step)
+    return step
 
 
 def check_step(step: object) -> None:

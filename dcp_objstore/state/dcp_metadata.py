@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,7 +66,6 @@ class WriteResults(list[WriteResult]):
         """Return the results as columns."""
         objects: dict[str, StoredObject] = {}
         numbers: dict[str, int] = {}
-        dtypes: dict[str | None, int] = {}
         rows: list[tuple[int, ...]] = []
         for result in self:
             stored: StoredItem = result.storage_data
@@ -77,7 +76,6 @@ class WriteResults(list[WriteResult]):
                 (
                     *(numbers[key], stored.offset, stored.length, stored.payload_offset),
                     *(stored.payload_length, stored.pickled),
-                    dtypes.setdefault(stored.dtype, len(dtypes)),
                 )
             )
         positions = places = None
@@ -91,7 +89,11 @@ class WriteResults(list[WriteResult]):
             objects=list(objects.values()),
             numbers=np.array(rows, np.int64).tobytes(),
             digests=b"".join([result.storage_data.digests for result in self]),
-            dtypes=list(dtypes),
+            converted={
+                number: result.storage_data.converted_to
+                for number, result in enumerate(self)
+                if result.storage_data.converted_to is not None
+            },
             positions=positions,
             places=places,
         )
@@ -108,7 +110,7 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
         objects: the objects that hold the items.
         numbers: a row of `_RESULT` for each item.
         digests: the digests of all blocks, item after item.
-        dtypes: names of the stored dtypes; None: a pickled value.
+        converted: by their number, the dtypes of items that a planner converted.
         positions: the position of each item in the rank's plan, as int64; or
         places: its key and offset, if the coordinator does not have that plan.
     """
@@ -116,7 +118,7 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
     objects: list[StoredObject]
     numbers: bytes
     digests: bytes
-    dtypes: list[str | None]
+    converted: dict[int, str]
     positions: bytes | None
     places: list[tuple[str, tuple[int, ...] | None]] | None
 
@@ -133,10 +135,7 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
         return numbers[:, _RESULT.index(name)]
 
 
-_RESULT = (
-    *("object_number", "offset", "length", "payload_offset", "payload_length", "pickled"),
-    "dtype_number",
-)
+_RESULT = ("object_number", "offset", "length", "payload_offset", "payload_length", "pickled")
 
 
 def _received(body: bytes) -> Results:
@@ -204,12 +203,14 @@ def build_index(
     # A writer around ours may return a plain list, which has no positions.
     at = _rows_by_place(planned) if any(one.positions is None for one in results) else {}
     shares: list[ix.Numbers] = []
+    converted: dict[int, str] = {}
     for rank, of_rank in enumerate(results):
         if of_rank.positions is not None:
             shares.append(planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)])
         else:
             assert of_rank.places is not None
             shares.append(np.array([at.get(place, -1) for place in of_rank.places], np.int64))
+        converted |= {int(shares[-1][n]): dtype for n, dtype in of_rank.converted.items()}
     row = np.concatenate(shares)
     # By row, the number of the result that is of it. (A foreign planner may report others.)
     count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
@@ -227,9 +228,9 @@ def build_index(
         for of_rank, first in zip(results, firsts, strict=True)
     ]
     offset, length, payload_offset, payload_length, pickled = (
-        column(name)[reported] for name in _RESULT[1:-1]
+        column(name)[reported] for name in _RESULT[1:]
     )
-    tensors = _with_stored_dtypes(planned, results, reported)
+    tensors = _with_stored_dtypes(planned, converted)
     index = ix.Index(
         objects=tuple(stored.entry for stored in objects),
         tensors=tensors,
@@ -284,50 +285,30 @@ def _digests(
 
 
 def _with_stored_dtypes(
-    planned: PlannedIndex, results: Sequence[Results], reported: ix.Numbers
+    planned: PlannedIndex, converted: Mapping[int, str]
 ) -> dict[str, ix.Tensor]:
-    """Return the tensors with the dtypes that were stored: a planner may have converted them."""
-    numbers: dict[str | None, int] = {}
-
-    def numbered(names: Iterable[str | None]) -> ix.Numbers:
-        return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
-
-    counts = np.array([tensor.chunk_count for tensor in planned.tensors.values()], np.int64)
-    ends = np.cumsum(counts)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    wanted = numbered(tensor.dtype for tensor in planned.tensors.values())[owner]
-    stored = np.concatenate(
-        [numbered(of_rank.dtypes)[of_rank.column("dtype_number")] for of_rank in results]
-    )[reported[: len(owner)]]
-    names, keys = list(numbers), list(planned.tensors)
-    tensors = dict(planned.tensors)
-    for number in np.unique(owner[stored != wanted]).tolist():
-        key, end = keys[number], ends[number]
-        dtypes = {names[dtype] for dtype in stored[end - counts[number] : end].tolist()}
+    """Return the tensors with the dtypes that were stored, if a planner has converted rows."""
+    if not converted:
+        return planned.tensors
+    tensors, row = {}, 0
+    for key, tensor in planned.tensors.items():
+        rows = range(row, row := row + tensor.chunk_count)
+        dtypes = {converted.get(number, tensor.dtype) for number in rows} or {tensor.dtype}
         if len(dtypes) > 1:
             raise UnsupportedError(
                 "the save planner gave parts of this tensor in different dtypes"
-                f" ({', '.join(sorted(map(str, dtypes)))}); convert all of a tensor to one dtype",
+                f" ({', '.join(sorted(dtypes))}); convert all of a tensor to one dtype",
                 key=key,
             )
-        tensors[key] = msgspec.structs.replace(tensors[key], dtype=dtypes.pop())
+        tensors[key] = msgspec.structs.replace(tensor, dtype=dtypes.pop())
     return tensors
 
 
 def _unreported(planned: PlannedIndex, row: int) -> RankFailedError:
     """Return the error for a row of the index that no rank has reported."""
-    place, at = "", 0
-    for key, tensor in planned.tensors.items():  # noqa: B007 - the key is named below
-        if row < tensor.chunk_count:
-            dims = len(tensor.shape)
-            first = at + row * dims
-            offset = tuple(planned.chunk_offsets[first : first + dims].tolist())
-            place = f" at offset {offset}"
-            break
-        row -= tensor.chunk_count
-        at += tensor.chunk_count * len(tensor.shape)
-    else:
-        key = planned.blobs[row]
+    places = _rows_by_place(planned).items()
+    key, offset = next(place for place, number in places if number == row)
+    place = "" if offset is None else f" at offset {offset}"
     return RankFailedError(
         f"no rank reported having written this item{place}; the save is not committed", key=key
     )

@@ -7,7 +7,6 @@ except those of parameters that were saved without any.
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,8 @@ class FlatOptimizer:
         optimizer: the optimizer.
         module: the module that has its parameters.
         names: those names in the module of which state is saved and loaded.
-        loading: whether to make state for parameters that have none, until `undo` or `restore`.
+        owner: the module's place in the state.
+        loading: whether `state_dict` has what a step makes for parameters without state.
 
     Attributes:
         state_dict: its state dict by names.
@@ -50,58 +50,46 @@ class FlatOptimizer:
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module,
         names: Collection[str],
+        owner: Place,
         *,
         loading: bool,
     ) -> None:
-        self._optimizer, self._module = optimizer, module
+        self._optimizer, self._module, self._owner = optimizer, module, owner
         groups = [group["params"] for group in optimizer.param_groups]
         if sum(not group for group in groups) > 1:
             raise StateMismatchError(
                 "this optimizer has several parameter groups without parameters; under FSDP1, torch"
                 " can load at most one, so remove the others"
             )
-        self._before = dict(optimizer.state)
-        self._is_fresh = loading and _lacks_state(optimizer)
         self.lacking: list[str] = []
         self.not_needed: set[str] = set()
         self._without: list[str] = []
-        try:
-            if self._is_fresh:
-                optimizer.state.clear()
-            with contextlib.ExitStack() as prepared:
-                if not optimizer.state:
-                    prepare = _trial_step if loading else _held_from_stepping
-                    prepared.enter_context(prepare(optimizer))
-                self.state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
-        except BaseException:
-            self.undo()
-            raise
+        # A parameter without elements never gets a state, on a rank that has no shard of it.
+        self._is_fresh = not optimizer.state or any(
+            parameter.requires_grad and parameter.numel() and parameter not in optimizer.state
+            for group in groups
+            for parameter in group
+        )
+        with _stepping(optimizer) if loading and self._is_fresh else _not_stepping(optimizer):
+            self.state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
         state: dict[str, Any] = self.state_dict["state"]
         self.state_dict["state"] = {name: state[name] for name in state if name in names}
 
-    def undo(self) -> None:
-        """Give the optimizer back the state that it had before."""
-        if self._is_fresh:
-            self._optimizer.state.clear()
-            self._optimizer.state.update(self._before)
-
-    def ask(
-        self, record: Record, place: Place, module: Place, *, strict: bool
-    ) -> dict[str, Any] | None:
+    def ask(self, _: Any, record: Record, place: Place, *, strict: bool) -> dict[str, Any]:
         """Return what to load into; parameters that were saved without state are left out."""
         saved = record.below(place)
         self.not_needed = {".".join((*place, rest)) for rest in saved if rest.startswith("groups.")}
-        stated = {rest for rest in saved if rest.startswith("state.")}
+        has_state = any(rest.startswith("state.") for rest in saved)
         state = {}
         for name, entries in self.state_dict["state"].items():
-            if not entries or any(f"state.{name}.{entry}" in saved for entry in entries):
+            is_saved = not entries or any(f"state.{name}.{entry}" in saved for entry in entries)
+            is_lacking = not is_saved and record.names(name, self._owner) and (strict or saved)
+            if not is_lacking:
                 state[name] = entries
-            elif record.names(name, module) and (strict or saved):
+            elif has_state:
+                self.lacking.append(name)
+            if is_lacking or not (is_saved or strict or not self._is_fresh):
                 self._without.append(name)
-                self.lacking += [name] if stated else []
-            else:
-                state[name] = entries
-                self._without += [] if strict or not self._is_fresh else [name]
         return {**self.state_dict, "state": state}
 
     def restore(self, values: dict[str, Any]) -> None:
@@ -110,54 +98,47 @@ class FlatOptimizer:
             values["state"][name] = {}  # torch 2.9 needs one for each parameter
         # Not strict: what the checkpoint lacks was refused, or stays as it is.
         options = StateDictOptions(strict=False)
-        set_optimizer_state_dict(self._module, self._optimizer, values, options=options)
+        with _not_stepping(self._optimizer):
+            set_optimizer_state_dict(self._module, self._optimizer, values, options=options)
         for key in [key for key, state in self._optimizer.state.items() if not state]:
             del self._optimizer.state[key]
 
 
-def _lacks_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a trainable parameter has no state.
-
-    One without elements never gets any, on a rank that has no shard of it.
-    """
-    return not optimizer.state or any(
-        parameter.requires_grad and parameter.numel() and parameter not in optimizer.state
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-
-
 class _Stepped(defaultdict[Any, Any]):
-    """An empty state that torch does not fill."""
+    """A state that torch takes for that of an optimizer that has stepped, even if it is empty."""
 
     def __bool__(self) -> bool:
         return True
 
 
 @contextmanager
-def _held_from_stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _not_stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Keep torch from making a state for an optimizer that has none."""
-    none, optimizer.state = optimizer.state, _Stepped(dict)
+    before = optimizer.state
+    held = optimizer.state = _Stepped(dict, before)
     try:
         yield
     finally:
-        optimizer.state = none
+        if optimizer.state is held:  # it has loaded no other
+            optimizer.state = before
 
 
 @contextmanager
-def _trial_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let torch make a state for an optimizer; keep its gradients and settings.
+def _stepping(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch make a state for an optimizer in the block; keep its own, gradients and settings.
 
     torch silently makes none if there are gradients, and leaves a learning rate of 0 if it fails.
     """
     groups = optimizer.param_groups
     settings = [dict(group) for group in groups]
     held = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
+    state, optimizer.state = optimizer.state, defaultdict(dict)
     for parameter, _ in held:
         parameter.grad = None
     try:
         yield
     finally:
+        optimizer.state = state
         for parameter, gradient in held:
             parameter.grad = gradient
         for group, before in zip(groups, settings, strict=True):

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
+
 if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
 
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 # The types with which elements are moved, by their size in bytes; their values are not looked at.
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
-_MAX_CELLS = 2**24
+# The most pieces that boxes are cut into, to see whether they fill a shape.
+_LEAST_PIECES = 4096
+_PIECES_PER_BOX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,31 @@ def _within_row(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[
         yield first + number * row, Box((number, *box.offsets), (1, *box.sizes))
 
 
+def check_filled(
+    key: str,
+    shape: Sequence[int],
+    offsets: Sequence[Sequence[int]] | _Matrix,
+    sizes: Sequence[Sequence[int]] | _Matrix,
+) -> None:
+    """Refuse a tensor, or a box of one, if chunks leave elements of it out.
+
+    Raises:
+        CheckpointCorruptError: the chunks do not cover the shape.
+        UnsupportedError: it would take too long to check that.
+    """
+    try:
+        if fills(shape, offsets, sizes):
+            return
+    except UnsupportedError as error:
+        raise error.at(key=key) from None
+    elements = sum(math.prod(map(int, size)) for size in sizes)
+    raise CheckpointCorruptError(
+        f"the chunks in the checkpoint do not make up this tensor: they have {elements} of the"
+        f" {math.prod(shape)} elements to read, or overlap and leave some out",
+        key=key,
+    )
+
+
 def fills(
     shape: Sequence[int],
     offsets: Sequence[Sequence[int]] | _Matrix,
@@ -222,10 +251,12 @@ def fills(
 ) -> bool:
     """Whether boxes within a shape cover all of it. They may overlap.
 
-    Boxes are given by their offsets and sizes, a row each.
+    Boxes are given by their offsets and sizes, a row each. They are cut into pieces: along each
+    dimension where boxes that meet in the dimensions before begin and end. The boxes of a grid, or
+    of a tensor that was divided as one long row, hardly have more pieces than there are boxes.
 
-    If the boxes cut the shape into more than 16 million cells, which no grid of ranks does, only
-    their elements are counted.
+    Raises:
+        UnsupportedError: the boxes interlock in far more pieces, which would take too long.
     """
     if 0 in shape:
         return True
@@ -237,18 +268,23 @@ def fills(
         return False
     covering = (lengths > 0).all(axis=1)
     starts, ends = starts[covering], (starts + lengths)[covering]
-    edges = {
-        dim: np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, extent]]))
-        for dim, extent in enumerate(shape)
-    }
-    # NumPy has not as many dimensions as torch; those that are not cut do not count.
-    edges = {dim: cuts for dim, cuts in edges.items() if len(cuts) > 2}
-    counts = [len(cuts) - 1 for cuts in edges.values()]
-    if math.prod(counts) > _MAX_CELLS:
-        return True
-    cells = np.zeros(counts, dtype=bool)
-    first = [np.searchsorted(cuts, starts[:, dim]) for dim, cuts in edges.items()]
-    after = [np.searchsorted(cuts, ends[:, dim]) for dim, cuts in edges.items()]
-    for number in range(len(starts)):
-        cells[tuple(slice(f[number], a[number]) for f, a in zip(first, after, strict=True))] = True
-    return bool(cells.all())
+    most = _LEAST_PIECES + _PIECES_PER_BOX * len(starts)
+    # Pieces that the dimensions so far do not tell apart are a group. All groups, one behind the
+    # other, make up a line.
+    rows, groups, count = np.arange(len(starts)), np.zeros(len(starts), np.int64), 1
+    for dim in map(int, np.flatnonzero(((starts > 0) | (ends < np.array(shape))).any(axis=0))):
+        cuts = np.unique(np.concatenate([starts[:, dim], ends[:, dim], [0, shape[dim]]]))
+        first = groups * (len(cuts) - 1) + np.searchsorted(cuts, starts[rows, dim])
+        after = groups * (len(cuts) - 1) + np.searchsorted(cuts, ends[rows, dim])
+        edges = np.unique(np.concatenate([first, after, [0, count * (len(cuts) - 1)]]))
+        first, after = np.searchsorted(edges, first), np.searchsorted(edges, after)
+        pieces = after - first
+        if pieces.sum() > most:
+            raise UnsupportedError(
+                f"its {len(starts)} chunks interlock in more than {most} pieces, so it cannot be"
+                " checked that they make up the tensor; no library divides a tensor so"
+            )
+        begins = np.repeat(first - np.cumsum(pieces) + pieces, pieces)
+        groups, rows = begins + np.arange(len(begins)), np.repeat(rows, pieces)
+        count = len(edges) - 1
+    return len(np.unique(groups)) == count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,19 +22,15 @@ if TYPE_CHECKING:
 
 
 class _Exposed:
-    """Bytes in NumPy's array interface. It dies with the last array made of it, and keeps `owner`.
+    """Memory in NumPy's array interface. It dies with the last array made of it, and keeps `owner`.
 
     (What owns the memory: a tensor, or another array.)
     """
 
-    def __init__(self, owner: object, address: int, size_bytes: int) -> None:
+    def __init__(self, owner: object, address: int, size_bytes: int, **layout: object) -> None:
         self._owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, False),
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-        }
+        of_bytes = {"shape": (size_bytes,), "typestr": "|u1"}
+        self.__array_interface__ = {"version": 3, "data": (address, False), **of_bytes, **layout}
 
 
 def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
@@ -211,14 +207,10 @@ class _Region(NamedTuple):
     size_bytes: int
     tensors: Sequence[torch.Tensor]
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the tensors take all of the bytes."""
-        return self.size_bytes == self.end - self.start
-
     def covers(self, other: _Region) -> bool:
         """Whether the tensors take all bytes of another region."""
-        return self.is_dense and self.start <= other.start and other.end <= self.end
+        is_dense = self.size_bytes == self.end - self.start
+        return is_dense and self.start <= other.start and other.end <= self.end
 
 
 def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str], set[str]]:
@@ -250,7 +242,7 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
         later.key
         for earlier, later in pairs
         if needed.issuperset((earlier.key, later.key))
-        and ((earlier.is_dense and later.is_dense) or _meet(earlier.tensors, later.tensors))
+        and any(itertools.starmap(_meet, itertools.product(earlier.tensors, later.tensors)))
     }
     return covered, after
 
@@ -273,24 +265,16 @@ def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
     )
 
 
-def _meet(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors have a byte in common with others. (Columns of one matrix have none.)"""
-    tensors = [tensor for tensor in (*some, *others) if tensor.numel()]
-    start = min(tensor.data_ptr() for tensor in tensors)
-    end = max(tensor.data_ptr() + _reach(tensor) for tensor in tensors)
-    # Of one dtype, this is an element.
-    unit = math.gcd(*(number for t in tensors for number in (t.itemsize, t.data_ptr())))
-    taken = torch.zeros((end - start) // unit, dtype=torch.bool, device="cpu")
+def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors have a byte in common. (Columns of one matrix have none.)"""
+    return np.shares_memory(_addresses(one.squeeze()), _addresses(other.squeeze()))
 
-    def units(tensor: torch.Tensor) -> torch.Tensor:
-        count = tensor.itemsize // unit
-        steps = (*(step * count for step in tensor.stride()), 1)
-        return taken.as_strided((*tensor.shape, count), steps, (tensor.data_ptr() - start) // unit)
 
-    for tensor in some:
-        if tensor.numel():
-            units(tensor).fill_(True)
-    return any(bool(units(tensor).any()) for tensor in others if tensor.numel())
+def _addresses(tensor: torch.Tensor) -> ByteArray:
+    """Return an array with the elements' addresses. It may be a GPU's memory, which is not read."""
+    strides = tuple(step * tensor.itemsize for step in tensor.stride())
+    layout = {"shape": (*tensor.shape,), "strides": strides, "typestr": f"|V{tensor.itemsize}"}
+    return np.asarray(_Exposed(tensor, tensor.data_ptr(), 0, **layout))
 
 
 def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:

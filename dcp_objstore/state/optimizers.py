@@ -13,27 +13,34 @@ once. No step is made, no hook of a step is called, and no gradient or weight is
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-import sys
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
-from dcp_objstore.checkpoint.index import LiteralKey
+from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
-from dcp_objstore.state.record import alike, nested, split
+from dcp_objstore.state.record import Asked, alike, below, is_numbered_state
 from dcp_objstore.state.trainable import prefixes
 
 if TYPE_CHECKING:
     from dcp_objstore.state.record import Path, Place, Record
 
 _OWN = ("params", "param_names")  # entries of a group that say which parameters it has
+
+
+class _Parameter(NamedTuple):
+    """A parameter, its names in the module, and its group in the optimizer's state dict."""
+
+    tensor: torch.Tensor
+    names: list[str]
+    group: dict[str, Any]
 
 
 class NamedOptimizer:
@@ -43,6 +50,7 @@ class NamedOptimizer:
         optimizer: the optimizer.
         module: a module that has all of its parameters.
         names: those names in the module of which state is saved and loaded.
+        owner: the module's place in the state.
 
     Attributes:
         state_dict: its state dict by names. The tensors are the optimizer's own.
@@ -56,181 +64,113 @@ class NamedOptimizer:
         optimizer: torch.optim.Optimizer,
         module: torch.nn.Module,
         names: Collection[str],
+        owner: Place,
     ) -> None:
-        self._outer, self._optimizer = optimizer, _inner(optimizer)
+        self._outer, self._optimizer, self._owner = optimizer, _inner(optimizer), owner
         self._packed: dict[str, Any] = self._optimizer.state_dict()
+        self._asked: Asked | None = None
         self.lacking: list[str] = []
         self.not_needed: set[str] = set()
-        self._wanted: dict[str, Any] | None = None
-        self.has_names = "state" in self._packed and "param_groups" in self._packed
+        self.has_names = is_numbered_state(self._packed)
         if not self.has_names:
             return
-        of_id: dict[int, list[str]] = {}
-        for name, parameter in torch_private.all_parameters(module):
-            of_id.setdefault(id(parameter), []).append(name)
+        of_id: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in torch_private.all_parameters(module):
+            of_id[id(tensor)].append(name)
         pairs = zip(self._optimizer.param_groups, self._packed["param_groups"], strict=True)
         self._parameters = {
-            number: parameter
+            number: _Parameter(tensor, of_id[id(tensor)], packed)
             for group, packed in pairs
-            for number, parameter in zip(packed["params"], group["params"], strict=True)
+            for number, tensor in zip(packed["params"], group["params"], strict=True)
         }
-        self._names = {number: of_id[id(p)] for number, p in self._parameters.items()}
         self._number_of = {
-            name: number for number, all_ in self._names.items() for name in all_ if name in names
+            name: number
+            for number, parameter in self._parameters.items()
+            for name in parameter.names
+            if name in names
         }
-        self._groups = [
-            {**group, "params": [self._names[number][0] for number in group["params"]]}
+        first_names = {number: parameter.names[0] for number, parameter in self._parameters.items()}
+        groups = [
+            {**group, "params": [first_names[number] for number in group["params"]]}
             for group in self._packed["param_groups"]
         ]
-        self._state = {
-            self._names[key][0] if key in self._names else key: value
+        state = {
+            first_names.get(key, key): value
             for key, value in self._packed["state"].items()
-            if key not in self._names or self._names[key][0] in names
+            if key not in first_names or first_names[key] in names
         }
-
-    @property
-    def state_dict(self) -> dict[str, Any]:
-        """The state dict by names, for a save; for a load into it if nothing was saved there."""
-        named = {**self._packed, "state": self._state, "param_groups": self._groups}
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            named["groups"] = {self._digest: (self._groups,)}
-        return named
-
-    @property
-    def _digest(self) -> str:
-        names = [group["params"] for group in self._groups]
-        return str(xxhash.xxh3_64_hexdigest(repr(names).encode()))
+        self.state_dict = {**self._packed, "state": state, "param_groups": groups}
+        of_groups = repr([group["params"] for group in groups])
+        digest = xxhash.xxh3_64_hexdigest(of_groups.encode())
+        self._own_groups = f"groups.{digest}"
+        if rank_and_world_size()[1] > 1:
+            self.state_dict["groups"] = {digest: (groups,)}
 
     def ask(
-        self, record: Record, place: Place, module: Place, *, strict: bool
+        self, current: Any, record: Record, place: Place, *, strict: bool
     ) -> dict[str, Any] | None:
         """Return what to load into, by the rest of the key; None if nothing was saved there."""
-        saved = record.below(place)
-        if not saved:
+        asked = Asked(current, record, place)
+        if not asked.saved:
             return None
-        # By the rest of the key: number of the parameter and path in its state; number or parameter
-        # of the group, and path in it; path in the state dict.
-        self._entries: dict[str, tuple[Any, Path]] = {}
-        self._settings: dict[str, tuple[str, Path]] = {}
-        self._beside: dict[str, Path] = {}
-        self._made: dict[str, torch.Tensor] = {}
-        self._taken: dict[str, torch.Tensor] = {}
-        self._wanted = {}
-        self._record, self._place, self._module, self._strict = record, place, module, strict
-        own_groups = f"groups.{self._digest}"
-        is_gone: dict[str, bool] = {}
-        for rest, path in saved.items():
-            kind, _, tail = rest.partition(".")
-            key = ".".join((*place, rest))
-            if kind == "groups":
-                if rest == own_groups or own_groups not in saved:
-                    self._wanted[rest] = None
-            elif kind == "param_groups":
-                name = self._own_name(tail) or tail.partition(".")[0]
-                if name.isdecimal() or name in self._number_of:
-                    inner = path[2:] if len(path) > 2 else (*tail[len(name) + 1 :].split("."),)
-                    self._settings[rest] = name, inner
-                    self._wanted[rest] = record.destination(key, self._setting(name, inner))
-            elif kind != "state":
-                self._beside[rest] = beside = split(path)
-                self._wanted[rest] = record.destination(key, self._current(key, beside))
-            elif (own := self._own_name(tail)) is not None:
-                number = self._number_of[own]
-                inner = path[2:] if path[1:2] == (own,) else (*tail[len(own) + 1 :].split("."),)
-                self._entries[rest] = number, inner
-                self._wanted[rest] = self._destination(key, number, inner)
+        self._asked, self._place, self._strict = asked, ".".join(place), strict
+        is_parameter = functools.cache(record.names)
+        for rest, saved_path in asked.saved.items():
+            path = self._path_of(rest, saved_path, is_parameter)
+            if path is None:
+                continue
+            now = asked.own.get(rest)
+            if path[0] == "param_groups":
+                asked.ask(rest, path, None, like=now)
             else:
-                # The state of another rank's parameter or of one that is gone, or a counter.
-                name = str(path[1]) if len(path) > 2 else tail
-                if name not in is_gone:
-                    is_gone[name] = len(path) > 2 and any(map(record.names, prefixes(tail)))
-                if not is_gone[name]:
-                    self._beside[rest] = beside = split(path)
-                    self._wanted[rest] = record.destination(key, self._current(key, beside))
+                size = getattr(record.entries[f"{self._place}.{rest}"], "size", None)
+                fits = isinstance(now, torch.Tensor) and now.size() == size
+                asked.ask(rest, path, now if fits else None, self._like(path))
         self.not_needed = {
-            ".".join((*place, rest))
-            for rest in saved
-            if rest not in self._wanted and rest.startswith(("groups.", "param_groups."))
+            f"{self._place}.{rest}"
+            for rest in asked.saved
+            if rest not in asked.wanted and rest.startswith(("groups.", "param_groups."))
         }
-        self._note_lacking()
-        return self._wanted
-
-    def _own_name(self, tail: str) -> str | None:
-        """Return the own parameter whose name this text begins with."""
-        return next((name for name in prefixes(tail) if name in self._number_of), None)
-
-    def _setting(self, number: str, path: Path) -> torch.Tensor | None:
-        """Return a new tensor like that which a group has as a setting now."""
-        group = self._groups[int(number)] if number in map(str, range(len(self._groups))) else {}
-        now = group.get(path[0])
-        return torch.empty_like(now) if isinstance(now, torch.Tensor) else None
-
-    def _destination(self, key: str, number: Any, path: Path) -> torch.Tensor | None:
-        """Return the current tensor, or a new one, of the device that `load_state_dict` chooses."""
-        current = self._current(key, ("state", number, *path))
-        if current is not None:
-            return self._record.destination(key, current)
-        parameter = self._parameters[number]
-        group = next(g for g in self._packed["param_groups"] if number in g["params"])
-        on_host = path[-1:] == ("step",) and not (group.get("capturable") or group.get("fused"))
-        device = torch.device("cpu") if on_host else parameter.device
-        like = None if on_host else parameter.detach()
-        made = self._record.destination(key, None, like, device)
-        if made is not None:
-            self._made[key] = made
-        return made
-
-    def _current(self, key: str, path: Path) -> torch.Tensor | None:
-        """Return the tensor that the optimizer has now, if it has the stored size."""
-        current: Any = self._packed
-        for step in path:
-            if isinstance(current, Mapping):
-                current = current.get(step.value if isinstance(step, LiteralKey) else step)
-            elif isinstance(current, list) and type(step) is int and step < len(current):
-                current = current[step]
-            else:
-                return None
-        saved: Any = self._record.entries[key]
-        is_alike = isinstance(current, torch.Tensor) and current.size() == getattr(saved, "size", 0)
-        return current if is_alike else None
-
-    def _note_lacking(self) -> None:
-        """Note parameters whose state is lacking: they were saved, and others have state."""
-        stated = {number for number, _ in self._entries.values()}
         self._known = {
-            number
-            for number, names in self._names.items()
-            if any(name in self._number_of for name in names)
-            and any(self._record.names(name, self._module) for name in names)
+            number for name, number in self._number_of.items() if record.names(name, self._owner)
         }
-        if stated:
+        stated = {path[1] for path in asked.paths.values() if len(path) > 2 and path[0] == "state"}
+        if not stated.isdisjoint(self._number_of):
             self.lacking = [
-                self._names[number][0]
-                for number in sorted(self._known - stated)
-                if self._parameters[number].requires_grad and self._parameters[number].numel()
+                names[0]
+                for tensor, names, _ in map(self._parameters.__getitem__, sorted(self._known))
+                if names[0] not in stated and tensor.requires_grad and tensor.numel()
             ]
+        return asked.wanted
 
-    def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-        """Take a stored tensor of a class of its own in place of the plain one that `ask` has made.
+    def _path_of(self, rest: str, path: Path, is_parameter: Callable[[str], bool]) -> Path | None:
+        """Return where a saved entry belongs in a state dict by first names; None: not here."""
+        assert self._asked is not None
+        kind, _, tail = rest.partition(".")
+        if kind == "groups":
+            is_own = rest == self._own_groups or self._own_groups not in self._asked.saved
+            return path if is_own else None
+        if kind not in ("state", "param_groups"):
+            return path
+        own = next((name for name in prefixes(tail) if name in self._number_of), None)
+        if kind == "param_groups" and (own is None or (path[0] == kind and type(path[1]) is int)):
+            number = tail.partition(".")[0]
+            inner = below(path, len(f"{kind}.{number}."))
+            return (kind, int(number), *inner) if number.isdecimal() else None
+        if own is not None:
+            names = self._parameters[self._number_of[own]].names
+            return (kind, names[0], *below(path, len(f"{kind}.{own}.")))
+        # The state of another rank's parameter or of one that is gone, or a counter.
+        is_gone = any(is_parameter(name) for name in prefixes(tail) if name != tail)
+        return None if is_gone else (kind, *below(path, len(f"{kind}.")))
 
-        Raises:
-            StateMismatchError: this rank needs another part of the tensor than one rank has saved.
-        """
-        made = self._made.get(key)
-        if made is None:
-            return False
-        if not tuple(torch_private.local_tensor(made).size()) == tuple(tensor.size()) == sizes:
-            raise StateMismatchError(
-                f"saved as parts of class {type(tensor).__name__}, of which this rank needs another"
-                " one than was saved; step the optimizer once before the load, so that it has"
-                " tensors to fill",
-                key=key,
-            )
-        taken = tensor.to(made.device)
-        self._taken[key] = (
-            torch_private.dtensor_alike(taken, made) if isinstance(made, DTensor) else taken
-        )
-        return True
+    def _like(self, path: Path) -> torch.Tensor | None:
+        """Return the parameter of an entry, if `load_state_dict` puts the entry on its device."""
+        if len(path) < 3 or path[0] != "state" or path[1] not in self._number_of:
+            return None
+        tensor, _, group = self._parameters[self._number_of[path[1]]]
+        on_host = path[-1] == "step" and not (group.get("capturable") or group.get("fused"))
+        return None if on_host else tensor.detach()
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put loaded values, by the rest of the key, into the optimizer by its `load_state_dict`.
@@ -239,105 +179,91 @@ class NamedOptimizer:
             StateMismatchError: parameters of one group were saved with different settings. If not
                 strict, the group keeps its own.
         """
-        if self._wanted is None:
+        if self._asked is None:
             return
-        start = len(".".join((*self._place, "")))
-        values = {**values, **{key[start:]: taken for key, taken in self._taken.items()}}
-        parts: dict[Any, list[tuple[Path, Any]]] = {}
-        for rest, (number, path) in self._entries.items():
-            parts.setdefault(number, []).append((path, values[rest]))
-        before = self._packed["state"]
-        state = {}
-        for number in self._parameters:
-            if number in parts:
-                state[number] = alike(before.get(number, {}), nested(parts[number]))
+        loaded = self._asked.loaded(values)
+        groups = self._loaded_groups(loaded.pop("groups", {}), loaded.pop("param_groups", []))
+        before, saved, state = self._packed["state"], loaded.pop("state", {}), {}
+        for number, (_, names, _) in self._parameters.items():
+            if names[0] in saved:
+                state[number] = alike(before.get(number, {}), saved.pop(names[0]))
             elif number in before and number not in self._known:
                 state[number] = before[number]
         if not self._strict:  # counters, too
-            state |= {key: value for key, value in before.items() if key not in self._names}
-        beside = nested((path, values[rest]) for rest, path in self._beside.items())
-        state |= beside.pop("state", {})
-        loaded = {
-            **alike(self._packed, {**self._packed, **beside}),
-            "state": state,
-            "param_groups": self._loaded_groups(values),
+            state |= {key: item for key, item in before.items() if key not in self._parameters}
+        packed = {
+            **self._packed,
+            **{key: alike(self._packed.get(key), item) for key, item in loaded.items()},
+            "state": state | saved,
+            "param_groups": groups,
         }
-        self._optimizer.load_state_dict(loaded)
+        self._optimizer.load_state_dict(packed)
         if self._outer is not self._optimizer:  # its groups have the parameters of all ranks
-            for group, own in zip(self._outer.param_groups, loaded["param_groups"], strict=True):
-                group.update({key: own[key] for key in own if key not in _OWN})
+            for outer, group in zip(self._outer.param_groups, groups, strict=True):
+                outer.update({key: group[key] for key in group if key not in _OWN})
 
-    def _loaded_groups(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with the settings that were saved for their parameters."""
-        saved = [
-            group
-            for rest in self._wanted or ()
-            if rest.startswith("groups.")
-            for group in values[rest][0]
-        ]
-        parts: dict[str, list[tuple[Path, Any]]] = {}
-        for rest, (name, path) in self._settings.items():
-            parts.setdefault(name, []).append((path, values[rest]))
-        numbers = [name for name in parts if name not in self._number_of]
-        saved += [nested(parts.pop(number)) for number in sorted(numbers, key=int)]
-        sources: dict[str, dict[str, Any]] = {}
-        for group in saved:
-            for name in group.get("params", ()):
-                sources.setdefault(name, group)
-        sources |= {name: nested(settings) for name, settings in parts.items()}
+    def _loaded_groups(self, of_ranks: Mapping[str, Any], settings: Any) -> list[dict[str, Any]]:
+        """Return the optimizer's groups with the settings that were saved for their parameters.
+
+        Args:
+            of_ranks: the groups of each set of parameters, in a tuple.
+            settings: the numbered groups; in torch's flattened form, the settings by parameters.
+        """
+        by_name = settings if isinstance(settings, dict) else {}
+        saved = [group for (groups,) in of_ranks.values() for group in groups]
+        saved += [] if by_name else settings
+        sources = {name: group for group in saved[::-1] for name in group.get("params", ())}
+        sources |= by_name
         empty = iter([group for group in saved if not group.get("params")])
+        defaults = getattr(self._optimizer, "defaults", ())  # PostLocalSGDOptimizer has none
         groups, unknown = [], []
         for at, own in enumerate(self._packed["param_groups"]):
-            names = [self._names[number] for number in own["params"]]
-            found = [sources[name] for all_ in names for name in all_ if name in sources]
-            if not names:
-                found = [*itertools.islice(empty, 1)]
+            names = [name for number in own["params"] for name in self._parameters[number].names]
+            of_names = [sources[name] for name in names if name in sources]
+            found = of_names if names else [*itertools.islice(empty, 1)]
             if not found:
-                unknown.append(at)
-            settings, differing = _common(found)
+                unknown.append(str(at))
+            agreed, differing = _common(found)
             if differing and self._strict:
                 raise StateMismatchError(
                     f"parameters of group {at} of this optimizer were saved in groups with other"
                     f" settings than each other ({first_few(differing, 3)}): group them as they"
                     " were saved, or pass strict=False, and the group keeps its own",
-                    key=".".join((*self._place, "param_groups", str(at))),
+                    key=f"{self._place}.param_groups.{at}",
                 )
             if differing:
                 logger.warning(
                     "group %d of the optimizer %s keeps its own %s: its parameters were saved with"
                     " different ones",
                     at,
-                    ".".join(self._place),
+                    self._place,
                     first_few(differing, 3),
                 )
             # A setting that the constructor knows stays: an older version may not have saved it.
-            kept = {k: own[k] for k in own if not found or k in self._optimizer.defaults}
-            groups.append(
-                {**kept, **copy.deepcopy(settings), **{key: own[key] for key in _OWN if key in own}}
-            )
+            kept = (*_OWN, *differing, *defaults) if found else own
+            groups.append({key: own[key] for key in own if key in kept} | copy.deepcopy(agreed))
         if unknown:
             logger.warning(
                 "the checkpoint has no settings for %d groups of the optimizer %s, which keep their"
                 " own (%s)",
                 len(unknown),
-                ".".join(self._place),
-                first_few(list(map(str, unknown)), 5),
+                self._place,
+                first_few(unknown, 5),
             )
         return groups
 
 
 def _common(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings that these groups agree on, and the names of those that differ."""
-    first, *others = {id(group): group for group in groups}.values() or ({},)
-    names = dict.fromkeys(itertools.chain(first, *others))
-    differing = [
-        name
-        for name in names
-        if name not in _OWN
-        and any(name not in group or not _same(first.get(name), group[name]) for group in others)
-    ]
-    kept = {key: first[key] for key in first if key not in _OWN and key not in differing}
-    return kept, differing
+    groups = [*{id(group): group for group in groups}.values()]
+    agreed, differing = {}, []
+    for name in dict.fromkeys(name for group in groups for name in group if name not in _OWN):
+        first, *others = [group[name] for group in groups if name in group]
+        if len(others) + 1 == len(groups) and all(_same(first, other) for other in others):
+            agreed[name] = first
+        else:
+            differing.append(name)
+    return agreed, differing
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -346,8 +272,8 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that holds this rank's state: ZeroRedundancyOptimizer has one inside."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    zero = getattr(module, "ZeroRedundancyOptimizer", ())
-    return optimizer.optim if isinstance(optimizer, zero) else optimizer
+    is_zero = hasattr(optimizer, "consolidate_state_dict")
+    inner: torch.optim.Optimizer = optimizer.optim if is_zero else optimizer
+    return inner

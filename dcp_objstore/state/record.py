@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey
+from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.state.per_rank import PerRank, is_stateful
 from dcp_objstore.state.trainable import Trainable
 
@@ -37,25 +38,29 @@ class Record:
 
     Args:
         metadata: what DCP's planners get.
-        paths: the place of each key in the nested dict that was saved, if it is known.
+        paths: the place of each key in the nested dict that was saved, as far as it is known.
+
+    Attributes:
+        made: the key of each tensor that was made to load into, with the dict that holds it and its
+            name there.
     """
 
-    def __init__(self, metadata: Metadata, paths: Mapping[str, Path] | None) -> None:
+    def __init__(self, metadata: Metadata, paths: Mapping[str, Path]) -> None:
         self.entries = metadata.state_dict_metadata
-        self._paths = paths or {}
+        self.made: dict[str, tuple[dict[str, Any], str]] = {}
+        self._paths = paths
         self._sorted = sorted(self.entries)
         self._first_names = {key.partition(".")[0] for key in self._sorted}
 
     def below(self, place: Place) -> dict[str, Path]:
         """Return what was saved below a place: the rest of each key, with its path from there."""
-        prefix = ".".join((*place, ""))
-        found = {}
-        for number in range(bisect_left(self._sorted, prefix), len(self._sorted)):
-            key = self._sorted[number]
-            if not key.startswith(prefix):
-                break
-            found[key[len(prefix) :]] = _below(self._paths.get(key, (key,)), len(prefix))
-        return found
+        name = ".".join(place)
+        start, end = (bisect_left(self._sorted, name + sign) for sign in "./")  # "/" follows "."
+        length = len(name) + 1
+        return {
+            key[length:]: below(self._paths.get(key, (key,)), length)
+            for key in self._sorted[start:end]
+        }
 
     def names(self, name: str, place: Place = ()) -> bool:
         """Whether a module at this place, or at any first name, has a parameter of this name."""
@@ -63,47 +68,133 @@ class Record:
             return ".".join((*place, name)) in self.entries
         return any(f"{first}.{name}" in self.entries for first in self._first_names)
 
-    def destination(
-        self,
-        key: str,
-        current: Any,
-        like: torch.Tensor | None = None,
-        device: torch.device | None = None,
-    ) -> torch.Tensor | None:
-        """Return what to load an entry into: the current tensor, or one as it was saved.
+    def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+        """Take a stored tensor of a class of its own in place of the plain one that was made.
 
-        Args:
-            key: the key of the entry.
-            current: what the value has there, if that is a tensor.
-            like: a tensor whose mesh and placements a new one of the same shape gets.
-            device: the device of a new tensor. Default: the CPU.
-
-        Returns:
-            A tensor, or None for a plain value, which DCP puts in its place.
+        Raises:
+            StateMismatchError: this rank needs another part of the tensor than one rank has saved.
         """
-        saved = self.entries[key]
-        if not isinstance(saved, TensorStorageMetadata):
-            return None
-        if isinstance(current, torch.Tensor):
-            return current
-        # One of an unknown dtype is refused when it is read.
-        dtype = saved.properties.dtype or torch.uint8
-        if isinstance(like, DTensor) and like.size() == saved.size:
-            local = torch_private.local_tensor(like)
-            made = torch.empty(local.size(), dtype=dtype, device=local.device)
-            return torch_private.dtensor_alike(made, like)
-        return torch.empty(saved.size, dtype=dtype, device=device or "cpu")
+        if key not in self.made:
+            return False
+        wanted, name = self.made[key]
+        made = wanted[name]
+        if not tuple(torch_private.local_tensor(made).size()) == tuple(tensor.size()) == sizes:
+            raise StateMismatchError(
+                f"saved as parts of class {type(tensor).__name__}, of which this rank needs another"
+                " one than was saved; step the optimizer once before the load, so that it has"
+                " tensors to fill",
+                key=key,
+            )
+        taken = tensor.to(made.device)
+        is_sharded = isinstance(made, DTensor)
+        wanted[name] = torch_private.dtensor_alike(taken, made) if is_sharded else taken
+        return True
 
 
-def _below(path: Path, length: int) -> Path:
-    """Return the part of a path below a prefix of its key; `length` counts the last dot."""
+def below(path: Path, length: int) -> Path:
+    """Return the part of a path below a prefix of its name; `length` counts the dot after it.
+
+    A step that the prefix ends within is the name of several, as in torch's flattened form.
+    """
     for number, step in enumerate(path):
         length -= len(str(step)) + 1
-        if length < 0:  # the prefix ends within this step
-            return (str(step)[length + 1 :], *path[number + 1 :]) if length < -1 else path[number:]
         if not length:
             return path[number + 1 :]
+        if length < 0:
+            return (*str(step)[length + 1 :].split("."), *path[number + 1 :])
     return path
+
+
+class Asked:
+    """What a load asks for at the place of a value that restores itself.
+
+    Args:
+        current: the value's state dict, with str keys.
+        record: what the checkpoint has.
+        place: the value's place.
+
+    Attributes:
+        own: what the value has, by its name below the place.
+        saved: the path of each saved entry, by its name.
+        paths: the path of each entry that is asked for, in what `loaded` returns.
+        wanted: what to load into, by the name; None for a plain value, which DCP puts in its place.
+    """
+
+    def __init__(self, current: Any, record: Record, place: Place) -> None:
+        own_paths = {_name(path): (path, item) for path, item in leaves(current)}
+        self.own = {name: item for name, (_, item) in own_paths.items()}
+        self.saved = {
+            name: own_paths[name][0] if name in own_paths else path
+            for name, path in record.below(place).items()
+        }
+        self.paths: dict[str, Path] = {}
+        self.wanted: dict[str, Any] = {}
+        self._own_paths, self._record, self._place = own_paths, record, place
+
+    def ask(self, name: str, path: Path, current: Any, like: Any = None) -> None:
+        """Ask for a saved entry.
+
+        Args:
+            name: its name.
+            path: its path in what `loaded` returns.
+            current: what the value has there. A tensor is loaded into; if it is none, one is made.
+            like: a tensor whose device a new one gets. One of the same shape gets its order of
+                dimensions in memory, too, its mesh and its placements.
+        """
+        key = _name((*self._place, name))
+        saved = self._record.entries[key]
+        if not isinstance(saved, TensorStorageMetadata):
+            current = None
+        elif not isinstance(current, torch.Tensor):
+            self._record.made[key] = self.wanted, name
+            current = _destination(saved, like)
+        self.paths[name], self.wanted[name] = path, current
+
+    def ask_for_all(self) -> None:
+        """Ask for all that was saved, and for what the value has and the checkpoint lacks.
+
+        The planner says that it lacks it. But the length of a list, and whether a value is one
+        entry or several, was decided by the save.
+        """
+        for name, path in self.saved.items():
+            # The entry of a list that has grown is like the tensor before it.
+            numbers = range(path[-1], -1, -1) if type(path[-1]) is int else ()
+            before = (self.own.get(_name((*path[:-1], number))) for number in numbers)
+            like = next((item for item in before if isinstance(item, torch.Tensor)), None)
+            self.ask(name, path, self.own.get(name), like)
+        containers = {
+            _name(path[:number]) for path in self.saved.values() for number in range(len(path))
+        }
+        for name, (path, item) in self._own_paths.items():
+            above = [(_name(path[:number]), step) for number, step in enumerate(path)]
+            is_decided = name in containers or any(
+                outer in self.saved or (outer in containers and type(step) is int)
+                for outer, step in above
+            )
+            if name not in self.saved and not is_decided:
+                self.paths[name], self.wanted[name] = path, item
+
+    def loaded(self, values: Mapping[str, Any]) -> Any:
+        """Return the loaded values at their paths, in plain dicts and lists."""
+        return _nested((path, values[name]) for name, path in self.paths.items())
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
+    """Return a new tensor to load into."""
+    dtype = saved.properties.dtype or torch.uint8  # one that is unknown is refused when it is read
+    device = getattr(like, "device", "cpu")
+    if not isinstance(like, torch.Tensor) or like.size() != saved.size:
+        return torch.empty(saved.size, dtype=dtype, device=device)
+    local = torch_private.local_tensor(like)
+    if torch_private.is_wrapper(local):
+        made = torch.empty(local.size(), dtype=dtype, device=device)
+    else:
+        made = torch.empty_like(local, dtype=dtype)
+    return torch_private.dtensor_alike(made, like) if isinstance(like, DTensor) else made
 
 
 def is_whole(value: list[Any]) -> bool:
@@ -128,17 +219,29 @@ def has_parts(value: Any) -> bool:
 
 
 def leaves(
-    value: Any, path: Path = (), is_leaf: Callable[[Any], bool] = lambda _: False
+    value: Any,
+    path: Path = (),
+    is_leaf: Callable[[Any], bool] = lambda _: False,
+    lists: list[Path] | None = None,
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield every value that is not a dict or list to descend into, with its path."""
+    """Yield every value that is not a dict or list to descend into, with its path.
+
+    Args:
+        is_leaf: whether not to descend into a dict or list.
+        lists: gets the path of each list that was descended into.
+    """
+    items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping) and not is_leaf(value):
-        for key, item in value.items():
-            yield from leaves(item, (*path, key), is_leaf)
-    elif isinstance(value, list) and not is_whole(value):
-        for number, item in enumerate(value):
-            yield from leaves(item, (*path, number), is_leaf)
+        items = value.items()
+    elif isinstance(value, list) and not is_whole(value) and not is_leaf(value):
+        items = enumerate(value)
+        if lists is not None:
+            lists.append(path)
     else:
         yield path, value
+        return
+    for key, item in items:
+        yield from leaves(item, (*path, key), is_leaf, lists)
 
 
 def is_numbered_state(value: Any) -> bool:
@@ -153,7 +256,7 @@ class _Node(dict[Any, Any]):
     """A container under construction, which no loaded value can be."""
 
 
-def nested(items: Iterable[tuple[Path, Any]]) -> Any:
+def _nested(items: Iterable[tuple[Path, Any]]) -> Any:
     """Build the dicts and lists that have these values at these paths."""
     root = _Node()
     for path, value in items:
@@ -182,19 +285,15 @@ def alike(original: Any, loaded: Any) -> Any:
     What the loaded value has, it keeps, also where `original` has less or more.
     """
     if isinstance(original, Mapping) and isinstance(loaded, Mapping):
-        by_name = {str(key): item for key, item in loaded.items()}
-        items = {
-            key: alike(item, by_name.pop(str(key)))
-            for key, item in original.items()
-            if str(key) in by_name
-        }
-        # A dict without entries is not stored.
-        items |= {
-            key: item
-            for key, item in original.items()
-            if key not in items and isinstance(item, Mapping) and not any(leaves(item))
-        }
-        items |= {key: item for key, item in loaded.items() if str(key) in by_name}
+        rest = {str(key): (key, item) for key, item in loaded.items()}
+        items = {}
+        for key, own in original.items():
+            if str(key) in rest:
+                _, item = rest.pop(str(key))
+                items[key] = alike(own, item)
+            elif isinstance(own, Mapping) and not any(leaves(own)):
+                items[key] = own  # a dict without entries is not stored
+        items.update(rest.values())
         if not isinstance(original, MutableMapping):
             return items
         same = copy.copy(original)  # also of a Counter, an OrderedDict, a defaultdict
@@ -205,66 +304,3 @@ def alike(original: Any, loaded: Any) -> Any:
         known = [alike(*pair) for pair in zip(original, loaded, strict=False)]
         return [*known, *loaded[len(known) :]]
     return loaded
-
-
-class AskedValue:
-    """A value with a state dict, of which a load asks for what was saved.
-
-    Args:
-        current: its state dict, with str keys.
-        record: what the checkpoint has.
-        place: its place.
-
-    Attributes:
-        wanted: what to load into, by the rest of the key; None if nothing was saved at the place.
-    """
-
-    def __init__(self, current: Any, record: Record, place: Place) -> None:
-        saved = record.below(place)
-        own = {".".join(map(str, path)): (path, item) for path, item in leaves(current)}
-        self.wanted: dict[str, Any] | None = None
-        if not saved or ".".join(place) in record.entries:
-            return
-        self._paths = {
-            rest: own[rest][0] if rest in own else split(path) for rest, path in saved.items()
-        }
-        self.wanted = {
-            rest: record.destination(
-                ".".join((*place, rest)),
-                own[rest][1] if rest in own else None,
-                neighbour := _neighbour(own, path),
-                None if neighbour is None else neighbour.device,
-            )
-            for rest, path in self._paths.items()
-        }
-        # What the value has and the checkpoint lacks stays asked for: the planner says so. But the
-        # length of a list, and whether a value is one entry or several, was decided by the save.
-        inner = {step[:number] for step in self._paths.values() for number in range(1, len(step))}
-        lists = {path[:-1] for path in self._paths.values() if type(path[-1]) is int}
-        for rest, (path, item) in own.items():
-            replaced = path in inner or any(
-                ".".join(map(str, path[:number])) in saved or path[: number - 1] in lists
-                for number in range(1, len(path) + 1)
-            )
-            if rest not in saved and not replaced:
-                self.wanted[rest] = item
-                self._paths[rest] = path
-
-    def loaded(self, values: Mapping[str, Any]) -> Any:
-        """Return the state dict that was loaded, of plain dicts and lists."""
-        return nested((path, values[rest]) for rest, path in self._paths.items())
-
-
-def split(path: Path) -> Path:
-    """Return a path; one that is only known as a name becomes that of nested dicts."""
-    return tuple(path[0].split(".")) if len(path) == 1 and isinstance(path[0], str) else path
-
-
-def _neighbour(own: Mapping[str, tuple[Path, Any]], path: Path) -> torch.Tensor | None:
-    """Return the tensor before an entry of a list, which has grown."""
-    if type(path[-1]) is int:
-        for number in range(path[-1], -1, -1):
-            _, item = own.get(".".join(map(str, (*path[:-1], number))), (path, None))
-            if isinstance(item, torch.Tensor):
-                return item
-    return None

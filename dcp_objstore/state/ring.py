@@ -28,11 +28,9 @@ class Ticket(Protocol):
 
     def query(self) -> bool:
         """Whether the copies are complete."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the copies are complete."""
-        ...
 
 
 class Lane(Protocol):
@@ -40,19 +38,15 @@ class Lane(Protocol):
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate host memory that the device copies from and to, as uint8."""
-        ...
 
     def follow(self) -> None:
         """Make later copies wait for what this thread has queued on the device so far."""
-        ...
 
     def queue(self, work: Callable[[], object]) -> Ticket:
         """Call `work`, which queues copies here with `non_blocking=True`; return a ticket."""
-        ...
 
     def finish(self) -> None:
         """Wait until all queued copies are complete."""
-        ...
 
 
 class Slot:

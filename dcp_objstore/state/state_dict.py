@@ -9,7 +9,7 @@ checkpoint. (DCP itself would also accept a module, as a Stateful, and store the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from dcp_objstore.state.left_out import LeftOut
 from dcp_objstore.state.optimizers import NamedOptimizer
 from dcp_objstore.state.per_rank import PerRank, is_stateful
 from dcp_objstore.state.record import (
-    AskedValue,
+    Asked,
     Path,
     Place,
     Record,
@@ -60,8 +60,8 @@ class _Leaf:
             keys; the value itself if it is a plain value or a tensor.
         module: the module itself, or that of a `Trainable`; None for other values.
         optimizer: an optimizer by names.
-        owner: place of the module that has the optimizer's parameters.
-        asked: what a load asks for of a value that the checkpoint decides.
+        is_decided: whether the checkpoint decides what a load asks for.
+        asked: what a load asks for of such a value.
     """
 
     path: Path
@@ -69,8 +69,8 @@ class _Leaf:
     original: Any
     module: torch.nn.Module | None = None
     optimizer: NamedOptimizer | FlatOptimizer | None = None
-    owner: Place = ()
-    asked: AskedValue | None = None
+    is_decided: bool = False
+    asked: Asked | None = None
 
 
 class ConvertedState:
@@ -99,7 +99,7 @@ class ConvertedState:
     """
 
     def __init__(self, state: Mapping[str, Any], *, loading: bool, strict: bool = True) -> None:
-        """Convert the state; if that fails, the optimizers are as before."""
+        """Convert the state; the optimizers stay as they are."""
         if not isinstance(state, Mapping):
             raise StateMismatchError(
                 f"the state must be a dict of names to modules, optimizers, tensors or values, got"
@@ -113,40 +113,35 @@ class ConvertedState:
         # Sorted, because `state_dict` and `load_state_dict` may be collectives (FSDP1's are), and
         # the dicts of two ranks may differ in their order. Modules first: their state dict gives
         # FSDP2's modules back the parameters that the optimizers have.
+        lists: list[Path] = []
         found = sorted(
-            leaves(state, (), is_numbered_state),
+            leaves(state, (), self._is_decided, lists),
             key=lambda leaf: (_rank_of(leaf[1]), _place(leaf[0])),
         )
         modules = {path: value for path, value in found if _rank_of(value) == 0}
-        if loading:
-            for path, module in modules.items():
-                if isinstance(module, torch.nn.Module):
-                    _refuse_module_on_meta(path, module)
-        self.whole = [_place(path) for path in _lists(state)]
+        self.whole = [*map(_place, lists)]
         self.optimizers: list[Place] = []
         self.per_rank: dict[Place, bool] = {}
         self.left_out: dict[Place, LeftOut] = {}
         self._leaves: list[_Leaf] = []
         self.state_dict: dict[str, Any] = {}
-        try:
-            for path, value in found:
-                with _named_errors(value, path, "state_dict"):
-                    self._leaves.append(self._convert(path, value, modules))
-            filled = self._leaves if loading else []
-            on_meta = [name for leaf in filled for name in _on_meta(leaf.original, leaf.path)]
-            if on_meta:
-                raise UnsupportedError(
-                    f"the state has tensors on the meta device, with no memory to load into"
-                    f" ({first_few(on_meta, 3)}); replace each with torch.empty_like(tensor,"
-                    " device=...)",
-                    key=on_meta[0],
-                )
-            self._check_names_of_ranks()
-            originals = {leaf.path: leaf.original for leaf in self._leaves}
-            self.state_dict = _plain(state, originals, literal=not loading)
-        except BaseException:
-            self.undo()
-            raise
+        for path, value in found:
+            with _named_errors(value, path, "state_dict"):
+                self._leaves.append(self._convert(path, value, modules))
+        if loading:
+            self._check_memory()
+        self._check_names_of_ranks()
+        originals = {leaf.path: leaf.original for leaf in self._leaves}
+        self.state_dict = _plain(state, originals, str if loading else _literal_name)
+
+    def _is_decided(self, value: Any) -> bool:
+        """Whether the checkpoint decides what is loaded into a dict or list.
+
+        So it is for what `Optimizer.state_dict` returns, and for its parts if it is the state.
+        """
+        if is_numbered_state(self._state):
+            return any(value is part for part in self._state.values())
+        return is_numbered_state(value)
 
     def _convert(
         self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module | Trainable]
@@ -159,22 +154,21 @@ class ConvertedState:
         if isinstance(value, torch.optim.Optimizer):
             self.optimizers.append(place)
             owner = _module_of(value, modules, path)
-            named = self._named(value, modules[owner])
+            named = self._named(value, modules[owner], _place(owner))
             if named is not None:
                 self.whole.append(place)
-                return _Leaf(path, value, named.state_dict, None, named, _place(owner))
-        if is_stateful(value):
-            self.whole.append(place)
-            return _Leaf(path, value, value.state_dict())
+                return _Leaf(path, value, named.state_dict, optimizer=named)
         if isinstance(value, tuple) and has_parts(value):
             raise StateMismatchError(
                 "a tuple is stored as one pickled value; put modules, optimizers, Stateful objects"
                 " and sharded tensors into a list or a dict",
                 key=_name(path),
             )
-        if is_numbered_state(value):
-            self.whole.append(place)
-        return _Leaf(path, value, value)
+        if not is_stateful(value) and not self._is_decided(value):
+            return _Leaf(path, value, value)
+        self.whole.append(place)
+        original = value.state_dict() if is_stateful(value) else value
+        return _Leaf(path, value, original, is_decided=isinstance(original, Mapping | list))
 
     def _convert_module(self, path: Path, value: torch.nn.Module | Trainable) -> _Leaf:
         whole = _module_state(_module_in(value))
@@ -186,29 +180,58 @@ class ConvertedState:
         return _Leaf(path, value, part, value.module)
 
     def _named(
-        self, optimizer: torch.optim.Optimizer, owner: torch.nn.Module | Trainable
+        self, optimizer: torch.optim.Optimizer, owner: torch.nn.Module | Trainable, place: Place
     ) -> NamedOptimizer | FlatOptimizer | None:
         """Return the optimizer by names; None if its state dict is of a form of its own."""
         module = _module_in(owner)
         names = dict(torch_private.all_parameters(module))
         wanted = owner.part_of(names) if isinstance(owner, Trainable) else names
         if torch_private.has_flat_parameters(module):
-            return FlatOptimizer(optimizer, module, wanted, loading=self._loading)
-        named = NamedOptimizer(optimizer, module, wanted)
+            return FlatOptimizer(optimizer, module, wanted, place, loading=self._loading)
+        named = NamedOptimizer(optimizer, module, wanted, place)
         return named if named.has_names else None
+
+    def _check_memory(self) -> None:
+        """Refuse tensors that have no memory to load into.
+
+        They do not get it here, for three reasons: the caller must choose the device, an existing
+        optimizer would keep the old parameters, and buffers that are not in the checkpoint would
+        contain arbitrary bytes.
+        """
+        on_meta = [
+            (leaf, _name(path))
+            for leaf in self._leaves
+            for path, item in leaves(leaf.original, leaf.path)
+            if isinstance(item, torch.Tensor) and item.device.type == "meta"
+        ]
+        if not on_meta:
+            return
+        leaf, key = on_meta[0]
+        advice = "replace each with torch.empty_like(tensor, device=...)"
+        if isinstance(leaf.value, torch.nn.Module):
+            key = _name(leaf.path)
+            advice = (
+                "before you load, and before you make an optimizer of the module, call"
+                ' to_empty(device="cuda") on it, or name another device'
+            )
+            buffers = leaf.value.named_buffers()
+            fill = [name for name, of in buffers if of.is_meta and name not in leaf.original]
+            names = first_few(fill, 3)
+            advice += f". Then compute the buffers that no checkpoint has ({names})" if fill else ""
+        raise UnsupportedError(
+            "the state has tensors on the meta device, with no memory to load into"
+            f" ({first_few([name for _, name in on_meta], 3)}); {advice}",
+            key=key,
+        )
 
     def _check_names_of_ranks(self) -> None:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
-        for place in self.per_rank:
-            prefix = _name(place) + "."
-            for leaf in self._leaves:
-                name = _name(leaf.path)
-                if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
-                    raise StateMismatchError(
-                        f"{_shown(leaf.path)} has the same name as a rank's value of the PerRank at"
-                        f" {_shown(place)}; rename one of them",
-                        key=name,
-                    )
+        places = {_name(place): place for place in self.per_rank}
+        for leaf in self._leaves:
+            above, _, rank = _name(leaf.path).rpartition(".")
+            if above in places and rank.isdecimal():
+                per_rank = f"rank {rank}'s value of the PerRank at {_shown(places[above])}"
+                raise _clash(f"{_shown(leaf.path)} and {per_rank}", leaf.path)
 
     def _convert_per_rank(self, path: Path, value: PerRank) -> dict[str, Any]:
         self.per_rank[_place(path)] = value.choice == "list"
@@ -232,26 +255,17 @@ class ConvertedState:
             record: what the checkpoint has.
         """
         for leaf in self._leaves:
-            place = _place(leaf.path)
-            wanted: Any = None
+            place, current, wanted = _place(leaf.path), _at(state_dict, leaf.path), None
             if leaf.optimizer is not None:
-                wanted = leaf.optimizer.ask(record, place, leaf.owner, strict=self._strict)
-            elif (
-                leaf.module is None
-                and isinstance(leaf.original, Mapping | list)
-                and place in self.whole
-            ):
-                leaf.asked = AskedValue(_at(state_dict, leaf.path), record, place)
-                wanted = leaf.asked.wanted
+                wanted = leaf.optimizer.ask(current, record, place, strict=self._strict)
+            elif leaf.is_decided:
+                asked = Asked(current, record, place)
+                if asked.saved:
+                    asked.ask_for_all()
+                    leaf.asked, wanted = asked, asked.wanted
             if wanted is not None:
                 container = _at(state_dict, leaf.path[:-1])
                 container[leaf.path[-1] if isinstance(container, list) else place[-1]] = wanted
-
-    def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-        """Take a stored tensor of a class of its own, if an optimizer has none there yet."""
-        optimizers = [leaf.optimizer for leaf in self._leaves]
-        named = [one for one in optimizers if isinstance(one, NamedOptimizer)]
-        return any(one.takes(key, tensor, sizes) for one in named)
 
     @property
     def settings_of_others(self) -> set[str]:
@@ -263,12 +277,6 @@ class ConvertedState:
         """Names of parameters that get no optimizer state, while others of the optimizer do."""
         named = [leaf.optimizer for leaf in self._leaves if leaf.optimizer is not None]
         return sorted(name for optimizer in named for name in optimizer.lacking)
-
-    def undo(self) -> None:
-        """Give the optimizers back the state that they had before."""
-        for leaf in self._leaves:
-            if isinstance(leaf.optimizer, FlatOptimizer):
-                leaf.optimizer.undo()
 
     def restore(self) -> None:
         """Put the loaded `state_dict` back into the user's state.
@@ -291,7 +299,7 @@ class ConvertedState:
             with torch.inference_mode(mode=False):
                 leaf.optimizer.restore(loaded)
             return
-        if leaf.asked is not None and leaf.asked.wanted is not None:
+        if leaf.asked is not None:
             loaded = leaf.asked.loaded(loaded)
             if is_numbered_state(leaf.value):  # torch's own checkpoints have the numbers as str
                 numbered = loaded.get("state", {}).items()
@@ -303,7 +311,8 @@ class ConvertedState:
             if loaded:
                 set_model_state_dict(leaf.module, loaded, options=options)
         elif is_stateful(leaf.value):  # or an optimizer whose state dict has a form of its own
-            leaf.value.load_state_dict(loaded)
+            with torch.inference_mode(mode=False):  # what is made can be changed later
+                leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):
             leaf.value[:] = loaded
         elif isinstance(leaf.value, dict):
@@ -317,17 +326,6 @@ def _rank_of(value: Any) -> int:
     """Return where a value stands in the order of conversions and of restoring."""
     kinds = torch.nn.Module | Trainable, torch.optim.Optimizer
     return next((rank for rank, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
-
-
-def _lists(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Yield the path of each list to descend into."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _lists(item, (*path, key))
-    elif isinstance(value, list) and not is_whole(value):
-        yield path
-        for number, item in enumerate(value):
-            yield from _lists(item, (*path, number))
 
 
 @contextmanager
@@ -355,47 +353,6 @@ def _named_errors(value: Any, path: Path, call: str) -> Iterator[None]:
             else ""
         )
         raise StateMismatchError(text + advice, key=_name(path)) from error
-
-
-def _refuse_module_on_meta(path: Path, module: torch.nn.Module) -> None:
-    """Raise if a module has no memory to load into.
-
-    The module does not get memory here, for three reasons: the caller must choose the device, an
-    existing optimizer would keep the old parameters, and buffers that are not in the checkpoint
-    would contain arbitrary bytes.
-    """
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    on_meta = [name for name, tensor in tensors if tensor.device.type == "meta"]
-    unsaved = {
-        f"{place}.{name}" if place else name
-        for place, part in module.named_modules()
-        for name in torch_private.non_persistent_buffers(part)
-    }
-    saved = [name for name in on_meta if name not in unsaved]
-    if not saved:
-        return
-    fill = [name for name in on_meta if name in unsaved]
-    then = (
-        f". Then compute the buffers that no checkpoint has ({first_few(fill, 3)})" if fill else ""
-    )
-    raise UnsupportedError(
-        f"this module is on the meta device and has no memory to load into ({first_few(saved, 3)});"
-        ' before you load, and before you make its optimizer, call to_empty(device="cuda") on it,'
-        f" or name another device{then}",
-        key=_name(path),
-    )
-
-
-def _on_meta(value: Any, path: Path) -> Iterator[str]:
-    """Yield the names of tensors without memory, in a value of the state or its state dict."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _on_meta(item, (*path, key))
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _on_meta(item, (*path, number))
-    elif isinstance(value, torch.Tensor) and value.device.type == "meta":
-        yield _name(path)
 
 
 def _module_in(value: torch.nn.Module | Trainable) -> torch.nn.Module:
@@ -471,11 +428,6 @@ class AgreeingPlanner:
         with self._typed_errors(), _naming_what_clashes(state_dict):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
 
-    def finish_plan(self, new_plan: Any) -> Any:
-        """Override DCP's `finish_plan` with typed errors."""
-        with self._typed_errors():
-            return super().finish_plan(new_plan)  # type: ignore[misc]
-
     def _typed_errors(self) -> contextlib.AbstractContextManager[None]:
         return plugin_errors(current_rank(), self._url)
 
@@ -491,14 +443,9 @@ def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
     except ValueError:
         places: dict[str, Path] = {}
         for path, _ in leaves(state_dict):
-            name = _name(path)
-            if name in places:
-                raise StateMismatchError(
-                    f"{_shown(places[name])} and {_shown(path)} have the same name in a checkpoint;"
-                    " rename one of them",
-                    key=name,
-                ) from None
-            places[name] = path
+            other = places.setdefault(_name(path), path)
+            if other != path:
+                raise _clash(f"{_shown(other)} and {_shown(path)}", path) from None
         raise
 
 
@@ -506,45 +453,43 @@ def _shown(path: Path) -> str:
     return "state" + "".join(f"[{step!r}]" for step in path)
 
 
-def _by_name(value: Mapping[Any, Any], path: Path, *, literal: bool) -> dict[str, Any]:
-    """Return the keys by their `str`, which DCP uses as names.
-
-    Raises:
-        StateMismatchError: two keys are the same as `str`.
-    """
-    keys: dict[str, Any] = {}
-    for key in value:
-        name = str(key)
-        if literal and not isinstance(key, str) and is_literal(name):
-            name = LiteralKey(name) if LiteralKey(name).value == key else name
-        if name in keys:
-            raise StateMismatchError(
-                f"the keys {keys[name]!r} and {key!r} of {_shown(path)} have the same name in a"
-                " checkpoint; rename one of them",
-                key=_name((*path, key)),
-            )
-        keys[name] = key
-    return keys
+def _clash(values: str, path: Path) -> StateMismatchError:
+    return StateMismatchError(
+        f"{values} have the same name in a checkpoint; rename one of them", key=_name(path)
+    )
 
 
-def _plain(value: Any, leaves: Mapping[Path, Any], path: Path = (), *, literal: bool) -> Any:
+def _literal_name(key: Any) -> str:
+    """Return the name of a key of which a save notes that it is no str."""
+    name = str(key)
+    is_noted = not isinstance(key, str) and is_literal(name) and LiteralKey(name).value == key
+    return LiteralKey(name) if is_noted else name
+
+
+def _plain(
+    value: Any, originals: Mapping[Path, Any], name_of: Callable[[Any], str], path: Path = ()
+) -> Any:
     """Rebuild the nesting in new dicts and lists, with these leaves.
 
-    Keys become str: DCP names a value by `str(key)` and puts it back under that name. With
-    `literal`, for a save, the index notes which were numbers.
+    Keys become str: DCP names a value by `str(key)` and puts it back under that name.
+
+    Raises:
+        StateMismatchError: two keys have the same name.
     """
-    value = leaves.get(path, value)
-    if isinstance(value, Mapping):
-        return {
-            name: _plain(value[key], leaves, (*path, key), literal=literal)
-            for name, key in _by_name(value, path, literal=literal).items()
-        }
+    value = originals.get(path, value)
     if isinstance(value, list) and not is_whole(value):
-        return [
-            _plain(item, leaves, (*path, number), literal=literal)
-            for number, item in enumerate(value)
-        ]
-    return value
+        items = enumerate(value)
+        return [_plain(item, originals, name_of, (*path, number)) for number, item in items]
+    if not isinstance(value, Mapping):
+        return value
+    plain: dict[str, Any] = {}
+    for key, item in value.items():
+        name = name_of(key)
+        if name in plain:
+            other = next(other for other in value if str(other) == name)
+            raise _clash(f"the keys {other!r} and {key!r} of {_shown(path)}", (*path, key))
+        plain[name] = _plain(item, originals, name_of, (*path, key))
+    return plain
 
 
 def _at(value: Any, path: Path, *, by_str: bool = True) -> Any:

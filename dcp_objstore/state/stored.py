@@ -37,8 +37,7 @@ class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         length: number of bytes of the item, framing included.
         pickled: whether the payload is a tensor pickled as a whole.
-        dtype: name of the dtype of the stored elements, which a planner may have converted; None
-            for a pickled value.
+        converted_to: name of the dtype of the stored elements, if a planner has converted them.
     """
 
     object: StoredObject
@@ -48,7 +47,7 @@ class StoredItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     payload_length: int
     digests: bytes
     pickled: bool
-    dtype: str | None = None
+    converted_to: str | None = None
 
 
 @functools.cache  # one str per constant, which pickle stores once

@@ -8,6 +8,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dcp_objstore import errors
@@ -178,13 +179,17 @@ class BaseStore(ABC, Generic[Place]):
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """Iterate over the objects below a prefix."""
-        return self._without_repeats(self._list(check_prefix(prefix)))
+        return self._without_repeats(check_prefix(prefix))
 
-    def _without_repeats(self, listed: Iterator[ObjectMeta]) -> Iterator[ObjectMeta]:
+    def _without_repeats(self, folder: str) -> Iterator[ObjectMeta]:
         """Yield what is listed; raise where it repeats itself, as it then might for ever.
 
-        In most stores keys ascend, so only those that do not are kept.
+        A listing of nothing is asked for again: obstore and botocore read a page of HTML as one,
+        botocore an empty body too. In most stores keys ascend, so only those that do not are kept.
         """
+        listed = self._list(folder)
+        first = next(listed, None)
+        listed = self._list(folder) if first is None else chain([first], listed)
         last: str | None = None
         steps_back: set[str] = set()
         for meta in listed:

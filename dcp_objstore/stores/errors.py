@@ -26,6 +26,7 @@ from dcp_objstore.errors import (
     StoreFullError,
     StoreUnavailableError,
     UnsupportedError,
+    UploadLostError,
     printable,
 )
 
@@ -145,6 +146,7 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
 # The codes that are looked for by name.
 NO_SUCH_KEY = "NoSuchKey"
 NO_SUCH_UPLOAD = "NoSuchUpload"
+_NO_SUCH_BLOCKS = "InvalidBlockList"  # what Azure says of an upload that has ended
 
 NO_S3_CREDENTIALS = (
     "no credentials for S3. Looked for, in this order: storage_options (key and secret, or"
@@ -219,7 +221,7 @@ ANOTHER_RANGE = Meaning(CorruptDataError, "the store sent another range than was
 # An answer that no store gives. A write may have taken effect all the same.
 NO_STORE_ANSWERED = Meaning(StoreUnavailableError, NO_STORE)
 NO_BUCKET = Meaning(ConfigError, f"{NO_STORE}, and that the bucket exists")
-UPLOAD_LOST = Meaning(StoreUnavailableError, "the store lost this upload before its end")
+UPLOAD_LOST = Meaning(UploadLostError, "the store lost this upload before its end")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +266,8 @@ class Failure(NamedTuple):
         facts = self.facts
         if facts.may_pass is not None:
             return facts.may_pass
-        # What completed a lost upload may have been an earlier try.
-        return isinstance(self.error, StoreUnavailableError) and facts.code != NO_SUCH_UPLOAD
+        is_lost = isinstance(self.error, UploadLostError)
+        return isinstance(self.error, StoreUnavailableError) and not is_lost
 
     @property
     def throttled(self) -> bool:
@@ -305,7 +307,7 @@ def meaning_of(error: Exception, facts: Facts) -> Meaning:
     if facts.code == NO_SUCH_KEY and facts.conditional:
         kind: type[DcpObjstoreError] = PreconditionFailedError  # 404 on AWS and moto
         words = None
-    elif facts.code == NO_SUCH_UPLOAD:
+    elif facts.code in (NO_SUCH_UPLOAD, _NO_SUCH_BLOCKS):
         kind, words = UPLOAD_LOST
     elif facts.meaning is not None:
         kind, words = facts.meaning

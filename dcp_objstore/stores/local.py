@@ -218,6 +218,11 @@ class LocalStore(BaseStore[Path]):
                     ) from None
                 temporary.replace(path)
 
+    def _leads_up(self, key: str) -> bool:
+        """Whether a link leads to a folder that it is in."""
+        path = self._root / key
+        return path.resolve() in (above.resolve() for above in path.parents)
+
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """In the order of the keys' segments."""
         with self._errors(None):
@@ -226,13 +231,16 @@ class LocalStore(BaseStore[Path]):
             key = f"{folder}/{entry.name}" if folder else entry.name
             meta: ObjectMeta | None = None
             with self._errors(None):
-                is_folder = entry.is_dir()
-                if not is_folder:
-                    try:
-                        status = entry.stat()
-                    except FileNotFoundError:
-                        continue  # deleted since the folder was read
-                    meta = _meta(key, status) if stat.S_ISREG(status.st_mode) else None
+                try:
+                    is_folder = entry.is_dir()
+                    status = entry.stat()
+                except OSError as error:
+                    if error.errno in (errno.ENOENT, errno.ELOOP):
+                        continue  # deleted since the folder was read, or a link to itself
+                    raise
+                if is_folder and entry.is_symlink() and self._leads_up(key):
+                    continue
+                meta = _meta(key, status) if stat.S_ISREG(status.st_mode) else None
             if is_folder:
                 yield from self._list(key)
             elif meta is not None:

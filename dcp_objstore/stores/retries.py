@@ -39,6 +39,9 @@ _LEAST_SMALL_TIMEOUT_SECONDS = 3.0
 # A pause is doubled at most this often.
 _MOST_DOUBLINGS = 30
 
+# Not Python's own generator: a retry would change the numbers that the program draws.
+_random = random.SystemRandom()
+
 
 class MonotonicClock(Protocol):
     """The time, and sleep, as the module `time` has them."""
@@ -81,7 +84,7 @@ class RetryPolicy:
         """
         doublings = min(retry - 1, _MOST_DOUBLINGS)
         most = min(self.longest_pause_seconds, self.first_pause_seconds * 2.0**doublings)
-        return most * random.uniform(0.5, 1.0)
+        return most * _random.uniform(0.5, 1.0)
 
 
 def policies(config: TransferConfig) -> tuple[RetryPolicy, RetryPolicy]:

@@ -22,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dcp_objstore.config import AUTO_MOST, at_most
-from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
+from dcp_objstore.errors import DcpObjstoreError, UnsupportedError, UploadLostError
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
@@ -241,6 +241,7 @@ def upload_object(
     progress: Progress,
     *,
     most: int = AUTO_MOST,
+    is_own: bool = False,
 ) -> Uploaded:
     """Write one object: in a single PUT if it fits into one part, otherwise in parallel parts.
 
@@ -253,6 +254,8 @@ def upload_object(
         plan: how the object is cut into parts.
         progress: an object that receives the bytes that were uploaded, and may stop the upload.
         most: the largest number of parts in flight, if the configuration gives none.
+        is_own: whether nothing else ever writes this key, so that an object of this size there is
+            this one.
 
     Raises:
         TransferStalledError: no buffer was uploaded for the stall time-out.
@@ -277,12 +280,19 @@ def upload_object(
             version = store.put(key, whole)
             slot.end(0, tracked.size_bytes, answered=True)
             return version
-        return store.put_stream(
-            key,
-            tracked,
-            part_size_bytes=plan.part_size_bytes,
-            max_concurrency=at_most(config.upload_concurrency, min(most, slot.most)),
-        )
+        try:
+            return store.put_stream(
+                key,
+                tracked,
+                part_size_bytes=plan.part_size_bytes,
+                max_concurrency=at_most(config.upload_concurrency, min(most, slot.most)),
+            )
+        except UploadLostError:
+            # The end of the upload took effect, its answer was lost, and the next try heard this.
+            with suppress(DcpObjstoreError):
+                if is_own and (meta := store.head(key)).size_bytes == tracked.size_bytes:
+                    return meta.version
+            raise
 
     with closing(slot):
         version = run_watched(send, f"upload of {key}", progress)

@@ -62,7 +62,7 @@ from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded
 from dcp_objstore.transfer.workers import DaemonPool, wait_for
 from dcp_objstore.waiting import result_of
-from dcp_objstore.write.layout import SMALL_BYTES
+from dcp_objstore.write.layout import SMALL_BYTES, planned_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -287,7 +287,7 @@ class Unchanged:
                     payload_length=source.payload_length,
                     digests=source.digests,
                     pickled=False,
-                    dtype=dtype,
+                    converted_to=None if dtype == planned_dtype(item) else dtype,
                 )
                 self.results.append(WriteResult(item.index, source.length, place))
 

@@ -101,14 +101,15 @@ class Placed(msgspec.Struct, gc=False):
             payload_length=self.payload_length,
             digests=digests,
             pickled=self.pickled,
-            dtype=self.dtype,
+            converted_to=None if self.dtype == planned_dtype(self.item) else self.dtype,
         )
         return WriteResult(self.item.index, self.length, place)
 
 
-def _planned_dtype(item: WriteItem) -> torch.dtype:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype
+def planned_dtype(item: WriteItem) -> str | None:
+    """Return the name of the dtype that an item was planned with; None for a pickled value."""
+    data = item.tensor_data
+    return None if data is None else constant_name(data.properties.dtype)
 
 
 def item_bytes(item: WriteItem, dtype: torch.dtype | None = None) -> int:
@@ -227,7 +228,7 @@ class Layout:
             self.pending.popleft()
             try:
                 data = self._resolved(item)
-                if isinstance(data, torch.Tensor) and data.dtype != _planned_dtype(item):
+                if isinstance(data, torch.Tensor):
                     size_bytes = item_bytes(item, data.dtype)
                     if not self._fits(size_bytes):  # a planner converted it to a larger dtype
                         self.pending.appendleft(SizedItem(item, size_bytes))

@@ -233,8 +233,13 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         """Return what this rank has; reuse the items of a staged state."""
         if self._staged:
             return _staged_items.of(self.state_dict, is_coordinator=self.is_coordinator)
-        items = (_write_items(*pair, self.is_coordinator) for pair in self.state_dict.items())
-        return [item for of_value in items for item in of_value]
+        for key, value in self.state_dict.items():
+            check_kind(value, key)
+        try:
+            return create_default_local_save_plan(self.state_dict, self.is_coordinator).items
+        except Exception:  # noqa: BLE001 - raised again with its key
+            items = (_write_items(*pair, self.is_coordinator) for pair in self.state_dict.items())
+            return [item for of_value in items for item in of_value]
 
     def _described(self) -> LocalPlan:
         """Return what this rank wants to save; make its items in the first call."""

@@ -179,6 +179,7 @@ def _upload_object(
                 config=config,
                 progress=progress,
                 most=most,
+                is_own=True,
             )
     finally:
         layout.is_over = True

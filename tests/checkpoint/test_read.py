@@ -30,6 +30,7 @@ DATA = data_key(0, 0, new_nonce())
 TORN = "a save began here but was never committed: it failed before its end or is still running"
 WEIGHTS = "there is no checkpoint here, but a folder of safetensors: dos.load"
 FOREIGN = "there is a '.metadata' here but no marker"
+TORCH = "there is no checkpoint here, but a file of torch.save: pytorch_model.bin"
 OTHERS = "there is no checkpoint here, only other objects"
 BELOW = "there is no checkpoint here, but there is one below, for example memory://test/run/step-1/"
 
@@ -46,6 +47,8 @@ BELOW = "there is no checkpoint here, but there is one below, for example memory
         (["deeper/model.safetensors"], OTHERS),
         (["a.txt"], OTHERS),
         (["x/_COMMIT.old"], OTHERS),
+        (["x/pytorch_model.bin"], OTHERS),
+        (["config.json", "pytorch_model.bin"], TORCH),
         ([f"{name}/{MARKER_KEY}" for name in ("x/b", "x/c", "x/a")], f"{BELOW}x/c"),
         ([DOT_METADATA_KEY, f"x/{MARKER_KEY}"], f"{BELOW}x"),
         ([DOT_METADATA_KEY, "a.txt"], FOREIGN),

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import dcp_objstore as dos
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.claim import claim_run
 from dcp_objstore.checkpoint.commit import begin, commit
@@ -20,7 +22,7 @@ from dcp_objstore.cli.exits import exits, status_of
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.run.upkeep import delete
 from dcp_objstore.stores import open_store
-from tests.support.command_line import on_terminal, run
+from tests.support.command_line import on_terminal, run, run_here
 
 
 def save_step(url: str, **user_metadata: object) -> None:
@@ -142,6 +144,33 @@ def test_a_reader_that_goes_away_is_no_error_message(tmp_path: Path) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 141
+
+
+def test_output_that_cannot_be_written_is_one_line_and_a_status(tmp_path: Path) -> None:
+    """A full disk, and no standard output at all."""
+    save_step(f"file://{tmp_path}/step-1")
+    command = f"{sys.executable} -m dcp_objstore ls --json file://{tmp_path}"
+    for where, says in ((">/dev/full", "No space left"), (">&-", "closed")):
+        done = subprocess.run(
+            ["sh", "-c", f"{command} {where}"], stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert done.returncode == 1
+        assert says in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_json_has_no_constants_that_are_no_json(tmp_path: Path, value: float) -> None:
+    one, other = f"file://{tmp_path}/a", f"file://{tmp_path}/b"
+    dos.save({"lr": value, "w": torch.tensor([1.0, 2.0])}, one, progress=False)
+    dos.save({"lr": 1.0, "w": torch.tensor([1.0, value])}, other, progress=False)
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    shown = json.loads(run_here("inspect", "--json", one).stdout, parse_constant=refuse)
+    assert shown["values"][0]["value"] == str(value)
+    json.loads(run_here("diff", "--json", "--stats", one, other).stdout, parse_constant=refuse)
 
 
 def test_ls_shows_committed_steps_in_order_and_torn_saves_as_not_committed(

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dcp_objstore.errors import PreconditionFailedError
-from dcp_objstore.stores import IfAbsent, ObjectStore, Version
+from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, Version
 from dcp_objstore.stores.protocol import Capabilities
 from tests.contract.common import PART, Endpoint, keys, race, read
 from tests.support.guarantees import guarantee
@@ -98,6 +98,19 @@ class PreconditionsContract(Endpoint):
         with pytest.raises(PreconditionFailedError):
             store.put("k", b"5", precondition=capabilities.if_version(store.put("other", b"4444")))
         assert side_door.read("k") == b"theirs"
+
+    @guarantee("quoted ETags")
+    def test_an_update_takes_an_etag_as_it_was_given(
+        self, store: ObjectStore, capabilities: Capabilities
+    ) -> None:
+        if not capabilities.conditional_update:
+            return
+        given = IfVersion(store.put("k", b"1"))
+        if capabilities.quoted_e_tags:
+            store.put("k", b"2", precondition=given)
+            return
+        with pytest.raises(PreconditionFailedError):
+            store.put("k", b"2", precondition=given)
 
     @guarantee("compare and swap")
     def test_update_of_an_absent_object_fails_its_precondition(

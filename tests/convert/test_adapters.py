@@ -40,6 +40,14 @@ def saved(peft: Any, **values: Any) -> str:
     return url
 
 
+def test_rename_of_an_adapter_is_refused_where_peft_has_its_own_names(tmp_path: Path) -> None:
+    url, rules = saved(described("default")), [("^model[.]", "mine.")]
+    with pytest.raises(InputError, match="rename="):
+        dos.export_checkpoint(url, tmp_path / "out", rename=rules)
+    dos.export_checkpoint(url, tmp_path / "one.safetensors", rename=rules, progress=False)
+    assert "mine.rest" in load_file(tmp_path / "one.safetensors")
+
+
 @pytest.mark.parametrize(
     ("adapters", "keys", "written"),
     [

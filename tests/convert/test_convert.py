@@ -323,7 +323,7 @@ def test_a_torch_file_that_asks_for_what_no_save_needs_is_refused(
 ) -> None:
     source, place = tmp_path / "hostile.pt", tmp_path / "step-0"
     source.write_bytes(body)
-    with pytest.raises(CheckpointCorruptError):
+    with pytest.raises((CheckpointCorruptError, UntrustedPickleError)):
         dos.import_checkpoint(source, place.as_uri(), progress=False)
     assert not place.exists()
 
@@ -426,6 +426,35 @@ def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(
         dos.import_checkpoint(tmp_path / "none.pt", f"{url}-new")
     assert not out.exists()
     assert not (tmp_path / "run" / "step-7-new").exists()
+
+
+def test_nothing_is_neither_imported_nor_exported(url: str, tmp_path: Path) -> None:
+    """A model that is there already is not replaced by an empty one."""
+    dos.save({"step": 3, "w": torch.ones(2)}, place := f"{url}-few", progress=False)
+    for out in (tmp_path / "out", tmp_path / "out" / "model.safetensors"):
+        dos.export_checkpoint(place, out, overwrite=True, progress=False)
+        for keys in ("step", []):
+            with pytest.raises(InputError, match="nothing to export"):
+                dos.export_checkpoint(place, out, keys, overwrite=True)
+        assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [1.0, 1.0]
+    dos.export_checkpoint(place, tmp_path / "out.pt", "step", progress=False)
+    with pytest.raises(InputError, match="nothing to export"):
+        dos.export_checkpoint(place, tmp_path / "none.pt", [])
+    torch.save({}, tmp_path / "empty.pt")
+    for source, keys in ((tmp_path / "empty.pt", None), (tmp_path / "out.pt", [])):
+        with pytest.raises(InputError, match="nothing to import"):
+            dos.import_checkpoint(source, place, keys, overwrite=True)
+    assert set(dos.open(place)) == {"step", "w"}
+
+
+def test_keys_may_come_from_an_iterator_and_rules_may_not(tmp_path: Path) -> None:
+    save_file({name: torch.ones(2) for name in "ab"}, tmp_path / "model.safetensors")
+    place = (tmp_path / "new").as_uri()
+    dos.import_checkpoint(tmp_path, place, (key for key in ["a"]), progress=False)
+    assert list(dos.open(place)) == ["a"]
+    rules = iter([("a", "b")])
+    with pytest.raises(ConfigError, match="iterator"):
+        dos.load({"b": torch.zeros(2)}, place, rename=rules)  # type: ignore[arg-type]
 
 
 def test_files_and_checkpoints_that_exist_stay_unless_told(url: str, tmp_path: Path) -> None:

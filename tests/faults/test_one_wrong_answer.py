@@ -3,17 +3,23 @@
 For each operation on a run and each request that it sends, that one answer is a page of HTML, a
 404, empty, cut short, another object's, a 403, a reset or a 500. Afterwards what was acknowledged
 counts and can be loaded, what had stopped counting does not count, an operation that returned has
-told the truth, and a second try ends well. `-s` prints the counts.
+told the truth, and a second try ends well. `python -m tests.faults.test_one_wrong_answer` runs all
+of it in two processes, and prints the counts.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +27,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.stores.retries import RetryPolicy
 from tests.crash.jobs import in_memory
 from tests.crash.judging import quiet
 from tests.crash.process import here
@@ -61,7 +68,19 @@ def counting() -> Steps:
         names = [step.name for step in dos.steps(RUN)]
     except DcpObjstoreError as error:
         raise AssertionError(f"the run cannot be listed: {error}") from error
-    return {name: loaded(name) for name in names}
+    return {name: _holds(name, _objects(name)) for name in names}
+
+
+def _objects(name: str) -> tuple[tuple[str, bytes], ...]:
+    prefix = f"run/{name}/"
+    there = sorted(here.bucket.objects.items())
+    return tuple((key, body) for key, (body, _) in there if key.startswith(prefix))
+
+
+@lru_cache(maxsize=4096)
+def _holds(name: str, _: object) -> int:
+    """Load a step. The same objects need not be loaded twice."""
+    return loaded(name)
 
 
 @dataclass(frozen=True)
@@ -205,9 +224,9 @@ OPERATIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def first() -> Iterator[Bucket]:
-    """The run."""
+@contextmanager
+def a_run() -> Iterator[Bucket]:
+    """The run, as each operation finds it."""
     with in_memory(), quiet():
         bucket = Bucket()
         work(bucket)
@@ -224,6 +243,13 @@ def first() -> Iterator[Bucket]:
             run.save(30, state(30))
         bucket.age(days=2)
         assert counting() == STEPS
+        yield bucket
+
+
+@pytest.fixture(scope="module")
+def first() -> Iterator[Bucket]:
+    """The run."""
+    with a_run() as bucket:
         yield bucket
 
 
@@ -261,14 +287,18 @@ def settle() -> None:
             assert not thread.is_alive(), f"{thread.name} does not end"
 
 
-def what_is_wrong(first: Bucket, operation: Operation, at: Asked, wrong: Wrong) -> str | None:
-    """Do it with this one wrong answer; return what is wrong then, or None."""
+# How an operation ends that met one wrong answer; otherwise what is wrong is said.
+RIGHT, REFUSED, NOT_MET = "right", "refused", "not met"
+
+
+def outcome(first: Bucket, operation: Operation, at: Asked, wrong: Wrong) -> str:
+    """Do it with this one wrong answer; return how it ended."""
     bucket = first.copy()
     process = work(bucket, at, wrong)
     said, error = attempt(operation.act)
     settle()
     if not process.met:
-        return None  # other threads were faster
+        return NOT_MET  # other threads were faster
     work(bucket)
     try:
         steps = counting()
@@ -283,26 +313,72 @@ def what_is_wrong(first: Bucket, operation: Operation, at: Asked, wrong: Wrong) 
         assert counting() == steps, f"{steps} counted before another claim"
     except (AssertionError, DcpObjstoreError) as harm:
         return repr(harm)
-    return None
+    return RIGHT if error is None else REFUSED
 
 
 # By default a part of all cases is run, another one for each operation.
-_SHARE = 12
+_SHARES = 12
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
-@pytest.mark.parametrize("share", cases(range(_SHARE), default=[0]))
-def test_one_wrong_answer_anywhere_does_no_harm(
-    first: Bucket, operation: Operation, share: int
-) -> None:
+def share(first: Bucket, operation: Operation, number: int) -> Iterator[tuple[str, str]]:
+    """Run a share of all wrong answers; yield each, and how the operation ended."""
     rehearsal = work(first.copy())
     said = operation.act()
     asked = list(rehearsal.asked)
     assert operation.holds(said, counting())
     every = random.Random(operation.name).sample(list(every_wrong(asked)), k=9 * len({*asked}))
-    found = []
-    for at, wrong in every[share::_SHARE]:
-        if harm := what_is_wrong(first, operation, at, wrong):
-            found.append(f"{at.verb} {at.key} {at.nth}, {wrong.value}: {harm}")
-    print(f"{operation.name}: {len({*asked})} requests, {len(every[share::_SHARE])} runs")
-    assert not found, "\n".join(found)
+    for at, wrong in every[number::_SHARES]:
+        yield f"{at.verb} {at.key} {at.nth}, {wrong.value}", outcome(first, operation, at, wrong)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
+@pytest.mark.parametrize("number", cases(range(_SHARES), default=[0]))
+def test_one_wrong_answer_anywhere_does_no_harm(
+    first: Bucket, operation: Operation, number: int
+) -> None:
+    ends = dict(share(first, operation, number))
+    harm = [f"{at}: {end}" for at, end in ends.items() if end not in (RIGHT, REFUSED, NOT_MET)]
+    assert not harm, "\n".join(harm)
+
+
+def _count(name: str) -> tuple[str, Counter[str], list[str]]:
+    """Run all of one operation, in a process."""
+    counts, harm = Counter[str](), []
+    [operation] = [one for one in OPERATIONS if one.name == name]
+    pause_seconds = RetryPolicy.pause_seconds
+
+    def soon(policy: RetryPolicy, retry: int) -> float:
+        return pause_seconds(policy, retry) / 40  # as in all tests
+
+    with mock.patch.object(RetryPolicy, "pause_seconds", soon), a_run() as bucket:
+        for number in range(_SHARES):
+            for at, end in share(bucket, operation, number):
+                counts[end if end in (RIGHT, REFUSED, NOT_MET) else "harm"] += 1
+                if end not in (RIGHT, REFUSED, NOT_MET):
+                    harm.append(f"{name}: {at}: {end}")
+    return name, counts, harm
+
+
+def main() -> int:
+    """Print a table of all operations, or of those that were named."""
+    names = sys.argv[1:] or [one.name for one in OPERATIONS]
+    print(
+        "| operation | wrong answers | right all the same | refused | harm |\n|---|---|---|---|---|"
+    )
+    harmful, total = 0, Counter[str]()
+    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        for name, counts, harm in pool.imap_unordered(_count, names):
+            total += counts
+            harmful += len(harm)
+            print(_row(name, counts), *harm, sep="\n", flush=True)
+    print(_row("all", total))
+    return 1 if harmful else 0
+
+
+def _row(name: str, counts: Counter[str]) -> str:
+    met = counts[RIGHT] + counts[REFUSED] + counts["harm"]
+    return f"| {name} | {met} | {counts[RIGHT]} | {counts[REFUSED]} | {counts['harm']} |"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
-from dcp_objstore.inspect.selection import box_of, check_covered, matching, nested
+from dcp_objstore.inspect.fill import read_items
+from dcp_objstore.inspect.selection import box_of, matching, nested
+from dcp_objstore.read.items import StockItems
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 from dcp_objstore.state.geometry import Box
 
 KEYS = dict.fromkeys(["model.a.weight", "model.a.bias", "model.b[0]", "Model.c", "step"])
@@ -108,20 +114,17 @@ def test_a_box_that_the_chunks_do_not_fill_is_refused(data: st.DataObject) -> No
     for (row, column), (rows, columns) in chunks:
         stored[row : row + rows, column : column + columns] = True
     (row, column), (rows, columns) = wanted
-    items = create_read_items_for_chunk_list(
-        "w",
-        TensorStorageMetadata(
-            properties=None,  # type: ignore[arg-type]
-            size=torch.Size((4, 4)),
-            chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks],
-        ),
-        [ChunkStorageMetadata(torch.Size(wanted[0]), torch.Size(wanted[1]))],
+    saved = TensorStorageMetadata(
+        properties=None,  # type: ignore[arg-type]
+        size=torch.Size((4, 4)),
+        chunks=[ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks],
     )
+    checkpoint = StoredCheckpoint((), StockItems(Metadata({"w": saved}), {}))
     if stored[row : row + rows, column : column + columns].all():
-        check_covered("w", Box(*wanted), items)
+        read_items(checkpoint, {"w": Box(*wanted)}, [])
     else:
         with pytest.raises(CheckpointCorruptError) as caught:
-            check_covered("w", Box(*wanted), items)
+            read_items(checkpoint, {"w": Box(*wanted)}, [])
         assert caught.value.key == "w"
 
 

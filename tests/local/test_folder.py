@@ -69,13 +69,13 @@ def test_a_folder_that_others_could_have_made_is_not_used(
     node.save(1)
     spoil(node.home)
     before = {path: path.lstat().st_ino for path in node.folder.rglob("*")}
-    opened = open_files()
+    opened = open_files(node.folder)
     assert node.load(1).local_bytes == 0
     assert len(node.unused) == 1
     node.save(2)
     assert len(node.unused) == 2, "one event for each save and load"
     assert {path: path.lstat().st_ino for path in node.folder.rglob("*")} == before
-    assert open_files() == opened
+    assert open_files(node.folder) == opened
     assert sum("no copies in" in line for line in caplog.messages) == 1
 
 
@@ -256,13 +256,13 @@ def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
     node.rows = 6 * 1024  # more than a part
     config = dos.TransferConfig(part_size_bytes=5 * MIB)
     node.save(1, config=config)
-    files, opened = node.files, open_files()
+    files, opened = node.files, open_files(node.folder)
     fail(".distcp")
     with pytest.raises(PermissionDeniedError):
         node.save(2, config=config)
     gc.collect()
     assert node.files == files
-    assert open_files() == opened
+    assert open_files(node.folder) == opened
 
 
 def test_a_folder_that_is_removed_during_a_save_costs_its_copies(

@@ -15,7 +15,8 @@ oldest whose steps count. They differ only while a job takes the run over.
     `_CLAIM` still has its own number, and it does not adopt the steps later than that one. Its last
     PUT leaves the base as it is and names the step that it saves next: the commit of that step,
     whose marker has the number as its base, makes that the base of the run. Then comes another
-    PUT of `_CLAIM`, which says so itself. The save may be refused, and the job may end anywhere.
+    PUT of `_CLAIM`, which says so itself. The save may be refused, and the job may end anywhere. If
+    it goes back once more, it fences what it named before, and takes the next number after that.
  C3. A step counts if the claim of its marker is at least the base. Who lists reads `_CLAIM`, and
     the marker that decides for a job that was going back, before and after, and lists again if they
     have changed.
@@ -50,9 +51,11 @@ UNFENCED_BACK = "a claim does not fence the step of a job that goes back"
 FENCED_ONCE = "the fence of a claim stops only what has begun"
 MARKER_ONCE = "listing without reading again whether a job has gone back"
 EVERY_COMMIT = "every commit after going back says so"
+FENCED_ALIKE = "going back once more has the number of its fence"
 MUTANTS = [
     BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE, NO_READ_BACK, EARLY, STEALS, KEEPS_LATER,
     BEFORE_COMMIT, UNMARKED, UNREAD_BACK, UNFENCED_BACK, FENCED_ONCE, MARKER_ONCE, EVERY_COMMIT,
+    FENCED_ALIKE,
 ]  # fmt: skip
 SKETCH = frozenset({BY_NUMBER, REPLACES, BLOCKED, LISTS_ONCE})
 
@@ -208,17 +211,28 @@ class Job:
         if found == me.token:
             number = 0 if FENCED_ONCE in self.weak else me.claim.number
             fenced = (found or Step("", 0))._replace(base=number)
-            after = me._replace(at="list", token=None)
+            again = me.back is not None and FENCED_ALIKE not in self.weak
+            after = me._replace(at="renumber" if again else "list", token=None)
             yield event, after, run._replace(steps=_with(run.steps, n, fenced))
         else:
             yield event, me._replace(at="settle", token=None), run
+
+    def renumber(self, me: Me, run: Run) -> Iterator[Move]:
+        """The fence of a job that goes back once more is not to pass for its next commit."""
+        if run.claim != me.claim:
+            yield self.event("put", "_CLAIM", "refused"), self.once_more(me), run
+            return
+        mine = run.claim._replace(number=run.claim.number + 1)
+        after = me._replace(at="list", claim=mine)
+        yield self.event("put", "_CLAIM", f"{mine[:2]}"), after, run._replace(claim=mine)
 
     def look_back(self, me: Me, run: Run) -> Iterator[Move]:
         event = self.event("get", "_CLAIM", f"{run.claim[:2]}, goes back")
         if run.claim.number != me.claim.number and STEALS not in self.weak:
             yield event, self.end("superseded"), run
         else:
-            yield event, Me("claim", run.claim, back=me.claim.number), run
+            after = Me("claim", run.claim, back=me.claim.number, tries=me.tries)
+            yield event, after, run
 
     def once_more(self, me: Me) -> Me:
         if me.back is not None:
@@ -283,7 +297,7 @@ class Job:
         last = max(found, default=0) if me.back is None else self.goes_back or 0
         after = Me("begin", mine, step=last + 1, back=me.back)
         if me.back is not None:
-            after = after._replace(step=self.again, goes_back=True)
+            after = after._replace(step=self.again, goes_back=True, tries=me.tries)
         if after.step == len(run.steps):
             after = self.end("trains")
         if me.back is not None and me.back != run.training:
@@ -316,6 +330,8 @@ class Job:
             refused = self.event("get", f"step {me.step}", "the save is refused")
             yield refused, self.end("refused"), run
             yield refused, me._replace(at="resume", goes_back=False), run
+            if me.tries:  # it goes back once more
+                yield refused, Me("look_back", me.claim, tries=me.tries - 1), run
 
     def resume(self, me: Me, run: Run) -> Iterator[Move]:
         """After a save that was refused: go on from the newest step."""

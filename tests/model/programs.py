@@ -187,7 +187,7 @@ def incremental(_actor: Actor) -> Upload:
 
 def _base_item(start: int, end: int) -> _BaseItem:
     stored = ix.Item(0, start, end - start, start, end - start, False, b"")
-    return _BaseItem(SimpleNamespace(index=start), start, stored, "")
+    return _BaseItem(SimpleNamespace(index=start, tensor_data=None), start, stored, "")
 
 
 def owner(actor: Actor) -> Answer:

@@ -46,6 +46,33 @@ def refusal(state: Mapping[str, Any], metadata: Metadata, **settings: Any) -> st
     return caught.value.message
 
 
+class WithExtraState(torch.nn.Module):
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.line, self.kept = torch.nn.Linear(2, 2), kept
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("fresh", [torch.ones(2), torch.ones(3, 3), torch.ones(2).int(), 5, None])
+@pytest.mark.parametrize("trained", [torch.arange(2.0), 7, "text"])
+def test_a_module_gets_the_extra_state_that_was_saved_whatever_its_own_is(
+    trained: Any, fresh: Any
+) -> None:
+    dos.save({"m": WithExtraState(trained)}, url := memory_url(), progress=False)
+    module = WithExtraState(fresh)
+    dos.load({"m": module}, url, progress=False)
+    assert (
+        torch.equal(torch.as_tensor(module.kept), torch.as_tensor(trained))
+        if isinstance(trained, torch.Tensor)
+        else module.kept == trained
+    )
+
+
 def test_every_key_that_does_not_fit_is_named_with_both_sides() -> None:
     metadata = saved(
         {"fine": torch.ones(2), "value": 3, "shape": torch.ones(2, 3)}

@@ -351,7 +351,7 @@ def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape(
     checkpoint = StoredCheckpoint((), StockItems(metadata, {}))
     with monkeypatch.context() as patch:
         looks = Mock(return_value=True)
-        patch.setattr(stored_checkpoint, "fills", looks)
+        patch.setattr(stored_checkpoint, "check_filled", looks)
         checkpoint.check_whole(["whole", "alike", "whole"])
         assert looks.call_count == 1, "as a model has thousands of them"
     checkpoint.check_whole(["whole"])

@@ -115,6 +115,22 @@ def load(
     return report
 
 
+def load_stage(rank: int, world: int, url: str, options: Options) -> list[float]:
+    """Load this rank's layer under a name that all ranks give theirs, as pipeline stages do."""
+    state = {"stage": {"w": torch.zeros(4)}}
+    rules = [(rf"^layers\.{rank}\.", "stage.")]
+    dos.load(state, url, storage_options=options, rename=rules, progress=False)
+    return state["stage"]["w"].tolist()
+
+
+def test_each_rank_renames_by_its_own_rules(sink: Sink) -> None:
+    url = "s3://bucket/stages"
+    state = {"layers": {str(rank): {"w": torch.full((4,), 10.0 + rank)} for rank in range(3)}}
+    dos.save(state, url, storage_options=sink.storage_options, progress=False)
+    found = run_ranks(3, load_stage, url, sink.storage_options)
+    assert found == [[10.0] * 4, [11.0] * 4, [12.0] * 4]
+
+
 def counted(sink: Sink) -> tuple[int, int]:
     """GETs and bytes sent since the last time."""
     stats = sink.stats()

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import dcp_objstore as dos
 from benchmarks.sink import Sink, fetch_stats
+from dcp_objstore.checkpoint import read as checkpoint_read
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -36,7 +37,7 @@ from dcp_objstore.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from dcp_objstore.read import session
+from dcp_objstore.read import session, stored_checkpoint
 from dcp_objstore.stores import open_store
 from tests.support.checkpoints import cause
 from tests.support.command_line import run_here
@@ -262,17 +263,12 @@ def test_what_is_absent_takes_no_more_requests_than_before(
 
 @pytest.mark.parametrize("is_run", [True, False])
 def test_weights_stand_beside_any_number_of_other_objects(memory: str, is_run: bool) -> None:
-    """But among the steps of a run nothing is looked for beyond a first page."""
     store = open_store(memory)
     for number in range(1200):
         name = "__0_0.0123456789abcdef.distcp" if is_run and not number else "x"
         store.put(f"checkpoint-{number:04d}/{name}", b"")
     put(memory, model={"w": torch.ones(1)})
-    if not is_run:
-        assert list(dos.open(memory)) == ["w"]
-        return
-    with pytest.raises(CheckpointNotFoundError):
-        dos.open(memory)
+    assert list(dos.open(memory)) == ["w"]
 
 
 def test_without_the_right_to_list_a_file_is_read_and_a_folder_is_absent(
@@ -318,6 +314,35 @@ def test_of_several_files_those_count_that_transformers_would_read(memory: str) 
     assert int(dos.open(memory)["w"].read()) == 1
     put(memory, model=three)
     assert int(dos.open(memory)["w"].read()) == 2
+
+
+def test_files_that_a_listing_was_cut_before_are_asked_for_by_name(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Subfolders come between the names of a folder; what is listed first does not decide."""
+    for module in (checkpoint_read, stored_checkpoint):
+        monkeypatch.setattr(module, "LOOK_AROUND_LIMIT", 3)
+    one, two, three = ({"w": torch.tensor(n)} for n in range(3))
+    put(memory, best=one)
+    put(f"{memory}/keep", **{f"{n:03}": three for n in range(29)})
+    with pytest.raises(InputError, match=r"too many objects to list.* best\.safetensors"):
+        dos.open(memory)
+    put(memory, **{"model-00001-of-00001": two})
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    open_store(memory).put("model.safetensors.index.json", json.dumps(index).encode())
+    assert int(dos.open(memory)["w"].read()) == 1
+    put(memory, model=three)
+    assert int(dos.open(memory)["w"].read()) == 2
+    open_store(memory).delete("best.safetensors")
+    assert int(dos.open(memory)["w"].read()) == 2
+
+
+@pytest.mark.parametrize("place", ["shards/part.safetensors", "./part.safetensors"])
+def test_an_index_may_name_files_as_os_path_join_takes_them(memory: str, place: str) -> None:
+    place_in = memory if place.startswith(".") else f"{memory}/shards"
+    put(place_in, part={"w": torch.ones(2)}, other={"w": torch.zeros(2)})
+    open_store(memory).put(INDEX, index_of(w=place))
+    assert dos.load_state_dict(memory, progress=False)["w"].tolist() == [1.0, 1.0]
 
 
 def test_one_of_several_shards_is_no_model(memory: str) -> None:
@@ -602,10 +627,16 @@ BAD: dict[str, tuple[dict[str, bytes], type[DcpObjstoreError], str]] = {
     "the index names a missing file": (
         {INDEX: index_of(w="1.safetensors", v="2.safetensors"), **shards(**{"1": W})},
         CheckpointCorruptError,
-        "2.safetensors is not in the folder",
+        "names 2.safetensors, which is not in the folder",
     ),
     "the index names a file outside": (
         {INDEX: index_of(w="../1.safetensors"), **shards(**{"1": W})},
+        CheckpointCorruptError,
+        "no weight_map of this folder",
+    ),
+    "the index names the folder": ({INDEX: index_of(w=".")}, CheckpointCorruptError, "weight_map"),
+    "the index names another store": (
+        {INDEX: index_of(w="s3://bucket/1.safetensors")},
         CheckpointCorruptError,
         "not in the folder",
     ),
@@ -673,6 +704,16 @@ def test_a_tensor_that_a_file_lacks_is_named(memory: str) -> None:
     with pytest.raises(CheckpointCorruptError) as caught:
         dos.load_state_dict(memory, progress=False)
     assert (caught.value.key, caught.value.object_key) == ("v", "1.safetensors")
+
+
+@pytest.mark.parametrize("name", ["w", "__metadata__"])
+def test_only_the_metadata_of_a_header_may_be_null(memory: str, name: str) -> None:
+    put(memory, model=file_of({"v": F32, name: None}, bytes(8)))
+    if name == "w":
+        with pytest.raises(CheckpointCorruptError, match="'w' has no shape"):
+            dos.open(memory)
+    else:
+        assert dos.load_state_dict(memory, progress=False)["v"].tolist() == [0.0, 0.0]
 
 
 def test_the_names_of_metadata_are_its_own(memory: str) -> None:

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint import catalogue
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import (
+    CheckpointCorruptError,
     CheckpointGoneError,
     CheckpointNotFoundError,
     ConfigError,
@@ -529,6 +531,21 @@ def test_a_pin_that_a_killed_follower_left_is_removed_at_the_next_start(
     assert pins(url) == {"step-1": ("other",)}
 
 
+def test_one_answer_that_a_step_is_not_there_does_not_pass_over_it(
+    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(url, [1, 2])
+    pin, wrong = following.upkeep.pin, [CheckpointNotFoundError("wrong")]
+
+    def pin_at_last(step: str, *args: Any, **settings: Any) -> Any:
+        if step.endswith("step-1") and wrong:
+            raise wrong.pop()
+        return pin(step, *args, **settings)
+
+    monkeypatch.setattr(following.upkeep, "pin", pin_at_last)
+    assert names(dos.follow(url, pin="evaluator", timeout_seconds=0)) == ["step-1", "step-2"]
+
+
 def test_a_step_that_is_deleted_before_it_is_pinned_does_not_come(url: str, time: Time) -> None:
     train(url, [1, 2, 3, 4])
     steps = dos.follow(url, pin="evaluator", timeout_seconds=0)
@@ -593,6 +610,23 @@ def test_a_step_whose_marker_is_damaged_is_passed_over_with_a_pin_too(url: str, 
     StoreSpec(f"{url}/step-2").open().put(MARKER_KEY, b"damaged")
     steps = dos.follow(url, pin="evaluator", timeout_seconds=0)
     assert names(steps) == ["step-1", "step-3"]
+
+
+def test_a_marker_that_could_not_be_read_is_read_again_at_the_next_poll(
+    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two garbled answers prove nothing for ever, though the marker is not written again."""
+    train(url, [1, 2])
+    read, garbled = catalogue.read_marker, [2]
+
+    def read_marker(store: Any, **settings: Any) -> Any:
+        if store.url.endswith("step-2") and garbled:
+            garbled.pop()
+            raise CheckpointCorruptError("garbled")
+        return read(store, **settings)
+
+    monkeypatch.setattr(catalogue, "read_marker", read_marker)
+    assert names(dos.follow(url, until=2)) == ["step-1", "step-2"]
 
 
 def test_each_request_of_a_follower_has_its_settings(

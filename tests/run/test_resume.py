@@ -47,7 +47,7 @@ WEIGHT = torch.tensor([12345.678]).numpy().tobytes()
 
 
 class Loads:
-    """Loads of a run with six steps, some of which fail, and are damaged if the error says so."""
+    """Loads of a run with six steps, some of which fail, and are damaged or gone as they say."""
 
     def __init__(self, errors: dict[int, DcpObjstoreError], steps: int = 6) -> None:
         self.run = StoreSpec(memory_url())
@@ -62,6 +62,8 @@ class Loads:
 
     def load(self, step: int) -> Any:
         self.tried.append(step)
+        if self.errors.get(step) in (GONE, DELETED):
+            delete(StoreSpec(f"{self.run.url}/step-{step}").open())
         if step in self.errors:
             raise self.errors[step]
         return f"report of {step}"
@@ -181,14 +183,21 @@ def test_a_run_is_listed_again_only_if_it_had_steps_that_could_not_be_loaded(
 
 
 @pytest.mark.parametrize(
-    "error", [DAMAGED, CheckpointCorruptError("damaged"), CorruptDataError("")]
+    "error",
+    [
+        DAMAGED,
+        CheckpointCorruptError("damaged"),
+        CorruptDataError(""),
+        CheckpointGoneError("one answer said so"),
+        CheckpointNotFoundError("one answer said so"),
+    ],
 )
-def test_a_step_is_not_skipped_for_damage_that_a_verification_does_not_find(
+def test_a_step_is_not_skipped_for_what_a_verification_does_not_find(
     error: DcpObjstoreError,
 ) -> None:
     loads = Loads({}, steps=3)
     loads.errors[3] = error
-    with pytest.raises(RetryableError, match="finds no damage") as caught:
+    with pytest.raises(RetryableError, match="finds this step whole") as caught:
         loads.newest()
     assert loads.tried == [3]
     assert caught.value.__cause__ is error

@@ -50,6 +50,18 @@ def test_the_values_of_a_step_come_before_those_of_the_run() -> None:
     assert described == {"step": 7, "model": "tiny", "lr": 2}
 
 
+@pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), torch.tensor(3)])
+def test_a_step_may_be_a_number_of_numpy_or_torch(step: Any) -> None:
+    with dos.CheckpointManager(url := memory_url(), save_every=1, claim_run=False) as run:
+        assert run.step(step, {"w": torch.ones(1)})
+    assert step_numbers(StoreSpec(url)) == (3,)
+    with dos.CheckpointManager(url, claim_run=False) as run:
+        assert run.load({"w": torch.zeros(1)}, step) == 3
+        for wrong in (np.float64(4), np.ones(2), True):
+            with pytest.raises(ConfigError, match="whole number"):
+                run.save(wrong, {"w": torch.ones(1)})  # type: ignore[arg-type]
+
+
 def test_names_of_steps_have_one_form() -> None:
     names = ["step-0", "step-10", "step-01", "step-", "step--1", "xstep-1", "step-1x"]
     assert [step_number(name) for name in names] == [0, 10, *[None] * 5]

@@ -136,9 +136,7 @@ def test_the_results_of_a_rank_travel_without_a_pickled_object_for_each() -> Non
     assert received.column("payload_offset").tolist() == [1, 2, 3, 4]
     assert received.column("payload_length").tolist() == [6] * 4
     assert received.column("pickled").tolist() == [0, 1, 0, 0]
-    assert [received.dtypes[n] for n in received.column("dtype_number")] == [
-        dtype for _, dtype in places
-    ]
+    assert received.converted == {0: "float32", 1: "float32", 2: "int64"}
     assert received.digests == b"d" * 32 * 4
     assert pickle.loads(pickle.dumps(WriteResults())).objects == []
 
@@ -258,10 +256,10 @@ def written(rank: int, *, by_position: bool, foreign: bool = False) -> Results:
     def stored(name: str, *numbers: int, digests: str, **values: Any) -> StoredItem:
         entry = ix.ObjectEntry(f"__{rank}_{name}.distcp", 2**40, None, name.encode() * 16)
         body = b"".join(digest.encode() * 16 for digest in digests)
-        settings = {"pickled": False, "dtype": "float32", **values}
+        settings = {"pickled": False, "converted_to": "float32", **values}
         return StoredItem(StoredObject(entry, 1, "memory://x"), *numbers, body, **settings)
 
-    value = {"dtype": None}
+    value = {"converted_to": None}
     of_rank = [
         [
             (MetadataIndex("w"), stored("a", 9, 9, 9, 9, digests="w", **value)),

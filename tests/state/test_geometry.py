@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
+from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.state import geometry
 from dcp_objstore.state.geometry import Box, Selection, collapse, fills, plan_copies
 
@@ -185,17 +186,44 @@ def test_boxes_fill_a_shape_if_no_element_is_left_out(case, as_arrays: bool) -> 
     assert fills(shape, *rows) == (not left.any())
 
 
-@pytest.mark.parametrize(("cells", "looked_at"), [(2, True), (3, True), (4, False)])
-def test_boxes_that_cut_a_shape_too_finely_are_only_counted(cells, looked_at, monkeypatch):
-    """Ever finer cuts would take ever more memory, and no rank makes them."""
-    monkeypatch.setattr(geometry, "_MAX_CELLS", 3)
-    shape = (4 * cells,)
-    offsets = [[4 * number] for number in range(cells)]
-    sizes = [[4]] * cells
-    assert fills(shape, offsets, sizes)
-    assert not fills(shape, offsets[1:], sizes[1:])
-    twice = [*offsets[:-1], offsets[-2]]
-    assert fills(shape, twice, sizes) is not looked_at
+def test_a_hole_behind_many_dimensions_is_not_taken_for_filled():
+    """There are as many elements as in the shape, for one half of it is there twice."""
+    zeros, ones, twos = (0,) * 8, (1,) * 8, (2,) * 8
+    offsets = [(0, *zeros), (1, *zeros), (1, *zeros)]
+    sizes = [(1, *ones), (1, *twos), (1, *twos)]
+    assert not fills((2, *twos), offsets, sizes)
+    assert fills((2, *twos), [*offsets, (0, *zeros)], [*sizes, (1, *twos)])
+
+
+@pytest.mark.parametrize("cells", [4, 5])
+def test_boxes_that_interlock_in_too_many_pieces_are_refused(monkeypatch, cells: int):
+    """It would take out of proportion to find out whether they fill the shape."""
+    monkeypatch.setattr(geometry, "_LEAST_PIECES", 0)
+    monkeypatch.setattr(geometry, "_PIECES_PER_BOX", 2)
+    # Two boxes that the others cut into pieces: 3 * 4 pieces of 6 boxes, or 3 * 5 of 7.
+    offsets = [(0,), (0,), *[(at,) for at in range(cells)]]
+    sizes = [(cells,), (cells,), *[(1,)] * cells]
+    if cells == 4:
+        assert fills((4,), offsets, sizes)
+    else:
+        with pytest.raises(UnsupportedError, match="interlock"):
+            fills((5,), offsets, sizes)
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 400])
+def test_a_tensor_that_was_divided_as_one_long_row_fills_its_shape(ranks: int):
+    """A rank's stretch is several boxes, whose borders hardly ever meet."""
+    shape = (61, 127, 33)
+    count = math.prod(shape)
+    whole = Box((0, 0, 0), shape)
+    boxes = [
+        copy.destination
+        for rank in range(ranks)
+        for copy in plan_copies(shape, whole, rank * count // ranks, (rank + 1) * count // ranks)
+    ]
+    numbers = [box.offsets for box in boxes], [box.sizes for box in boxes]
+    assert fills(shape, *numbers)
+    assert not fills(shape, *(rows[1:] for rows in numbers))
 
 
 def test_a_shape_may_have_more_dimensions_than_numpy_if_few_are_cut():

@@ -72,13 +72,6 @@ def test_keys_that_share_memory_end_as_if_they_were_filled_in_turn(
     assert fill_order({"first": first, "second": second}) == (covered, after)
 
 
-def test_dense_tensors_are_compared_without_memory_for_their_elements(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delattr(memory, "_meet")
-    assert fill_order({"first": [ALL[4:8]], "second": [ALL[5:9]]}) == (set(), {"second"})
-
-
 def test_wrappers_share_what_their_parts_share() -> None:
     scale, codes = torch.ones(3), torch.ones(3, 4, dtype=torch.int8)
     tied, near = Codes(codes, scale), Codes(torch.ones(3, 4, dtype=torch.int8), scale)

@@ -21,6 +21,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore, open_store
 from tests.contract import PART, BucketContract, ExpectedError, StoreContract, put_broken
+from tests.contract.buckets import S3_LACKS
 from tests.contract.failures import EXPECTED, VERBS
 from tests.support.scripted import Fault
 from tests.support.servers import BUCKET, FakeGcsServer
@@ -158,10 +159,10 @@ def test_a_prefix_of_other_keys_is_not_taken_for_an_object_that_was_put(tmp_path
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
-@pytest.mark.backends("seaweed", "moto")
+@pytest.mark.backends("seaweed", "moto", "ceph")
 class TestS3fs(BucketContract):
-    endpoint = {"seaweed": "SeaweedFS (s3fs)"}  # noqa: RUF012
-    lacks = {"seaweed": frozenset()}  # noqa: RUF012
+    endpoint = {"seaweed": "SeaweedFS (s3fs)", "ceph": "Ceph RGW (s3fs)"}  # noqa: RUF012
+    lacks = S3_LACKS
     dialect = "s3"
     race_rounds = 1
     races_at_once = 8

@@ -123,6 +123,23 @@ def test_a_name_that_is_too_long_is_the_callers_error(store: ObjectStore) -> Non
         store.put("x" * 300, b"x")
 
 
+@pytest.mark.parametrize("target", ["loop", ".", "..", "b/y", "gone"])
+def test_links_that_lead_nowhere_or_up_are_no_objects(
+    store: ObjectStore, root: Path, target: str
+) -> None:
+    store.put("a/x", b"1")
+    store.put("b/x", b"2")
+    (root / "loop").symlink_to(target)
+    (root / "a" / "to-b").symlink_to("../b")
+    (root / "b" / "to-a").symlink_to("../a")
+    assert [key for key in keys(store) if not key.startswith("loop")] == [
+        "a/to-b/x",
+        "a/x",
+        "b/to-a/x",
+        "b/x",
+    ]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_the_right_to_write(store: ObjectStore, root: Path) -> None:
     store.put("k", b"x")

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, ObjectNotFoundError
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, Version
-from tests.support.scripted import ScriptedServer
+from tests.support.scripted import Answer, Scripted, ScriptedServer
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 from tests.support.verbs import ONCE, VERBS
@@ -116,4 +117,25 @@ def test_only_the_first_empty_listing_asks_whether_there_is_a_store(bucket: Buck
         store = open_store(bucket.url, proxy.storage_options, ONCE)
         assert list(store.list()) == []
         assert list(store.list()) == []
-        assert [asked.method for asked in proxy.asked] == ["GET", "HEAD", "GET"]
+        assert [asked.method for asked in proxy.asked] == ["GET", "HEAD", "GET", "GET", "GET"]
+
+
+LISTING = b"""<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount><MaxKeys>1000</MaxKeys>
+<IsTruncated>false</IsTruncated><Contents><Key>run/k</Key><Size>1</Size><ETag>"e"</ETag>
+<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"""
+
+
+@pytest.mark.parametrize("body", [PAGE, b""])
+@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+def test_a_page_in_place_of_one_listing_is_not_believed(transport: str, body: bytes) -> None:
+    """A run would be taken for an empty one, and its job would begin anew."""
+
+    def answer(method: str, _target: str, nth: int) -> Answer:
+        wrong = method == "GET" and nth == 2
+        return Answer(200, {"Content-Type": "application/xml"}, body if wrong else LISTING)
+
+    with Scripted(answer) as server:
+        store = server.store(TransferConfig(max_retries=2), transport=transport)
+        for _ in range(2):
+            assert [meta.key for meta in store.list()] == ["k"]
+        assert len(server.requests) == 3

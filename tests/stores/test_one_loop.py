@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -198,12 +199,32 @@ def test_a_listing_that_breaks_off_goes_on_behind_the_last_key(
         if nth == 2:
             return 500, headers, b""
         goes_on = "continuation-token=t" in target or "start-after=run%2F0999" in target
-        return 200, headers, _page(range(1000, 1500)) if goes_on else _page(range(1000), "t")
+        return 200, headers, _page(range(1000, 1501)) if goes_on else _page(range(1000), "t")
 
     server.answer = answer
     found = [meta.key for meta in store_over(adapter, server.endpoint_url).list()]
-    assert found == [f"{number:04d}" for number in range(1500)]
+    assert found == [f"{number:04d}" for number in range(1501)]
     assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize(("count", "size"), [(50, 20), (2000, 1000), (2003, 1000), (41, 41)])
+def test_a_listing_goes_on_behind_a_page_without_a_token(
+    server: ScriptedServer, scheme: str, count: int, size: int
+) -> None:
+    """obstore ends a listing there, and does not tell that the server said that there is more."""
+
+    def answer(method: str, target: str, nth: int) -> Answer:
+        after = re.search(r"(?:start-after|start-offset|startOffset)=run%2F(\d+)", target)
+        first = int(after[1]) + 1 if after else 0
+        return 200, {"Content-Type": "application/xml"}, _page(range(first, count)[:size])
+
+    server.answer = answer
+    options = {**(KEYS if scheme == "s3" else {"anon": True}), "endpoint_url": server.endpoint_url}
+    store = open_store(f"{scheme}://bucket/run", options, TransferConfig(max_retries=RETRIES))
+    assert [meta.key for meta in store.list()] == [f"{number:04d}" for number in range(count)]
+    # Of a number that no page has, none is asked for in vain.
+    assert len(server.requests) == {50: 4, 2000: 3, 2003: 3, 41: 1}[count]
 
 
 @pytest.mark.parametrize(

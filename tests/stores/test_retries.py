@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable
 
@@ -93,6 +94,12 @@ def test_pauses_double_up_to_the_longest_and_differ_between_clients() -> None:
         assert most / 2 <= min(found) < 0.6 * most
         assert 0.9 * most < max(found) <= most
     assert policy.pause_seconds(5000) <= 10
+
+
+def test_a_pause_leaves_the_programs_random_numbers_alone() -> None:
+    before = random.getstate()
+    RetryPolicy(10, 1e9).pause_seconds(1)
+    assert random.getstate() == before
 
 
 def test_no_retry_begins_after_the_patience_has_ended() -> None:

@@ -19,6 +19,7 @@ from dcp_objstore.errors import (
     StoreFullError,
     StoreUnavailableError,
     UnsupportedError,
+    UploadLostError,
 )
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.obstore.errors import judge_obstore
@@ -138,7 +139,7 @@ LISTING = b"<ListBucketResult></ListBucketResult>"
 def test_a_server_never_reached_is_given_up_soon_and_one_reached_before_is_waited_for(
     serve: Serve, hurried: None, verb: str
 ) -> None:
-    answers = iter([(200, LISTING)])
+    answers = iter([(200, LISTING), (404, b""), (200, LISTING)])  # of nothing, so asked again
     server = serve(lambda method, target: next(answers, None))
     store = at(server.endpoint_url, TransferConfig(max_retries=1))
     assert list(store.list()) == []
@@ -154,11 +155,11 @@ def test_a_server_never_reached_is_given_up_soon_and_one_reached_before_is_waite
 def test_a_server_that_is_busy_at_first_contact_gets_all_the_patience(
     serve: Serve, hurried: None
 ) -> None:
-    answers = iter([(503, b""), (503, b""), (200, LISTING)])
+    answers = iter([(503, b""), (503, b""), (200, LISTING), (404, b""), (200, LISTING)])
     server = serve(lambda method, target: next(answers, None))
     assert list(at(server.endpoint_url, TransferConfig(max_retries=2)).list()) == []
-    # The last asks whether a store is there, which a listing of nothing does not show.
-    assert [method for method, _, _ in server.requests] == ["GET", "GET", "GET", "HEAD"]
+    # A listing of nothing does not show that a store is there: a HEAD asks, and it is listed again.
+    assert [method for method, _, _ in server.requests] == ["GET", "GET", "GET", "HEAD", "GET"]
 
 
 BEGUN = (
@@ -206,7 +207,8 @@ def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_l
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
-        (b"NoSuchUpload", StoreUnavailableError, "lost this upload"),
+        (b"NoSuchUpload", UploadLostError, "lost this upload"),
+        (b"InvalidBlockList", UploadLostError, "lost this upload"),
         (b"NoSuchBucket", BucketNotFoundError, "bucket does not exist"),
     ],
 )

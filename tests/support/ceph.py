@@ -129,7 +129,7 @@ class CephServer:
         user = ("--uid", "tests", "--display-name", "tests")
         keys = ("--access-key", "ceph", "--secret", "ceph-secret")
         self._run("radosgw-admin", "user", "create", *user, *keys)
-        frontend = f"beast endpoint={self.endpoint_url.removeprefix('http://')}"
+        frontend = f"beast tcp_nodelay=1 endpoint={self.endpoint_url.removeprefix('http://')}"
         gateway = ("radosgw", "-n", "client.admin", "--no-mon-config", "--keyring", keyring)
         self._daemon(*gateway, "--rgw-frontends", frontend)
         self._wait(self._answers)

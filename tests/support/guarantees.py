@@ -52,6 +52,7 @@ GUARANTEES = (
     Guarantee(
         "compare and swap", "of 16 updates of a version one succeeds", ("conditional_update",)
     ),
+    Guarantee("quoted ETags", "an update takes an ETag as it was given", ("quoted_e_tags",)),
     Guarantee("parallel parts", "a stream is uploaded part by part, in parallel", ("multipart",)),
     Guarantee("equal parts", "all parts but the last have the same size", ("equal_parts",)),
     Guarantee("clean abort", "a stream that breaks off leaves nothing", ("clean_abort",)),

@@ -286,6 +286,12 @@ def archive(
     return made.getvalue()
 
 
+def old(value: bytes, facts: bytes = b"\x80\x02}.") -> bytes:
+    """What torch wrote before 1.6: a number, its version, facts of the machine, and the value."""
+    head = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
+    return head + facts + value + b"\x80\x02]."
+
+
 def v2(value: bytes) -> bytes:
     return archive(b"\x80\x02" + value + b".")
 

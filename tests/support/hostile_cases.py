@@ -30,6 +30,13 @@ def many_times_one_chunk(count: int) -> bytes:
     )
 
 
+def in_boxes(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bytes:
+    chunks = {box: p.chunk(p.size(*box[0]), p.size(*box[1])) for box in boxes}
+    tensor = p.tensor(shape=p.size(*shape), chunks=p.listed(*[chunks[box] for box in boxes]))
+    places = {p.index(p.text("w"), p.size(*offsets)): p.info() for offsets, _ in chunks}
+    return p.metadata(p.mapped({p.text("w"): tensor}), p.mapped(places))
+
+
 def add_metadata() -> None:
     """Those of the decoder's own tests, through the public doors, and more."""
     add_all(".metadata runs code", h.foreign, EXECUTES, h.REFUSED)
@@ -125,6 +132,18 @@ def add_metadata() -> None:
         p.mapped({p.text("w"): p.tensor(shape=p.size(1 << 44, 1), chunks=p.listed(p.chunk(sizes=p.size(1 << 44, 1))))}),
         p.mapped({p.index(): p.info(length=h.long_number(1 << 46))}))  # fmt: skip
     add(".metadata claims much", "tensor of 64 TiB", lambda: h.foreign(huge), h.REFUSED)
+    zeros = (0,) * 24
+    interlocked = [
+        (zeros, (1,) * 24),
+        ((1, *zeros[1:]), (1, 1) + (2,) * 22),
+        ((1, 1, *zeros[2:]), (1, 1) + (2,) * 22),
+        ((0, 1, *zeros[2:]), (1, 1) + (2,) * 22),
+    ]
+    add_all(".metadata takes time", lambda boxes: h.foreign(in_boxes(*boxes)), {
+        "4,000 chunks of nearly all of 16 million cells": lambda: (
+            (8,) * 8, [((n,) * 8, (1,) * 8) for n in range(8)] + [((0,) * 8, (8,) * 7 + (7,))] * 4_000),
+        "a hole behind 24 dimensions": lambda: ((2,) * 24, interlocked),
+    }, h.REFUSED)  # fmt: skip
     paths = {
         "up": "../x", "up and down": "a/../../x", "absolute": "/etc/passwd", "two slashes": "//host/x",
         "scheme": "s3://other/x", "http": "http://169.254.169.254/latest", "file": "file:///etc/passwd",
@@ -538,6 +557,17 @@ def add_values() -> None:
         "equal hashes as keys": lambda: h.v2(p.mapped({p.number(k * (2**61 - 1)): p.NONE for k in range(1, 3_000)})),
         "string of 4 GiB": lambda: h.v2(b"X\xff\xff\xff\xff"),
         "codec of quadratic time": lambda: h.v2(h.called("_codecs.encode", p.text("\u00fc" * 200_000), p.text("punycode"))),
+        "bytearray(2**33), without a protocol": lambda: h.archive(h.called("builtins.bytearray", long(1 << 33)) + b"."),
+        "bytearray(2**33), in protocol 3": lambda: h.archive(b"\x80\x03" + h.called("builtins.bytearray", long(1 << 33)) + b"."),
+        "tuples as a key, a million deep, without a protocol": lambda: h.archive(b"})" + b"\x85" * 1_000_000 + b"Ns."),
+        "old format, tuples as a key, a million deep": lambda: h.old(b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."),
+        "old format, tuples in the facts of the machine": lambda: h.old(b"\x80\x02N.", b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."),
+        "old format, storage says 2**40": lambda: h.old(h.PICKLE_OF_4.replace(b"K\4t", long(1 << 40) + b"Nt")),
+        "old format, a thousand storages of all bytes": lambda: h.old(b"\x80\x02" + p.listed(*[
+            p.tupled(p.text("storage"), b"ctorch\nFloatStorage\n", p.text(str(n)), p.text("cpu"), p.number(1 << 14), p.NONE) + b"Q"
+            for n in range(1_000)]) + b"."),
+        "old format, a module": lambda: h.old(b"\x80\x02" + p.tupled(p.text("module"), b"ctorch\nSize\n", p.NONE, p.NONE) + b"Q."),
+        "packed tuples, 5 MB": lambda: h.archive(b"\x80\x02](" + b"N\x85" * 2_500_000 + b"e.", packed=True),
         "packed, 128 MiB": lambda: h.bomb(1 << 27),
         "packed pickle": lambda: h.packed_text(1 << 27),
         "two directories": lambda: h.two_directories(1 << 27),

@@ -165,6 +165,8 @@ def doors(url: str) -> dict[str, str]:
                 repr(entry), entry.nbytes
 
         found["look"] = outcome(look)
+        values = [key for key, entry in checkpoint.items() if not hasattr(entry, "shape")]
+        found["inspect"] = outcome(lambda: checkpoint.plain_values(values))
         found["read"] = outcome(lambda: checkpoint.nested(checkpoint.read(progress=False)))
         found["verify"] = outcome(lambda: checkpoint.verify(deep=True, progress=False))
     keys = list(opened[0]) if opened else ["w"]
@@ -175,10 +177,6 @@ def doors(url: str) -> dict[str, str]:
     reader = dos.ObjectStoreReader(url, progress=False)
     found["dcp.load"] = outcome(lambda: dcp.load(dict(state), storage_reader=reader, no_dist=True))
     return found
-
-
-# Where stored sizes, places and names decide what a conversion plans.
-CONVERTED = "index places keys", "key of many parts", ".metadata claims much", "valid"
 
 
 def conversions(url: str) -> dict[str, str]:
@@ -195,11 +193,23 @@ def conversions(url: str) -> dict[str, str]:
         for name in ("m.pt", "m.safetensors"):
             export = partial(dos.export_checkpoint, url, f"{out}/{name}", progress=False)
             found[name] = outcome(export)
-    target = "memory://hostile/imported"
     found["import"] = outcome(
-        lambda: dos.import_checkpoint(url, target, overwrite=True, progress=False)
+        lambda: dos.import_checkpoint(url, IMPORTED, overwrite=True, progress=False)
     )
     return found
+
+
+IMPORTED = "memory://hostile/imported"
+
+
+def imported_file(body: bytes) -> str:
+    """What the import of a file of `torch.save` ends in."""
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        file = Path(folder) / "state.pt"
+        file.write_bytes(body)
+        return outcome(
+            lambda: dos.import_checkpoint(file, IMPORTED, overwrite=True, progress=False)
+        )
 
 
 def status(name: str) -> int:
@@ -230,8 +240,9 @@ def run(case_id: str) -> dict[str, Any]:
             found = doors(f"file://{place}")
         finally:
             watching = False
-        if case.family.startswith(CONVERTED):
-            found |= conversions(f"file://{place}")
+        found |= conversions(f"file://{place}")
+        if case.family.startswith(("our value", "our tensor blob")):
+            found["import .pt"] = imported_file((place / hostile.DATA_KEY).read_bytes())
         resident = status("VmHWM") - resident
         after = state_of_process()
         changed = [

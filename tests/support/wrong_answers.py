@@ -120,7 +120,8 @@ class Confused(Process):
         return self._wrong_get(key, effect)
 
     def _wrong_list(self, key: str, effect: Callable[[], Any]) -> Any:
-        raise CorruptDataError(self.wrong.value)  # the adapters understand only listings
+        """An error: an adapter refuses what is no listing, and asks again for one of nothing."""
+        raise CorruptDataError(self.wrong.value)
 
     def _wrong_list_uploads(self, key: str, effect: Callable[[], Any]) -> Any:
         return self._wrong_list(key, effect)

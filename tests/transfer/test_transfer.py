@@ -26,15 +26,23 @@ from dcp_objstore.errors import (
     ConfigError,
     CorruptDataError,
     InputError,
+    PermissionDeniedError,
     StoreUnavailableError,
     TransferStalledError,
     UnsupportedError,
+    UploadLostError,
 )
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded, RangeRead, Retried
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
-from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
+from dcp_objstore.stores.protocol import (
+    ObjectMeta,
+    ObjectStore,
+    RangeBody,
+    RangeReading,
+    Version,
+)
 from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.threads import spawn
@@ -499,6 +507,34 @@ def test_an_upload_of_any_size_arrives_whole_and_reports_its_parts(size_bytes, t
     assert (whole.object_key, whole.size_bytes, whole.parts) == ("o", size_bytes, done.parts)
     verbs = [request.verb for request in store.requests if request.verb.startswith("put")]
     assert verbs == (["put"] if size_bytes <= PART else ["put_stream"])
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("left", ["all", "another", "nothing", "no answer"])
+def test_a_lost_upload_is_believed_only_if_its_object_is_not_there(is_own: bool, left: str):
+    """Its end took effect, the answer was lost, and a later try heard that it is gone."""
+
+    class LosesTheAnswer(WrappedStore):
+        def put_stream(self, key: str, buffers: Any, **settings: int) -> Version:
+            body = b"".join(buffers)
+            if left != "nothing":
+                self.inner.put(key, body[left == "another" :])
+            raise UploadLostError("no such upload")
+
+        def head(self, key: str) -> ObjectMeta:
+            if left == "no answer":
+                raise PermissionDeniedError("no")
+            return self.inner.head(key)
+
+    inner = open_store(f"memory://{secrets.token_hex(6)}")
+    store, pieces = LosesTheAnswer(inner), np.split(np.zeros(3 * PART, np.uint8), 6)
+    upload = partial(upload_object, store, "o", pieces, plan(), config(), Progress(60))
+    if is_own and left == "all":
+        done = upload(is_own=True)
+        assert (done.size_bytes, done.version) == (3 * PART, inner.head("o").version)
+    else:
+        with pytest.raises(UploadLostError):
+            upload(is_own=is_own)
 
 
 def test_an_error_in_the_data_ends_the_upload_and_nothing_is_visible():

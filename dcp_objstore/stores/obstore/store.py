@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 
 # The page of S3 and GCS, and so of one call for the next keys.
 _PAGE_KEYS = 1000
+# Pages have a round number of keys. A server may say that there are more and give no token for
+# them, and obstore then ends the listing; so one that ends like a page is continued once.
+_ROUND_KEYS = 10
 # A key that no store has; a web server may have a page for every one.
 _NEVER_THERE = ".dcp_objstore/is-this-a-store"
 
@@ -281,6 +284,8 @@ class ObstoreStore(BaseStore[str]):
         prefix = (self._root + folder).rstrip("/") or None
         pages: Any = None
         last: str | None = None  # the last key that came
+        ended: str | None = None  # that of a listing that ended where a page may have
+        count = 0
         # All keys that came, where a listing cannot begin behind the last one: there obstore would
         # drop the keys that compare less, of which some are still to come.
         listed_keys: set[str] = set()
@@ -293,7 +298,7 @@ class ObstoreStore(BaseStore[str]):
 
         def more() -> Any:
             """The next page; after one that failed, of a new listing that starts there."""
-            nonlocal pages
+            nonlocal pages, ended
             listing, pages = pages, None
             if listing is None:
                 repeated.update(listed_keys)
@@ -302,6 +307,9 @@ class ObstoreStore(BaseStore[str]):
                 )
                 listing = filter(None, map(new, listed))
             page = next(listing, None)
+            if page is None and count % _ROUND_KEYS == 0 and last not in (None, ended):
+                ended = last
+                return more()
             pages = listing
             return page
 
@@ -316,6 +324,7 @@ class ObstoreStore(BaseStore[str]):
 
         page: Any = ()
         while page is not None:
+            count += len(page)
             for meta in page:
                 if clients.ordered:
                     last = meta["path"]

@@ -286,9 +286,11 @@ class S3Store(BaseStore["dict[str, str]"]):
         url = parse_url(source.url)
         if url.scheme != self._url.scheme or source.version.e_tag is None:
             raise UnsupportedError(f"{source.url} is not on this store, or its ETag is not known")
-        if "%" in url.prefix and self.endpoint_url is not None:
+        if {"%", "+"} & {*url.prefix} and self.endpoint_url is not None:
             # Ceph's gateway decodes the key twice, and may copy another object.
-            raise UnsupportedError(f"{source.url} has a '%' in its key, which some servers misread")
+            raise UnsupportedError(
+                f"{source.url} has a '%' or '+' in its key, which some servers misread in a copy"
+            )
         return {**place, "Bucket": url.bucket, "Key": url.prefix}
 
     def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:

@@ -7,9 +7,7 @@ the caller's) does not belong. Its threads are joined at interpreter exit, too.
 
 from __future__ import annotations
 
-import hashlib
 import queue
-import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -115,28 +113,10 @@ class MultipartUpload:
         # S3 wants the checksums of the parts again, of those algorithms whose checksum of the
         # object is made of them ("Checking object integrity": composite checksums).
         listed = [{"PartNumber": n, **self._sent[n]} for n in sorted(self._sent)]
-        try:
-            answer: Mapping[str, Any] = self.send_request(
-                "complete_multipart_upload",
-                {**self._named(), "MultipartUpload": {"Parts": listed}},
-            )
-        except Exception as error:
-            # A first try may have done it, and its answer was lost.
-            complete = self._complete_object() if is_upload_gone(error) else None
-            if complete is None:
-                raise
-            return complete
+        answer: Mapping[str, Any] = self.send_request(
+            "complete_multipart_upload", {**self._named(), "MultipartUpload": {"Parts": listed}}
+        )
         return answer
-
-    def _complete_object(self) -> Mapping[str, Any] | None:
-        """The object, if it is made of our parts: S3's ETag is the MD5 of those of the parts."""
-        parts = [self._sent[number]["ETag"].strip('"') for number in sorted(self._sent)]
-        if not all(re.fullmatch("[0-9a-f]{32}", e_tag) for e_tag in parts):
-            return None
-        joined = bytes.fromhex("".join(parts))
-        expected = f"{hashlib.md5(joined, usedforsecurity=False).hexdigest()}-{len(parts)}"
-        answer: Mapping[str, Any] = self.send_request("head_object", self.target)
-        return answer if answer["ETag"].strip('"') == expected else None
 
     def abort(self) -> bool:
         """End the requests under way, then have the store remove the parts; whether it has.

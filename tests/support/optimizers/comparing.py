@@ -108,12 +108,26 @@ def copied(value: Any) -> Any:
         inner = {part: copied(getattr(value, part)) for part in parts}
         return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
     if isinstance(value, torch.Tensor):
-        return copy.deepcopy(value.detach())  # a gradient may be no leaf
+        detached = value.detach()  # a gradient may be no leaf
+        # To clone takes a fifth of the time of a deep copy.
+        is_plain = type(detached) is torch.Tensor and value.layout is torch.strided
+        return detached.clone() if is_plain else copy.deepcopy(detached)
     if isinstance(value, dict) and type(value) in (dict, OrderedDict):
         return type(value)((key, copied(item)) for key, item in value.items())
     if type(value) in (list, tuple):
         return type(value)(copied(item) for item in value)
     return copy.deepcopy(value)
+
+
+def contiguous(value: Any) -> Any:
+    """A copy in which each plain tensor lies in the order of its dimensions."""
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return value.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: contiguous(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(contiguous(item) for item in value)
+    return copied(value)
 
 
 def state_of(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
