@@ -131,6 +131,7 @@ class _OfProcess:
     session: Any
     endpoint_url: str | None
     region: str
+    addressing_style: str | None
     lock: Any = field(default_factory=threading.Lock)
     clients: dict[str, Any] = field(default_factory=dict)
 
@@ -206,11 +207,14 @@ class Boto3Clients(Requests):
     def _open(self) -> _OfProcess:
         settings = self._settings
         session = session_of(settings)
-        if not settings.anon and not session.has_credentials:
+        if not settings.anon and session.method is None:
             raise no_s3_credentials(self._stripped)
-        known = Credentials("boto3", region=session.region, endpoint_url=session.endpoint_url)
+        known = Credentials(
+            "boto3", region=session.region, endpoint_url=session.endpoint_url, core=session.core
+        )
         endpoint, region = s3_server(settings, known)
-        return _OfProcess(session.session, endpoint, region)
+        style = settings.addressing_style or session.addressing_style
+        return _OfProcess(session.session, endpoint, region, style)
 
     def _make(self, use: Use, mine: _OfProcess) -> Any:
         import botocore
@@ -222,7 +226,7 @@ class Boto3Clients(Requests):
             seconds = min(READ_PROGRESS_SECONDS, seconds)
         elif use == "small":
             seconds = self.small_timeout_seconds
-        virtual = is_virtual(settings, mine.endpoint_url, self._url.bucket)
+        virtual = is_virtual(mine.addressing_style, mine.endpoint_url, self._url.bucket)
         style = "virtual" if virtual else "path"
         arguments = botocore_settings(config, style, seconds, sign_payload=settings.sign_payload)
         if settings.anon:

@@ -54,6 +54,9 @@ def test_what_cannot_be_used_is_said_at_once(unwaiting: None, case: str, verb: s
     ("name", "value", "scheme", "kind"),
     [
         ("AWS_SERVER_SIDE_ENCRYPTION", "no-such-kind", "s3", ConfigError),
+        ("SSL_CERT_FILE", "/nowhere/ca.pem", "s3", ConfigError),
+        ("SSL_CERT_FILE", "/etc/hostname", "s3", ConfigError),
+        ("SSL_CERT_DIR", "/nowhere", "gs", ConfigError),
         ("GOOGLE_SERVICE_ACCOUNT_KEY", "{}", "gs", CredentialsError),
         ("GOOGLE_SERVICE_ACCOUNT", "/nowhere.json", "gs", CredentialsError),
     ],
@@ -67,8 +70,8 @@ def test_what_the_environment_says_and_cannot_be_used_is_said_at_once(
     kind: type[DcpObjstoreError],
 ) -> None:
     monkeypatch.setenv(name, value)
-    options = S3 if scheme == "s3" else {"endpoint_url": UNUSED}
-    with pytest.raises(kind):
+    options = S3 if scheme == "s3" else {"endpoint_url": UNUSED, "anon": name.startswith("SSL")}
+    with pytest.raises(kind, match=name if name.startswith("SSL") else None):
         open_store(f"{scheme}://bucket/run", options).head("k")
 
 

@@ -116,6 +116,11 @@ _NO_REQUESTS: _Signs = {
         "'ServerSideEncryption' or 'SSEKMSKeyId' is not valid (AWS_SERVER_SIDE_ENCRYPTION and"
         " AWS_SSE_KMS_KEY_ID in the environment)",
     ),
+    "HTTP client error: builder error": Meaning(
+        ConfigError,
+        "the certificates to trust cannot be read: SSL_CERT_FILE or SSL_CERT_DIR in the environment"
+        " names none, or 'verify' does",
+    ),
     "failed to parse header": Meaning(ConfigError, "a setting cannot be sent in a header"),
     "Unable parse source url": Meaning(ConfigError, "the endpoint is no URL"),
     "Unable to parse url": Meaning(ConfigError, "the endpoint is no URL"),
