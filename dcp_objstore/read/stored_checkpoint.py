@@ -357,7 +357,6 @@ def _open_folder(
             object_key=_RANK_METADATA_KEY,
             url=store.url,
         )
-    is_cut = len(listed) >= LOOK_AROUND_LIMIT
     metas = listed.values() if _tells_versions(store) else ()
     open_at = partial(_open_listed, store, listed, load_id)
     try:
@@ -375,6 +374,7 @@ def _open_listed(
     versions: dict[str, Version],
 ) -> StoredCheckpoint:
     """Open the files of safetensors of a listing, each in its state of `versions`."""
+    is_cut = len(listed) >= LOOK_AROUND_LIMIT
     pinned = PinnedStore(store, versions)
     with _in_one_state(store):
 

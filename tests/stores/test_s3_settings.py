@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 

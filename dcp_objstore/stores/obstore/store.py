@@ -277,6 +277,21 @@ class ObstoreStore(BaseStore[str]):
         self._clients.run(tries, lambda: obstore.delete(self._clients.get("small"), place))
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
+        """List over obstore; over boto3 what comes behind a page that obstore cannot read."""
+        last, came = "", set()
+        try:
+            for meta in self._list_pages(folder):
+                if self._clients.ordered:
+                    last = meta.key
+                else:
+                    came.add(meta.key)
+                yield meta
+        except errors.UnsupportedError as error:
+            for meta in self._other(error).list(folder and f"{folder}/"):
+                if meta.key > last and meta.key not in came:
+                    yield meta
+
+    def _list_pages(self, folder: str) -> Iterator[ObjectMeta]:
         """List page by page; where a page failed, begin a new listing behind what came."""
         import obstore
 
@@ -322,7 +337,7 @@ class ObstoreStore(BaseStore[str]):
                     self._prove()
                 return page
 
-        page: Any = ()
+        page = ask()
         while page is not None:
             count += len(page)
             for meta in page:
@@ -335,18 +350,7 @@ class ObstoreStore(BaseStore[str]):
                 # Consoles make an empty object with the folder's name; obstore has cut off its "/".
                 if meta["path"] != prefix:
                     yield self._meta(meta)
-            try:
-                page = ask()
-            except errors.UnsupportedError as error:
-                if self._over_boto3 is None or not is_unreadable(error):
-                    raise
-                break
-        else:
-            return
-        for listed in self._over_boto3().list(folder and f"{folder}/"):
-            path = self._root + listed.key
-            if path not in listed_keys and (last is None or path > last):
-                yield listed
+            page = ask()
 
     def _prove(self) -> None:
         """Raise `ConfigError` if a web server stands where a store was meant.
