@@ -132,10 +132,11 @@ def _from_machine() -> Credentials | None:
     for name in (*_OF_OBSTORE, _AGENT):
         if os.environ.get(name):
             return Credentials(f"{name} in the environment", renew=asked_by_clients)
-    return _from_shared_files() or _from_instance()
+    _check_shared_files()
+    return _from_instance()
 
 
-def _from_shared_files() -> None:
+def _check_shared_files() -> None:
     """Raise if the AWS files have credentials: they may not be those that others here have."""
     for variable, default in _SHARED_FILES.items():
         path = Path(os.path.expandvars(os.environ.get(variable) or default)).expanduser()

@@ -81,8 +81,9 @@ class GcsOptions(Schema):
             ConfigError: the certificates to trust cannot be read.
         """
         endpoint_url, emulator = self.or_environment("endpoint_url"), os.environ.get(_EMULATOR)
-        if is_emulated := bool(emulator) and endpoint_url == emulator:
-            endpoint_url = emulator if "://" in emulator else f"http://{emulator}"
+        is_emulated = endpoint_url is not None and endpoint_url == emulator
+        if endpoint_url is not None and is_emulated and "://" not in endpoint_url:
+            endpoint_url = f"http://{endpoint_url}"
         return replace(
             self,
             endpoint_url=endpoint_url,
