@@ -45,7 +45,6 @@ from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
-from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS
 from dcp_objstore.threads import Spawned, spawn
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.pages import new_memory
@@ -69,6 +68,8 @@ _LEAST_AHEAD, _MOST_AHEAD = 2, 8
 # With so many, each worker of a near store has one. Counting more would only give a far store
 # threads, and take their memory from requests in flight.
 _MOST_PROCESSORS = 4
+# A worker waits so long for any of its answers to begin; then for one alone, as its transport does.
+_ANY_ANSWER_SECONDS = 10.0
 # How often one slow request is asked for again: in a large load, a few are slow twice.
 _MOST_REPEATS = 2
 
@@ -201,7 +202,6 @@ def fetch_ranges(
         depth=depth,
         piece_bytes=piece_bytes,
         most_workers=most_workers,
-        silence_seconds=min(READ_PROGRESS_SECONDS, config.request_timeout_seconds),
     )
     try:
         shared.staff()
@@ -335,7 +335,6 @@ class _Shared(Generic[T]):
     depth: int
     piece_bytes: int
     most_workers: int
-    silence_seconds: float
 
     def __post_init__(self, requests: Sequence[RangeRequest[T]]) -> None:
         self.tasks = deque(requests)
@@ -473,31 +472,22 @@ class _Worker(Generic[T]):
         To wait for one answer while another one lies here unread may be to wait for ever: some
         servers serve few requests at a time.
         """
-        front, place = ahead[0], self._begun(ahead, 0)
-        if place is None:
-            try:
-                with self.shared.waits(front.request).stragglers.waiting(front, 0, learn=False):
-                    place = self._begun(ahead, self.shared.silence_seconds)
-            except StragglerError:
-                front.body.close()
-                front.body = self.shared.open(front.request, front.unread[0].start)
-                self._to_front_what_came(ahead)
-                return
-        ahead.rotate(-(place or 0))
-
-    def _begun(self, ahead: Iterable[_Fetch[T]], seconds: float) -> int | None:
-        """Return the place of the first request whose answer has begun; None: of none in time."""
-        awaited = [fetch.body.awaited() for fetch in ahead]
-        poll, until = select.poll(), time.monotonic() + seconds
-        for descriptor in filter(None, awaited):
-            poll.register(descriptor, select.POLLIN)
-        step_seconds = 0 if None in awaited else min(seconds, STEP_SECONDS)
-        while True:
-            came = {None, *(descriptor for descriptor, _ in poll.poll(step_seconds * 1000))}
-            place = next((at for at, which in enumerate(awaited) if which in came), None)
-            if place is not None or time.monotonic() >= until:
-                return place
+        if ahead[0].body.awaited() is None:
+            return
+        places: dict[int | None, int] = {}
+        poll, until = select.poll(), time.monotonic() + _ANY_ANSWER_SECONDS
+        for place, fetch in enumerate(ahead):
+            descriptor = fetch.body.awaited()
+            places.setdefault(descriptor, place)
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        step_seconds = 0 if None in places else STEP_SECONDS
+        while not (came := poll.poll(step_seconds * 1000)) and None not in places:
             self.shared.progress.check_stopped()
+            if time.monotonic() > until:
+                return
+        begun = {None, *(descriptor for descriptor, _ in came)} & places.keys()
+        ahead.rotate(-min(places[descriptor] for descriptor in begun))
 
     def _send_ahead(self, ahead: deque[_Fetch[T]]) -> None:
         """Begin requests until this worker has as many under way as it may."""

@@ -48,16 +48,13 @@ class Stragglers(Generic[T]):
         self._usual: deque[float] = deque(maxlen=_LATEST_WAITS)  # seconds per counted byte
 
     @contextmanager
-    def waiting(
-        self, key: T, size_bytes: int, since: float = math.inf, *, learn: bool = True
-    ) -> Iterator[None]:
+    def waiting(self, key: T, size_bytes: int, since: float = math.inf) -> Iterator[None]:
         """Wait for bytes in this block.
 
         Args:
             since: the time at which the bytes began to come, if that was before the block. How long
                 they usually take is counted from then: of those that came into a buffer meanwhile,
                 the block waits for none.
-            learn: whether it counts among those that say how long the bytes usually take.
 
         Raises:
             StragglerError: the wait was taken away meanwhile, whatever the block raised.
@@ -70,8 +67,7 @@ class Stragglers(Generic[T]):
         finally:
             with self._lock:
                 is_mine = self._waits.pop(key, None) is not None
-                if learn:
-                    self._usual.append((self._clock() - min(since, began_at)) / counted_bytes)
+                self._usual.append((self._clock() - min(since, began_at)) / counted_bytes)
             if not is_mine:
                 raise StragglerError
 

@@ -14,8 +14,9 @@ from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.options.schema import parse
 from tests.support.scripted import Answer, ScriptedServer
-from tests.support.servers import Bucket
+from tests.support.servers import Bucket, MotoServer
 
 both = pytest.mark.parametrize("transport", ["native", "boto3"])
 both_ways = pytest.mark.parametrize("has_boto3", [True, False], indirect=True)
@@ -371,3 +372,62 @@ def test_forms_of_a_google_token(bare_environment: Path) -> None:
         find_gcs_credentials(GcsOptions(token="/nowhere/key.json"))
     with pytest.raises(ConfigError, match="token"):
         find_gcs_credentials(GcsOptions(token=7))
+
+
+# Tokens of what obstore reads itself come by google-auth
+
+
+@pytest.fixture
+def service_key(gcs_server: MotoServer) -> dict[str, str]:
+    """Of a service account whose tokens the GCS door hands out."""
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return {
+        "type": "service_account",
+        "client_email": "somebody@example.iam.gserviceaccount.com",
+        "private_key": private.decode(),
+        "private_key_id": "1",
+        "token_uri": f"{gcs_server.gcs_endpoint_url}/o/token?lifetime=3600",
+    }
+
+
+def test_a_service_account_gives_tokens_wherever_its_key_is(
+    bare_environment: Path, service_key: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps(service_key)
+    place = bare_environment / "key.json"
+    place.write_text(text)
+    tokens = []
+
+    def ask(**options: object) -> None:
+        provider = find_gcs_credentials(parse(GcsOptions, options)).provider
+        assert provider is not None
+        tokens.append(provider()["token"])
+        assert provider()["token"] == tokens[-1]  # asked for once
+
+    ask(token=service_key)
+    ask(token=str(place))
+    for name, value in (
+        ("GOOGLE_SERVICE_ACCOUNT", str(place)),
+        ("GOOGLE_SERVICE_ACCOUNT_KEY", text),
+        ("GOOGLE_APPLICATION_CREDENTIALS", str(place)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            ask()
+    (bare_environment / "application_default_credentials.json").write_text(text)
+    ask()
+    assert len(set(tokens)) == 6
+    assert all(token.startswith("ya29.handed-out-") for token in tokens)
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "ya29.given")
+    given = find_gcs_credentials(GcsOptions()).provider
+    assert given is not None
+    assert given()["token"] == "ya29.given"
