@@ -242,7 +242,7 @@ def lifecycle(uploads: S3Uploads, url: StoreUrl) -> Verdict:
     )
 
 
-def versioning(uploads: S3Uploads, url: StoreUrl) -> Verdict:
+def versioning(uploads: S3Uploads) -> Verdict:
     """Look whether the bucket keeps old versions of objects."""
     state = (uploads.versioning() or "off").lower()
     details = {"state": state}
