@@ -7,7 +7,6 @@ None of this makes a request, but for a token that has ended.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -60,7 +59,6 @@ _SIGNED_FOR = timedelta(minutes=30)
 _LEAST_LEFT_SECONDS = 60.0
 
 _memory: PerProcess[dict[str, MemoryStore]] = PerProcess(dict)
-_environ_lock = PerProcess(threading.Lock)
 
 
 class Maker(NamedTuple):
@@ -134,11 +132,15 @@ def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Ma
         )
     if checksum is not None:
         config["checksum_algorithm"] = checksum
+    elif os.environ.get(CHECKSUM_VARIABLE) is not None:
+        raise ConfigError(
+            f"{CHECKSUM_VARIABLE} is set in the environment, and obstore reads it, which has no"
+            " word for none: unset it, or use transport 'boto3'"
+        )
     sign: Sign | None = None
     if not (settings.requester_pays or config["s3_express"]):
         sign = _unsigned(of_bucket) if settings.anon else _signed_url
     make = _make(S3Store, config, credentials, endpoint=endpoint, verify=settings.verify)
-    make = make if checksum is not None else _without_variable(make)
     return Maker(make, endpoint, sign, ordered=not is_directory_bucket(url.bucket))
 
 
@@ -266,27 +268,6 @@ def _make(
         )
 
     return make
-
-
-def _without_variable(make: Make) -> Make:
-    """Keep the checksum's variable from obstore, which reads it itself and has no word for none.
-
-    obstore passes over values that are no text. To change a variable in place is harmless to C code
-    that reads the environment meanwhile; to remove it and put it back would not be.
-    """
-
-    def make_without(timeouts: dict[str, Any], retry: dict[str, Any]) -> Any:
-        with _environ_lock.here:
-            named = os.environ.get(CHECKSUM_VARIABLE)
-            if named is None:
-                return make(timeouts, retry)
-            os.environ[CHECKSUM_VARIABLE] = "\udcff"
-            try:
-                return make(timeouts, retry)
-            finally:
-                os.environ[CHECKSUM_VARIABLE] = named
-
-    return make_without
 
 
 def _unsigned(place: str) -> Sign:

@@ -13,7 +13,7 @@ from dcp_objstore.config import MIB
 from dcp_objstore.errors import CorruptDataError
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.obstore.direct import LaneError
-from dcp_objstore.stores.obstore.errors import is_unreadable, sent_whole
+from dcp_objstore.stores.obstore.errors import sent_whole
 from dcp_objstore.stores.protocol import Version
 from dcp_objstore.stores.ranges import (
     Answer,
@@ -60,8 +60,9 @@ class ObstoreSource(RetriedSource):
         other: Callable[[str, Exception], RangeSource],
     ) -> None:
         # A method of its own there would be a reference cycle for each range.
-        super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory, other))
+        super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory))
         self._clients = clients
+        self._other = other
         self._path = path
         self._over_lane = True
 
@@ -77,6 +78,13 @@ class ObstoreSource(RetriedSource):
             self._over_lane = False
             return None
 
+    def ask(self, start: int, end: int) -> Answer:
+        """Ask for bytes `[start, end)`, another library where obstore cannot read the answer."""
+        try:
+            return super().ask(start, end)
+        except Exception as error:  # noqa: BLE001  raised again, if no other is to be asked
+            return self._other(self._path, error).ask(start, end)
+
     def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Wait until the rest may be asked for, or raise.
 
@@ -91,14 +99,7 @@ class ObstoreSource(RetriedSource):
         super().failed(error, asked_at, had_begun=had_begun)
 
 
-def _ask_obstore(
-    clients: Clients,
-    path: str,
-    in_memory: bool,
-    other: Callable[[str, Exception], RangeSource],
-    start: int,
-    end: int,
-) -> Answer:
+def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: int) -> Answer:
     import obstore
 
     client = clients.get("range")
@@ -109,8 +110,6 @@ def _ask_obstore(
     try:
         answer = obstore.get(client, path, options={"range": (start, end)})
     except Exception as error:
-        if is_unreadable(error):
-            return other(path, error).ask(start, end)
         # A server may say 200 where the range is the whole object: it is what was asked for.
         if start != 0 or not sent_whole(error):
             raise
