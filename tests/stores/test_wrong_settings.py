@@ -137,7 +137,7 @@ def test_a_variable_with_a_checksum_that_is_not_to_be_sent_is_refused_where_obst
     option = {"s3_additional_kwargs": {"ChecksumAlgorithm": "none"}}
     for named, options in (("none", {}), ("SHA256", option)):
         monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", named)
-        with pytest.raises(ConfigError, match="AWS_CHECKSUM_ALGORITHM.*unset it"):
+        with pytest.raises(ConfigError, match=r"AWS_CHECKSUM_ALGORITHM.*unset it"):
             open_store("s3://bucket/run", {**S3, **options})
         open_store("s3://bucket/run", {**S3, **options, "transport": "boto3"})
 
