@@ -110,7 +110,7 @@ VERBS: dict[str, Callable[[OddServer, dict[str, object], Path], None]] = {
 }
 TABLE = [(b, t, v) for b in BEHAVIOURS for t in TRANSPORTS for v in VERBS]
 DEFAULT = [
-    ("weak ETags", "native", "save"),
+    ("weak ETags", "native", "delete"),
     ("one request at a time", "native", "load"),
     ("chunked answers", "fsspec", "resume"),
     ("answers without a length", "native", "export"),
