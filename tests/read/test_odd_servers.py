@@ -95,3 +95,11 @@ def test_without_boto3_a_key_with_an_empty_segment_is_an_error_that_says_what_to
         monkeypatch.setattr(store, "_over_boto3", None)
         with pytest.raises(UnsupportedError, match="fsspec"):
             list(store.list())
+
+
+def test_what_was_listed_before_such_a_key_comes_once() -> None:
+    """obstore gives a thousand keys at a time."""
+    names = [f"a{number:04}" for number in range(1001)]
+    with weights(Behaviour(strays=(*names, "b//c", "d"))) as server:
+        listed = [meta.key for meta in open_store("s3://bucket/m", server.options()).list()]
+        assert listed == [*names, "b//c", "d", "model.safetensors"]
