@@ -298,7 +298,11 @@ def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> S
     # If they could not be listed, the first answers count.
     metas = {} if isinstance(listed, DcpObjstoreError) or not _tells_versions(store) else listed
     is_listed_so = is_same_state(metas.get(DOT_METADATA_KEY, meta).version, meta.version)
-    if not (is_listed_so or _is_as_listed(store, metas)):
+    # Read again between two listings that are alike, it was not replaced before the first one.
+    if not is_listed_so and not (
+        is_same_state(store.head(DOT_METADATA_KEY).version, meta.version)
+        and _is_as_listed(store, metas)
+    ):
         raise CheckpointGoneError(_REPLACED, url=store.url)
     # Another library replaces its objects in place, one after the other, and `.metadata` last. So
     # an object that is first read late in a load may be newer than the others.
@@ -332,8 +336,8 @@ def _tells_versions(store: ObjectStore) -> bool:
 def _is_as_listed(store: ObjectStore, listed: dict[str, ObjectMeta]) -> bool:
     """Whether all objects are still as they were listed.
 
-    If they are, and reads tell other states, then these are not to be compared with a listing: a
-    CDN on the way has ETags of its own. Each object is then held to its first answer.
+    If they are, and reads since then tell other states, these are not to be compared with a
+    listing: a CDN on the way has ETags of its own. Each object is then held to its first answer.
     """
     now = _listed(store)
     return not isinstance(now, CheckpointNotFoundError) and all(
@@ -358,13 +362,15 @@ def _open_folder(
             url=store.url,
         )
     metas = listed.values() if _tells_versions(store) else ()
-    open_at = partial(_open_listed, store, listed, load_id)
     try:
-        return open_at({meta.key: meta.version for meta in metas})
+        return _open_listed(
+            store, dict(listed), load_id, {meta.key: meta.version for meta in metas}
+        )
     except CheckpointGoneError:
-        if not (metas and _is_as_listed(store, listed)):
+        stored = _open_listed(store, dict(listed), load_id, {}) if metas else None
+        if stored is None or not _is_as_listed(store, listed):
             raise
-    return open_at({})
+        return stored
 
 
 def _open_listed(
