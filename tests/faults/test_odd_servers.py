@@ -31,7 +31,7 @@ REFUSED: dict[tuple[str, str, str], type[dos.errors.DcpObjstoreError]] = {
     ("400 RequestTimeout", "native", "save"): dos.errors.StoreUnavailableError,
     ("400 RequestTimeout", "native", "export there"): dos.errors.StoreUnavailableError,
     # Others may write the same key: an object of this size need not be this one.
-    ("a lost Complete", "native", "export there"): dos.errors.UploadLostError,
+    **{("a lost Complete", t, "export there"): dos.errors.UploadLostError for t in TRANSPORTS},
 }
 
 
