@@ -119,7 +119,7 @@ def _copy_of(store: ObjectStore, meta: ObjectMeta) -> PlannedFile:
     """Return a file with the bytes of an object, which it reads while it is written."""
 
     def buffers(_: TensorBytes) -> Iterator[ByteArray]:
-        pinned = PinnedStore(store, {meta.key: meta.version})
+        pinned = PinnedStore(store, {})
         starts = range(0, meta.size_bytes, BLOCK_SIZE_BYTES)
         ends = [*starts[1:], meta.size_bytes]
         read = partial(_read, pinned, meta.key)

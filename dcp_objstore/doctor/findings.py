@@ -103,9 +103,6 @@ RIGHTS: Final[Mapping[str, Mapping[str, str]]] = {
         "abort": "storage.multipartUploads.abort",
         "conditional put": "storage.objects.create, .get and .delete (to replace an object)",
         "delete": "storage.objects.delete",
-        "lifecycle": "storage.buckets.get",
-        "versioning": "storage.buckets.get",
-        "unfinished uploads": "storage.multipartUploads.list and .listParts",
     },
     "az": {
         "put": f"{_BLOBS}/write",

@@ -86,7 +86,7 @@ def table(spec: StoreSpec, around: Surroundings, objects: ObjectChecks) -> Seque
         Check("conditional put", "request", objects.conditional_put),
         Check("delete", "request", objects.delete),
         Check("lifecycle", "rule", lambda: lifecycle(uploads(), url)),
-        Check("versioning", "rule", lambda: versioning(uploads(), url)),
+        Check("versioning", "rule", lambda: versioning(uploads())),
         Check("unfinished uploads", "rule", lambda: unfinished(uploads(), url)),
         Check("clean-up", "request", objects.clean_up),
     )

@@ -39,10 +39,6 @@ _OTHER_TOOLS = {
     "gs": "`gcloud auth list` shows what other tools find on this machine",
     "az": "`az account show` shows what other tools find on this machine",
 }
-_OLD_VERSIONS = {
-    "s3": "add a lifecycle rule with NoncurrentVersionExpiration",
-    "gs": "add a lifecycle rule that deletes versions by daysSinceNoncurrentTime",
-}
 _NO_CODE = "its answer for an absent object does not have the error code of a store"
 _NO_STORE = "check that this is the store that you mean, not a web server or proxy"
 _ANSWERS_ALL = (
@@ -262,7 +258,7 @@ def lifecycle(uploads: S3Uploads, url: StoreUrl) -> Verdict:
     )
 
 
-def versioning(uploads: S3Uploads, url: StoreUrl) -> Verdict:
+def versioning(uploads: S3Uploads) -> Verdict:
     """Look whether the bucket keeps old versions of objects."""
     state = (uploads.versioning() or "off").lower()
     details = {"state": state}
@@ -270,7 +266,7 @@ def versioning(uploads: S3Uploads, url: StoreUrl) -> Verdict:
         return Verdict(
             "warning",
             "on: deleted or overwritten objects stay as old versions, and are billed",
-            _OLD_VERSIONS.get(url.scheme, ""),
+            "add a lifecycle rule with NoncurrentVersionExpiration",
             details,
         )
     return Verdict("ok", f"{state}: deleted objects are gone", details=details)

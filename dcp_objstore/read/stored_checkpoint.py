@@ -297,14 +297,19 @@ def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> S
         raise CheckpointNotFoundError(_LOST_MARKER, url=store.url)
     # If they could not be listed, the first answers count.
     metas = {} if isinstance(listed, DcpObjstoreError) or not _tells_versions(store) else listed
-    if not is_same_state(metas.get(DOT_METADATA_KEY, meta).version, meta.version):
+    is_listed_so = is_same_state(metas.get(DOT_METADATA_KEY, meta).version, meta.version)
+    # Read again between two listings that are alike, it was not replaced before the first one.
+    if not is_listed_so and not (
+        is_same_state(store.head(DOT_METADATA_KEY).version, meta.version)
+        and _is_as_listed(store, metas)
+    ):
         raise CheckpointGoneError(_REPLACED, url=store.url)
     # Another library replaces its objects in place, one after the other, and `.metadata` last. So
     # an object that is first read late in a load may be newer than the others.
     present = [metas[key] for key in stored.object_keys if key in metas]
     return dataclasses.replace(
         stored,
-        versions={meta.key: meta.version for meta in present},
+        versions={meta.key: meta.version for meta in present if is_listed_so},
         fingerprint=_fingerprint(store, body, [meta, *present]),
     )
 
@@ -328,6 +333,18 @@ def _tells_versions(store: ObjectStore) -> bool:
     return store.capabilities.listed_versions and store.capabilities.conditional_update
 
 
+def _is_as_listed(store: ObjectStore, listed: dict[str, ObjectMeta]) -> bool:
+    """Whether all objects are still as they were listed.
+
+    If they are, and reads since then tell other states, these are not to be compared with a
+    listing: a CDN on the way has ETags of its own. Each object is then held to its first answer.
+    """
+    now = _listed(store)
+    return not isinstance(now, CheckpointNotFoundError) and all(
+        now.get(key) == meta for key, meta in listed.items()
+    )
+
+
 def _open_folder(
     store: ObjectStore,
     listed: dict[str, ObjectMeta] | CheckpointNotFoundError,
@@ -344,9 +361,26 @@ def _open_folder(
             object_key=_RANK_METADATA_KEY,
             url=store.url,
         )
-    is_cut = len(listed) >= LOOK_AROUND_LIMIT
     metas = listed.values() if _tells_versions(store) else ()
-    versions = {meta.key: meta.version for meta in metas}
+    try:
+        return _open_listed(
+            store, dict(listed), load_id, {meta.key: meta.version for meta in metas}
+        )
+    except CheckpointGoneError:
+        stored = _open_listed(store, dict(listed), load_id, {}) if metas else None
+        if stored is None or not _is_as_listed(store, listed):
+            raise
+        return stored
+
+
+def _open_listed(
+    store: ObjectStore,
+    listed: dict[str, ObjectMeta],
+    load_id: str | None,
+    versions: dict[str, Version],
+) -> StoredCheckpoint:
+    """Open the files of safetensors of a listing, each in its state of `versions`."""
+    is_cut = len(listed) >= LOOK_AROUND_LIMIT
     pinned = PinnedStore(store, versions)
     with _in_one_state(store):
 

@@ -94,9 +94,12 @@ class Boto3Store(S3Store):
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytearray | None]:
         answer = self._clients.get("read").get_object(**target)
-        size_bytes = answer.get("ContentLength", 0)
-        into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
         with closing(ReceivedBody(answer["Body"])) as body:
+            if "ContentLength" not in answer:
+                came = body.in_chunks(max_size_bytes)
+                return {**answer, "ContentLength": len(came)}, came
+            size_bytes = answer["ContentLength"]
+            into = bytearray(size_bytes) if size_bytes <= max_size_bytes else None
             rest = memoryview(into or b"")
             while rest:
                 rest = rest[body.readinto(rest) :]
@@ -128,6 +131,7 @@ class _OfProcess:
     session: Any
     endpoint_url: str | None
     region: str
+    addressing_style: str | None
     lock: Any = field(default_factory=threading.Lock)
     clients: dict[str, Any] = field(default_factory=dict)
 
@@ -203,11 +207,14 @@ class Boto3Clients(Requests):
     def _open(self) -> _OfProcess:
         settings = self._settings
         session = session_of(settings)
-        if not settings.anon and not session.has_credentials:
+        if not settings.anon and session.method is None:
             raise no_s3_credentials(self._stripped)
-        known = Credentials("boto3", region=session.region, endpoint_url=session.endpoint_url)
+        known = Credentials(
+            "boto3", region=session.region, endpoint_url=session.endpoint_url, core=session.core
+        )
         endpoint, region = s3_server(settings, known)
-        return _OfProcess(session.session, endpoint, region)
+        style = settings.addressing_style or session.addressing_style
+        return _OfProcess(session.session, endpoint, region, style)
 
     def _make(self, use: Use, mine: _OfProcess) -> Any:
         import botocore
@@ -219,7 +226,7 @@ class Boto3Clients(Requests):
             seconds = min(READ_PROGRESS_SECONDS, seconds)
         elif use == "small":
             seconds = self.small_timeout_seconds
-        virtual = is_virtual(settings, mine.endpoint_url, self._url.bucket)
+        virtual = is_virtual(mine.addressing_style, mine.endpoint_url, self._url.bucket)
         style = "virtual" if virtual else "path"
         arguments = botocore_settings(config, style, seconds, sign_payload=settings.sign_payload)
         if settings.anon:
@@ -317,15 +324,29 @@ class ReceivedBody(Answer):
         Raises:
             BrokenOffError: the body ended early.
         """
-        from botocore.exceptions import BotoCoreError
-
-        try:
-            count: int = self._body.readinto(into[:_RECEIVE_BYTES])
-        except (BotoCoreError, OSError) as error:
-            raise BrokenOffError(str(error)) from error
+        count = self._receive(into)
         if not count:
             raise BrokenOffError("the body ended early")
         return count
+
+    def in_chunks(self, most_bytes: int) -> bytearray:
+        """Return a body whose length was not announced, or more than `most_bytes` of it.
+
+        Raises:
+            BrokenOffError: the connection was lost.
+        """
+        body, piece = bytearray(), memoryview(bytearray(_RECEIVE_BYTES))
+        while len(body) <= most_bytes and (count := self._receive(piece)):
+            body += piece[:count]
+        return body
+
+    def _receive(self, into: memoryview) -> int:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            return int(self._body.readinto(into[:_RECEIVE_BYTES]))
+        except (BotoCoreError, OSError) as error:
+            raise BrokenOffError(str(error)) from error
 
     def close(self) -> None:
         """Close the body of the answer."""

@@ -115,7 +115,7 @@ def _s3_identity(settings: S3Options, credentials: Credentials) -> Identity:
 
 def _access_key(provider: Any, source: str) -> str | None:
     if provider is None:
-        return shortened(os.environ.get("AWS_ACCESS_KEY_ID"))
+        return None
     try:
         return shortened(provider().get("access_key_id"))
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import ipaddress
+import os
 import re
 import socket
 import ssl
@@ -11,7 +12,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError, StoreUnavailableError
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.options.s3 import S3Options
 
 _DEFAULT_REGION = "us-east-1"
+# In others, S3 has another domain: China, the isolated ones, the European sovereign cloud.
+_USUAL_REGION = re.compile(r"(?:af|ap|ca|eu|il|me|mx|sa|us)(?:-gov)?-[a-z]+-\d+")
+_VARIANTS = ("use_fips_endpoint", "use_dualstack_endpoint")
 _REGION = re.compile(r"[A-Za-z0-9._-]+")
 # RFC 3986, without those that `check_endpoint` refuses.
 _OF_URLS = re.compile(r"[A-Za-z0-9._~:/\[\]!$&'()*+,;=%-]+")
@@ -49,7 +53,46 @@ def s3_server(settings: S3Options, credentials: Credentials) -> tuple[str | None
             f" from storage_options, {', '.join(settings.option('region').environment)}, or the"
             " profile)"
         )
-    return endpoint and server_url(endpoint, use_ssl=settings.use_ssl), region
+    if endpoint is None:
+        return _unusual_server(region, credentials.core), region
+    return server_url(endpoint, use_ssl=settings.use_ssl), region
+
+
+def _unusual_server(region: str, core: Any) -> str | None:
+    """Return AWS's own server where it is not `s3.REGION.amazonaws.com`; botocore knows it.
+
+    Args:
+        region: the region.
+        core: the session of botocore that has read a profile; None: the environment counts.
+
+    Raises:
+        ConfigError: botocore is not installed, or there is none.
+    """
+    asked = [name for name in _VARIANTS if _is_on(f"AWS_{name.upper()}")]
+    is_usual = _USUAL_REGION.fullmatch(region) is not None
+    if is_usual and not (asked or (core and any(map(core.get_config_variable, _VARIANTS)))):
+        return None
+    what = f"the region {region}" + "".join(f", AWS_{name.upper()}" for name in asked)
+    try:
+        from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
+        from botocore.session import Session
+    except ImportError as error:
+        raise ConfigError(
+            f"boto3 knows the server for {what}: pip install 'dcp-objstore[s3]', or name it in"
+            " endpoint_url"
+        ) from error
+    try:
+        client = (core or Session()).create_client(
+            "s3",
+            region_name=region,
+            aws_access_key_id="-",
+            aws_secret_access_key="-",
+            config=Config(s3={"us_east_1_regional_endpoint": "regional"}),
+        )
+    except BotoCoreError as error:
+        raise ConfigError(f"AWS has no server for {what}: {error}") from error
+    return str(client.meta.endpoint_url)
 
 
 def s3_checksum(settings: S3Options, endpoint: str | None) -> str | None:
@@ -65,6 +108,10 @@ def s3_checksum(settings: S3Options, endpoint: str | None) -> str | None:
     return None if chosen == "none" else chosen
 
 
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() == "true"
+
+
 def is_aws(endpoint: str | None) -> bool:
     """Whether an endpoint is AWS itself: None, or one of its hosts."""
     host = urlsplit(endpoint or "").hostname or ""
@@ -76,11 +123,11 @@ def is_directory_bucket(name: str) -> bool:
     return name.endswith("--x-s3")
 
 
-def is_virtual(settings: S3Options, endpoint: str | None, bucket: str) -> bool:
+def is_virtual(style: str | None, endpoint: str | None, bucket: str) -> bool:
     """Whether the bucket goes into the host's name; otherwise it goes into the path."""
     # A bucket name with dots does not match the certificate of *.s3.amazonaws.com.
-    return settings.addressing_style == "virtual" or (
-        settings.addressing_style in (None, "auto") and endpoint is None and "." not in bucket
+    return style == "virtual" or (
+        style in (None, "auto") and endpoint is None and "." not in bucket
     )
 
 

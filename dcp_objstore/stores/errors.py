@@ -143,6 +143,21 @@ _ADVICE: dict[type[DcpObjstoreError], str] = {
     ),
     InputError: "the store refused the request",
 }
+# Answers by which a store asks for an option: a part of them, and the option.
+_OPTIONS = {
+    "with Object Lock": (
+        "the bucket locks its objects and takes no body without a checksum: set"
+        " storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}"
+    ),
+    **dict.fromkeys(
+        ("XAmzContentSHA256Mismatch", "UNSIGNED-PAYLOAD"),
+        "the store wants signed bodies: set storage_options={'sign_payload': True}",
+    ),
+    "SecondLevelDomainForbidden": (
+        "the store wants the bucket in the host's name: set"
+        " storage_options={'addressing_style': 'virtual'}"
+    ),
+}
 # The codes that are looked for by name.
 NO_SUCH_KEY = "NoSuchKey"
 NO_SUCH_UPLOAD = "NoSuchUpload"
@@ -309,6 +324,8 @@ def meaning_of(error: Exception, facts: Facts) -> Meaning:
         words = None
     elif facts.code in (NO_SUCH_UPLOAD, _NO_SUCH_BLOCKS):
         kind, words = UPLOAD_LOST
+    elif option := next((words for sign, words in _OPTIONS.items() if sign in facts.text), None):
+        kind, words = ConfigError, option
     elif facts.meaning is not None:
         kind, words = facts.meaning
     else:

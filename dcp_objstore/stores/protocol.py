@@ -61,9 +61,15 @@ class IfVersion:
 
     @property
     def e_tag(self) -> str | None:
-        """The ETag, as it is to be sent."""
-        e_tag = self.version.e_tag
-        return e_tag.strip('"') if self.bare and e_tag is not None else e_tag
+        """The ETag, as it is to be sent.
+
+        A weak one never matches (RFC 9110, section 13.1.1), so the server is asked for the strong
+        one, from which something on the way has made it.
+        """
+        if self.version.e_tag is None:
+            return None
+        e_tag = self.version.e_tag.removeprefix("W/")
+        return e_tag.strip('"') if self.bare else e_tag
 
 
 Precondition: TypeAlias = IfAbsent | IfVersion
@@ -237,6 +243,17 @@ class RangeBody(Protocol):
         Args:
             check: a function that `readinto` calls with the state that the answer is of, and that
                 may raise. It is not called where the store does not say the state.
+        """
+        ...
+
+    def awaited(self) -> int | None:
+        """Return a descriptor that is readable once the answer has begun.
+
+        A server that serves few requests at a time begins an answer only when the ones before it
+        were read. Who has several ranges open reads those first whose answers have begun.
+
+        Returns:
+            None if the answer has begun, or there is none to wait for.
         """
         ...
 

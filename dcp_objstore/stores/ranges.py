@@ -58,6 +58,10 @@ class Answer(Protocol):
         """
         return None
 
+    def awaited(self) -> int | None:
+        """Return what `RangeBody.awaited` does."""
+        return None
+
     def cancel(self, *, at_once: bool) -> bool:  # noqa: ARG002
         """End a `readinto` of another thread; see `RangeBody.cancel`."""
         return False
@@ -156,6 +160,10 @@ class Range:
         """Have the state of the object checked with each answer."""
         self._check_version = check
         self._source.is_held = True
+
+    def awaited(self) -> int | None:
+        """Return what is to be polled until the answer has begun; None if there is nothing."""
+        return None if self._answer is None else self._answer.awaited()
 
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error."""

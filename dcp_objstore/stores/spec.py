@@ -36,7 +36,7 @@ C = TypeVar("C")
 
 _MAX_CACHED_CLIENTS = 32
 # The providers' variables: credentials and settings come from them.
-_VARIABLES = ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_")
+_VARIABLES = ("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_", "STORAGE_EMULATOR_", "SSL_CERT_")
 
 
 # The clients of this process, the least recently used first.

@@ -239,6 +239,11 @@ def _bucket_url(url: str, scheme: Scheme, rest: str) -> StoreUrl:
         raise InvalidUrlError(
             f"{_shown(url)} names no {what}; write {scheme}://{what.rsplit(maxsplit=1)[-1]}/prefix"
         )
+    if bucket.startswith("arn:"):
+        raise InvalidUrlError(
+            f"{_shown(url)} names an access point by its ARN: write its alias in place of the ARN"
+            " (aws s3control get-access-point shows it)"
+        )
     if not _BUCKET.match(bucket):
         raise InvalidUrlError(
             f"{_shown(url)} has no bucket name: letters, digits, '.', '-' and '_' only"

@@ -187,8 +187,9 @@ class PinnedStore(WrappedStore):
 def is_same_state(version: Version, other: Version) -> bool:
     """Whether two tokens are of the same state, by ETag if both have one.
 
-    Some servers send ETags with quotes in one kind of answer, and without them in another.
+    Some servers send ETags with quotes in one kind of answer, and without them in another. What
+    compresses on the way marks them as weak (RFC 9110, section 8.8.3).
     """
     if version.e_tag is None or other.e_tag is None:
         return version.version == other.version
-    return version.e_tag.strip('"') == other.e_tag.strip('"')
+    return version.e_tag.removeprefix("W/").strip('"') == other.e_tag.removeprefix("W/").strip('"')

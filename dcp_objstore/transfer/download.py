@@ -28,6 +28,7 @@ What there is, and who may touch it:
 from __future__ import annotations
 
 import queue
+import select
 import threading
 import time
 from collections import deque
@@ -67,6 +68,8 @@ _LEAST_AHEAD, _MOST_AHEAD = 2, 8
 # With so many, each worker of a near store has one. Counting more would only give a far store
 # threads, and take their memory from requests in flight.
 _MOST_PROCESSORS = 4
+# A worker waits so long for any of its answers to begin; then for one alone, as its transport does.
+_ANY_ANSWER_SECONDS = 10.0
 # How often one slow request is asked for again: in a large load, a few are slow twice.
 _MOST_REPEATS = 2
 
@@ -455,11 +458,36 @@ class _Worker(Generic[T]):
             self._send_ahead(ahead)
             if not ahead:
                 return
+            if len(ahead) > 1:
+                self._to_front_what_came(ahead)
             self._read_piece(ahead[0])
             if ahead[0].unread:
                 ahead.rotate(-1)
             else:
                 self._end(ahead.popleft())
+
+    def _to_front_what_came(self, ahead: deque[_Fetch[T]]) -> None:
+        """Bring a request to the front whose answer has begun; wait until one has.
+
+        To wait for one answer while another one lies here unread may be to wait for ever: some
+        servers serve few requests at a time.
+        """
+        if ahead[0].body.awaited() is None:
+            return
+        places: dict[int | None, int] = {}
+        poll, until = select.poll(), time.monotonic() + _ANY_ANSWER_SECONDS
+        for place, fetch in enumerate(ahead):
+            descriptor = fetch.body.awaited()
+            places.setdefault(descriptor, place)
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        step_seconds = 0 if None in places else STEP_SECONDS
+        while not (came := poll.poll(step_seconds * 1000)) and None not in places:
+            self.shared.progress.check_stopped()
+            if time.monotonic() > until:
+                return
+        begun = {None, *(descriptor for descriptor, _ in came)} & places.keys()
+        ahead.rotate(-min(places[descriptor] for descriptor in begun))
 
     def _send_ahead(self, ahead: deque[_Fetch[T]]) -> None:
         """Begin requests until this worker has as many under way as it may."""

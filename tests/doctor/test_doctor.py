@@ -27,13 +27,12 @@ from dcp_objstore.doctor.surroundings import Surroundings, versions, working_dir
 from dcp_objstore.errors import ConfigError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.diagnosis import shortened
-from dcp_objstore.stores.uploads.lifecycle import lifecycle_configuration
 from tests.support.command_line import environment, run, run_here
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
 from tests.support.tampering import TamperingProxy, flipped
-from tests.support.unfinished_uploads import PART, Before, begin_upload, patch_bucket
+from tests.support.unfinished_uploads import PART, Before, begin_upload
 
 CHECKS = [
     "versions",
@@ -140,29 +139,6 @@ def test_gcs_and_azure_pass(bucket: Bucket) -> None:
     if bucket.kind == "azure":
         assert (found["lifecycle"].status, found["lifecycle"].details) == ("ok", {"days": 7})
         assert found["unfinished uploads"].status == "not applicable"
-
-
-@pytest.mark.backends("gcs")
-def test_gcs_is_asked_for_its_rules_its_versions_and_unfinished_uploads(
-    bucket: Bucket, gcs_server: MotoServer
-) -> None:
-    """moto dates every upload years back."""
-    gcs_server.create_bucket("asked-of-gcs")
-    url = "gs://asked-of-gcs/run"
-    theirs = Bucket("gcs", url, bucket.storage_options, bucket.s3_options)
-    begin_upload(theirs, "step-1/theirs")
-    bare = examine(url, bucket.storage_options)
-    assert bare["lifecycle"].status == "warning"
-    assert (bare["versioning"].status, bare["versioning"].details) == ("ok", {"state": "off"})
-    assert bare["unfinished uploads"].status == "warning"
-    assert bare["unfinished uploads"].details["old_bytes"] == len(PART)
-    rules = json.loads(lifecycle_configuration("gs", "run/", days=3))
-    patch_bucket(gcs_server, "asked-of-gcs", lifecycle=rules, versioning={"enabled": True})
-    covered = examine(url, bucket.storage_options)
-    assert (covered["lifecycle"].status, covered["lifecycle"].details) == ("ok", {"days": 3})
-    assert covered["versioning"].status == "warning"
-    assert "daysSinceNoncurrentTime" in covered["versioning"].advice
-    assert theirs.uploads() == ["run/step-1/theirs"]
 
 
 def test_memory_and_folders_pass_and_are_left_as_they_were(tmp_path: Path) -> None:

@@ -14,11 +14,20 @@ from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.credentials.google import find_gcs_credentials
 from dcp_objstore.stores.options.gcs import GcsOptions
-from tests.support.scripted import ScriptedServer
-from tests.support.servers import Bucket
+from dcp_objstore.stores.options.schema import parse
+from tests.support.scripted import Answer, ScriptedServer
+from tests.support.servers import Bucket, MotoServer
 
 both = pytest.mark.parametrize("transport", ["native", "boto3"])
+both_ways = pytest.mark.parametrize("has_boto3", [True, False], indirect=True)
 pytestmark = [pytest.mark.usefixtures("bare_environment"), pytest.mark.backends("seaweed")]
+
+
+@pytest.fixture(autouse=True)
+def has_boto3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether boto3 is installed; by default it is."""
+    if not getattr(request, "param", True):
+        monkeypatch.setitem(sys.modules, "boto3", None)
 
 
 def write_profile(folder: Path, name: str, bucket: Bucket, secret: object = None) -> None:
@@ -49,8 +58,11 @@ def test_a_metadata_service_that_is_not_there(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(CredentialsError, match="no credentials"):
+        open_store(bucket.url)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(CredentialsError, match="AWS_EC2_METADATA_SERVICE_ENDPOINT"):
         open_store(bucket.url)
 
 
@@ -171,12 +183,142 @@ def metadata_service(bucket: Bucket) -> Iterator[str]:
         yield server.endpoint_url
 
 
+@both_ways
 def test_the_metadata_service_of_an_instance_is_used(
     bucket: Bucket, metadata_service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", metadata_service)
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata_service)
     assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
+
+
+class Agent(ScriptedServer):
+    """Gives a bucket's credentials, as a container's agent and as AWS's token service do.
+
+    Attributes:
+        tokens: the token that each request brought.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        key, secret = (bucket.storage_options[name] for name in ("key", "secret"))
+        given = {"AccessKeyId": key, "SecretAccessKey": secret, "Token": ""}
+        given |= {"SessionToken": "", "Expiration": "2099-01-01T00:00:00Z"}
+        of_sts = "".join(f"<{name}>{value}</{name}>" for name, value in given.items())
+        for element in ("Credentials", "AssumeRoleWithWebIdentityResult"):
+            of_sts = f"<{element}>{of_sts}</{element}>"
+        of_sts = f"<AssumeRoleWithWebIdentityResponse>{of_sts}</AssumeRoleWithWebIdentityResponse>"
+        super().__init__(
+            lambda method, *_: Answer(
+                200, {}, (of_sts if method == "POST" else json.dumps(given)).encode()
+            )
+        )
+
+    @property
+    def tokens(self) -> list[str | None]:
+        return [headers.get("Authorization") for _, _, headers in self.requests]
+
+
+@pytest.fixture
+def agent(bucket: Bucket) -> Iterator[Agent]:
+    with Agent(bucket) as agent:
+        yield agent
+
+
+def test_the_agent_of_a_container_is_asked_with_the_token_of_its_variable(
+    bucket: Bucket, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{agent.endpoint_url}/creds")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "let-me-in")
+    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
+    assert set(agent.tokens) == {"let-me-in"}
+
+
+def test_a_token_service_may_be_another_server_over_plain_http(
+    bucket: Bucket, agent: Agent, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (bare_environment / "token").write_text("a.jwt.token")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(bare_environment / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", agent.endpoint_url)
+    assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
+    assert agent.requests
+
+
+@both_ways
+def test_a_token_file_that_is_not_there_is_named_without_a_request(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/nowhere/token")
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with ScriptedServer(lambda *_: None) as server:
+        with pytest.raises(CredentialsError, match="/nowhere/token"):
+            open_store("s3://bucket/x", {"endpoint_url": server.endpoint_url}).head("k")
+        assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE",
+        "AWS_ENDPOINT_URL_STS",
+        "AWS_USE_FIPS_ENDPOINT",
+        "AWS_USE_DUALSTACK_ENDPOINT",
+    ],
+)
+def test_a_variable_that_takes_boto3_is_refused_by_name_without_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    monkeypatch.setenv(variable, "true")
+    of_endpoint = "_USE_" in variable
+    options: dict[str, object] | None = {"key": "a", "secret": "b"} if of_endpoint else None
+    with pytest.raises((ConfigError, CredentialsError), match=f"{variable}.*pip install"):
+        open_store("s3://bucket/x", options)
+
+
+@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+@pytest.mark.parametrize(
+    "variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
+)
+def test_a_variable_with_a_line_break_is_an_error_that_names_it_and_not_its_value(
+    monkeypatch: pytest.MonkeyPatch, variable: str, transport: str
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "hidden")
+    monkeypatch.setenv(variable, "hidden\n")
+    with pytest.raises(CredentialsError, match="line break") as caught:
+        open_store("s3://bucket/x", {"transport": transport})
+    assert variable.removeprefix("AWS_").lower().removeprefix("session_") in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("variable", ["GOOGLE_BEARER_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY"])
+def test_other_clouds_variables_with_a_line_break_are_refused_as_well(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "hidden\n")
+    url = "gs://bucket/x" if variable.startswith("GOOGLE") else "az://container/x"
+    options = None if url.startswith("gs") else {"account_name": "a"}
+    with pytest.raises(CredentialsError, match="line break"):
+        open_store(url, options)
+
+
+@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+def test_an_empty_session_token_is_none(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "")
+    with ScriptedServer(lambda *_: Answer(200, {"ETag": '"e"'}, b"")) as server:
+        options = {"endpoint_url": server.endpoint_url, "transport": transport}
+        open_store("s3://bucket/x", options).put("k", b"x")
+        sent = {name.lower() for _, _, headers in server.requests for name in headers}
+    assert "authorization" in sent
+    assert "x-amz-security-token" not in sent
 
 
 # GCS
@@ -230,3 +372,62 @@ def test_forms_of_a_google_token(bare_environment: Path) -> None:
         find_gcs_credentials(GcsOptions(token="/nowhere/key.json"))
     with pytest.raises(ConfigError, match="token"):
         find_gcs_credentials(GcsOptions(token=7))
+
+
+# Tokens of what obstore reads itself come by google-auth
+
+
+@pytest.fixture
+def service_key(gcs_server: MotoServer) -> dict[str, str]:
+    """Of a service account whose tokens the GCS door hands out."""
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    private = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return {
+        "type": "service_account",
+        "client_email": "somebody@example.iam.gserviceaccount.com",
+        "private_key": private.decode(),
+        "private_key_id": "1",
+        "token_uri": f"{gcs_server.gcs_endpoint_url}/o/token?lifetime=3600",
+    }
+
+
+def test_a_service_account_gives_tokens_wherever_its_key_is(
+    bare_environment: Path, service_key: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps(service_key)
+    place = bare_environment / "key.json"
+    place.write_text(text)
+    tokens = []
+
+    def ask(**options: object) -> None:
+        provider = find_gcs_credentials(parse(GcsOptions, options)).provider
+        assert provider is not None
+        tokens.append(provider()["token"])
+        assert provider()["token"] == tokens[-1]  # asked for once
+
+    ask(token=service_key)
+    ask(token=str(place))
+    for name, value in (
+        ("GOOGLE_SERVICE_ACCOUNT", str(place)),
+        ("GOOGLE_SERVICE_ACCOUNT_KEY", text),
+        ("GOOGLE_APPLICATION_CREDENTIALS", str(place)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            ask()
+    (bare_environment / "application_default_credentials.json").write_text(text)
+    ask()
+    assert len(set(tokens)) == 6
+    assert all(token.startswith("ya29.handed-out-") for token in tokens)
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "ya29.given")
+    given = find_gcs_credentials(GcsOptions()).provider
+    assert given is not None
+    assert given()["token"] == "ya29.given"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.fsspec.filesystems import make_filesystems
 from dcp_objstore.stores.options.gcs import GcsOptions
@@ -13,6 +13,7 @@ from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import parse
 from dcp_objstore.stores.urls import parse_url
 from tests.support.proxy import Asked
+from tests.support.scripted import Answer, ScriptedServer
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 
@@ -122,6 +123,23 @@ def test_the_endpoint_of_the_environment_for_gcs_holds_over_gcsfs(
         open_store("gs://bucket", options)
     monkeypatch.setenv("GOOGLE_BASE_URL", "http://127.0.0.1:1")
     assert open_store("gs://bucket", options).endpoint_url == "http://127.0.0.1:1"  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("bare_environment")
+@pytest.mark.parametrize("transport", ["native", "fsspec"])
+@pytest.mark.parametrize("with_scheme", [True, False])
+def test_an_emulator_of_gcs_is_asked_where_googles_variable_names_one(
+    monkeypatch: pytest.MonkeyPatch, transport: str, with_scheme: bool
+) -> None:
+    with ScriptedServer(lambda *_: Answer(404, {}, b"")) as server:
+        named = server.endpoint_url if with_scheme else server.endpoint_url.partition("://")[2]
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
+        store = open_store("gs://bucket/x", {"transport": transport}, ONCE)
+        assert store.endpoint_url == server.endpoint_url  # type: ignore[attr-defined]
+        with pytest.raises(DcpObjstoreError):
+            store.head("k")
+        assert server.requests
+        assert not any("Authorization" in headers for _, _, headers in server.requests)
 
 
 @pytest.mark.backends("seaweed")

@@ -158,6 +158,25 @@ def test_a_bucket_in_another_region(over: Scripted, code: str) -> None:
         check(caught.value, store, name)
 
 
+@pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
+@pytest.mark.parametrize(
+    ("status", "code", "said", "option"),
+    [
+        (400, "InvalidRequest", "required with Object Lock parameters", "ChecksumAlgorithm"),
+        (400, "XAmzContentSHA256Mismatch", "no match", "sign_payload"),
+        (400, "InvalidDigest", "UNSIGNED-PAYLOAD PUT is not allowed", "sign_payload"),
+        (403, "SecondLevelDomainForbidden", "use virtual hosted style", "addressing_style"),
+    ],
+)
+def test_an_answer_that_asks_for_an_option_is_an_error_that_names_it(
+    scripted: Scripted, transport: Any, status: int, code: str, said: str, option: str
+) -> None:
+    body = f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()
+    scripted.answer = lambda *_: (status, {}, body)
+    with pytest.raises(ConfigError, match=option):
+        scripted.store(transport=transport).put("k", b"x")
+
+
 def test_an_absent_object_is_not_an_absent_bucket(moto_server: MotoServer) -> None:
     store = open_store("s3://dcp-tests/nothing-here", moto_server.storage_options)
     with pytest.raises(ObjectNotFoundError):

@@ -90,10 +90,7 @@ def test_a_small_write_to_a_silent_server_has_a_third_of_the_stall_time_out(
         assert time.monotonic() - began_at < 100  # of 200, whatever else the machine does
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
-def test_unfinished_uploads_are_asked_for_as_often_page_by_page(
-    server: ScriptedServer, scheme: str
-) -> None:
+def test_unfinished_uploads_are_asked_for_as_often_page_by_page(server: ScriptedServer) -> None:
     page = (
         "<ListMultipartUploadsResult><IsTruncated>{more}</IsTruncated><NextKeyMarker>run/a"
         "</NextKeyMarker><NextUploadIdMarker>u</NextUploadIdMarker></ListMultipartUploadsResult>"
@@ -110,8 +107,8 @@ def test_unfinished_uploads_are_asked_for_as_often_page_by_page(
         return status, {"Content-Type": "application/xml"}, body.encode()
 
     server.answer = answer
-    options = {**(KEYS if scheme == "s3" else {"anon": True}), "endpoint_url": server.endpoint_url}
-    spec = StoreSpec(f"{scheme}://bucket/run", options, TransferConfig(max_retries=RETRIES))
+    options = {**KEYS, "endpoint_url": server.endpoint_url}
+    spec = StoreSpec("s3://bucket/run", options, TransferConfig(max_retries=RETRIES))
     assert open_uploads(spec).list() == []
     targets = [target for _, target, _ in server.requests]
     assert ["upload-id-marker=u" in target for target in targets] == [False, False, True, True]
@@ -170,9 +167,8 @@ def test_a_listing_that_repeats_its_pages_ends_with_an_error(
     assert len(server.requests) <= 10
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_a_listing_of_uploads_that_repeats_its_pages_ends_with_an_error(
-    server: ScriptedServer, scheme: str
+    server: ScriptedServer,
 ) -> None:
     def answer(method: str, target: str, nth: int) -> Answer:
         page = (
@@ -183,8 +179,8 @@ def test_a_listing_of_uploads_that_repeats_its_pages_ends_with_an_error(
         return Answer(200 if nth < 50 else 400, {"Content-Type": "application/xml"}, page.encode())
 
     server.answer = answer
-    options = {**(KEYS if scheme == "s3" else {"anon": True}), "endpoint_url": server.endpoint_url}
-    spec = StoreSpec(f"{scheme}://bucket/run", options, TransferConfig(max_retries=RETRIES))
+    options = {**KEYS, "endpoint_url": server.endpoint_url}
+    spec = StoreSpec("s3://bucket/run", options, TransferConfig(max_retries=RETRIES))
     with pytest.raises(StoreUnavailableError, match="again"):
         open_uploads(spec).list()
     assert len(server.requests) <= 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,10 @@ from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.endpoint import s3_checksum
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.protocol import IfAbsent
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 from tests.support.s3_requests import carrying, requests_of
-from tests.support.scripted import RawServer
+from tests.support.scripted import Answer, RawServer, ScriptedServer
 from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 
@@ -266,6 +268,75 @@ def test_the_bucket_is_in_the_host_or_in_the_path(
     assert head.startswith(f"{line} ")
     host = line.removeprefix("CONNECT ").removeprefix("PUT http://").split("/")[0]
     assert f"\r\nhost: {host}\r\n" in head.lower()
+
+
+@pytest.mark.parametrize(
+    ("region", "variable", "host"),
+    [
+        ("cn-north-1", "", "s3.cn-north-1.amazonaws.com.cn"),
+        ("us-iso-east-1", "", "s3.us-iso-east-1.c2s.ic.gov"),
+        ("us-gov-west-1", "", "bkt.s3.us-gov-west-1.amazonaws.com"),
+        ("us-gov-west-1", "AWS_USE_FIPS_ENDPOINT", "s3-fips.us-gov-west-1.amazonaws.com"),
+        ("us-east-2", "AWS_USE_DUALSTACK_ENDPOINT", "s3.dualstack.us-east-2.amazonaws.com"),
+    ],
+)
+def test_aws_is_asked_at_the_server_that_region_and_variables_ask_for(
+    gate: RawServer, monkeypatch: pytest.MonkeyPatch, region: str, variable: str, host: str
+) -> None:
+    if variable:
+        monkeypatch.setenv(variable, "TRUE")
+    with pytest.raises(DcpObjstoreError):
+        open_store("s3://bkt/x", {**KEY, "region": region}, ONCE).put("key", b"body")
+    assert gate.heads[0].startswith(f"CONNECT {host}:443 ")
+
+
+@pytest.mark.usefixtures("bare_environment")
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("use_fips_endpoint = true", "CONNECT s3-fips.us-east-1.amazonaws.com:443"),
+        (
+            "endpoint_url = http://oss.test\ns3 =\n    addressing_style = virtual",
+            "PUT http://bkt.oss.test/x/key",
+        ),
+    ],
+)
+@pytest.mark.parametrize("transport", ["native", "boto3"])
+def test_a_profile_says_which_server_and_where_the_bucket_is_named(
+    gate: RawServer, tmp_path: Path, settings: str, line: str, transport: str
+) -> None:
+    keys = "aws_access_key_id = a\naws_secret_access_key = b\nregion = us-east-1"
+    (tmp_path / "config").write_text(f"[profile oss]\n{keys}\n{settings}\n")
+    with pytest.raises(DcpObjstoreError):
+        open_store("s3://bkt/x", {"profile": "oss", "transport": transport}, ONCE).put("key", b"x")
+    assert gate.heads[0].startswith(f"{line} ")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_no_proxy_is_asked_where_the_environment_says_none(
+    gate: RawServer, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+    with pytest.raises(DcpObjstoreError):
+        open_store("s3://bkt/x", {**KEY, "endpoint_url": f"http://{host}:1"}, ONCE).put("key", b"x")
+    assert gate.heads == []
+
+
+def test_settings_of_another_tool_on_object_store_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    monkeypatch.setenv("AWS_S3_EXPRESS", "true")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
+    with ScriptedServer(lambda *_: Answer(200, {"ETag": '"e"'}, b"")) as server:
+        store = open_store("s3://bkt/x", {**KEY, "endpoint_url": server.endpoint_url}, ONCE)
+        store.put("key", b"x", precondition=IfAbsent())
+        ((method, target, headers),) = server.requests
+    assert (method, target) == ("PUT", "/bkt/x/key")
+    sent = {name.lower(): value for name, value in headers.items()}
+    assert sent["if-none-match"] == "*"
+    assert "authorization" in sent
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_urls_are_taken_literally_and_brought_to_one_form(url: str, normal: str)
         ("s3://bucket/a/../b", "'..'"),
         ("s3://bucket/a\nb", "control"),
         ("s3://buck et/x", "no bucket name"),
+        ("s3://arn:aws:s3:eu-west-1:1:accesspoint/a/x", "alias"),
         ("file://relative/x", "file:///path"),
         ("file:///", "root of the file system"),
         ("file:/tmp/x", "write 'file:///tmp/x'"),

@@ -15,7 +15,7 @@ from dcp_objstore.stores import open_store
 from dcp_objstore.stores.endpoint import s3_checksum
 from dcp_objstore.stores.options.s3 import S3Options
 from dcp_objstore.stores.options.schema import parse
-from tests.support.s3_requests import carrying, requests_of
+from tests.support.ranks import run_alone
 from tests.support.servers import Bucket
 from tests.support.verbs import VERBS
 
@@ -72,6 +72,20 @@ def test_what_the_environment_says_and_cannot_be_used_is_said_at_once(
         open_store(f"{scheme}://bucket/run", options).head("k")
 
 
+def test_certificates_that_the_environment_names_and_cannot_be_read_are_said_at_once() -> None:
+    run_alone(read_without_certificates)  # a process reads them once
+
+
+def read_without_certificates() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("SSL_CERT_FILE", "SSL_CERT_DIR", "AWS_CA_BUNDLE"):  # one is enough
+            patch.delenv(variable, raising=False)
+        patch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+        patch.setattr("dcp_objstore.stores.retries.time.sleep", lambda _: pytest.fail("again"))
+        with pytest.raises(ConfigError, match="SSL_CERT_FILE"):
+            open_store("s3://bucket/run", S3).head("k")
+
+
 @pytest.mark.parametrize("options", [{"token": "ya29.x"}, {"anon": True}])
 def test_a_service_account_in_the_environment_that_obstore_cannot_read_is_said_at_once(
     unwaiting: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
@@ -104,7 +118,7 @@ def test_a_service_account_key_that_lacks_fields_is_refused_when_a_store_is_open
 
 
 @pytest.mark.backends("moto")
-@pytest.mark.parametrize("transport", ["native", "boto3"])
+@pytest.mark.parametrize("transport", ["boto3", "fsspec"])
 @pytest.mark.parametrize("named", ["none", "NONE"])
 def test_the_environment_can_say_that_no_checksum_goes_with_bodies(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str, named: str
@@ -117,13 +131,15 @@ def test_the_environment_can_say_that_no_checksum_goes_with_bodies(
     assert s3_checksum(parse(S3Options, {}), None) is None
 
 
-@pytest.mark.backends("moto")
-def test_an_option_against_checksums_wins_over_the_environment(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+def test_a_variable_with_a_checksum_that_is_not_to_be_sent_is_refused_where_obstore_reads_it(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "SHA256")
-    found = requests_of(bucket, {"s3_additional_kwargs": {"ChecksumAlgorithm": "none"}})
-    assert carrying(found, "x-amz-checksum-sha256") == set()
+    option = {"s3_additional_kwargs": {"ChecksumAlgorithm": "none"}}
+    for named, options in (("none", {}), ("SHA256", option)):
+        monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", named)
+        with pytest.raises(ConfigError, match=r"AWS_CHECKSUM_ALGORITHM.*unset it"):
+            open_store("s3://bucket/run", {**S3, **options})
+        open_store("s3://bucket/run", {**S3, **options, "transport": "boto3"})
 
 
 @pytest.mark.parametrize("transport", ["native", "boto3"])

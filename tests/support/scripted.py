@@ -8,7 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal, NamedTuple, Self
 
@@ -139,6 +139,10 @@ class HttpServer(ThreadingHTTPServer):
         """The answer to a request; None: hang up without one."""
         raise NotImplementedError
 
+    def turn(self) -> AbstractContextManager[object]:
+        """Return what is held while a request is answered."""
+        return nullcontext()
+
     def stop(self) -> None:
         """Refuse connections from now on; those that are open stay."""
         self.shutdown()
@@ -158,18 +162,25 @@ class _Handler(BaseHTTPRequestHandler):
     def _do(self) -> None:
         received = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = dict(self.headers.items())
-        answer = self.server.reply(self.command, self.path, headers, received)
+        with self.server.turn():
+            self._answer(self.server.reply(self.command, self.path, headers, received))
+
+    def _answer(self, answer: Answer | None) -> None:
         if answer is None:
             self.close_connection = True
             return
         self.send_response_only(answer[0])
         fields = {"Content-Length": str(len(answer[2])), **answer[1]}
+        has_length = "Transfer-Encoding" not in fields and fields["Content-Length"] != ""
+        if not has_length:
+            del fields["Content-Length"]
+            self.close_connection |= "Transfer-Encoding" not in fields
         for name, value in fields.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer[2])
-            self.close_connection |= len(answer[2]) != int(fields["Content-Length"])
+            self.close_connection |= has_length and len(answer[2]) != int(fields["Content-Length"])
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _do  # noqa: N815 - http.server's names
 

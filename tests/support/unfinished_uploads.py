@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
-
-from tests.support.servers import Bucket, FakeGcsServer, MotoServer
+from tests.support.servers import Bucket
 
 PART = b"x" * 5 * 1024 * 1024
 
@@ -19,19 +16,6 @@ def begin_upload(bucket: Bucket, key: str, parts: int = 1) -> str:
             Bucket=bucket.name, Key=full, UploadId=upload_id, PartNumber=number, Body=PART
         )
     return upload_id
-
-
-def patch_bucket(server: MotoServer | FakeGcsServer, name: str, **settings: object) -> None:
-    """Set a bucket's lifecycle or versioning, as `gcloud storage buckets update` does."""
-    endpoint = server.gcs_endpoint_url if isinstance(server, MotoServer) else server.endpoint_url
-    request = urllib.request.Request(
-        f"{endpoint}/storage/v1/b/{name}",
-        json.dumps(settings).encode(),
-        {"Content-Type": "application/json"},
-        method="PATCH",
-    )
-    with urllib.request.urlopen(request, timeout=30):
-        pass
 
 
 class Before:

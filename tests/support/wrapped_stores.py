@@ -177,6 +177,10 @@ class WatchedRange:
         """Have the state of the object checked with each answer."""
         self._inner.hold(check)
 
+    def awaited(self) -> int | None:
+        """Return what is to be polled until the answer has begun."""
+        return self._inner.awaited()
+
     def cancel(self, *, at_once: bool) -> bool:
         """End a `readinto` that another thread is in, with an error."""
         return self._inner.cancel(at_once=at_once)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
+import os
 import secrets
+import select
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
@@ -1585,6 +1587,9 @@ def test_nothing_is_received_in_place_any_more_once_a_download_has_failed(comes,
             if comes != "after":
                 assert receiving.wait(10)
 
+        def awaited(self):
+            return None
+
         def cancel(self, *, at_once):
             assert not at_once  # else a transport that cannot be interrupted would ask again
             if comes != "never":
@@ -1622,6 +1627,58 @@ def test_nothing_is_received_in_place_any_more_once_a_download_has_failed(comes,
         if thread.name.startswith("dcp_objstore-download"):
             thread.join(10)
     assert written_after == {"before": [False], "after": [], "never": [True]}[comes]
+
+
+def test_a_worker_reads_the_answer_that_has_begun_and_waits_for_no_other(monkeypatch):
+    """A server that serves one request at a time begins the others only once that was read.
+
+    This one serves the last request first. To read another one then is to wait for ever.
+    """
+    monkeypatch.setattr("dcp_objstore.transfer.download._depth", lambda *_: 3)
+    waiting, read = {}, []
+
+    def serve_next():
+        if waiting:
+            os.write(waiting.pop(max(waiting)), b"x")
+
+    class Body:
+        def __init__(self, start):
+            self.start, (self.begun, waiting[start]) = start, os.pipe()
+
+        def awaited(self):
+            return self.begun
+
+        def readinto(self, into):
+            assert select.select([self.begun], [], [], 0)[0], "it would wait for ever"
+            into[:] = bytes([self.start]) * len(into)
+            read.append(self.start)
+            serve_next()
+
+        def close(self):
+            pass
+
+    class OneAtATime(Stub):
+        url = f"stub://{secrets.token_hex(4)}"
+        range_reading = RangeReading(ahead=True)
+
+        def open_range(self, key, start, end):
+            body = Body(start)
+            if start == 20:
+                serve_next()
+            return body
+
+    consumed = {}
+    fetched = fetch_ranges(
+        OneAtATime(),
+        ["o"],
+        requests_of(30, 10),
+        lambda request, data: consumed.setdefault(request.start, bytes(data)) and None,
+        config(download_concurrency=3),
+        Progress(60),
+    )
+    assert len(list(fetched)) == 3
+    assert read == [20, 10, 0]
+    assert consumed == {start: bytes([start]) * 10 for start in (0, 10, 20)}
 
 
 def test_the_first_error_of_a_download_ends_all_workers():

@@ -1,9 +1,9 @@
 """Find credentials for S3; nothing here ever prints one.
 
 In this order: `anon`; `key` and `secret`; `profile`; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY;
-AWS_PROFILE; web identity and container variables; the shared AWS files; instance metadata.
-boto3 (extra `s3`) reads profiles, SSO and the shared files, as every other tool does; obstore does
-the rest.
+then whatever boto3 (extra `s3`) finds: AWS_PROFILE, web identity, the shared AWS files with SSO, a
+container's agent, instance metadata. Without boto3, obstore finds the simplest of these, and what
+takes boto3 is refused by name.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import configparser
 import importlib.util
 import logging
 import os
-import shlex
+import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.credentials.base import (
@@ -38,25 +37,29 @@ logger = logging.getLogger("dcp_objstore")
 # boto3 renews credentials this long before they end, not earlier.
 _MARGIN = timedelta(minutes=10)
 _AGAIN_AFTER = timedelta(seconds=10)
-_INSTALL_S3 = "pip install 'dcp-objstore[s3]'"
+_NEEDS_BOTO3 = "is read by boto3, which is not installed: pip install 'dcp-objstore[s3]'"
 # Settings of a profile that hold or lead to credentials.
-_PROFILE_CREDENTIALS = (
-    "aws_access_key_id",
-    "credential_process",
-    "credential_source",
-    "login_session",
-    "role_arn",
-    "sso_account_id",
-    "sso_session",
-    "sso_start_url",
-    "web_identity_token_file",
+_OF_PROFILE = re.compile(
+    r"^[ \t]*(aws_access_key_id|credential_process|credential_source|login_session|role_arn"
+    r"|sso_account_id|sso_session|sso_start_url|web_identity_token_file)[ \t]*=",
+    re.MULTILINE,
+)
+_SHARED_FILES = {
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
+    "AWS_CONFIG_FILE": "~/.aws/config",
+}
+_TOKEN_FILES = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
+# obstore passes over these.
+_OF_BOTO3 = (
+    "AWS_CONTAINER_AUTHORIZATION_TOKEN",
+    "AWS_EC2_METADATA_SERVICE_ENDPOINT_MODE",
+    "AWS_ENDPOINT_URL_STS",
 )
 # obstore reads these, and what they lead to.
-_NATIVE_VARIABLES = (
-    "AWS_WEB_IDENTITY_TOKEN_FILE",
-    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-)
+_OF_OBSTORE = ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+_AGENT = "AWS_CONTAINER_CREDENTIALS_FULL_URI"
+_METADATA = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+_OF_OBJECT_STORE = "AWS_METADATA_ENDPOINT"  # obstore's name for it
 
 
 def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> Credentials:
@@ -70,7 +73,7 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
         CredentialsError: there are none, or the profile does not exist, or boto3 is needed to
             read them and is not installed.
     """
-    credentials = _from_options(settings) or _from_environment() or _from_machine()
+    credentials = _from_options(settings) or keys_of_environment() or _from_machine()
     if credentials is None:
         raise no_s3_credentials(stripped)
     return credentials
@@ -96,40 +99,71 @@ def _from_options(settings: S3Options) -> Credentials | None:
     return None
 
 
-def _from_environment() -> Credentials | None:
-    key, secret, profile = (
-        S3Options.option(name).from_environment() for name in ("key", "secret", "profile")
+def keys_of_environment() -> Credentials | None:
+    """Return the keys in the environment's variables; None: there are none.
+
+    Raises:
+        CredentialsError: they cannot be sent.
+    """
+    key, secret, token = (
+        S3Options.option(name).from_environment() for name in ("key", "secret", "token")
     )
-    if key and secret:
-        return Credentials("AWS_ACCESS_KEY_ID in the environment")
-    if profile:
-        return _from_boto3(profile, f"AWS_PROFILE={profile}")
-    for name in _NATIVE_VARIABLES:
-        if os.environ.get(name):
-            return Credentials(f"{name} in the environment", renew=asked_by_clients)
-    return None
+    if not (key and secret):
+        return None
+    source = "AWS_ACCESS_KEY_ID in the environment"
+    return fixed(source, access_key_id=key, secret_access_key=secret, token=token)
 
 
 def _from_machine() -> Credentials | None:
-    if _default_profile_has_credentials():
-        return _from_boto3(None, "the default profile of the shared AWS files")
+    profile = S3Options.option("profile").from_environment()
+    if os.environ.get(_OF_OBJECT_STORE):
+        raise CredentialsError(f"{_OF_OBJECT_STORE} is not read: set {_METADATA} in its place")
+    if profile:
+        return _from_boto3(profile, f"AWS_PROFILE={profile}")
+    for name in _TOKEN_FILES:
+        if (path := os.environ.get(name)) and not Path(path).is_file():
+            raise CredentialsError(f"{name} in the environment names no file: {path!r}")
+    if importlib.util.find_spec("boto3") is not None:
+        return _from_boto3(None, None)
+    for name in (*_OF_BOTO3, _AGENT):
+        # EKS's agent has its token in a file.
+        if os.environ.get(name) and not (name == _AGENT and os.environ.get(_TOKEN_FILES[1])):
+            raise CredentialsError(f"{name} in the environment {_NEEDS_BOTO3}")
+    for name in (*_OF_OBSTORE, _AGENT):
+        if os.environ.get(name):
+            return Credentials(f"{name} in the environment", renew=asked_by_clients)
+    _check_shared_files()
+    return _from_instance()
+
+
+def _check_shared_files() -> None:
+    """Raise if the AWS files have credentials: they may not be those that others here have."""
+    for variable, default in _SHARED_FILES.items():
+        path = Path(os.path.expandvars(os.environ.get(variable) or default)).expanduser()
+        if path.is_file() and _OF_PROFILE.search(path.read_text(errors="replace")):
+            raise CredentialsError(f"{path.name} of the shared AWS files {_NEEDS_BOTO3}")
+
+
+def _from_instance() -> Credentials | None:
+    endpoint = os.environ.get(_METADATA) or "http://169.254.169.254"
     disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
-    if not disabled and metadata_answers(
-        os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254",
-        "PUT",
-        "/latest/api/token",
-        {"X-aws-ec2-metadata-token-ttl-seconds": "60"},
-    ):
-        return Credentials("instance metadata", renew=asked_by_clients)
-    return None
+    lasting = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+    if disabled or not metadata_answers(endpoint, "PUT", "/latest/api/token", lasting):
+        return None
+    place = {"metadata_endpoint": endpoint}
+    return Credentials("instance metadata", config=place, renew=asked_by_clients)
 
 
-def _from_boto3(profile: str | None, source: str) -> Credentials:
+def _from_boto3(profile: str | None, named: str | None) -> Credentials | None:
+    """Ask boto3's chain; a profile that was `named` must have credentials, so that none is None."""
     if importlib.util.find_spec("boto3") is None:
-        raise CredentialsError(f"{source} is read by boto3, which is not installed: {_INSTALL_S3}")
-    session = open_boto3_session(source, profile_name=profile)
-    if not session.has_credentials:
-        raise CredentialsError(f"{source} holds no credentials")
+        raise CredentialsError(f"{named} {_NEEDS_BOTO3}")
+    found = open_boto3_session(named or "the AWS settings", profile_name=profile)
+    if found.method is None:
+        if named is None:
+            return None
+        raise CredentialsError(f"{named} holds no credentials")
+    source = named or f"boto3 ({found.method})"
 
     def load() -> Any:
         return open_boto3_session(source, profile_name=profile).session.get_credentials()
@@ -139,26 +173,31 @@ def _from_boto3(profile: str | None, source: str) -> Credentials:
         source,
         provider,
         renew=provider.renew,
-        region=session.region,
-        endpoint_url=session.endpoint_url,
+        region=found.region,
+        endpoint_url=found.endpoint_url,
+        addressing_style=found.addressing_style,
+        core=found.core,
     )
 
 
-@dataclass(frozen=True)
-class Boto3Session:
+class Boto3Session(NamedTuple):
     """A session of boto3 and what its profile says.
 
     Attributes:
         session: a `boto3.Session`.
-        has_credentials: whether boto3's chain finds any; it has then been asked.
+        core: its session of botocore.
+        method: the way by which boto3's chain found credentials, in its own word; None: no way.
         region: the profile's (or the environment's) region, or None.
         endpoint_url: the profile's endpoint for S3, or None.
+        addressing_style: the profile's addressing style for S3, or None.
     """
 
     session: Any
-    has_credentials: bool
+    core: Any
+    method: str | None
     region: str | None
     endpoint_url: str | None
+    addressing_style: str | None
 
 
 def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
@@ -177,29 +216,39 @@ def open_boto3_session(source: str, **arguments: Any) -> Boto3Session:
     wrong = None
     try:
         session = boto3.Session(**arguments)
+        core = session._session
         credentials = session.get_credentials()
-        scoped = session._session.get_scoped_config()
+        scoped = core.get_scoped_config()
     except ProfileNotFound as error:
         raise CredentialsError(f"{source}: {error}") from error
-    except (BotoCoreError, configparser.Error) as error:
+    except (BotoCoreError, OSError, configparser.Error) as error:
         wrong = f"{source}: the AWS settings cannot be read: {without_text(error)}"
     if wrong is not None:
         raise CredentialsError(wrong)
-    services = scoped.get("services")
     endpoint = scoped.get("endpoint_url")
-    if services:
-        named = session._session.full_config.get("services", {}).get(services, {})
+    if services := scoped.get("services"):
+        named = core.full_config.get("services", {}).get(services, {})
         endpoint = (named.get("s3") or {}).get("endpoint_url", endpoint)
-    return Boto3Session(session, credentials is not None, session.region_name, endpoint)
+    of_s3 = scoped.get("s3")
+    return Boto3Session(
+        session,
+        core,
+        method=None if credentials is None else credentials.method,
+        region=session.region_name,
+        endpoint_url=endpoint,
+        addressing_style=of_s3.get("addressing_style") if isinstance(of_s3, dict) else None,
+    )
 
 
 def session_of(settings: S3Options) -> Boto3Session:
     """Make the session that options ask for.
 
     Raises:
-        CredentialsError: as `open_boto3_session`.
+        CredentialsError: as `open_boto3_session` and `keys_of_environment`.
     """
     named = settings.profile is not None
+    if not (named or settings.anon or settings.key):
+        keys_of_environment()
     return open_boto3_session(
         f"profile {settings.profile!r}" if named else "the AWS settings",
         aws_access_key_id=settings.key,
@@ -208,42 +257,6 @@ def session_of(settings: S3Options) -> Boto3Session:
         profile_name=settings.profile,
         region_name=settings.region,
     )
-
-
-def _default_profile_has_credentials() -> bool:
-    """Whether the shared files give the default profile credentials (boto3 need not be there)."""
-    for variable, default in (
-        ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
-        ("AWS_CONFIG_FILE", "~/.aws/config"),
-    ):
-        parser = configparser.RawConfigParser(strict=False, allow_no_value=True)
-        path = Path(os.path.expandvars(os.environ.get(variable) or default)).expanduser()
-        wrong = None
-        try:
-            parser.read(path, encoding="utf-8")
-        except (configparser.Error, UnicodeDecodeError) as error:
-            wrong = f"the AWS settings in {path.name} cannot be read: {without_text(error)}"
-        if wrong is not None:
-            raise CredentialsError(wrong)
-        named = [["default"]]
-        if variable == "AWS_CONFIG_FILE":
-            named.append(["profile", "default"])
-        if any(
-            parser.has_option(section, name)
-            for section in parser.sections()
-            if _words(section) in named
-            for name in _PROFILE_CREDENTIALS
-        ):
-            return True
-    return False
-
-
-def _words(section: str) -> list[str]:
-    """Split the name of a section, as botocore does."""
-    try:
-        return shlex.split(section)
-    except ValueError:
-        return []
 
 
 class Renewing:
@@ -305,16 +318,14 @@ class Renewing:
 
     def _fetch(self) -> dict[str, Any]:
         """Ask botocore for credentials. If it has none, those of before count while they last."""
-        from botocore.exceptions import BotoCoreError
-
         failure = None
         try:
             if self._held is None:
                 self._held = self._load()
             frozen = self._held.get_frozen_credentials() if self._held is not None else None
-        except BotoCoreError as error:
+        except Exception as error:  # noqa: BLE001  files, processes and services are asked
             # Not its text, which may quote what a credential process printed.
-            failure, frozen = type(error).__name__, None
+            failure, frozen = without_text(error), None
         if frozen is None or frozen.access_key is None:
             return self._as_before(failure or "none were found")
         now = self._now()

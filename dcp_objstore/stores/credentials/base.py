@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores.options.schema import cannot_be_sent
+
 # The time-out of each try to connect to the metadata service. boto3 waits as long, tries once.
 _METADATA_TIMEOUT_SECONDS = 1.0
 _METADATA_TRIES = 2
@@ -29,6 +32,8 @@ class Credentials:
         region: the profile's region, or None.
         endpoint_url: the endpoint that a profile or a connection string names, or None.
         account_name: the storage account (Azure alone), or None.
+        addressing_style: the profile's addressing style (S3 alone), or None.
+        core: the session of botocore that has read the profile, or None.
     """
 
     source: str
@@ -41,6 +46,8 @@ class Credentials:
     region: str | None = None
     endpoint_url: str | None = None
     account_name: str | None = None
+    addressing_style: str | None = None
+    core: Any = None
 
     def __repr__(self) -> str:
         return f"Credentials(source={self.source!r})"
@@ -59,7 +66,13 @@ def fixed(source: str, **credential: str | None) -> Credentials:
 
     They are a provider's answer. obstore would mix settings of its store with credentials in the
     environment, such as an AWS_SESSION_TOKEN that belongs to another key.
+
+    Raises:
+        CredentialsError: one cannot be sent in a header, over which obstore would panic.
     """
+    for name, value in credential.items():
+        if value is not None and cannot_be_sent(value):
+            raise CredentialsError(f"{source}: the {name} holds a line break or control character")
     return Credentials(source, lambda: {**credential, "expires_at": None})
 
 

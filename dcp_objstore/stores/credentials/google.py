@@ -16,7 +16,7 @@ from datetime import UTC
 from pathlib import Path
 from typing import Any
 
-from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
+from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores.credentials.base import (
     ANONYMOUS,
     Credentials,
@@ -56,29 +56,6 @@ def find_gcs_credentials(options: GcsOptions, stripped: tuple[str, ...] = ()) ->
         ConfigError: `token` has an unknown form.
     """
     return replace(_find(options, stripped), advice=_ADVICE)
-
-
-def find_gcs_token(options: GcsOptions, stripped: tuple[str, ...] = ()) -> Callable[[], str] | None:
-    """Return what gives an access token each time it is called; None: anonymous.
-
-    Raises:
-        CredentialsError, ConfigError: as `find_gcs_credentials`; the first also when it is called.
-    """
-    credentials = find_gcs_credentials(options, stripped)
-    provider = credentials.provider
-    if provider is None:
-        return None
-
-    def token() -> str:
-        try:
-            return str(provider()["token"])
-        except DcpObjstoreError:
-            raise
-        except Exception as error:
-            # The libraries that ask Google or another service raise errors of any kind.
-            raise CredentialsError(f"{credentials.source}: {error}") from error
-
-    return token
 
 
 def _find(options: GcsOptions, stripped: tuple[str, ...]) -> Credentials:

@@ -21,6 +21,7 @@ from dcp_objstore.errors import (
     ForkedProcessError,
     StoreUnavailableError,
 )
+from dcp_objstore.stores.credentials.aws import keys_of_environment
 from dcp_objstore.stores.credentials.base import Credentials, lost
 from dcp_objstore.stores.endpoint import s3_server, server_url
 from dcp_objstore.stores.errors import is_of
@@ -161,6 +162,8 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
 
 def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) -> Filesystems:
     """Make two filesystems of s3fs, which differ in how long they wait for the next bytes."""
+    if not (settings.anon or settings.key or settings.profile):
+        keys_of_environment()  # may not be fit to be sent
     # What is not given here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     filesystems = [

@@ -10,6 +10,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dcp_objstore.config import MIB
 from dcp_objstore.stores.fsspec.errors import is_of_botocore, read_fsspec
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
@@ -81,7 +82,12 @@ class S3fsStore(S3Store):
             answer = await self._filesystems.read._call_s3("get_object", **target)
             stream = answer["Body"]
             try:
-                is_large = answer.get("ContentLength", 0) > max_size_bytes
+                if "ContentLength" not in answer:  # a body in chunks
+                    body = bytearray()
+                    while len(body) <= max_size_bytes and (some := await stream.read(MIB)):
+                        body += some
+                    return {**answer, "ContentLength": len(body)}, bytes(body)
+                is_large = answer["ContentLength"] > max_size_bytes
                 return answer, None if is_large else await stream.read()
             finally:
                 stream.close()

@@ -293,6 +293,10 @@ class DirectAnswer(Answer):
         e_tag = None if self._answer is None else self._answer.getheader("ETag")
         return None if e_tag is None else Version(e_tag)
 
+    def awaited(self) -> int | None:
+        """Return the descriptor of the connection, until the answer has begun."""
+        return self._socket.fileno() if self._answer is None and not self._cancelled else None
+
     def cancel(self, *, at_once: bool) -> bool:
         """End a read that another thread is in; return True."""
         del at_once
@@ -304,7 +308,8 @@ class DirectAnswer(Answer):
 
     def close(self) -> None:
         """Keep the connection for the next request; close it if there is more to come over it."""
-        if self._left_bytes or self._answer is None or self._cancelled:
+        # Behind the last byte of a body in chunks comes a chunk of none.
+        if self._left_bytes or self._answer is None or self._cancelled or self._answer.chunked:
             self._connection.close()
             return
         self._answer.close()  # tells http.client that the body has ended
@@ -325,7 +330,7 @@ class DirectAnswer(Answer):
             answer = self._respond()
         self._lane.answered = True
         _check(answer, self._start, self._end)
-        self._ahead = memoryview(answer.peek())
+        self._ahead = memoryview(b"" if answer.chunked else answer.peek())
         return answer
 
     def _respond(self) -> http.client.HTTPResponse:
@@ -339,7 +344,11 @@ class DirectAnswer(Answer):
             into[: len(some)] = some
             self._ahead = self._ahead[len(some) :]
             return len(some)
-        count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
+        answer = self._answer
+        if answer is not None and answer.chunked:
+            count = answer.readinto(into)
+        else:
+            count = self._socket.recv_into(into, 0, socket.MSG_WAITALL)
         if not count:
             raise http.client.IncompleteRead(b"", self._left_bytes)
         return count
@@ -367,6 +376,6 @@ def _check(answer: http.client.HTTPResponse, start: int, end: int) -> None:
         answer.status != http.client.PARTIAL_CONTENT
         or not content_range.startswith(f"bytes {start}-{end - 1}/")
         or answer.getheader("Content-Encoding", "identity") != "identity"
-        or answer.length != end - start
+        or (answer.length != end - start and not answer.chunked)
     ):
         raise LaneError(f"answered with status {answer.status}, {content_range or 'whole'}")

@@ -68,6 +68,12 @@ _UNKNOWN_KEY_CODES = ("InvalidToken", "InvalidAccessKeyId")
 
 # The sign that a ranged GET was answered with 200.
 _WHOLE = "source: NotPartial"
+# What obstore reads neither an object nor a listing with.
+_NO_LENGTH, _INVALID_PATH = "Content-Length Header missing", "object with invalid path"
+_OTHERS = (
+    "transport 'native' reads nothing: use storage_options={'transport': 'fsspec'}, or for s3://"
+    " install boto3 (pip install 'dcp-objstore[s3]'), which is then asked instead"
+)
 _OF_GOOGLE = Meaning(
     CredentialsError, "the key of the service account in the environment cannot be used"
 )
@@ -110,6 +116,11 @@ _NO_REQUESTS: _Signs = {
         "'ServerSideEncryption' or 'SSEKMSKeyId' is not valid (AWS_SERVER_SIDE_ENCRYPTION and"
         " AWS_SSE_KMS_KEY_ID in the environment)",
     ),
+    "HTTP client error: builder error": Meaning(
+        ConfigError,
+        "the certificates to trust cannot be read: SSL_CERT_FILE or SSL_CERT_DIR in the environment"
+        " names none, or 'verify' does",
+    ),
     "failed to parse header": Meaning(ConfigError, "a setting cannot be sent in a header"),
     "Unable parse source url": Meaning(ConfigError, "the endpoint is no URL"),
     "Unable to parse url": Meaning(ConfigError, "the endpoint is no URL"),
@@ -119,6 +130,16 @@ _NO_REQUESTS: _Signs = {
     "pem file": _OF_GOOGLE,
     "Invalid RSA key": _OF_GOOGLE,
     "Invalid Access Key": Meaning(CredentialsError, "the account's key is not base64"),
+    _NO_LENGTH: Meaning(
+        UnsupportedError,
+        "the server does not announce the length of an object (Content-Length), without which"
+        f" {_OTHERS}",
+    ),
+    _INVALID_PATH: Meaning(
+        UnsupportedError,
+        "there is a key with an empty, '.' or '..' segment, such as a//b, with which"
+        f" {_OTHERS}; or remove the object",
+    ),
     # Reads of GCS and Azure only.
     "Last-Modified Header missing": Meaning(ConfigError, errors.NO_STORE),
     "ETag Header missing": errors.NO_STORE_ANSWERED,
@@ -269,6 +290,11 @@ def answer_of(error: BaseException) -> str | None:
 def sent_whole(error: BaseException) -> bool:
     """A ranged GET was answered with 200, as a server may do if the range is the whole object."""
     return _WHOLE in str(error)
+
+
+def is_unreadable(error: BaseException) -> bool:
+    """Whether obstore could not read an answer that other libraries can."""
+    return any(sign in str(error) for sign in (_NO_LENGTH, _INVALID_PATH))
 
 
 def no_store(error: BaseException) -> DcpObjstoreError | None:

@@ -7,8 +7,8 @@ None of this makes a request, but for a token that has ended.
 from __future__ import annotations
 
 import os
-import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -59,7 +59,6 @@ _SIGNED_FOR = timedelta(minutes=30)
 _LEAST_LEFT_SECONDS = 60.0
 
 _memory: PerProcess[dict[str, MemoryStore]] = PerProcess(dict)
-_environ_lock = PerProcess(threading.Lock)
 
 
 class Maker(NamedTuple):
@@ -101,7 +100,8 @@ def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Ma
     from obstore.store import S3Store
 
     endpoint, region = s3_server(settings, credentials)
-    virtual = is_virtual(settings, endpoint, url.bucket)
+    style = settings.addressing_style or credentials.addressing_style
+    virtual = is_virtual(style, endpoint, url.bucket)
     config: dict[str, Any] = {
         "bucket": url.bucket,
         "region": region,
@@ -111,6 +111,9 @@ def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Ma
         # AWS, SeaweedFS and moto take bodies without; TLS and our own digests protect the bytes.
         "unsigned_payload": not settings.sign_payload,
         "virtual_hosted_style_request": virtual,
+        # Settings of other tools in the environment do not count.
+        "conditional_put": "etag",
+        "s3_express": _is_express(url.bucket, endpoint),
     }
     base = endpoint or f"https://s3.{region}.amazonaws.com"
     of_bucket = virtual_url(base, url.bucket) if virtual else f"{base}/{url.bucket}"
@@ -129,15 +132,15 @@ def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Ma
         )
     if checksum is not None:
         config["checksum_algorithm"] = checksum
-    express = _is_express(url.bucket, endpoint)
-    if express:
-        # Sessions (CreateSession) and the endpoint of its zone.
-        config["s3_express"] = True
+    elif os.environ.get(CHECKSUM_VARIABLE) is not None:
+        raise ConfigError(
+            f"{CHECKSUM_VARIABLE} is set in the environment, and obstore reads it, which has no"
+            " word for none: unset it, or use transport 'boto3'"
+        )
     sign: Sign | None = None
-    if not (settings.requester_pays or express):
+    if not (settings.requester_pays or config["s3_express"]):
         sign = _unsigned(of_bucket) if settings.anon else _signed_url
     make = _make(S3Store, config, credentials, endpoint=endpoint, verify=settings.verify)
-    make = make if checksum is not None else _without_variable(make)
     return Maker(make, endpoint, sign, ordered=not is_directory_bucket(url.bucket))
 
 
@@ -243,6 +246,10 @@ def _make(
 ) -> Make:
     """Return what makes a store of obstore, of the configuration that all clients share."""
     client: dict[str, Any] = {}
+    proxies = urllib.request.getproxies()
+    if proxies.pop("no", "").strip() == "*" and proxies:
+        # For obstore that is no address. Excluded can only be what goes through a proxy of ours.
+        client = {"proxy_url": "http://127.0.0.1", "proxy_excludes": "*,0.0.0.0/0,::/0"}
     if verify is False:
         client["allow_invalid_certificates"] = True
     elif verify is not True:
@@ -261,27 +268,6 @@ def _make(
         )
 
     return make
-
-
-def _without_variable(make: Make) -> Make:
-    """Keep the checksum's variable from obstore, which reads it itself and has no word for none.
-
-    obstore passes over values that are no text. To change a variable in place is harmless to C code
-    that reads the environment meanwhile; to remove it and put it back would not be.
-    """
-
-    def make_without(timeouts: dict[str, Any], retry: dict[str, Any]) -> Any:
-        with _environ_lock.here:
-            named = os.environ.get(CHECKSUM_VARIABLE)
-            if named is None:
-                return make(timeouts, retry)
-            os.environ[CHECKSUM_VARIABLE] = "\udcff"
-            try:
-                return make(timeouts, retry)
-            finally:
-                os.environ[CHECKSUM_VARIABLE] = named
-
-    return make_without
 
 
 def _unsigned(place: str) -> Sign:

@@ -15,10 +15,16 @@ from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.obstore.direct import LaneError
 from dcp_objstore.stores.obstore.errors import sent_whole
 from dcp_objstore.stores.protocol import Version
-from dcp_objstore.stores.ranges import Answer, ReceivedChunks, RetriedSource, check_came
+from dcp_objstore.stores.ranges import (
+    Answer,
+    RangeSource,
+    ReceivedChunks,
+    RetriedSource,
+    check_came,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Buffer
 
@@ -41,12 +47,22 @@ class ObstoreSource(RetriedSource):
         path: the key in the bucket.
         in_memory: whether it is obstore's memory store, which knows a range past the end by the
             text of its error alone.
+        other: a function that returns another source of the object, if that reads the answer which
+            obstore could not, and raises the error if not.
     """
 
-    def __init__(self, clients: Clients, path: str, *, in_memory: bool) -> None:
+    def __init__(
+        self,
+        clients: Clients,
+        path: str,
+        *,
+        in_memory: bool,
+        other: Callable[[str, Exception], RangeSource],
+    ) -> None:
         # A method of its own there would be a reference cycle for each range.
         super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory))
         self._clients = clients
+        self._other = other
         self._path = path
         self._over_lane = True
 
@@ -61,6 +77,13 @@ class ObstoreSource(RetriedSource):
             logger.debug("a range was not asked for directly: %s", error)
             self._over_lane = False
             return None
+
+    def ask(self, start: int, end: int) -> Answer:
+        """Ask for bytes `[start, end)`, another library where obstore cannot read the answer."""
+        try:
+            return super().ask(start, end)
+        except Exception as error:  # noqa: BLE001  raised again, if no other is to be asked
+            return self._other(self._path, error).ask(start, end)
 
     def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Wait until the rest may be asked for, or raise.

@@ -28,6 +28,7 @@ from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
     http_code,
+    is_unreadable,
     judge_obstore,
     no_store,
     parts_are_left,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from dcp_objstore.stores.obstore.clients import Clients
+    from dcp_objstore.stores.ranges import RangeSource
 
 # The page of S3 and GCS, and so of one call for the next keys.
 _PAGE_KEYS = 1000
@@ -88,19 +90,20 @@ class ObstoreStore(BaseStore[str]):
     Args:
         url: the root of the store.
         clients: its bucket's clients.
-        copier: a function that opens the same root over another transport, which copies ranges:
-            obstore has no call for a part of an object. None where there is none.
+        over_boto3: a function that opens the same root over boto3. It copies ranges, for which
+            obstore has no call, and reads what obstore cannot: objects whose length is not
+            announced, and listings with a key that has an empty segment. None where it is not.
     """
 
     def __init__(
         self,
         url: StoreUrl,
         clients: Clients,
-        copier: Callable[[], BaseStore[Any]] | None = None,
+        over_boto3: Callable[[], BaseStore[Any]] | None = None,
     ) -> None:
         super().__init__(url, clients.endpoint_url)
         self._clients = clients
-        self._copier = copier
+        self._over_boto3 = over_boto3
         self._root = f"{url.prefix}/" if url.prefix else ""
 
     @property
@@ -121,7 +124,7 @@ class ObstoreStore(BaseStore[str]):
             multipart=scheme != "memory",
             listed_versions=scheme != "gs",
             clean_abort=scheme != "az",
-            copies=self._copier is not None or self._clients.copier is not None,
+            copies=self._over_boto3 is not None or self._clients.copier is not None,
             range_copies=scheme not in ("gs", "az"),
         )
 
@@ -134,7 +137,18 @@ class ObstoreStore(BaseStore[str]):
         return RangeReading(ahead=ahead, takes_gil=takes_gil, memory_bytes=MEMORY_BYTES)
 
     def _range_source(self, place: str) -> ObstoreSource:
-        return ObstoreSource(self._clients, place, in_memory=self._url.scheme == "memory")
+        in_memory = self._url.scheme == "memory"
+        return ObstoreSource(self._clients, place, in_memory=in_memory, other=self._other_source)
+
+    def _other(self, error: Exception) -> BaseStore[Any]:
+        """Return the store over boto3 if it reads an answer that obstore cannot; raise if not."""
+        if self._over_boto3 is None or not is_unreadable(error):
+            raise error
+        return self._over_boto3()
+
+    def _other_source(self, place: str, error: Exception) -> RangeSource:
+        other = self._other(error)
+        return other._range_source(other._place(place.removeprefix(self._root)))
 
     def _put(
         self,
@@ -207,12 +221,12 @@ class ObstoreStore(BaseStore[str]):
         max_concurrency: int,
         moved: Callable[[int], None],
     ) -> Version:
-        if self._copier is None:
+        if self._over_boto3 is None:
             clients, target = self._clients, replace(self._url, prefix=place)
             send, remove = partial(clients.ask, place), partial(self._delete, place)
             copy_object(clients.copier, send, sources, target, moved=moved, remove=remove)
             return self._head(place).version
-        return self._copier().copy(
+        return self._over_boto3().copy(
             place.removeprefix(self._root),
             sources,
             part_size_bytes=part_size_bytes,
@@ -224,7 +238,11 @@ class ObstoreStore(BaseStore[str]):
         import obstore
 
         def read() -> tuple[bytes, ObjectMeta]:
-            answer = obstore.get(self._clients.get("read"), place)
+            try:
+                answer = obstore.get(self._clients.get("read"), place)
+            except Exception as error:  # noqa: BLE001  raised again, if boto3 is not to be asked
+                other, key = self._other(error), place.removeprefix(self._root)
+                return other.get(key, max_size_bytes=max_size_bytes)
             if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
                 raise errors.ConfigError(NO_STORE)  # no object here is a page
             meta = self._fits(self._meta(answer.meta), max_size_bytes)
@@ -239,6 +257,8 @@ class ObstoreStore(BaseStore[str]):
             try:
                 return self._meta(obstore.head(self._clients.get("read"), place))
             except Exception as error:
+                if is_unreadable(error):
+                    return self._other(error).head(place.removeprefix(self._root))
                 status, code = http_code(error)
                 if status not in UNCLEAR_IN_HEAD or code is not None:
                     raise
@@ -257,6 +277,21 @@ class ObstoreStore(BaseStore[str]):
         self._clients.run(tries, lambda: obstore.delete(self._clients.get("small"), place))
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
+        """List over obstore; over boto3 what comes behind a page that obstore cannot read."""
+        last, came = "", set()
+        try:
+            for meta in self._list_pages(folder):
+                if self._clients.ordered:
+                    last = meta.key
+                else:
+                    came.add(meta.key)
+                yield meta
+        except errors.UnsupportedError as error:
+            for meta in self._other(error).list(folder and f"{folder}/"):
+                if meta.key > last and meta.key not in came:
+                    yield meta
+
+    def _list_pages(self, folder: str) -> Iterator[ObjectMeta]:
         """List page by page; where a page failed, begin a new listing behind what came."""
         import obstore
 

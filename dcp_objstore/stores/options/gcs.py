@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from dcp_objstore.errors import ConfigError
@@ -12,6 +13,8 @@ from dcp_objstore.stores.options.schema import (
     option,
     transport,
 )
+
+_EMULATOR = "STORAGE_EMULATOR_HOST"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -48,7 +51,7 @@ class GcsOptions(Schema):
         "another server than Google's",
         also=("base_url",),
         called=("endpoint",),
-        environment=("GOOGLE_BASE_URL",),
+        environment=("GOOGLE_BASE_URL", _EMULATOR),
     )
     verify: bool | str = option(
         "False: any TLS certificate; a path: the certificates to trust",
@@ -72,11 +75,21 @@ class GcsOptions(Schema):
     def resolved(self) -> GcsOptions:
         """These options, with the endpoint that the environment names if they have none.
 
+        Google's own libraries ask an emulator without credentials, if none are given to them.
+
         Raises:
             ConfigError: the certificates to trust cannot be read.
         """
-        endpoint_url = self.or_environment("endpoint_url")
-        return replace(self, endpoint_url=endpoint_url, verify=check_certificates(self.verify))
+        endpoint_url, emulator = self.or_environment("endpoint_url"), os.environ.get(_EMULATOR)
+        is_emulated = endpoint_url is not None and endpoint_url == emulator
+        if endpoint_url is not None and is_emulated and "://" not in endpoint_url:
+            endpoint_url = f"http://{endpoint_url}"
+        return replace(
+            self,
+            endpoint_url=endpoint_url,
+            anon=self.anon or (is_emulated and self.token is None),
+            verify=check_certificates(self.verify),
+        )
 
     @property
     def payer(self) -> str | None:

@@ -278,11 +278,11 @@ def _check_value(name: str, value: object, option: Option, where: str) -> None:
     if not value.strip():
         # Taken as not given, it would lead to another server or to other credentials.
         raise ConfigError(f"{name!r} in {where} is empty; give it a value, or leave it out")
-    if option.secret and _cannot_be_sent(value):
+    if option.secret and cannot_be_sent(value):
         raise ConfigError(f"{name!r} in {where} holds a line break or control character")
 
 
-def _cannot_be_sent(secret: str) -> bool:
+def cannot_be_sent(secret: str) -> bool:
     """Whether the transport would panic over it in a header. A key in JSON is not sent in one."""
     return not secret.lstrip().startswith("{") and re.search(r"[\x00-\x1f\x7f]", secret) is not None
 

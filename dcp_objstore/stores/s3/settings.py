@@ -21,13 +21,13 @@ def botocore_settings(
 
     Args:
         config: time-outs, and how many requests there may be.
-        addressing_style: `virtual` or `path`; None or `auto` leaves it to botocore.
+        addressing_style: `virtual` or `path`; None leaves it to the profile.
         read_seconds: the longest time without a byte of an answer.
         sign_payload: sign bodies, too.
     """
     return {
         "s3": {
-            "addressing_style": addressing_style,
+            **({} if addressing_style is None else {"addressing_style": addressing_style}),
             # SHA-256 of every body costs 1 CPU-second per GiB; see `obstore.makers`.
             "payload_signing_enabled": sign_payload,
         },

@@ -307,11 +307,13 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     def _head(self, place: dict[str, str]) -> ObjectMeta:
         try:
-            return self._meta(place, self._send("head", "head_object", place))
+            answer = self._send("head", "head_object", place)
+            if "ContentLength" in answer:
+                return self._meta(place, answer)
         except Exception as error:
             if status_of(error) not in errors.UNCLEAR_IN_HEAD:
                 raise
-        # A GET of nearly nothing says what is wrong.
+        # A GET of nearly nothing says what is wrong, or the size.
         answer, _ = self._read_again("head", {**place, "Range": "bytes=0-0"}, 1)
         size = str(answer.get("ContentRange", "")).rpartition("/")[2]
         return self._meta(place, {**answer, "ContentLength": int(size or answer["ContentLength"])})
@@ -404,7 +406,8 @@ def check_range_answer(answer: Mapping[str, Any], start: int, end: int) -> None:
         if size.isdecimal() and int(size) < end:
             raise CorruptDataError(f"bytes [{start}, {end}) of an object of {size} bytes")
         raise errors.ANOTHER_RANGE.error(repr(content_range))
-    if answer["ContentLength"] != end - start:
+    # A body in chunks is announced without its length.
+    if (announced_bytes := answer.get("ContentLength", end - start)) != end - start:
         raise CorruptDataError(
-            f"bytes [{start}, {end}) asked for, but {answer['ContentLength']} bytes announced"
+            f"bytes [{start}, {end}) asked for, but {announced_bytes} bytes announced"
         )

@@ -1,4 +1,4 @@
-"""Open the uploads below a URL: S3's and GCS's through boto3, those of `file://` as files."""
+"""Open the uploads below a URL: S3's through boto3, those of `file://` as files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
     """Open the multipart uploads below a URL, and what the bucket does with them.
 
     Raises:
-        UnsupportedError: it is neither S3 nor GCS, or boto3 is not installed; says what to do
-            instead.
+        UnsupportedError: it is not S3, or boto3 is not installed; says what to do instead.
         ConfigError, CredentialsError: as for the store.
     """
     url = spec.parsed
@@ -41,22 +40,15 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
             "unfinished uploads to az:// cannot be listed; Azure removes their blocks by itself, a"
             " week after the last one"
         )
-    own = spec.config.transport == "native" and "fs" not in spec.storage_options
-    if url.scheme != "s3" and not (url.scheme == "gs" and own):
+    if url.scheme != "s3":
         raise UnsupportedError(
             f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"
             " bucket removes them"
         )
     if importlib.util.find_spec("boto3") is None:
-        extras = "s3" if url.scheme == "s3" else "gcs,s3"
         raise UnsupportedError(
-            "boto3 is not installed, which lists unfinished uploads: pip install"
-            f" 'dcp-objstore[{extras}]'"
+            "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"
         )
-    if url.scheme == "gs":
-        from dcp_objstore.stores.uploads.gcs import GcsUploads
-
-        return GcsUploads(spec)
     with boto_errors(spec.url):
         clients = spec.boto3_clients()
         client = clients.get("write")

@@ -1,7 +1,7 @@
 """Unfinished uploads to S3, and what the bucket does by itself: lifecycle rules and versioning.
 
 obstore has no calls for these, so they go through boto3 (extra `s3`), with the endpoint and the
-credentials that obstore gets. `uploads.gcs` has what differs on GCS.
+credentials that obstore gets.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ _NO_RULES: Final = "NoSuchLifecycleConfiguration"
 
 class S3Uploads:
     """The multipart uploads below one root of an S3 bucket. Made by `open_uploads`."""
-
-    _scheme = "s3"
 
     def __init__(
         self, client: Any, requests: Requests, bucket: str, root: str, extra: Mapping[str, str]
@@ -133,7 +131,7 @@ class S3Uploads:
 
     @property
     def _url(self) -> str:
-        return f"{self._scheme}://{self._bucket}/{self._root}".rstrip("/")
+        return f"s3://{self._bucket}/{self._root}".rstrip("/")
 
 
 @contextmanager
