@@ -62,7 +62,7 @@ def do_load(_server: OddServer, options: dict[str, object], _: Path) -> None:
 
 
 def do_weights(_server: OddServer, options: dict[str, object], _: Path) -> None:
-    state = dos.load_state_dict(f"s3://{BUCKET}/weights", storage_options=options, config=CONFIG)
+    state = dos.read_state_dict(f"s3://{BUCKET}/weights", storage_options=options, config=CONFIG)
     assert torch.equal(state["w"], WEIGHT)
 
 
@@ -94,7 +94,7 @@ def do_export_there(server: OddServer, options: dict[str, object], _: Path) -> N
     dos.export_checkpoint(
         f"{RUN}/step-1", out, storage_options=options, out_storage_options=options, **QUIET
     )
-    state = dos.load_state_dict(out, storage_options=server.options(), config=CONFIG)
+    state = dos.read_state_dict(out, storage_options=server.options(), config=CONFIG)
     assert torch.equal(state["w"], WEIGHT)
 
 

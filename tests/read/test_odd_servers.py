@@ -31,7 +31,7 @@ def weights(behaviour: Behaviour) -> OddServer:
 
 def load(server: OddServer, transport: str) -> bool:
     """Load the weights; return whether they are right."""
-    state = dos.load_state_dict("s3://bucket/m", storage_options=server.options(transport))
+    state = dos.read_state_dict("s3://bucket/m", storage_options=server.options(transport))
     return torch.equal(state["w"], WEIGHT)
 
 
