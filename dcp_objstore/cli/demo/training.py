@@ -120,7 +120,7 @@ def load_with_stock(_: Say, directory: str) -> dict[str, FinishedLoad]:
         began = time.monotonic()
         dcp_to_torch_save(directory, file)
         whole = torch.load(file, weights_only=True)
-        del whole["optimizer"]["groups"]  # of several ranks, beside the numbered ones
+        whole["optimizer"].pop("groups", None)  # of several ranks, beside the numbered ones
         saved = FinishedLoad(describe(whole), time.monotonic() - began)
     return {"FileSystemReader": read, "dcp_to_torch_save": saved}
 
