@@ -21,7 +21,7 @@ from dcp_objstore.checkpoint.catalogue import (
 from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.delete import check_deletion_grace, delete as delete_checkpoint
 from dcp_objstore.checkpoint.names import CLAIM_KEY, parse_index_key
-from dcp_objstore.checkpoint.probe import require_rewrites
+from dcp_objstore.checkpoint.probe import can_rewrite, require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.repair import repair as repair_checkpoint
 from dcp_objstore.compat.derived import StockDotMetadata
@@ -202,6 +202,8 @@ def repair(
         DcpObjstoreError: the store refused or failed.
     """
     store = InterruptibleStore(StoreSpec(url, storage_options, config).open())
+    if not dry_run:
+        can_rewrite(store)  # finds out how this server compares ETags; it need not be able to
     return repair_checkpoint(store, dot_metadata=StockDotMetadata(), dry_run=dry_run)
 
 
