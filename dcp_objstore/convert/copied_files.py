@@ -19,7 +19,12 @@ import numpy as np
 from dcp_objstore.convert.adapters import DESCRIPTION_KEY
 from dcp_objstore.convert.files import PlannedFile
 from dcp_objstore.convert.names import folder_and_name
-from dcp_objstore.errors import InputError, ObjectNotFoundError, UntrustedPickleError
+from dcp_objstore.errors import (
+    InputError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    UntrustedPickleError,
+)
 from dcp_objstore.inspect.slabs import ahead
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.wrappers import PinnedStore
@@ -119,12 +124,15 @@ def _copy_of(store: ObjectStore, meta: ObjectMeta) -> PlannedFile:
     """Return a file with the bytes of an object, which it reads while it is written."""
 
     def buffers(_: TensorBytes) -> Iterator[ByteArray]:
-        pinned = PinnedStore(store, {})
+        pinned = PinnedStore(store, {})  # a CDN may answer a GET with another ETag than a HEAD
         starts = range(0, meta.size_bytes, BLOCK_SIZE_BYTES)
         ends = [*starts[1:], meta.size_bytes]
         read = partial(_read, pinned, meta.key)
         with closing(ahead(zip(starts, ends, strict=False), read, _CONCURRENT_READS)) as blocks:
             yield from blocks
+        now = store.head(meta.key)
+        if (now.version, now.size_bytes) != (meta.version, meta.size_bytes):
+            raise PreconditionFailedError("replaced while it was copied", object_key=meta.key)
 
     return PlannedFile(meta.key, meta.size_bytes, buffers)
 

@@ -100,19 +100,20 @@ def test_files_come_from_a_bucket_large_ones_in_pieces(
     assert bucket.get("hf/vocab.txt") == b""
 
 
+@pytest.mark.parametrize("size_bytes", [10, 40 * MIB])
 @pytest.mark.parametrize("when", ["before the first block", "after it"])
 def test_a_file_that_is_replaced_while_it_is_copied_is_not_copied(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, size_bytes: int
 ) -> None:
     """Its size was planned, and its blocks are of one version."""
     from dcp_objstore.convert import copied_files
 
     file, read = tmp_path / "tokenizer.json", copied_files._read
-    file.write_bytes(bytes(40 * MIB))
+    file.write_bytes(bytes(size_bytes))
 
     def replace() -> None:
         other = tmp_path / "other"
-        other.write_bytes(bytes(40 * MIB))
+        other.write_bytes(bytes(size_bytes + 1))
         other.replace(file)
 
     def replacing(*args: Any) -> Any:
