@@ -73,7 +73,8 @@ class SaveReport:
         """Return what was saved, how much of it and how fast, on one line."""
         copied = size_text(self.copied_bytes)
         more = f", {copied} of them copied by the store" if self.copied_bytes else ""
-        return f"saved {_moved(self)}, {counted(self.parts, 'part')}{more}"
+        moved = _moved(self.url, self.total_bytes, self.seconds, self.objects)
+        return f"saved {moved}, {counted(self.parts, 'part')}{more}"
 
     @property
     def uploaded_bytes(self) -> int:
@@ -132,7 +133,8 @@ class LoadReport:
     def __str__(self) -> str:
         """Return what was loaded, from where, how fast, and what was left out, on a few lines."""
         again = counted(self.slow_ranges, "slow range")
-        line = f"loaded {_moved(self)}, {counted(self.requests, 'request')}"
+        moved = _moved(self.url, self.total_bytes, self.seconds, self.objects)
+        line = f"loaded {moved}, {counted(self.requests, 'request')}"
         line += f", {again} asked for again" if self.slow_ranges else ""
         line += ", unverified" if self.unverified else ""
         origins = (
@@ -169,11 +171,11 @@ class LoadReport:
         )
 
 
-def _moved(report: SaveReport | LoadReport) -> str:
-    rate = size_text(report.total_bytes / max(report.seconds, 1e-9))
+def _moved(url: str, size_bytes: int, seconds: float, objects: int) -> str:
+    rate = size_text(size_bytes / max(seconds, 1e-9))
     return (
-        f"{printable(report.url)}: {size_text(report.total_bytes)} in {report.seconds:.2f} s"
-        f" ({rate}/s), {counted(report.objects, 'object')}"
+        f"{printable(url)}: {size_text(size_bytes)} in {seconds:.2f} s ({rate}/s),"
+        f" {counted(objects, 'object')}"
     )
 
 
@@ -209,24 +211,16 @@ def log_summary(event: AnyEvent) -> None:
         case Saved():
             copied = size_text(event.copied_bytes)
             text = f", {copied} of them copied by the store" if event.copied_bytes else ""
-            verb, requests = "saved", f"{event.parts} parts{text}"
+            verb, requests = "saved", f"{counted(event.parts, 'part')}{text}"
         case Loaded():
             again = counted(event.slow_ranges, "slow range")
             text = f", {again} asked for again" if event.slow_ranges else ""
             text += ", unverified" if event.unverified else ""
-            verb, requests = "loaded", f"{event.requests} requests{text}"
+            verb, requests = "loaded", f"{counted(event.requests, 'request')}{text}"
         case _:
             return
-    logger.info(
-        "%s %s: %s in %.2f s (%s/s), %d objects, %s",
-        verb,
-        event.url,
-        size_text(event.size_bytes),
-        event.seconds,
-        size_text(event.size_bytes / max(event.seconds, 1e-9)),
-        event.objects,
-        requests,
-    )
+    moved = _moved(event.url, event.size_bytes, event.seconds, event.objects)
+    logger.info("%s %s, %s", verb, moved, requests)
 
 
 @functools.cache
