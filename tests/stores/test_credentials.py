@@ -431,3 +431,21 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
     given = find_gcs_credentials(GcsOptions()).provider
     assert given is not None
     assert given()["token"] == "ya29.given"
+
+
+def test_shared_files_that_cannot_be_read_are_an_error_that_names_them(
+    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where boto3, which would read them, is not installed."""
+    (bare_environment / "credentials").write_text("[default]\n")
+    read_text = Path.read_text
+
+    def refused(path: Path, *args: Any, **settings: Any) -> str:
+        if path.parent == bare_environment:
+            raise PermissionError(13, "Permission denied")
+        return read_text(path, *args, **settings)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CredentialsError, match="credentials of the shared AWS files cannot be"):
+        open_store(bucket.url, {"endpoint_url": bucket.storage_options["endpoint_url"]})

@@ -140,7 +140,12 @@ def _check_shared_files() -> None:
     """Raise if the AWS files have credentials: they may not be those that others here have."""
     for variable, default in _SHARED_FILES.items():
         path = Path(os.path.expandvars(os.environ.get(variable) or default)).expanduser()
-        if path.is_file() and _OF_PROFILE.search(path.read_text(errors="replace")):
+        try:
+            text = path.read_text(errors="replace") if path.is_file() else ""
+        except OSError as error:
+            what = f"{path.name} of the shared AWS files cannot be read: {error.strerror}"
+            raise CredentialsError(what) from error
+        if _OF_PROFILE.search(text):
             raise CredentialsError(f"{path.name} of the shared AWS files {_NEEDS_BOTO3}")
 
 
