@@ -69,8 +69,11 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the bytes of a contiguous tensor of any device as a view; None if impossible."""
     if not _is_raw(tensor):
         return None
-    # Not `view(-1)`, which keeps the stride of a single element that lies in a larger tensor.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    # In inference mode, a view with another dtype is an inference tensor even if `tensor` is none,
+    # and other threads could not write to it.
+    with torch.inference_mode(tensor.is_inference()):
+        # Not `view(-1)`, which keeps the stride of a single element that lies in a larger tensor.
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def same_memory(value: Any) -> tuple[object, ...] | None:

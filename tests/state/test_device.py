@@ -915,6 +915,28 @@ def test_an_error_at_the_end_of_the_copies_is_raised_unless_the_load_has_failed_
         raise ValueError("first")
 
 
+@pytest.mark.parametrize("calls_in", [False, True])
+@pytest.mark.parametrize("made_in", [False, True])
+def test_saves_and_loads_of_a_device_work_in_inference_mode_and_out_of_it(
+    made_in: bool, calls_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies are queued by threads of their own, which are in no mode."""
+    use_lane(monkeypatch, LateLane)
+    with torch.inference_mode(made_in):
+        state = {key: seeded(key, (9, MIB)) for key in ("a", "b")}
+        turned = {key: torch.zeros(MIB, 9).t() for key in state}
+    for save in (dos.save, lambda *of: dos.async_save(*of).result()):
+        url = memory_url()
+        with torch.inference_mode(made_in):
+            loaded = blank(state)
+        with torch.inference_mode(calls_in):
+            save(state, url)
+            dos.load(loaded, url)
+            dos.load(turned, url)
+        assert_same(loaded, state)
+        assert_same({key: tensor.contiguous() for key, tensor in turned.items()}, state)
+
+
 # --- on a GPU ---
 
 gpu = pytest.mark.gpu

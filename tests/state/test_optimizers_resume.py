@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,19 @@ def test_random_groups_freezing_and_steps_go_on_alike(seed: int) -> None:
         # `row(case_of("torch", name), random_scene(seed))` repeats it.
         found = row(case_of("torch", name), random_scene(seed))
         assert found.outcome == RIGHT, found
+
+
+_OF_A_GPU = ("Adam", "AdamW", "SGD", "Adam(fused)", "Adam(capturable)", "SGD(fused)")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scene", ["fresh", "stepped", "much", "much_stepped", "tensor_lr", "raw"])
+@pytest.mark.parametrize("name", _OF_A_GPU)
+def test_on_a_gpu_each_entry_comes_back_to_the_device_where_it_was(name: str, scene: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: torch.cuda.is_available() is False")
+    found = row(case_of("torch", name), replace(SCENES[scene], device="cuda"))
+    assert found.outcome in ({RIGHT, SAID, REFUSED} if SCENES[scene].said else {RIGHT}), found
 
 
 _RANKS = [(name, layout) for name in _CLASSES for layout in LAYOUTS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scene", default="", help="part of the scenes' names, or random:SEED")
     parser.add_argument("--random", type=int, default=0, help="so many random scenes, not all")
     parser.add_argument("--seed", type=int, default=0, help="the first random scene")
+    parser.add_argument("--device", default="cpu", help="of the model; not with --ranks")
     parser.add_argument("--ranks", action="store_true", help="the rows of two ranks")
     parser.add_argument("--wrong", action="store_true", help="show only rows that are wrong")
     parser.add_argument("--all", action="store_true", help="show rows that cannot be run, too")
@@ -35,6 +37,7 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
         scenes = [random_scene(options.seed + number) for number in range(options.random)]
     else:
         scenes = [scene for name, scene in SCENES.items() if options.scene in name]
+    scenes = [dataclasses.replace(scene, device=options.device) for scene in scenes]
     for library in libraries:
         for case in cases_of(library):
             if options.match in case.name:

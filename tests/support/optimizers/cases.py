@@ -69,6 +69,7 @@ _TORCH: dict[str, dict[str, Any]] = {
 }
 _TORCH_MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam(fused)": ("Adam", {"fused": True}),
+    "Adam(capturable)": ("Adam", {"capturable": True}),  # steps on a GPU alone
     "AdamW(amsgrad, foreach)": ("AdamW", {"amsgrad": True, "foreach": True}),
     "AdamW(eps=0)": ("AdamW", {"eps": 0.0}),
     "SGD(plain)": ("SGD", {}),

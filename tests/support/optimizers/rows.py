@@ -87,7 +87,7 @@ class Training:
                 optimizer.register_step_post_hook(self._update_average)
 
     def _make_model(self, part: Part) -> torch.nn.Module:
-        return model_of(self.case, part, self.scene.dtype)
+        return model_of(self.case, part, self.scene.dtype, self.scene.device)
 
     def _make_optimizers(self, part: Part, scale: float) -> list[Any]:
         case, scene = self.case, self.scene
@@ -139,7 +139,7 @@ class Training:
 
     def _step(self, number: int) -> None:
         torch.default_generator.manual_seed(1000 + number)
-        data = self._data(number).to(self.scene.dtype)
+        data = self._data(number).to(self.scene.device, self.scene.dtype)
 
         @torch.enable_grad()
         def loss() -> torch.Tensor:
@@ -464,7 +464,7 @@ def _destination(case: Case, scene: Scene) -> Training:
             made.optimizers[0].state[parameter].get("exp_avg")
     elif scene.fresh == "gradients":
         # As a fused optimizer does, but without a step.
-        made.model(torch.ones(3, 4, dtype=scene.dtype)).sum().backward()
+        made.model(torch.ones(3, 4, dtype=scene.dtype, device=scene.device)).sum().backward()
     return made
 
 

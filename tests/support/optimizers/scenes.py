@@ -66,6 +66,7 @@ class Scene:
     said: bool = False
     partial: bool = False
     dtype: torch.dtype = torch.float32
+    device: str = "cpu"
     two_optimizers: bool = False
     trainable: bool = False
     keys: tuple[str, ...] = ("model", "optimizer")
@@ -259,10 +260,12 @@ class Tables(nn.Module):
         return total
 
 
-def model_of(case: Case, part: Part, dtype: torch.dtype = torch.float32) -> nn.Module:
+def model_of(
+    case: Case, part: Part, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> nn.Module:
     model: nn.Module
     model = Tables(part.model) if case.model == "embedding" else Net(case.model, part.model)
-    return model.to(dtype)
+    return model.to(device, dtype)
 
 
 # --- groups --------------------------------------------------------------------------------------
