@@ -1,8 +1,10 @@
-"""`gpu`: a save and a load of CUDA tensors, compared with the fastest that the bus allows.
+"""`gpu`: a save and a load of CUDA tensors, compared with what the bus and host memory allow.
 
 The floor is the time in which as many bytes are copied between the same tensors and pinned host
 memory, on one stream, with nothing else to do. Then the state is saved and loaded, to the sink (a
-process of its own) or to `memory://`. Without a GPU nothing is measured, and it says so.
+process of its own) or to `memory://`, and a state of the same size that lies in host memory as
+well. `held` is how long `async_save` keeps training waiting. Saves go to a sink that drops what it
+gets, because one that keeps it is slower. Without a GPU nothing is measured, and it says so.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,6 +26,9 @@ from benchmarks.settings import GIB, MIB, Settings
 from benchmarks.sink import Sink
 from benchmarks.table import Result, Table
 
+State = dict[str, torch.Tensor]
+_Target = tuple[str, "dict[str, object] | None"]
+
 _MODULE = "benchmarks.gpu"
 _PINNED_BYTES = 64 * MIB
 _COLUMNS = {
@@ -35,9 +40,12 @@ _COLUMNS = {
 }
 _ROWS = {
     "floor_out": "pinned copies, GPU to host",
+    "held": "async_save, until it is staged",
     "save": "save",
+    "save_cpu": "save of host memory",
     "floor_in": "pinned copies, host to GPU",
     "load": "load",
+    "load_cpu": "load into host memory",
 }
 
 
@@ -63,7 +71,13 @@ def gpu(
         return Table(reason, ["what", "GiB/s"], []), {**result, "gpu": None, "reason": reason}
     found = run_module(_MODULE, job)
     measured = medians(found["rounds"])
-    for name, floor in (("save", "floor_out"), ("load", "floor_in")):
+    for name, floor in (
+        ("held", "floor_out"),
+        ("save", "floor_out"),
+        ("save_cpu", "floor_out"),
+        ("load", "floor_in"),
+        ("load_cpu", "floor_in"),
+    ):
         speeds = [
             statistics.median(one["gib_per_second"] for one in found["rounds"][each])
             for each in (name, floor)
@@ -80,10 +94,12 @@ def gpu(
     return table, {**result, "gpu": found["gpu"], "measured": measured, "raw": found["rounds"]}
 
 
-def _make_state(settings: Settings, *, blank: bool) -> dict[str, torch.Tensor]:
+def _make_state(
+    settings: Settings, *, blank: bool, device: str = "cuda"
+) -> dict[str, torch.Tensor]:
     return {
         f"tensor-{i:05d}": torch.full(
-            (settings.tensor_elements,), -1.0 if blank else i + 1.0, device="cuda"
+            (settings.tensor_elements,), -1.0 if blank else i + 1.0, device=device
         )
         for i in range(settings.tensors)
     }
@@ -139,29 +155,47 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     )
     small = dataclasses.replace(settings, gib=64 * MIB / GIB, tensors=2)
     rounds: dict[str, list[dict[str, float | None]]] = {name: [] for name in _ROWS}
-    with Sink(keep=True) if job["target"] == "sink" else nullcontext() as sink:
-        root = "memory://bench" if sink is None else "s3://bench"
-        options = None if sink is None else sink.storage_options
+    with ExitStack() as stack:
+        keeping, dropping = _targets(job["target"], stack)
 
-        def save(state: dict[str, torch.Tensor], name: str) -> None:
-            dos.save(state, f"{root}/{name}", storage_options=options, config=config)
+        def save(state: State, name: str, target: _Target = dropping) -> None:
+            url, options = target
+            dos.save(state, f"{url}/{name}", storage_options=options, config=config)
 
-        def load(state: dict[str, torch.Tensor], name: str) -> None:
-            dos.load(state, f"{root}/{name}", storage_options=options, config=config)
+        def load(state: State, name: str) -> None:
+            url, options = keeping
+            dos.load(state, f"{url}/{name}", storage_options=options, config=config)
+
+        def stage(state: State, name: str) -> dos.AsyncSaveHandle:
+            url, options = dropping
+            handle = dos.async_save(state, f"{url}/{name}", storage_options=options, config=config)
+            handle.staged()
+            return handle
 
         state = _make_state(small, blank=False)
-        save(state, "warm-up")  # imports, and the GPU's context
+        save(state, "warm-up", keeping)  # imports, and the GPU's context
         load(state, "warm-up")
         # In the order of the memory they need: the pinned memory of one stays for those after it.
         state = _make_state(settings, blank=False)
+        save(state, "kept", keeping)
         for number_of_round in range(job["rounds"]):
-            name = f"round-{number_of_round}"
-            rounds["save"].append(_measure(partial(save, state, name), settings))
-            loaded = _make_state(settings, blank=True)
-            rounds["load"].append(_measure(partial(load, loaded, name), settings))
-            _check(loaded)
-            del loaded
-            _forget(root, name, options)
+            for device, suffix in (("cuda", ""), ("cpu", "_cpu")):
+                name = f"round-{number_of_round}{suffix}"
+                saved = _make_state(settings, blank=False, device=device)
+                rounds[f"save{suffix}"].append(_measure(partial(save, saved, name), settings))
+                _forget(*dropping, name)
+                loaded = _make_state(settings, blank=True, device=device)
+                rounds[f"load{suffix}"].append(_measure(partial(load, loaded, "kept"), settings))
+                _check(loaded)
+                del saved, loaded
+        for number_of_round in range(job["rounds"] + 1):
+            handles: list[dos.AsyncSaveHandle] = []
+            name = f"held-{number_of_round}"
+            measured = _measure(lambda: handles.append(stage(state, name)), settings)  # noqa: B023
+            handles.pop().result()
+            _forget(*dropping, name)
+            if number_of_round:  # the first makes the memory that the others use again
+                rounds["held"].append(measured)
     pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     for _ in range(job["rounds"]):
         for name, out in (("floor_out", True), ("floor_in", False)):
@@ -170,11 +204,19 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     return {"gpu": torch.cuda.get_device_name(), "rounds": rounds}
 
 
-def _forget(root: str, name: str, options: dict[str, object] | None) -> None:
+def _targets(kind: str, stack: ExitStack) -> tuple[_Target, _Target]:
+    """Return where a load finds what was saved, and where saves are measured."""
+    if kind != "sink":
+        return (("memory://bench", None),) * 2
+    keeping, dropping = (stack.enter_context(Sink(keep=keep)) for keep in (True, False))
+    return ("s3://bench", keeping.storage_options), ("s3://bench", dropping.storage_options)
+
+
+def _forget(url: str, options: dict[str, object] | None, name: str) -> None:
     """Delete what a round has saved, so that rounds do not pile up in memory."""
     from dcp_objstore.stores import open_store
 
-    store = open_store(f"{root}/{name}", options)
+    store = open_store(f"{url}/{name}", options)
     for meta in list(store.list()):
         store.delete(meta.key)
 
