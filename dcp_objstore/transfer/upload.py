@@ -53,7 +53,8 @@ logger = logging.getLogger("dcp_objstore")
 # memoryviews, because only arrays can be weakly referenced.
 ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-# Up to so many parts that are uploaded are not counted before the object is, or a quarter of all.
+# Up to so many parts that are uploaded are not counted before the object is, or half of all:
+# with fewer under way, the first save to a far store would take a quarter longer.
 _LEAST_AHEAD = 8
 # The time for a stopped upload to send its abort, before its thread is left behind.
 _ABORT_GRACE_SECONDS = 5.0
@@ -284,7 +285,7 @@ def upload_object(
         request_bytes=plan.part_size_bytes,
     )
     began_at = time.monotonic()
-    most = min(most, slot.most, max(slot.concurrency, _LEAST_AHEAD, plan.parts // 4))
+    most = min(most, slot.most, max(slot.concurrency, _LEAST_AHEAD, plan.parts // 2))
     most = at_most(config.upload_concurrency, most)
     silence, size = Silence(store, key, progress), plan.part_size_bytes
     tracked = _Tracked(buffers, silence, part_size_bytes=size, slot=slot, ahead=max(2, most))

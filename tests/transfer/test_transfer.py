@@ -875,7 +875,7 @@ def test_the_parts_of_an_upload_in_flight_are_those_that_store_memory_and_settin
 
 @pytest.mark.parametrize(
     ("mib_per_second", "parts", "expected"),
-    [(1000, 10, 64), (1, 10, 18), (1, 72, 18), (1, 80, 20), (1, 256, 64)],
+    [(1000, 10, 64), (1, 10, 18), (1, 36, 18), (1, 80, 40), (1, 256, 64)],
 )
 def test_few_parts_of_an_upload_over_a_slow_line_are_uncounted_until_its_end(
     mib_per_second, parts, expected
