@@ -28,6 +28,7 @@ from dcp_objstore.stores import ObjectStore, StoreSpec, spec
 from dcp_objstore.stores.admission import limiter
 from dcp_objstore.stores.obstore import makers
 from dcp_objstore.stores.retries import RetryPolicy
+from tests.support import campaign
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.ceph import CephServer
 from tests.support.servers import (
@@ -61,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
     settings.register_profile("few", max_examples=50)  # others in the next run
     settings.load_profile("few")
+    campaign.is_left_out = config.getoption("markexpr") == "not campaign"
     config.addinivalue_line("markers", "backends(*kinds): stores that the `bucket` fixture uses")
 
 
@@ -148,6 +150,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # A test that names one of our servers needs something of that server: it is skipped.
         kinds = ("user",) if set(DEFAULT_BACKENDS) <= set(kinds) else ()
     default = _default_kinds(metafunc.module, kinds)
+    if campaign.is_left_out and default:
+        kinds = default
     chosen_kinds = [
         kind if kind in default else pytest.param(kind, marks=pytest.mark.campaign)
         for kind in kinds

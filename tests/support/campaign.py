@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 
+# Whether the campaign is not asked for. Then its cases, two of five, take no time to collect either.
+is_left_out = False
+
+
 def cases(every: Iterable[Any], *, default: Collection[Any]) -> list[Any]:
     """Parameters for `parametrize`: those that are not in `default` are for the campaign."""
     every = list(every)
     assert all(one in every for one in default)
+    if is_left_out and default:
+        return [one for one in every if one in default]
     return [
         one
         if one in default
