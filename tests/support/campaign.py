@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-
 # Whether the campaign is not asked for. Then its cases, two of five, take no time to collect either.
 is_left_out = False
 
