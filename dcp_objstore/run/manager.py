@@ -132,6 +132,11 @@ class CheckpointManager:
         on_busy: what `step` and `async_save` do while a save of this manager is under way: "wait"
             for it, "skip" the new one, or "raise" SaveInProgressError. All ranks do the same.
             Default "wait".
+        max_failed_saves: how many background saves in a row may fail without ending the training,
+            because the store was away or too slow (a RetryableError). Each is logged as an error,
+            with the newest step that there is, and the next save is tried when it is due. The one
+            after them raises, as do at once the save of the last step, a save that was refused or
+            has lost a race, and `save`. Default 0: every failure raises.
         preemption: how the job learns that it must end, and whether it saves then. Default: by
             SIGTERM, and it saves.
         claim_run: with the first `load` or save, make this job the only one that adds to the run,
@@ -188,6 +193,7 @@ class CheckpointManager:
         save_last: bool = True,
         user_metadata: Mapping[str, object] | None = None,
         on_busy: Busy = "wait",
+        max_failed_saves: int = 0,
         preemption: Preemption = BY_SIGTERM,
         claim_run: bool = True,
         grace_seconds: float = 0.0,
@@ -211,6 +217,7 @@ class CheckpointManager:
         self._every, self._every_seconds = _intervals(save_every)
         check_busy(on_busy)
         self._on_busy = on_busy
+        self._max_failed_saves = _count(max_failed_saves)
         self._user_metadata = check_user_metadata(user_metadata)
         if not isinstance(preemption, Preemption):
             raise ConfigError(f"preemption must be a dcp_objstore.Preemption, got {preemption!r}")
@@ -259,6 +266,14 @@ class CheckpointManager:
     def claim(self) -> RunClaim | None:
         """The claim of this job; None before the first `load` or save, or without `claim_run`."""
         return self._retainer.claim
+
+    @property
+    def failed_saves(self) -> int:
+        """The number of saves that have failed since the last commit. The same on all ranks.
+
+        A save under way, or one that no later call has waited for, is not in it.
+        """
+        return 0 if self._saves is None else self._saves.failed
 
     # --- the block
 
@@ -326,7 +341,7 @@ class CheckpointManager:
         step, state, described = last
         if not saves.knows(step):  # Ctrl-C may have come when its save had begun
             self.save(step, state, **described)
-        if failed is not None and not saves.knows(failed[0]):
+        if failed is not None and not saves.knows(failed[0]) and not saves.tolerates(failed[1]):
             raise failed[1]
 
     def _end(self) -> None:
@@ -370,6 +385,7 @@ class CheckpointManager:
                 self._group,
                 self._retainer,
                 user_metadata=self._user_metadata,
+                max_failed=self._max_failed_saves,
                 saving={**self._saving, "process_group": self._group_given},
             )
             self._consensus.start()
@@ -410,7 +426,7 @@ class CheckpointManager:
 
         Raises:
             DcpObjstoreError: a save was refused or has failed. The error of a background save is
-                raised by the next save.
+                raised by the next save, unless `max_failed_saves` allows it.
         """
         step = as_step(step)
         saves = self._begin()
@@ -498,13 +514,14 @@ class CheckpointManager:
                 manager's `on_busy`.
 
         Returns:
-            A handle of the save, or None if it was skipped because another one was under way.
+            A handle of the save, or None if it was skipped because another one was under way, or
+            could not begin and `max_failed_saves` allows that.
 
         Raises:
             SaveInProgressError: a save is under way on some rank, and `on_busy` is "raise".
             CheckpointExistsError: `save` would raise it, for the same reasons.
-            DcpObjstoreError: the save before has failed. The error of this save is raised by the
-                next call that saves, or by `close`.
+            DcpObjstoreError: the save before has failed, and `max_failed_saves` does not allow it.
+                The error of this save is raised by the next call that saves, or by `close`.
         """
         step = as_step(step)
         handle = self._own_run().async_save(
@@ -684,6 +701,14 @@ def _timer(saves: RunSaves) -> str:
     has asked, and the timer asks again until a save begins.
     """
     return f"timer-{saves.begun}"
+
+
+def _count(max_failed_saves: int) -> int:
+    """Return the argument, or raise ConfigError."""
+    wanted = max_failed_saves
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
+        raise ConfigError(f"max_failed_saves must be a number of saves from 0, got {wanted!r}")
+    return wanted
 
 
 def _intervals(every: int | timedelta | None) -> tuple[int | None, float | None]:

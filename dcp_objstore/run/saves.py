@@ -17,6 +17,7 @@ from dcp_objstore.errors import (
     CheckpointExistsError,
     ConfigError,
     DcpObjstoreError,
+    RetryableError,
     SaveInProgressError,
 )
 from dcp_objstore.observe.report import SaveReport, logger
@@ -57,6 +58,8 @@ class RunSaves:
     Attributes:
         begun: how often a save has begun, or the job has resumed; the same on all ranks.
         begun_at: the time of the last of these, or of the job's begin, by the monotonic clock.
+        failed: the number of background saves that have failed since the last commit; the same on
+            all ranks.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class RunSaves:
         retainer: Retainer,
         *,
         user_metadata: Mapping[str, Any],
+        max_failed: int,
         saving: Mapping[str, Any],
     ) -> None:
         self._run = run
@@ -73,6 +77,7 @@ class RunSaves:
         self._group = group
         self._retainer = retainer
         self._user_metadata = user_metadata
+        self._max_failed = max_failed
         self._saving = saving
         self._background = async_api.BackgroundSaves()
         self._pending: _Pending | None = None
@@ -82,7 +87,7 @@ class RunSaves:
         self._may_be_behind = True
         self._saved: set[int] = set()
         self._tried: set[int] = set()  # steps whose saves have failed: they may be committed
-        self.begun = 0
+        self.begun = self.failed = 0
         self.begun_at = time.monotonic()
 
     def _note_begin(self) -> None:
@@ -113,8 +118,8 @@ class RunSaves:
 
     def save(self, step: int, state: Mapping[str, Any], **described: Any) -> SaveReport:
         """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
-        keywords = self._prepare(step, "wait", described)
-        assert keywords is not None  # only "skip" skips
+        keywords = self._prepare(step, "wait", described, may_fail=False)
+        assert keywords is not None
         self._tried.add(step)  # now: Ctrl-C may come after the commit
         try:
             report = api.save(state, step_url(self._url, step), **keywords)
@@ -122,16 +127,20 @@ class RunSaves:
             self._tried.discard(step)  # what exists is another job's
             raise
         self._saved.add(step)
-        self._tried.discard(step)
-        self._may_be_behind = False
+        self._note_committed(step)
         self._retain(step, None)
         return report
+
+    def _note_committed(self, step: int) -> None:
+        self._tried.discard(step)
+        self._may_be_behind = False
+        self.failed = 0
 
     def async_save(
         self, step: int, state: Mapping[str, Any], on_busy: Busy, **described: Any
     ) -> async_api.AsyncSaveHandle | None:
         """Save a step in the background, as `CheckpointManager.async_save` describes."""
-        keywords = self._prepare(step, on_busy, described)
+        keywords = self._prepare(step, on_busy, described, may_fail=True)
         if keywords is None:
             return None
         before = self._background.latest
@@ -148,9 +157,13 @@ class RunSaves:
         return handle
 
     def _prepare(
-        self, step: int, on_busy: Busy, described: Mapping[str, Any]
+        self, step: int, on_busy: Busy, described: Mapping[str, Any], *, may_fail: bool
     ) -> dict[str, Any] | None:
-        """Wait for the save under way; return the arguments of the next, or None to skip it."""
+        """Wait for the save under way; return the arguments of the next.
+
+        Returns None if it is skipped, or (with `may_fail`) if the store is away and that is
+        tolerated.
+        """
 
         def make() -> dict[str, Any]:
             check_step(step)
@@ -158,7 +171,8 @@ class RunSaves:
             return described_by(step, self._user_metadata, **described)
 
         values, refused = capture(make)
-        raise_on_all(refused, self._url, self._group, same={"base": self._saving.get("base")})
+        same = {"base": self._saving.get("base"), "max_failed_saves": self._max_failed}
+        raise_on_all(refused, self._url, self._group, same=same)
         pending = self._pending
         # Ranks see the end of a save at different times.
         if on_busy != "wait" and on_any(not self.is_idle(), self._url, self._group):
@@ -168,11 +182,22 @@ class RunSaves:
                 raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)
             logger.info("%s: step %d was skipped: another save is under way", self._url, step)
             return None
-        self.settle()  # first: a save that has failed has not saved its step
+        # First: a save that has failed has not saved its step.
+        try:
+            self.settle()
+        except RetryableError as error:
+            assert pending is not None
+            self._tolerate(pending.step, error)
         if step in self._saved:
             raise CheckpointExistsError(f"this job has saved step {step} already", url=self._url)
-        claim = self._claim_for(step)
         self._note_begin()
+        try:
+            claim = self._claim_for(step)
+        except RetryableError as error:
+            if not may_fail:
+                raise
+            self._tolerate(step, error)
+            return None
         # The job may replace steps that it trains again after it went back to an earlier step.
         resumed = self._retainer.resumed
         again = self._loaded and (resumed is None or step > resumed)
@@ -253,6 +278,31 @@ class RunSaves:
             return False
         return stored.record.claim == claim.number and bool(stored.record.put_on)
 
+    def tolerates(self, error: DcpObjstoreError) -> bool:
+        """Return whether the error of a background save may be only logged. Local."""
+        return isinstance(error, RetryableError) and self._max_failed > 0
+
+    def _tolerate(self, step: int, error: RetryableError) -> None:
+        """Count and log a background save that has failed; raise its error if it is one too many.
+
+        All ranks have this error, so all do the same.
+        """
+        self.failed += 1
+        if self.failed > self._max_failed:
+            raise error
+        newest = self.newest()
+        logger.error(
+            "%s: step %d was not saved, and training goes on (failure %d in a row of the %d that"
+            " max_failed_saves allows). The newest step that this job has is %s. %s: %s",
+            self._url,
+            step,
+            self.failed,
+            self._max_failed,
+            "none" if newest is None else newest,
+            type(error).__name__,
+            error,
+        )
+
     def settle(self) -> None:
         """Wait for the save under way; raise its error on all ranks if it failed on any.
 
@@ -274,8 +324,7 @@ class RunSaves:
             raise
         self._pending = None
         if error is None:
-            self._tried.discard(step)
-            self._may_be_behind = False
+            self._note_committed(step)
 
     def settle_quietly(self) -> tuple[int, DcpObjstoreError] | None:
         """Wait for the save under way; log its error, and return it with the step.

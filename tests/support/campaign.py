@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-# Whether the campaign is not asked for. Then its cases, two of five, take no time to collect either.
+# Whether the campaign is not asked for: its cases, two of five, are then not even collected.
 is_left_out = False
 
 
