@@ -339,7 +339,10 @@ def incomplete(key: str, held: int, wanted: int) -> StateMismatchError:
 
 
 def tensor_entry(
-    key: str, described: TensorStorageMetadata | TensorWriteData, chunk_count: int
+    key: str,
+    described: TensorStorageMetadata | TensorWriteData,
+    chunk_count: int,
+    is_sharded: bool | None = None,  # noqa: FBT001
 ) -> ix.Tensor:
     """Return what an index says of a tensor."""
     properties = described.properties
@@ -352,6 +355,7 @@ def tensor_entry(
         memory_format=constant_name(properties.memory_format),
         pin_memory=properties.pin_memory,
         chunk_count=chunk_count,
+        is_sharded=is_sharded,
     )
 
 
@@ -410,6 +414,11 @@ class Chunks(Sequence[ChunkStorageMetadata]):
                 )
             self._own = self._shared[cut]
         return self._own
+
+    @property
+    def is_sharded(self) -> bool | None:
+        """Whether the tensor was sharded, as in the index."""
+        return self._index.tensors[self._key].is_sharded
 
     def __len__(self) -> int:
         return self._index.tensors[self._key].chunk_count

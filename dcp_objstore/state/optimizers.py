@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
-from dcp_objstore.state.record import Asked, alike, below, is_numbered_state
+from dcp_objstore.state.record import Asked, alike, below, is_numbered_state, is_sharded
 from dcp_objstore.state.trainable import prefixes
 
 if TYPE_CHECKING:
@@ -97,9 +98,11 @@ class NamedOptimizer:
         state = {
             first_names.get(key, key): value
             for key, value in self._packed["state"].items()
-            if key not in first_names or first_names[key] in names
+            if key not in first_names or (first_names[key] in names and value != {})
         }
         self.state_dict = {**self._packed, "state": state, "param_groups": groups}
+        if not state:
+            del self.state_dict["state"]
         of_groups = repr([group["params"] for group in groups])
         digest = xxhash.xxh3_64_hexdigest(of_groups.encode())
         self._own_groups = f"groups.{digest}"
@@ -114,7 +117,10 @@ class NamedOptimizer:
         if not asked.saved:
             return None
         self._asked, self._place, self._strict = asked, ".".join(place), strict
-        is_parameter = functools.cache(record.names)
+        places = record.places_beside(self._owner)
+        is_parameter = functools.cache(
+            lambda name: any(record.names(name, (place,)) for place in places)
+        )
         for rest, saved_path in asked.saved.items():
             path = self._path_of(rest, saved_path, is_parameter)
             if path is None:
@@ -123,9 +129,9 @@ class NamedOptimizer:
             if path[0] == "param_groups":
                 asked.ask(rest, path, None, like=now)
             else:
-                size = getattr(record.entries[f"{self._place}.{rest}"], "size", None)
-                fits = isinstance(now, torch.Tensor) and now.size() == size
-                asked.ask(rest, path, now if fits else None, self._like(path))
+                saved = record.entries[f"{self._place}.{rest}"]
+                fits = isinstance(now, torch.Tensor) and now.size() == getattr(saved, "size", None)
+                asked.ask(rest, path, now if fits else None, self._like(path, saved, record))
         self.not_needed = {
             f"{self._place}.{rest}"
             for rest in asked.saved
@@ -164,13 +170,21 @@ class NamedOptimizer:
         is_gone = any(is_parameter(name) for name in prefixes(tail) if name != tail)
         return None if is_gone else (kind, *below(path, len(f"{kind}.")))
 
-    def _like(self, path: Path) -> torch.Tensor | None:
-        """Return the parameter of an entry, if `load_state_dict` puts the entry on its device."""
+    def _like(self, path: Path, saved: Any, record: Record) -> torch.Tensor | None:
+        """Return the parameter of an entry, if `load_state_dict` puts the entry on its device.
+
+        Only its shard if the entry was a plain tensor beside a parameter that was sharded.
+        """
         if len(path) < 3 or path[0] != "state" or path[1] not in self._number_of:
             return None
         tensor, _, group = self._parameters[self._number_of[path[1]]]
-        on_host = path[-1] == "step" and not (group.get("capturable") or group.get("fused"))
-        return None if on_host else tensor.detach()
+        if path[-1] == "step" and not (group.get("capturable") or group.get("fused")):
+            return None
+        like = tensor.detach()
+        if isinstance(like, DTensor) and not is_sharded(saved):
+            parameter = record.entries.get(".".join((*self._owner, path[1])))
+            like = torch_private.local_tensor(like) if is_sharded(parameter) else like
+        return like
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put loaded values, by the rest of the key, into the optimizer by its `load_state_dict`.

@@ -39,6 +39,7 @@ from dcp_objstore.state.optimizers import NamedOptimizer
 from dcp_objstore.state.per_rank import PerRank, is_stateful
 from dcp_objstore.state.record import (
     Asked,
+    Empty,
     Path,
     Place,
     Record,
@@ -131,8 +132,9 @@ class ConvertedState:
         if loading:
             self._check_memory()
         self._check_names_of_ranks()
-        originals = {leaf.path: leaf.original for leaf in self._leaves}
-        self.state_dict = _plain(state, originals, str if loading else _literal_name)
+        self._originals = {leaf.path: leaf.original for leaf in self._leaves}
+        self._decided = {leaf.path for leaf in self._leaves if leaf.is_decided or leaf.optimizer}
+        self.state_dict = self._plain(state)
 
     def _is_decided(self, value: Any) -> bool:
         """Whether the checkpoint decides what is loaded into a dict or list.
@@ -223,6 +225,31 @@ class ConvertedState:
             f" ({first_few([name for _, name in on_meta], 3)}); {advice}",
             key=key,
         )
+
+    def _plain(self, value: Any, path: Path = ()) -> Any:
+        """Rebuild the nesting in new dicts and lists, with the original state dicts in it.
+
+        Keys become str: DCP names a value by `str(key)` and puts it back under that name.
+
+        Raises:
+            StateMismatchError: two keys have the same name.
+        """
+        value = self._originals.get(path, value)
+        if isinstance(value, list) and not is_whole(value):
+            return [self._plain(item, (*path, number)) for number, item in enumerate(value)]
+        if not isinstance(value, Mapping):
+            return value
+        if not value and not self._loading:
+            is_needed = any(path[:number] in self._decided for number in range(1, len(path)))
+            return Empty if is_needed else {}
+        plain: dict[str, Any] = {}
+        for key, item in value.items():
+            name = key if type(key) is str else str(key) if self._loading else _literal_name(key)
+            if name in plain:
+                other = next(other for other in value if str(other) == name)
+                raise _clash(f"the keys {other!r} and {key!r} of {_shown(path)}", (*path, key))
+            plain[name] = self._plain(item, (*path, key))
+        return plain
 
     def _check_names_of_ranks(self) -> None:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
@@ -464,32 +491,6 @@ def _literal_name(key: Any) -> str:
     name = str(key)
     is_noted = not isinstance(key, str) and is_literal(name) and LiteralKey(name).value == key
     return LiteralKey(name) if is_noted else name
-
-
-def _plain(
-    value: Any, originals: Mapping[Path, Any], name_of: Callable[[Any], str], path: Path = ()
-) -> Any:
-    """Rebuild the nesting in new dicts and lists, with these leaves.
-
-    Keys become str: DCP names a value by `str(key)` and puts it back under that name.
-
-    Raises:
-        StateMismatchError: two keys have the same name.
-    """
-    value = originals.get(path, value)
-    if isinstance(value, list) and not is_whole(value):
-        items = enumerate(value)
-        return [_plain(item, originals, name_of, (*path, number)) for number, item in items]
-    if not isinstance(value, Mapping):
-        return value
-    plain: dict[str, Any] = {}
-    for key, item in value.items():
-        name = key if type(key) is str else name_of(key)
-        if name in plain:
-            other = next(other for other in value if str(other) == name)
-            raise _clash(f"the keys {other!r} and {key!r} of {_shown(path)}", (*path, key))
-        plain[name] = _plain(item, originals, name_of, (*path, key))
-    return plain
 
 
 def _at(value: Any, path: Path, *, by_str: bool = True) -> Any:

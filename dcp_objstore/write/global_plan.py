@@ -82,7 +82,7 @@ class LocalPlan(msgspec.Struct, frozen=True):
                 )
             offsets += chunk.offsets
             sizes += chunk.sizes
-            kind = tensor_entry("", data, 0)
+            kind = tensor_entry("", data, 0, item.type is WriteItemType.SHARD)
             numbers.append(kinds.setdefault(kind, len(kinds)))
         literal_keys = {
             key: tuple(at for at, step in enumerate(path) if type(step) is ix.LiteralKey)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
@@ -22,6 +22,7 @@ from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.record import Record
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
+from tests.support.states import local
 from tests.support.wrappers import Codes, is_same
 
 
@@ -272,12 +273,68 @@ T = torch.ones(2)
         ({"a": 1, "a.b": T}, {}),
         ({"items": [{"x": T}]}, {"items": [{"x": torch.zeros(2)}, {"x": torch.zeros(2)}]}),
         ({"items": [{"x": T}, {"y": 1}]}, {"items": [{"x": torch.zeros(2)}]}),
+        ({"items": [{}, {"x": T}, {}]}, {"items": [{}, {"x": torch.zeros(2)}, {}]}),
+        ({"items": [{}, {"x": T}, {}]}, {}),
+        ({"n": 1, "of": {1: {}, 2: {"a": {}}}}, {"n": 0}),
+        ({"by": {}, "n": 1}, {"by": {1: T}, "n": 0}),
     ],
 )
-def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(had: Any, has: Any) -> None:
-    dos.save({"held": Held(had)}, url := memory_url(), progress=False)
+@pytest.mark.parametrize("save", [dos.save, lambda *a, **b: dos.async_save(*a, **b).result()])
+def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(
+    had: Any, has: Any, save: Any
+) -> None:
+    save({"held": Held(had)}, url := memory_url(), progress=False)
     dos.load({"held": (held := Held(has))}, url, progress=False)
     assert repr(held.held) == repr(had)
+
+
+class Caching(torch.optim.SGD):
+    """Dicts beside the state, without entries until there is something to remember."""
+
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        self.caches: list[dict[str, Any]] = [{}, {}]
+        super().__init__(*settings, **named)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"caches": self.caches, "last": {}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = dict(state_dict)
+        assert own.pop("last") == {}
+        self.caches = own.pop("caches")
+        super().load_state_dict(own)
+
+
+def test_an_optimizers_dicts_without_entries_come_back() -> None:
+    model = layers()
+    optimizer = Caching(model.parameters())
+    optimizer.caches[1]["x"] = T
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    loaded = Caching(model.parameters())
+    loaded.caches = []
+    dos.load({"model": model, "optimizer": loaded}, url, progress=False)
+    assert repr(loaded.caches) == repr([{}, {"x": T}])
+
+
+def resume_stage(rank: int, world: int, url: str) -> list[str]:
+    def made() -> dict[str, Any]:
+        model = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 3)})
+        optimizer = torch.optim.Adam(model.parameters())
+        return {"train": {"net": {"all": model}, "optimizers": [optimizer]}}
+
+    state = made()
+    model, (optimizer,) = state["train"]["net"]["all"], state["train"]["optimizers"]
+    step(model[f"stage{rank}"], optimizer)
+    dos.save(state, url, progress=False)
+    state = made()
+    dos.load(state, url, progress=False)
+    names = {id(p): name for name, p in state["train"]["net"]["all"].named_parameters()}
+    return [names.get(id(key), key) for key in state["train"]["optimizers"][0].state]
+
+
+def test_a_stage_takes_no_state_of_another_stages_parameters(tmp_path: Path) -> None:
+    states = run_ranks(2, resume_stage, f"file://{tmp_path}/c")
+    assert states == [[f"stage{rank}.weight", f"stage{rank}.bias"] for rank in range(2)]
 
 
 def test_a_load_in_inference_mode_makes_state_that_can_be_stepped() -> None:
@@ -359,9 +416,12 @@ class Sums(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            rows = parameter.grad.detach().square().sum(1)  # sharded as the parameter
+            gradient = parameter.grad.detach()
+            rows = gradient.square().sum(1)  # sharded as the parameter
             columns = rows.redistribute(placements=[Replicate()])
-            for name, value in {"rows": rows, "columns": columns}.items():
+            norm = gradient.norm().redistribute(placements=[Replicate()])
+            plain = {"window": torch.ones(4), "number": torch.tensor(1.0), "own": torch.ones(5, 3)}
+            for name, value in {"rows": rows, "columns": columns, "norm": norm, **plain}.items():
                 self.state[parameter].setdefault(name, torch.zeros_like(value)).add_(value)
         return super().step(closure)
 
@@ -379,17 +439,22 @@ def resume_sums(rank: int, world: int, url: str) -> list[Any]:
     dos.load({"model": fresh, "optimizer": loaded}, url, progress=False)
     states = [next(iter(of.state.values())) for of in (optimizer, loaded)]
     for name, value in states[0].items():
-        assert (value.placements, value.shape) == (states[1][name].placements, value.shape), name
-        assert torch.equal(value.to_local(), states[1][name].to_local()), name
+        assert type(value) is type(states[1][name]), name
+        if isinstance(value, DTensor):
+            assert (value.placements, value.shape) == (states[1][name].placements, value.shape)
+        assert torch.equal(*(local(state[name]) for state in states)), name
     step(fresh, loaded)
-    return [str(states[1][name].placements) for name in ("rows", "columns")]
+    return [
+        str(states[1][name].placements) if isinstance(value, DTensor) else "plain"
+        for name, value in states[0].items()
+        if name != "momentum_buffer"
+    ]
 
 
-def test_state_of_other_shapes_than_a_sharded_parameter_is_sharded_as_it_was(
-    tmp_path: Path,
-) -> None:
-    placements = run_ranks(2, resume_sums, f"file://{tmp_path}/c")
-    assert placements == [["(Shard(dim=0),)", "(Replicate(),)"]] * 2
+def test_state_beside_a_sharded_parameter_is_sharded_or_plain_as_it_was(tmp_path: Path) -> None:
+    kinds = run_ranks(2, resume_sums, f"file://{tmp_path}/c")
+    sharded = ["(Shard(dim=0),)", "(Replicate(),)", "(Replicate(),)"]
+    assert kinds == [[*sharded, "plain", "plain", "plain"]] * 2
 
 
 def test_under_fsdp1_the_state_of_a_parameter_that_had_none_is_not_asked_for() -> None:
