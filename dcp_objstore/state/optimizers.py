@@ -56,7 +56,6 @@ class NamedOptimizer:
     Attributes:
         state_dict: its state dict by names. The tensors are the optimizer's own.
         lacking: names of trainable parameters that were saved without state, while others had some.
-        not_needed: keys of settings of other groups.
         has_names: whether the optimizer's state dict has torch's form. Otherwise nothing is named.
     """
 
@@ -71,7 +70,6 @@ class NamedOptimizer:
         self._packed: dict[str, Any] = self._optimizer.state_dict()
         self._asked: Asked | None = None
         self.lacking: list[str] = []
-        self.not_needed: set[str] = set()
         self.has_names = is_numbered_state(self._packed)
         if not self.has_names:
             return
@@ -132,11 +130,6 @@ class NamedOptimizer:
                 saved = record.entries[f"{self._place}.{rest}"]
                 fits = isinstance(now, torch.Tensor) and now.size() == getattr(saved, "size", None)
                 asked.ask(rest, path, now if fits else None, self._like(path, saved, record))
-        self.not_needed = {
-            f"{self._place}.{rest}"
-            for rest in asked.saved
-            if rest not in asked.wanted and rest.startswith(("groups.", "param_groups."))
-        }
         self._known = {
             number for name, number in self._number_of.items() if record.names(name, self._owner)
         }
@@ -230,13 +223,11 @@ class NamedOptimizer:
         sources |= by_name
         empty = iter([group for group in saved if not group.get("params")])
         defaults = getattr(self._optimizer, "defaults", ())  # PostLocalSGDOptimizer has none
-        groups, unknown = [], []
+        groups, kept = [], []
         for at, own in enumerate(self._packed["param_groups"]):
             names = [name for number in own["params"] for name in self._parameters[number].names]
             of_names = [sources[name] for name in names if name in sources]
             found = of_names if names else [*itertools.islice(empty, 1)]
-            if not found:
-                unknown.append(str(at))
             agreed, differing = _common(found)
             if differing and self._strict:
                 raise StateMismatchError(
@@ -245,24 +236,17 @@ class NamedOptimizer:
                     " were saved, or pass strict=False, and the group keeps its own",
                     key=f"{self._place}.param_groups.{at}",
                 )
-            if differing:
-                logger.warning(
-                    "group %d of the optimizer %s keeps its own %s: its parameters were saved with"
-                    " different ones",
-                    at,
-                    self._place,
-                    first_few(differing, 3),
-                )
+            if differing or not found:
+                kept.append(f"group {at}: {first_few(differing, 3) or 'all'}")
             # A setting that the constructor knows stays: an older version may not have saved it.
-            kept = (*_OWN, *differing, *defaults) if found else own
-            groups.append({key: own[key] for key in own if key in kept} | copy.deepcopy(agreed))
-        if unknown:
+            stays = (*_OWN, *differing, *defaults) if found else own
+            groups.append({key: own[key] for key in own if key in stays} | copy.deepcopy(agreed))
+        if kept:
             logger.warning(
-                "the checkpoint has no settings for %d groups of the optimizer %s, which keep their"
-                " own (%s)",
-                len(unknown),
+                "groups of the optimizer %s keep settings of their own, of which the checkpoint has"
+                " no value or several (%s)",
                 self._place,
-                first_few(unknown, 5),
+                first_few(kept, 5),
             )
         return groups
 

@@ -9,7 +9,7 @@ checkpoint. (DCP itself would also accept a module, as a Stateful, and store the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -295,11 +295,6 @@ class ConvertedState:
                 container[leaf.path[-1] if isinstance(container, list) else place[-1]] = wanted
 
     @property
-    def settings_of_others(self) -> set[str]:
-        """Keys of settings of groups that this rank's optimizers do not need."""
-        return {key for leaf in self._leaves if leaf.optimizer for key in leaf.optimizer.not_needed}
-
-    @property
     def lacking(self) -> list[str]:
         """Names of parameters that get no optimizer state, while others of the optimizer do."""
         named = [leaf.optimizer for leaf in self._leaves if leaf.optimizer is not None]
@@ -408,15 +403,10 @@ def _module_of(
     owners = [place for place, ids in held.items() if wanted <= ids]
     if owners:
         return min(owners, key=lambda place: len(held[place]))
-    if any(wanted & ids for ids in held.values()):
-        raise StateMismatchError(
-            "the parameters of this optimizer are spread over several modules of the state; pass"
-            " the module that contains all of them, or one optimizer per module",
-            key=_name(path),
-        )
     raise StateMismatchError(
-        "the parameters of this optimizer belong to no module of the state; add the module to the"
-        " state (and make the optimizer after fully_shard, which replaces the parameters)",
+        "no module of the state has all parameters of this optimizer; add the module that contains"
+        " all of them to the state, or make one optimizer per module (and after fully_shard, which"
+        " replaces the parameters)",
         key=_name(path),
     )
 
@@ -452,28 +442,19 @@ class AgreeingPlanner:
         Raises:
             StateMismatchError: two values of the state have the same name in a checkpoint.
         """
-        with self._typed_errors(), _naming_what_clashes(state_dict):
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
+        with self._typed_errors():
+            try:
+                super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
+            except ValueError:  # DCP's has only the name
+                places: dict[str, Path] = {}
+                for path, _ in leaves(state_dict):
+                    other = places.setdefault(_name(path), path)
+                    if other != path:
+                        raise _clash(f"{_shown(other)} and {_shown(path)}", path) from None
+                raise
 
     def _typed_errors(self) -> contextlib.AbstractContextManager[None]:
         return plugin_errors(current_rank(), self._url)
-
-
-@contextmanager
-def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
-    """Name both values if DCP's flattening raises because they have the same name.
-
-    DCP's ValueError contains only the name.
-    """
-    try:
-        yield
-    except ValueError:
-        places: dict[str, Path] = {}
-        for path, _ in leaves(state_dict):
-            other = places.setdefault(_name(path), path)
-            if other != path:
-                raise _clash(f"{_shown(other)} and {_shown(path)}", path) from None
-        raise
 
 
 def _shown(path: Path) -> str:

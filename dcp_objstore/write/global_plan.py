@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
-from dcp_objstore.state.dcp_metadata import PlannedIndex, incomplete, tensor_entry
+from dcp_objstore.write.results import PlannedIndex, incomplete, tensor_entry
 
 # Up to this size it does not matter for the balance which rank saves a tensor.
 _TINY_BYTES = 4096
