@@ -31,6 +31,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.state.dcp_metadata import describe
 from dcp_objstore.state.stored import DCP_VERSION, StoredItem, StoredObject
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.write.results import (
     PlannedIndex,
     Results,
