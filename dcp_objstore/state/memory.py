@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -15,7 +14,6 @@ from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.torch_private import is_wrapper, parts, rebuilt
 
 if TYPE_CHECKING:
-    from dcp_objstore.state.geometry import Box
     from dcp_objstore.transfer.upload import ByteArray
 
 
@@ -135,14 +133,6 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.dequantize()
 
 
-def part_for(destination: torch.Tensor, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return what a box covers of a stored tensor, as a wrapper if both are and it can be cut."""
-    if is_wrapper(destination):
-        with suppress(Exception):  # a class may cut only rows, or only between blocks
-            return narrow(tensor, box)
-    return narrow(values_of(tensor), box)
-
-
 def check_takes_values(wrapper: torch.Tensor) -> None:
     """Raise unless the class of a wrapper copies plain elements into it, as it does into a copy.
 
@@ -195,18 +185,3 @@ def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
     scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     axis = tensor.q_per_channel_axis()
     return tensor.dtype, scheme, scales.tolist(), zero_points.tolist(), axis
-
-
-def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of a tensor that a box covers."""
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-def fits(wanted: Box, shape: tuple[int, ...]) -> bool:
-    """Whether the box lies within a tensor of this shape."""
-    return len(shape) == len(wanted.sizes) and all(
-        end <= extent for end, extent in zip(wanted.ends, shape, strict=True)
-    )

@@ -10,13 +10,10 @@ import torch
 
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.state import memory
-from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import (
     byte_memory,
     copy_elements,
     device_bytes,
-    fits,
-    narrow,
     same_memory,
 )
 
@@ -125,34 +122,6 @@ def test_tensors_of_inference_mode_are_filled_where_it_is_off() -> None:
     for destination in destinations:
         copy_elements(torch.arange(4.0), destination)
         assert destination.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shape", "inside"),
-    [
-        ((2, 3), (3, 5), True),
-        ((2, 3), (2, 5), False),
-        ((2, 3), (3, 4), False),
-        ((2, 3), (3, 5, 1), False),
-        ((2, 3), (15,), False),
-        ((0, 0), (1, 2), True),
-    ],
-)
-def test_a_box_fits_up_to_the_last_element(
-    sizes: tuple[int, ...], shape: tuple[int, ...], inside: bool
-) -> None:
-    assert fits(Box((1, 2), sizes), shape) is inside
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_a_box_is_cut_out_and_a_whole_tensor_left_as_it_is() -> None:
-    """torch cannot cut one that is quantized by channels."""
-    tensor = torch.arange(12).view(3, 4)
-    assert narrow(tensor, Box((1, 2), (2, 2))).tolist() == [[6, 7], [10, 11]]
-    assert narrow(tensor, Box((2, 0), (1, 4))).tolist() == [[8, 9, 10, 11]]
-    scales, zeros = torch.ones(2), torch.zeros(2, dtype=torch.int64)
-    whole = torch.quantize_per_channel(torch.ones(2, 2), scales, zeros, 0, torch.qint8)
-    assert narrow(whole, Box((0, 0), (2, 2))) is whole
 
 
 def by_channel(scale: float = 1.0, zero: int = 0, axis: int = 0, dtype: Any = torch.qint8) -> Any:

@@ -20,6 +20,8 @@ import numpy as np
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
+
     from dcp_objstore.transfer.upload import ByteArray
 
     _Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
@@ -43,6 +45,21 @@ class Box:
     def ends(self) -> tuple[int, ...]:
         """The sums of offsets and sizes."""
         return tuple(map(operator.add, self.offsets, self.sizes))
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the part of a tensor that a box covers."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def fits(wanted: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the box lies within a tensor of this shape."""
+    return len(shape) == len(wanted.sizes) and all(
+        end <= extent for end, extent in zip(wanted.ends, shape, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,16 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from dcp_objstore.errors import UnsupportedError
-from dcp_objstore.state import geometry
-from dcp_objstore.state.geometry import Box, Selection, collapse, fills, plan_copies
+from dcp_objstore.read import geometry
+from dcp_objstore.read.geometry import (
+    Box,
+    Selection,
+    collapse,
+    fills,
+    fits,
+    narrow,
+    plan_copies,
+)
 
 
 @st.composite
@@ -235,3 +243,31 @@ def test_a_shape_may_have_more_dimensions_than_numpy_if_few_are_cut():
 def test_elements_beyond_what_a_float_tells_apart_are_counted_exactly():
     numbers = [np.array([[one], [one]], dtype=np.uint64) for one in (0, 2**60 - 1)]
     assert not fills((2**60,), *numbers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "inside"),
+    [
+        ((2, 3), (3, 5), True),
+        ((2, 3), (2, 5), False),
+        ((2, 3), (3, 4), False),
+        ((2, 3), (3, 5, 1), False),
+        ((2, 3), (15,), False),
+        ((0, 0), (1, 2), True),
+    ],
+)
+def test_a_box_fits_up_to_the_last_element(
+    sizes: tuple[int, ...], shape: tuple[int, ...], inside: bool
+) -> None:
+    assert fits(Box((1, 2), sizes), shape) is inside
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+def test_a_box_is_cut_out_and_a_whole_tensor_left_as_it_is() -> None:
+    """torch cannot cut one that is quantized by channels."""
+    tensor = torch.arange(12).view(3, 4)
+    assert narrow(tensor, Box((1, 2), (2, 2))).tolist() == [[6, 7], [10, 11]]
+    assert narrow(tensor, Box((2, 0), (1, 4))).tolist() == [[8, 9, 10, 11]]
+    scales, zeros = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    whole = torch.quantize_per_channel(torch.ones(2, 2), scales, zeros, 0, torch.qint8)
+    assert narrow(whole, Box((0, 0), (2, 2))) is whole
