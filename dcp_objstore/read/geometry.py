@@ -102,8 +102,26 @@ class Selection:
         return [(start * self.itemsize, end * self.itemsize) for start, end in runs]
 
     def copies(self, start: int, end: int) -> list[Copy]:
-        """Plan the copies of bytes `[start, end)` of the chunk, which must be whole elements."""
-        return plan_copies(self.shape, self.wanted, start // self.itemsize, end // self.itemsize)
+        """Plan the copies that move the wanted elements in bytes `[start, end)` to their place.
+
+        The bytes must be whole elements.
+        """
+        copies, wanted = [], self.wanted
+        first_element = start // self.itemsize
+        for first, box in _boxes(self.shape, first_element, end // self.itemsize):
+            low = tuple(map(max, box.offsets, wanted.offsets))
+            sizes = tuple(map(operator.sub, map(min, box.ends, wanted.ends), low))
+            if any(size <= 0 for size in sizes):
+                continue
+            copies.append(
+                Copy(
+                    start=first - first_element,
+                    source_shape=box.sizes,
+                    source=Box(tuple(map(operator.sub, low, box.offsets)), sizes),
+                    destination=Box(tuple(map(operator.sub, low, wanted.offsets)), sizes),
+                )
+            )
+        return copies
 
     def count_bytes(self, start: int, end: int) -> int:
         """Count the wanted bytes among bytes `[start, end)` of the chunk."""
@@ -186,30 +204,6 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
             for low, high in inside
         ]
     return [(first * row + start, (first + count - 1) * row + end)]
-
-
-def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> list[Copy]:
-    """Plan the copies that move the elements of `wanted` in stretch `[start, end)` to their place.
-
-    Args:
-        start: number of the stretch's first element, in row-major order.
-        end: number of the element after the stretch's last.
-    """
-    copies = []
-    for first, box in _boxes(shape, start, end):
-        low = tuple(map(max, box.offsets, wanted.offsets))
-        sizes = tuple(map(operator.sub, map(min, box.ends, wanted.ends), low))
-        if any(size <= 0 for size in sizes):
-            continue
-        copies.append(
-            Copy(
-                start=first - start,
-                source_shape=box.sizes,
-                source=Box(tuple(map(operator.sub, low, box.offsets)), sizes),
-                destination=Box(tuple(map(operator.sub, low, wanted.offsets)), sizes),
-            )
-        )
-    return copies
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, Box]]:

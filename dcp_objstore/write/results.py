@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ class WriteResults(list[WriteResult]):
             )
         positions = places = None
         if self.planned is None:
-            places = [_place(result) for result in self]
+            places = [(result.index.fqn, result.index.offset) for result in self]
         else:
             # By identity: the results have the indices of the items, and to hash one costs more.
             at = {id(item.index): number for number, item in enumerate(self.planned)}
@@ -82,10 +82,6 @@ class WriteResults(list[WriteResult]):
             positions=positions,
             places=places,
         )
-
-
-def _place(result: WriteResult) -> tuple[str, tuple[int, ...] | None]:
-    return result.index.fqn, result.index.offset
 
 
 class Results(msgspec.Struct, frozen=True, array_like=True):
@@ -170,8 +166,8 @@ def planned_index(metadata: Metadata) -> PlannedIndex:
     return PlannedIndex(
         tensors=tensors,
         blobs=tuple(blobs),
-        chunk_offsets=_column(flat(map(_OFFSETS, chunks))),
-        chunk_sizes=_column(flat(map(_SIZES, chunks))),
+        chunk_offsets=np.fromiter(flat(map(_OFFSETS, chunks)), np.uint64),
+        chunk_sizes=np.fromiter(flat(map(_SIZES, chunks)), np.uint64),
         rows=(),
         flatten_mapping=_flatten_mapping(metadata.planner_data),
     )
@@ -300,10 +296,6 @@ def _unreported(planned: PlannedIndex, row: int) -> RankFailedError:
     return RankFailedError(
         f"no rank reported having written this item{place}; the save is not committed", key=key
     )
-
-
-def _column(numbers: Iterable[int]) -> ix.Column:
-    return np.fromiter(numbers, dtype=np.uint64)
 
 
 def incomplete(key: str, held: int, wanted: int) -> StateMismatchError:

@@ -17,7 +17,6 @@ from dcp_objstore.read.geometry import (
     fills,
     fits,
     narrow,
-    plan_copies,
 )
 
 
@@ -30,7 +29,7 @@ def chunk_and_box(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 
 
 def apply(source, shape, wanted, start, end, destination):
-    for copy in plan_copies(shape, wanted, start, end):
+    for copy in Selection(shape, wanted, 1).copies(start, end):
         first = start + copy.start
         block = source[first : first + math.prod(copy.source_shape)].view(copy.source_shape)
         target = destination
@@ -93,13 +92,13 @@ def test_trailing_dimensions_that_are_wanted_in_full_become_one(shape, wanted, c
     ],
 )
 def test_a_stretch_is_the_rest_of_a_row_whole_rows_and_the_start_of_one(start, end, boxes):
-    copies = plan_copies((4, 6), Box((0, 0), (4, 6)), start, end)
+    copies = Selection((4, 6), Box((0, 0), (4, 6)), 1).copies(start, end)
     assert [(copy.start, copy.source_shape) for copy in copies] == boxes
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (3, 0)])
 def test_nothing_is_copied_from_an_empty_stretch(shape):
-    assert plan_copies(shape, Box((0,) * len(shape), shape), 0, 0) == []
+    assert Selection(shape, Box((0,) * len(shape), shape), 1).copies(0, 0) == []
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
@@ -227,7 +226,9 @@ def test_a_tensor_that_was_divided_as_one_long_row_fills_its_shape(ranks: int):
     boxes = [
         copy.destination
         for rank in range(ranks)
-        for copy in plan_copies(shape, whole, rank * count // ranks, (rank + 1) * count // ranks)
+        for copy in Selection(shape, whole, 1).copies(
+            rank * count // ranks, (rank + 1) * count // ranks
+        )
     ]
     numbers = [box.offsets for box in boxes], [box.sizes for box in boxes]
     assert fills(shape, *numbers)
