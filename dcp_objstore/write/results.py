@@ -63,7 +63,8 @@ class WriteResults(list[WriteResult]):
                     *(stored.payload_length, stored.pickled),
                 )
             )
-        positions = places = None
+        positions: bytes | None = None
+        places: list[tuple[str, tuple[int, ...] | None]] | None = None
         if self.planned is None:
             places = [(result.index.fqn, result.index.offset) for result in self]
         else:
