@@ -242,6 +242,28 @@ def test_a_group_keeps_a_setting_of_its_own_that_its_parameters_do_not_agree_on(
     assert [group["initial_lr"] for group in regrouped.param_groups] == [0, 7, 7]
 
 
+@pytest.mark.parametrize("rates", [(0.25, 0.25), (0.25, 0.5), (0.25, None)])
+def test_groups_become_one_where_their_settings_that_are_tensors_are_equal(
+    rates: tuple[float, float | None],
+) -> None:
+    model = layers()
+    values = [0.25 if rate is None else torch.tensor(rate) for rate in rates]
+    parts = zip(model, values, strict=True)
+    groups = [{"params": layer.parameters(), "lr": value} for layer, value in parts]
+    dos.save(
+        {"model": model, "optimizer": torch.optim.AdamW(groups)},
+        url := memory_url(),
+        progress=False,
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    if len({*rates}) == 1:
+        dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
+        assert repr(optimizer.param_groups[0]["lr"]) == repr(values[0])
+    else:
+        with pytest.raises(StateMismatchError, match="lr"):
+            dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
+
+
 class Held:
     """A Stateful."""
 
@@ -286,6 +308,24 @@ def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(
     save({"held": Held(had)}, url := memory_url(), progress=False)
     dos.load({"held": (held := Held(has))}, url, progress=False)
     assert repr(held.held) == repr(had)
+
+
+def test_what_a_stateful_object_has_and_the_checkpoint_lacks_is_named() -> None:
+    """Beside what was saved in the same dict; what is in a list was decided by the save."""
+    dos.save({"held": Held({"by": {"a": T, "c": [T]}})}, url := memory_url(), progress=False)
+    held = Held({"by": {"a": T * 0, "b": T, "c": [T * 0, T]}})
+    with pytest.raises(StateMismatchError, match=r"in 1 key:\s+held\.by\.b:"):
+        dos.load({"held": held}, url, progress=False)
+
+
+@pytest.mark.parametrize("groups", [[1, 2], ["params"], [{"lr": 1}], {"params": [T]}])
+def test_a_dict_with_the_keys_of_an_optimizers_state_is_a_dict(groups: Any) -> None:
+    value = {"state": T, "param_groups": groups}
+    dos.save({"own": value}, url := memory_url(), progress=False)
+    state = {"own": {"state": (filled := torch.zeros(2)), "param_groups": groups}}
+    dos.load(state, url, progress=False)
+    assert state["own"]["state"] is filled
+    assert repr(state["own"]) == repr(value)
 
 
 class Caching(torch.optim.SGD):
