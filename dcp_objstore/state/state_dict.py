@@ -36,7 +36,7 @@ from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.left_out import LeftOut
 from dcp_objstore.state.optimizers import NamedOptimizer
-from dcp_objstore.state.per_rank import PerRank, is_stateful
+from dcp_objstore.state.per_rank import PerRank, is_stateful, own_name
 from dcp_objstore.state.record import (
     Asked,
     Empty,
@@ -263,7 +263,7 @@ class ConvertedState:
     def _convert_per_rank(self, path: Path, value: PerRank) -> dict[str, Any]:
         self.per_rank[_place(path)] = value.choice == "list"
         if self._loading:
-            return value.to_fill()
+            return {own_name(): ()}  # empty until it is loaded
         entry = value.to_save()
         if has_parts(entry):
             raise StateMismatchError(

@@ -45,7 +45,7 @@ class WriteResults(list[WriteResult]):
     planned: Sequence[WriteItem] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _received, (msgspec.msgpack.encode(self.columns()),)
+        return self.columns().__reduce__()  # type: ignore[return-value]
 
     def columns(self) -> Results:
         """Return the results as columns."""
@@ -118,10 +118,6 @@ class Results(msgspec.Struct, frozen=True, array_like=True):
 
 
 _RESULT = ("object_number", "offset", "length", "payload_offset", "payload_length", "pickled")
-
-
-def _received(body: bytes) -> Results:
-    return msgspec.msgpack.decode(body, type=Results)
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,6 +264,39 @@ def test_groups_become_one_where_their_settings_that_are_tensors_are_equal(
             dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
 
 
+class Windowed(torch.optim.SGD):
+    """An entry that grows with each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["past"] = torch.cat([state.get("past", torch.zeros(0)), torch.ones(1)])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5])
+def test_an_entry_comes_in_the_shape_that_was_saved(steps: int) -> None:
+    model = layers()
+    optimizer, other = (Windowed(model.parameters(), momentum=0.9) for _ in range(2))
+    step(model, optimizer, 3)
+    step(model, other, steps)
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    dos.load({"model": model, "optimizer": other}, url, progress=False)
+    assert all(state["past"].tolist() == [1, 1, 1] for state in other.state.values())
+
+
+def test_a_group_of_new_parameters_keeps_all_of_its_settings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url, model = saved(), nn.Sequential(*layers(), nn.Linear(3, 3))
+    groups = [{"params": part.parameters(), "lr": 0.5, "initial_lr": 0.5} for part in model]
+    optimizer = torch.optim.AdamW(groups)
+    dos.load({"model": model, "optimizer": optimizer}, url, strict=False, progress=False)
+    rates = [group.get("initial_lr") for group in optimizer.param_groups]
+    assert (rates, optimizer.param_groups[2]["lr"]) == ([None, None, 0.5], 0.5)
+    assert "group 2: all" in caplog.text
+
+
 class Held:
     """A Stateful."""
 
