@@ -13,12 +13,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.state.fsdp1 import FlatOptimizer
+from dcp_objstore.state.optimizers import NamedOptimizer
 from dcp_objstore.state.record import Record
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
@@ -295,6 +301,30 @@ def test_a_group_of_new_parameters_keeps_all_of_its_settings(
     rates = [group.get("initial_lr") for group in optimizer.param_groups]
     assert (rates, optimizer.param_groups[2]["lr"]) == ([None, None, 0.5], 0.5)
     assert "group 2: all" in caplog.text
+
+
+@pytest.mark.parametrize("setting", [None, "capturable", "fused"])
+def test_steps_are_counted_on_the_host_unless_the_optimizer_counts_on_the_device(
+    setting: str | None,
+) -> None:
+    model = nn.Linear(2, 3, bias=False, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if setting is not None:
+        optimizer.param_groups[0][setting] = True
+    named = NamedOptimizer(optimizer, model, {"weight"}, ("model",))
+    properties = TensorProperties(torch.float32)
+    sizes = {"step": torch.Size([]), "exp_avg": torch.Size([3, 2]), "norm": torch.Size([])}
+    record = Record(
+        Metadata({
+            f"optimizer.state.weight.{name}": TensorStorageMetadata(properties, size, [])
+            for name, size in sizes.items()
+        }),
+        {},
+    )  # fmt: skip
+    wanted = named.ask(named.state_dict, record, ("optimizer",), strict=True)
+    assert wanted is not None
+    devices = {name.rpartition(".")[2]: str(tensor.device) for name, tensor in wanted.items()}
+    assert devices == {"step": "meta" if setting else "cpu", "exp_avg": "meta", "norm": "meta"}
 
 
 class Held:
