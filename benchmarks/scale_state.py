@@ -41,12 +41,12 @@ from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.read.peers.plan import NEED, Needs
 from dcp_objstore.state import tensor_frame
-from dcp_objstore.state.dcp_metadata import WriteResults
 from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES
 from dcp_objstore.transfer.parts import PartPlan, part_count, plan_parts
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.write.layout import item_bytes
+from dcp_objstore.write.results import WriteResults
 
 _DTYPE = torch.float32
 _SCALAR = torch.Size([])

@@ -85,7 +85,9 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of the state dict, as DCP's TensorProperties describe it.
 
     `dtype` is that of the stored elements. If it is not in `ITEM_SIZE_BYTES`, a newer version wrote
-    it: the tensor cannot be read, and its payload was not compared with its shape.
+    it: the tensor cannot be read, and its payload was not compared with its shape. `is_sharded` is
+    whether it was a DTensor or the like, which the chunks of one that is replicated do not show;
+    None if the save did not note it.
     """
 
     key: str
@@ -96,6 +98,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     memory_format: str
     pin_memory: bool
     chunk_count: int
+    is_sharded: bool | None = None
 
 
 class StorageInfo(msgspec.Struct, frozen=True, array_like=True):

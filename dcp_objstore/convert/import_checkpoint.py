@@ -46,8 +46,8 @@ from dcp_objstore.errors import (
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, ahead, cut, read_ahead, stop
+from dcp_objstore.read.geometry import Box
 from dcp_objstore.read.renaming import Rename, renamed
-from dcp_objstore.state.geometry import Box
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.errors import of_os
 from dcp_objstore.stores.ranges import read_range

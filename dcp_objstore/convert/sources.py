@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry
 from dcp_objstore.inspect.fill import new_tensor
-from dcp_objstore.state.memory import narrow
+from dcp_objstore.read.geometry import narrow
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 if TYPE_CHECKING:

@@ -34,9 +34,9 @@ from dcp_objstore.inspect.verify import VerifyReport, verify_at, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import first_few, size_text
+from dcp_objstore.read.geometry import Box
 from dcp_objstore.read.nearest import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
-from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.stored import known_dtype
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import in_waves

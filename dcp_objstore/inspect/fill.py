@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_objstore.compat.values import unpickled
 from dcp_objstore.errors import CheckpointGoneError, ConfigError, UnsupportedError
+from dcp_objstore.read.geometry import Box, check_filled, narrow
 from dcp_objstore.read.plan import plan_load
 from dcp_objstore.read.session import report_loaded, run_load
 from dcp_objstore.read.stored_checkpoint import name_next
 from dcp_objstore.read.tensor_read import is_value
-from dcp_objstore.state.geometry import Box, check_filled
-from dcp_objstore.state.memory import is_quantized, narrow
+from dcp_objstore.state.memory import is_quantized
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_objstore.inspect.fill import read_items
+from dcp_objstore.read.geometry import Box
 from dcp_objstore.read.peers.meeting import make_offer, share_out
 from dcp_objstore.read.peers.plan import ExchangePlan
 from dcp_objstore.read.plan import plan_load
-from dcp_objstore.state.geometry import Box
 from dcp_objstore.transfer.ranges import plan_requests
 
 if TYPE_CHECKING:

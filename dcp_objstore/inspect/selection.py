@@ -12,8 +12,8 @@ import numpy as np
 
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 from dcp_objstore.observe.report import first_few
+from dcp_objstore.read.geometry import Box
 from dcp_objstore.read.nearest import nearest
-from dcp_objstore.state.geometry import Box
 
 Patterns: TypeAlias = str | Iterable[str] | None
 

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dcp_objstore.config import MIB
-from dcp_objstore.state.geometry import Box
+from dcp_objstore.read.geometry import Box
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.waiting import WATCH_SECONDS, result_of

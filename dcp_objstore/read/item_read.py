@@ -11,6 +11,7 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -26,8 +27,8 @@ from dcp_objstore.errors import (
     StateMismatchError,
     UntrustedPickleError,
 )
-from dcp_objstore.state.geometry import Box
-from dcp_objstore.state.memory import copy_elements, fits, part_for
+from dcp_objstore.read.geometry import Box, fits, narrow
+from dcp_objstore.state.memory import copy_elements, values_of
 from dcp_objstore.torch_private import is_wrapper
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
@@ -203,7 +204,7 @@ class ItemRead:
         if is_other and self.takes is not None and self.takes(key, tensor, wanted.sizes):
             return
         try:
-            copy_elements(part_for(destination, tensor, wanted), destination)
+            copy_elements(_part_for(destination, tensor, wanted), destination)
         except StateMismatchError as error:
             raise error.at(key=key) from None
         except torch.OutOfMemoryError:
@@ -263,3 +264,11 @@ class CompletionQueue:
                 progress.check_stopped()
                 has_room = partial(self._changed.wait_for, lambda: not self.is_full)
                 wait_in_steps(has_room, look=progress.check_stopped, step_seconds=STEP_SECONDS)
+
+
+def _part_for(destination: torch.Tensor, tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return what a box covers of a stored tensor, as a wrapper if both are and it can be cut."""
+    if is_wrapper(destination):
+        with suppress(Exception):  # a class may cut only rows, or only between blocks
+            return narrow(tensor, box)
+    return narrow(values_of(tensor), box)

@@ -164,7 +164,13 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
         assert self.metadata is not None
-        others = self._choose_per_rank(self.metadata) | self._converted.settings_of_others
+        others = self._choose_per_rank(self.metadata)
+        # An optimizer has asked for the settings that it needs; the others are another rank's.
+        settings = tuple(
+            ".".join((*place, kind, ""))
+            for place in self._converted.optimizers
+            for kind in ("groups", "param_groups")
+        )
         self._take_extra_states(self.metadata)
         problems = _mismatches(self.state_dict, self.metadata)
         if problems:
@@ -197,7 +203,11 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             raise
         keys = asked if before is self.state_dict else self.state_dict
         self.missing = tuple(key for key in keys if key not in saved)
-        self.unexpected = tuple(key for key in saved if key not in keys and key not in others)
+        self.unexpected = tuple(
+            key
+            for key in saved
+            if key not in keys and key not in others and not key.startswith(settings)
+        )
         return plan
 
     def _take_extra_states(self, metadata: Metadata) -> None:

@@ -48,6 +48,7 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     UnsupportedError,
 )
+from dcp_objstore.read.geometry import check_filled
 from dcp_objstore.read.items import (
     IndexItems,
     ItemLocation,
@@ -56,7 +57,6 @@ from dcp_objstore.read.items import (
     RenamedItems,
     StockItems,
 )
-from dcp_objstore.state.geometry import check_filled
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
 from dcp_objstore.stores.wrappers import PinnedStore, is_same_state
 from dcp_objstore.transfer.workers import concurrently, wait_for

@@ -28,16 +28,14 @@ from dcp_objstore.errors import (
     UnsupportedError,
     printable,
 )
-from dcp_objstore.state.geometry import Box, Selection, collapse
+from dcp_objstore.read.geometry import Box, Selection, collapse, fits, narrow
 from dcp_objstore.state.memory import (
     byte_memory,
     check_takes_values,
     copy_elements,
     count_write,
     device_bytes,
-    fits,
     is_quantized,
-    narrow,
 )
 from dcp_objstore.state.stored import constant_name
 from dcp_objstore.torch_private import is_wrapper, parts
@@ -47,11 +45,11 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from dcp_objstore.read.geometry import Copy
     from dcp_objstore.read.item_read import ItemRead
     from dcp_objstore.read.items import ItemLocation
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.state.device import Inbound
-    from dcp_objstore.state.geometry import Copy
     from dcp_objstore.transfer.upload import ByteArray
 
     # A read takes one stored item's payload. It can be planned before it has a destination.

@@ -39,7 +39,6 @@ class FlatOptimizer:
     Attributes:
         state_dict: its state dict by names.
         lacking: names of parameters that were saved without state, while others had some.
-        not_needed: keys of settings of other groups.
 
     Raises:
         StateMismatchError: it has groups that torch cannot load.
@@ -62,7 +61,6 @@ class FlatOptimizer:
                 " can load at most one, so remove the others"
             )
         self.lacking: list[str] = []
-        self.not_needed: set[str] = set()
         self._without: list[str] = []
         # A parameter without elements never gets a state, on a rank that has no shard of it.
         self._is_fresh = not optimizer.state or any(
@@ -78,7 +76,6 @@ class FlatOptimizer:
     def ask(self, _: Any, record: Record, place: Place, *, strict: bool) -> dict[str, Any]:
         """Return what to load into; parameters that were saved without state are left out."""
         saved = record.below(place)
-        self.not_needed = {".".join((*place, rest)) for rest in saved if rest.startswith("groups.")}
         has_state = any(rest.startswith("state.") for rest in saved)
         state = {}
         for name, entries in self.state_dict["state"].items():

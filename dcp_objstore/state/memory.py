@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -17,11 +14,10 @@ from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.torch_private import is_wrapper, parts, rebuilt
 
 if TYPE_CHECKING:
-    from dcp_objstore.state.geometry import Box
     from dcp_objstore.transfer.upload import ByteArray
 
 
-class _Exposed:
+class Exposed:
     """Memory in NumPy's array interface. It dies with the last array made of it, and keeps `owner`.
 
     (What owns the memory: a tensor, or another array.)
@@ -42,7 +38,7 @@ def byte_memory(tensor: torch.Tensor) -> ByteArray | None:
     """
     if tensor.device.type != "cpu" or not _is_raw(tensor):
         return None
-    return np.asarray(_Exposed(tensor, tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+    return np.asarray(Exposed(tensor, tensor.data_ptr(), tensor.numel() * tensor.element_size()))
 
 
 def _is_raw(tensor: torch.Tensor) -> bool:
@@ -60,7 +56,7 @@ def lend(array: ByteArray, give_back: Callable[[], object]) -> ByteArray:
 
     `give_back` may run in any thread, at any point of that thread's code.
     """
-    lent = _Exposed(array, array.ctypes.data, array.nbytes)
+    lent = Exposed(array, array.ctypes.data, array.nbytes)
     weakref.finalize(lent, give_back).atexit = False
     return cast("ByteArray", np.asarray(cast("Any", lent)))
 
@@ -87,6 +83,12 @@ def same_memory(value: Any) -> tuple[object, ...] | None:
         return None
     place = torch_private.storage_number(local), local.storage_offset()
     return *place, local.shape, local.stride(), local.dtype
+
+
+def reach(tensor: torch.Tensor) -> int:
+    """Return the number of bytes from the first element to the end of the last."""
+    steps = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(steps) + 1) * tensor.itemsize
 
 
 def count_write(tensor: torch.Tensor) -> None:
@@ -132,14 +134,6 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     except Exception:  # noqa: BLE001 - torchao's weights refuse with an AttributeError
         return tensor.dequantize()
-
-
-def part_for(destination: torch.Tensor, tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return what a box covers of a stored tensor, as a wrapper if both are and it can be cut."""
-    if is_wrapper(destination):
-        with suppress(Exception):  # a class may cut only rows, or only between blocks
-            return narrow(tensor, box)
-    return narrow(values_of(tensor), box)
 
 
 def check_takes_values(wrapper: torch.Tensor) -> None:
@@ -194,102 +188,3 @@ def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
     scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
     axis = tensor.q_per_channel_axis()
     return tensor.dtype, scheme, scales.tolist(), zero_points.tolist(), axis
-
-
-class _Region(NamedTuple):
-    """Where tensors of a key lie: bytes `[start, end)`, of which they take `size_bytes`.
-
-    They are parts of one tensor, or of one of those that a wrapper is made of.
-    """
-
-    key: str
-    number: int
-    device: str
-    start: int
-    end: int
-    size_bytes: int
-    tensors: Sequence[torch.Tensor]
-
-    def covers(self, other: _Region) -> bool:
-        """Whether the tensors take all bytes of another region."""
-        is_dense = self.size_bytes == self.end - self.start
-        return is_dense and self.start <= other.start and other.end <= self.end
-
-
-def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str], set[str]]:
-    """Return how to fill keys that share memory as if one key were filled after the other.
-
-    Args:
-        tensors: the tensors of each key, which do not overlap one another; in the order of filling.
-
-    Returns:
-        The keys that need not be filled, because later keys fill all of their memory, and the keys
-        to fill after the others, because they share elements with an earlier one.
-    """
-    regions: list[_Region] = []
-    for key, of_key in tensors.items():
-        for of_part in zip(*map(parts, of_key), strict=True):
-            if held := [tensor for tensor in of_part if tensor.numel()]:
-                regions.append(_region(key, len(regions), held))
-    pairs: list[list[_Region]] = []
-    begun: list[_Region] = []
-    for region in sorted(regions, key=lambda region: (region.device, region.start)):
-        begun = [r for r in begun if r.device == region.device and r.end > region.start]
-        others = [r for r in begun if r.key != region.key]
-        pairs += [sorted((r, region), key=attrgetter("number")) for r in others]
-        begun.append(region)
-    hidden = {earlier.number for earlier, later in pairs if later.covers(earlier)}
-    needed = {region.key for region in regions if region.number not in hidden}
-    covered = {region.key for region in regions} - needed
-    after = {
-        later.key
-        for earlier, later in pairs
-        if needed.issuperset((earlier.key, later.key))
-        and any(itertools.starmap(_meet, itertools.product(earlier.tensors, later.tensors)))
-    }
-    return covered, after
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first element to the end of the last."""
-    steps = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (sum(steps) + 1) * tensor.itemsize
-
-
-def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
-    return _Region(
-        key=key,
-        number=number,
-        device=str(tensors[0].device),
-        start=min(tensor.data_ptr() for tensor in tensors),
-        end=max(tensor.data_ptr() + _reach(tensor) for tensor in tensors),
-        size_bytes=sum(tensor.nbytes for tensor in tensors),
-        tensors=tensors,
-    )
-
-
-def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether tensors have a byte in common. (Columns of one matrix have none.)"""
-    return np.shares_memory(_addresses(one.squeeze()), _addresses(other.squeeze()))
-
-
-def _addresses(tensor: torch.Tensor) -> ByteArray:
-    """Return an array with the elements' addresses. It may be a GPU's memory, which is not read."""
-    strides = tuple(step * tensor.itemsize for step in tensor.stride())
-    layout = {"shape": (*tensor.shape,), "strides": strides, "typestr": f"|V{tensor.itemsize}"}
-    return np.asarray(_Exposed(tensor, tensor.data_ptr(), 0, **layout))
-
-
-def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the part of a tensor that a box covers."""
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-def fits(wanted: Box, shape: tuple[int, ...]) -> bool:
-    """Whether the box lies within a tensor of this shape."""
-    return len(shape) == len(wanted.sizes) and all(
-        end <= extent for end, extent in zip(wanted.ends, shape, strict=True)
-    )

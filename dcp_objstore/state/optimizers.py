@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import first_few, logger
-from dcp_objstore.state.record import Asked, alike, below, is_numbered_state
+from dcp_objstore.state.record import Asked, alike, below, is_numbered_state, is_sharded
 from dcp_objstore.state.trainable import prefixes
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ class NamedOptimizer:
     Attributes:
         state_dict: its state dict by names. The tensors are the optimizer's own.
         lacking: names of trainable parameters that were saved without state, while others had some.
-        not_needed: keys of settings of other groups.
         has_names: whether the optimizer's state dict has torch's form. Otherwise nothing is named.
     """
 
@@ -70,7 +70,6 @@ class NamedOptimizer:
         self._packed: dict[str, Any] = self._optimizer.state_dict()
         self._asked: Asked | None = None
         self.lacking: list[str] = []
-        self.not_needed: set[str] = set()
         self.has_names = is_numbered_state(self._packed)
         if not self.has_names:
             return
@@ -97,9 +96,11 @@ class NamedOptimizer:
         state = {
             first_names.get(key, key): value
             for key, value in self._packed["state"].items()
-            if key not in first_names or first_names[key] in names
+            if key not in first_names or (first_names[key] in names and value != {})
         }
         self.state_dict = {**self._packed, "state": state, "param_groups": groups}
+        if not state:
+            del self.state_dict["state"]
         of_groups = repr([group["params"] for group in groups])
         digest = xxhash.xxh3_64_hexdigest(of_groups.encode())
         self._own_groups = f"groups.{digest}"
@@ -114,7 +115,10 @@ class NamedOptimizer:
         if not asked.saved:
             return None
         self._asked, self._place, self._strict = asked, ".".join(place), strict
-        is_parameter = functools.cache(record.names)
+        places = record.places_beside(self._owner)
+        is_parameter = functools.cache(
+            lambda name: any(record.names(name, (place,)) for place in places)
+        )
         for rest, saved_path in asked.saved.items():
             path = self._path_of(rest, saved_path, is_parameter)
             if path is None:
@@ -123,14 +127,9 @@ class NamedOptimizer:
             if path[0] == "param_groups":
                 asked.ask(rest, path, None, like=now)
             else:
-                size = getattr(record.entries[f"{self._place}.{rest}"], "size", None)
-                fits = isinstance(now, torch.Tensor) and now.size() == size
-                asked.ask(rest, path, now if fits else None, self._like(path))
-        self.not_needed = {
-            f"{self._place}.{rest}"
-            for rest in asked.saved
-            if rest not in asked.wanted and rest.startswith(("groups.", "param_groups."))
-        }
+                saved = record.entries[f"{self._place}.{rest}"]
+                fits = isinstance(now, torch.Tensor) and now.size() == getattr(saved, "size", None)
+                asked.ask(rest, path, now if fits else None, self._like(path, saved, record))
         self._known = {
             number for name, number in self._number_of.items() if record.names(name, self._owner)
         }
@@ -164,13 +163,21 @@ class NamedOptimizer:
         is_gone = any(is_parameter(name) for name in prefixes(tail) if name != tail)
         return None if is_gone else (kind, *below(path, len(f"{kind}.")))
 
-    def _like(self, path: Path) -> torch.Tensor | None:
-        """Return the parameter of an entry, if `load_state_dict` puts the entry on its device."""
+    def _like(self, path: Path, saved: Any, record: Record) -> torch.Tensor | None:
+        """Return the parameter of an entry, if `load_state_dict` puts the entry on its device.
+
+        Only its shard if the entry was a plain tensor beside a parameter that was sharded.
+        """
         if len(path) < 3 or path[0] != "state" or path[1] not in self._number_of:
             return None
         tensor, _, group = self._parameters[self._number_of[path[1]]]
-        on_host = path[-1] == "step" and not (group.get("capturable") or group.get("fused"))
-        return None if on_host else tensor.detach()
+        if path[-1] == "step" and not (group.get("capturable") or group.get("fused")):
+            return None
+        like = tensor.detach()
+        if isinstance(like, DTensor) and not is_sharded(saved):
+            parameter = record.entries.get(".".join((*self._owner, path[1])))
+            like = torch_private.local_tensor(like) if is_sharded(parameter) else like
+        return like
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put loaded values, by the rest of the key, into the optimizer by its `load_state_dict`.
@@ -216,13 +223,11 @@ class NamedOptimizer:
         sources |= by_name
         empty = iter([group for group in saved if not group.get("params")])
         defaults = getattr(self._optimizer, "defaults", ())  # PostLocalSGDOptimizer has none
-        groups, unknown = [], []
+        groups, kept = [], []
         for at, own in enumerate(self._packed["param_groups"]):
             names = [name for number in own["params"] for name in self._parameters[number].names]
             of_names = [sources[name] for name in names if name in sources]
             found = of_names if names else [*itertools.islice(empty, 1)]
-            if not found:
-                unknown.append(str(at))
             agreed, differing = _common(found)
             if differing and self._strict:
                 raise StateMismatchError(
@@ -231,24 +236,17 @@ class NamedOptimizer:
                     " were saved, or pass strict=False, and the group keeps its own",
                     key=f"{self._place}.param_groups.{at}",
                 )
-            if differing:
-                logger.warning(
-                    "group %d of the optimizer %s keeps its own %s: its parameters were saved with"
-                    " different ones",
-                    at,
-                    self._place,
-                    first_few(differing, 3),
-                )
+            if differing or not found:
+                kept.append(f"group {at}: {first_few(differing, 3) or 'all'}")
             # A setting that the constructor knows stays: an older version may not have saved it.
-            kept = (*_OWN, *differing, *defaults) if found else own
-            groups.append({key: own[key] for key in own if key in kept} | copy.deepcopy(agreed))
-        if unknown:
+            stays = (*_OWN, *differing, *defaults) if found else own
+            groups.append({key: own[key] for key in own if key in stays} | copy.deepcopy(agreed))
+        if kept:
             logger.warning(
-                "the checkpoint has no settings for %d groups of the optimizer %s, which keep their"
-                " own (%s)",
-                len(unknown),
+                "groups of the optimizer %s keep settings of their own, of which the checkpoint has"
+                " no value or several (%s)",
                 self._place,
-                first_few(unknown, 5),
+                first_few(kept, 5),
             )
         return groups
 

@@ -61,11 +61,6 @@ class PerRank:
         value = self.value
         return {own_name(): (value.state_dict() if is_stateful(value) else value,)}
 
-    @staticmethod
-    def to_fill() -> dict[str, Any]:
-        """Return an entry that asks for this rank's value, and is empty until it is loaded."""
-        return {own_name(): ()}
-
     def fill(self, loaded: Mapping[str, tuple[Any, ...]]) -> None:
         """Take the loaded values: a 1-tuple for each requested rank."""
         values = {int(name): packed[0] for name, packed in loaded.items() if packed}

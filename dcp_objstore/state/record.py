@@ -31,6 +31,14 @@ Path: TypeAlias = tuple[Any, ...]
 # The same path with keys as str, as DCP has them.
 Place: TypeAlias = tuple[str, ...]
 
+
+class Empty:
+    """Stands for a dict without entries until the save's planner has flattened the state.
+
+    DCP has no key for such a dict. (As a class, it is the same object in each copy.)
+    """
+
+
 _SCALARS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
@@ -51,7 +59,6 @@ class Record:
         self.made: dict[str, tuple[dict[str, Any], str]] = {}
         self._paths = paths
         self._sorted = sorted(self.entries)
-        self._first_names = {key.partition(".")[0] for key in self._sorted}
 
     def below(self, place: Place) -> dict[str, Path]:
         """Return what was saved below a place: the rest of each key, with its path from there."""
@@ -63,11 +70,14 @@ class Record:
             for key in self._sorted[start:end]
         }
 
-    def names(self, name: str, place: Place = ()) -> bool:
-        """Whether a module at this place, or at any first name, has a parameter of this name."""
-        if place:
-            return ".".join((*place, name)) in self.entries
-        return any(f"{first}.{name}" in self.entries for first in self._first_names)
+    def names(self, name: str, place: Place) -> bool:
+        """Whether a module at this place has a parameter of this name."""
+        return ".".join((*place, name)) in self.entries
+
+    def places_beside(self, place: Place) -> set[str]:
+        """Return this place and all others at the same depth, by name."""
+        depth = ".".join(place).count(".") + 1
+        return {".".join(key.split(".", depth)[:depth]) for key in self._sorted}
 
     def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
         """Take a stored tensor of a class of its own in place of the plain one that was made.
@@ -184,13 +194,18 @@ def _name(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def is_sharded(saved: Any) -> bool | None:
+    """Whether a saved tensor was a DTensor or the like; None if the save did not note it."""
+    return getattr(getattr(saved, "chunks", None), "is_sharded", None)
+
+
 def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
     """Return a new tensor to load into."""
     dtype = saved.properties.dtype or torch.uint8  # one that is unknown is refused when it is read
     device = getattr(like, "device", "cpu")
     if not isinstance(like, torch.Tensor) or like.size() != saved.size:
-        if isinstance(like, DTensor) and saved.size:
-            # What is computed with a DTensor is one, too; a number may be either.
+        # What is computed with a DTensor is one, too. A number may be either.
+        if isinstance(like, DTensor) and (saved.size or is_sharded(saved)):
             return torch.distributed.tensor.empty(
                 saved.size,
                 dtype=dtype,
@@ -283,8 +298,9 @@ def _nested(items: Iterable[tuple[Path, Any]]) -> Any:
     for path, value in items:
         node = root
         for step in path[:-1]:
-            inner = node.setdefault(step, _Node())
-            node = inner if isinstance(inner, _Node) else node
+            if not isinstance(node.get(step), _Node):  # another rank's may have been empty
+                node[step] = _Node()
+            node = node[step]
         node[path[-1]] = value
     return _built(root)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from dcp_objstore.state.memory import byte_memory, lend
+from dcp_objstore.state.memory import lend
 from dcp_objstore.waiting import STEP_SECONDS, take
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ class Slot:
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
-        array = byte_memory(memory)
-        assert array is not None
         self.memory = memory
-        self.array = array
+        self.array: ByteArray = memory.numpy()
         self.tickets: list[Ticket] = []
 
     def is_settled(self) -> bool:

@@ -9,7 +9,7 @@ checkpoint. (DCP itself would also accept a module, as a Stateful, and store the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,10 @@ from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.fsdp1 import FlatOptimizer
 from dcp_objstore.state.left_out import LeftOut
 from dcp_objstore.state.optimizers import NamedOptimizer
-from dcp_objstore.state.per_rank import PerRank, is_stateful
+from dcp_objstore.state.per_rank import PerRank, is_stateful, own_name
 from dcp_objstore.state.record import (
     Asked,
+    Empty,
     Path,
     Place,
     Record,
@@ -131,8 +132,9 @@ class ConvertedState:
         if loading:
             self._check_memory()
         self._check_names_of_ranks()
-        originals = {leaf.path: leaf.original for leaf in self._leaves}
-        self.state_dict = _plain(state, originals, str if loading else _literal_name)
+        self._originals = {leaf.path: leaf.original for leaf in self._leaves}
+        self._decided = {leaf.path for leaf in self._leaves if leaf.is_decided or leaf.optimizer}
+        self.state_dict = self._plain(state)
 
     def _is_decided(self, value: Any) -> bool:
         """Whether the checkpoint decides what is loaded into a dict or list.
@@ -224,6 +226,31 @@ class ConvertedState:
             key=key,
         )
 
+    def _plain(self, value: Any, path: Path = ()) -> Any:
+        """Rebuild the nesting in new dicts and lists, with the original state dicts in it.
+
+        Keys become str: DCP names a value by `str(key)` and puts it back under that name.
+
+        Raises:
+            StateMismatchError: two keys have the same name.
+        """
+        value = self._originals.get(path, value)
+        if isinstance(value, list) and not is_whole(value):
+            return [self._plain(item, (*path, number)) for number, item in enumerate(value)]
+        if not isinstance(value, Mapping):
+            return value
+        if not value and not self._loading:
+            is_needed = any(path[:number] in self._decided for number in range(1, len(path)))
+            return Empty if is_needed else {}
+        plain: dict[str, Any] = {}
+        for key, item in value.items():
+            name = key if type(key) is str else str(key) if self._loading else _literal_name(key)
+            if name in plain:
+                other = next(other for other in value if str(other) == name)
+                raise _clash(f"the keys {other!r} and {key!r} of {_shown(path)}", (*path, key))
+            plain[name] = self._plain(item, (*path, key))
+        return plain
+
     def _check_names_of_ranks(self) -> None:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
         places = {_name(place): place for place in self.per_rank}
@@ -236,7 +263,7 @@ class ConvertedState:
     def _convert_per_rank(self, path: Path, value: PerRank) -> dict[str, Any]:
         self.per_rank[_place(path)] = value.choice == "list"
         if self._loading:
-            return value.to_fill()
+            return {own_name(): ()}  # empty until it is loaded
         entry = value.to_save()
         if has_parts(entry):
             raise StateMismatchError(
@@ -266,11 +293,6 @@ class ConvertedState:
             if wanted is not None:
                 container = _at(state_dict, leaf.path[:-1])
                 container[leaf.path[-1] if isinstance(container, list) else place[-1]] = wanted
-
-    @property
-    def settings_of_others(self) -> set[str]:
-        """Keys of settings of groups that this rank's optimizers do not need."""
-        return {key for leaf in self._leaves if leaf.optimizer for key in leaf.optimizer.not_needed}
 
     @property
     def lacking(self) -> list[str]:
@@ -381,15 +403,10 @@ def _module_of(
     owners = [place for place, ids in held.items() if wanted <= ids]
     if owners:
         return min(owners, key=lambda place: len(held[place]))
-    if any(wanted & ids for ids in held.values()):
-        raise StateMismatchError(
-            "the parameters of this optimizer are spread over several modules of the state; pass"
-            " the module that contains all of them, or one optimizer per module",
-            key=_name(path),
-        )
     raise StateMismatchError(
-        "the parameters of this optimizer belong to no module of the state; add the module to the"
-        " state (and make the optimizer after fully_shard, which replaces the parameters)",
+        "no module of the state has all parameters of this optimizer; add the module that contains"
+        " all of them to the state, or make one optimizer per module (and after fully_shard, which"
+        " replaces the parameters)",
         key=_name(path),
     )
 
@@ -425,28 +442,19 @@ class AgreeingPlanner:
         Raises:
             StateMismatchError: two values of the state have the same name in a checkpoint.
         """
-        with self._typed_errors(), _naming_what_clashes(state_dict):
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
+        with self._typed_errors():
+            try:
+                super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
+            except ValueError:  # DCP's has only the name
+                places: dict[str, Path] = {}
+                for path, _ in leaves(state_dict):
+                    other = places.setdefault(_name(path), path)
+                    if other != path:
+                        raise _clash(f"{_shown(other)} and {_shown(path)}", path) from None
+                raise
 
     def _typed_errors(self) -> contextlib.AbstractContextManager[None]:
         return plugin_errors(current_rank(), self._url)
-
-
-@contextmanager
-def _naming_what_clashes(state_dict: Mapping[str, Any]) -> Iterator[None]:
-    """Name both values if DCP's flattening raises because they have the same name.
-
-    DCP's ValueError contains only the name.
-    """
-    try:
-        yield
-    except ValueError:
-        places: dict[str, Path] = {}
-        for path, _ in leaves(state_dict):
-            other = places.setdefault(_name(path), path)
-            if other != path:
-                raise _clash(f"{_shown(other)} and {_shown(path)}", path) from None
-        raise
 
 
 def _shown(path: Path) -> str:
@@ -464,32 +472,6 @@ def _literal_name(key: Any) -> str:
     name = str(key)
     is_noted = not isinstance(key, str) and is_literal(name) and LiteralKey(name).value == key
     return LiteralKey(name) if is_noted else name
-
-
-def _plain(
-    value: Any, originals: Mapping[Path, Any], name_of: Callable[[Any], str], path: Path = ()
-) -> Any:
-    """Rebuild the nesting in new dicts and lists, with these leaves.
-
-    Keys become str: DCP names a value by `str(key)` and puts it back under that name.
-
-    Raises:
-        StateMismatchError: two keys have the same name.
-    """
-    value = originals.get(path, value)
-    if isinstance(value, list) and not is_whole(value):
-        items = enumerate(value)
-        return [_plain(item, originals, name_of, (*path, number)) for number, item in items]
-    if not isinstance(value, Mapping):
-        return value
-    plain: dict[str, Any] = {}
-    for key, item in value.items():
-        name = key if type(key) is str else name_of(key)
-        if name in plain:
-            other = next(other for other in value if str(other) == name)
-            raise _clash(f"the keys {other!r} and {key!r} of {_shown(path)}", (*path, key))
-        plain[name] = _plain(item, originals, name_of, (*path, key))
-    return plain
 
 
 def _at(value: Any, path: Path, *, by_str: bool = True) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.errors import StateMismatchError, UnsupportedError
-from dcp_objstore.state.dcp_metadata import PlannedIndex, incomplete, tensor_entry
+from dcp_objstore.write.results import PlannedIndex, incomplete, tensor_entry
 
 # Up to this size it does not matter for the balance which rank saves a tensor.
 _TINY_BYTES = 4096
@@ -82,7 +82,7 @@ class LocalPlan(msgspec.Struct, frozen=True):
                 )
             offsets += chunk.offsets
             sizes += chunk.sizes
-            kind = tensor_entry("", data, 0)
+            kind = tensor_entry("", data, 0, item.type is WriteItemType.SHARD)
             numbers.append(kinds.setdefault(kind, len(kinds)))
         literal_keys = {
             key: tuple(at for at, step in enumerate(path) if type(step) is ix.LiteralKey)

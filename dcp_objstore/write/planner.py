@@ -24,12 +24,13 @@ from dcp_objstore.distributed.groups import gone_error, is_first
 from dcp_objstore.distributed.plugin import by_cause, same_url
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.report import logger
-from dcp_objstore.state.dcp_metadata import PlannedIndex
 from dcp_objstore.state.per_rank import is_stateful
+from dcp_objstore.state.record import Empty
 from dcp_objstore.state.state_dict import AgreeingPlanner
 from dcp_objstore.state.tensor_frame import check_kind
 from dcp_objstore.write.global_plan import LocalPlan, plan_globally
 from dcp_objstore.write.layout import check_item
+from dcp_objstore.write.results import PlannedIndex
 from dcp_objstore.write.same_values import SeenValues
 from dcp_objstore.write.staging.state import StagedState
 
@@ -228,6 +229,8 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         """Override `AgreeingPlanner.set_up_planner`; do nothing if `agree` has done it."""
         if self._local is None:  # torch looks for `storage_meta` among the parameters
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            empty = [key for key, value in self.state_dict.items() if value is Empty]
+            self.state_dict.update((key, {}) for key in empty)
 
     def make_items(self) -> list[WriteItem]:
         """Return what this rank has; reuse the items of a staged state."""

@@ -25,7 +25,6 @@ from dcp_objstore.errors import InputError, StoreFullError
 from dcp_objstore.local.copies import SaveCopies
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.observe.report import size_text
-from dcp_objstore.state.dcp_metadata import WriteResults
 from dcp_objstore.state.device import Outbound, settle_streams
 from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores.admission.limiter import limiter_of
@@ -40,6 +39,7 @@ from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
 from dcp_objstore.write.base import Unchanged, find_unchanged
 from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, SizedItem, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
+from dcp_objstore.write.results import WriteResults
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex

@@ -34,18 +34,13 @@ from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import SaveReport
-from dcp_objstore.state.dcp_metadata import (
-    PlannedIndex,
-    Results,
-    build_index,
-    describe,
-    planned_index,
-)
+from dcp_objstore.state.dcp_metadata import describe
 from dcp_objstore.state.left_out import LEFT_OUT
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.torch_private import ThreadExecutor
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
 from dcp_objstore.write.layout import check_item
+from dcp_objstore.write.results import PlannedIndex, Results, build_index, planned_index
 from dcp_objstore.write.session import Save
 from dcp_objstore.write.staging.stager import KeptStager, OnBusy
 from dcp_objstore.write.upload_items import upload_items

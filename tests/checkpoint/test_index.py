@@ -223,7 +223,7 @@ def test_an_index_of_format_2_is_what_it_was():
     body = [
         2,
         [["__0_0.abc.distcp", 1000, '"e"', DIGEST]],
-        [["w", [3, 4], "float32", "strided", False, "contiguous_format", False, 1]],
+        [["w", [3, 4], "float32", "strided", False, "contiguous_format", False, 1, None]],
         ["step"],
         [bytes(2), b"\0\xc8", b"@\0", b"00", b"X\0", bytes(2), bytes(2), b"\3\4", 2 * DIGEST],
         {"w": ["w"], "step": ["opt", 0, "step"]},
@@ -231,6 +231,8 @@ def test_an_index_of_format_2_is_what_it_was():
     ]
     assert msgspec.msgpack.decode(indexes.encode(index())) == [*body, {}]
     assert ix.decode(msgspec.msgpack.encode(body)).keys == {"w", "step"}  # without the last field
+    body[2][0].pop()  # nor whether a tensor was sharded
+    assert ix.decode(msgspec.msgpack.encode(body)).tensors["w"].is_sharded is None
 
 
 def test_a_newer_index_asks_for_an_upgrade_even_if_its_fields_are_unknown():

@@ -24,9 +24,9 @@ from torch.distributed.fsdp import fully_shard
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.index import ObjectEntry
 from dcp_objstore.observe.events import PartUploaded, RangeRead
-from dcp_objstore.state.dcp_metadata import WriteResults, build_index, planned_index
 from dcp_objstore.state.stored import StoredItem, StoredObject
 from dcp_objstore.write import async_save as async_api
+from dcp_objstore.write.results import WriteResults, build_index, planned_index
 from tests.support.checkpoints import cause, memory_url
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.servers import Bucket

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
 from dcp_objstore.inspect.fill import read_items
 from dcp_objstore.inspect.selection import box_of, matching, nested
+from dcp_objstore.read.geometry import Box
 from dcp_objstore.read.items import StockItems
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
-from dcp_objstore.state.geometry import Box
 
 KEYS = dict.fromkeys(["model.a.weight", "model.a.bias", "model.b[0]", "Model.c", "step"])
 

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.slabs import Slab, cut, read_ahead
-from dcp_objstore.state.memory import narrow
+from dcp_objstore.read.geometry import narrow
 
 WINDOW = 64
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import threading
@@ -553,6 +554,58 @@ def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.M
     assert state == values
     # What may wait, the request that went over that, and the one that waits for room.
     assert max(held) <= SMALL.memory_budget_bytes + 2 * (SMALL.request_size_bytes + MIB)
+
+
+class JumpingClock:
+    """A clock that `jump` puts forward. Workers then wait until the load has read it twice.
+
+    So no byte arrives between the jump and the moment at which the load looks for a stall.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reads_to_wait_for = 0
+        self.read = threading.Event()
+        self.read.set()
+        self._thread = threading.get_ident()
+
+    def jump(self, seconds: float) -> None:
+        self.now += seconds
+        self.reads_to_wait_for = 2
+        self.read.clear()
+
+    def __call__(self) -> float:
+        if threading.get_ident() != self._thread:
+            self.read.wait(timeout=60)
+        elif self.reads_to_wait_for:
+            self.reads_to_wait_for -= 1
+            if not self.reads_to_wait_for:
+                self.read.set()
+        return self.now
+
+
+def test_a_load_whose_values_take_longer_than_the_stall_time_out_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meanwhile nothing can be fetched, because what has arrived waits for its place."""
+    url, clock = memory_url(), JumpingClock()
+    values = {f"v{n}": f"{n}" * (4 * MIB) for n in range(8)}
+    dcp.save(dict(values), storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
+    monkeypatch.setattr(session, "Progress", functools.partial(Progress, clock=clock))
+    jumps: list[int] = []
+
+    def take_long(size_bytes: int) -> None:
+        if not jumps:
+            clock.jump(10 * SMALL.stall_timeout_seconds)
+            jumps.append(size_bytes)
+
+    state = dict.fromkeys(values, "")
+    try:
+        load(state, url, config=SMALL, planner=ValuePlanner(take_long))
+    finally:
+        clock.read.set()
+    assert jumps
+    assert state == values
 
 
 def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,115 +10,12 @@ import torch
 
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.state import memory
-from dcp_objstore.state.geometry import Box
 from dcp_objstore.state.memory import (
     byte_memory,
     copy_elements,
     device_bytes,
-    fill_order,
-    fits,
-    narrow,
     same_memory,
 )
-from tests.support.wrappers import Boxed, Codes, Pair
-
-ALL = torch.zeros(24)
-MATRIX = ALL.view(4, 6)
-BYTES = ALL.view(torch.uint8).view(4, 24)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "covered", "after"),
-    [
-        ([ALL], [ALL], {"first"}, set()),
-        ([MATRIX], [MATRIX], {"first"}, set()),
-        ([ALL[4:8]], [ALL[4:9]], {"first"}, set()),
-        ([ALL[4:8]], [ALL[4:7]], set(), {"second"}),
-        ([ALL[4:8]], [ALL[5:8]], set(), {"second"}),
-        ([ALL[4:8]], [ALL[3:8]], {"first"}, set()),
-        ([ALL[4:8]], [ALL[3:7]], set(), {"second"}),
-        ([ALL[4:8]], [ALL[3:9:2]], set(), {"second"}),
-        ([ALL[4:8:2]], [ALL[5:9:2]], set(), set()),
-        ([BYTES[:, 8:10]], [MATRIX[:, :2]], set(), set()),
-        ([BYTES[:, 7:9]], [MATRIX[:, :2]], set(), {"second"}),
-        ([MATRIX[:, 2:]], [BYTES[:, 7:9]], set(), {"second"}),
-        ([MATRIX[:, 2:]], [BYTES[:, 6:8]], set(), set()),
-        ([MATRIX[:, 2:]], [BYTES.view(torch.int16)[:, 3:5]], set(), {"second"}),
-        ([MATRIX[1:3, ::2], ALL[:0]], [ALL[:0], MATRIX[::2, 1::2], ALL[18:20]], set(), set()),
-        ([ALL[:12]], [ALL[12:]], set(), set()),
-        ([ALL[12:]], [ALL[:12]], set(), set()),
-        ([MATRIX[:, :2]], [MATRIX[:, 2:4]], set(), set()),  # each lies between parts of the other
-        ([MATRIX[:, :2]], [MATRIX[:, 1:4]], set(), {"second"}),
-        ([MATRIX[:, :2]], [MATRIX[3:, 2:]], set(), set()),
-        ([MATRIX[:, :2]], [ALL[:20]], {"first"}, set()),
-        ([ALL[12:], ALL[:12]], [ALL[:2]], set(), {"second"}),
-        ([ALL[:2]], [ALL[12:], ALL[:12]], {"first"}, set()),
-        ([ALL[:2], ALL[20:]], [ALL[8:12]], set(), set()),
-        ([ALL[8:12]], [ALL[:2], ALL[20:]], set(), set()),
-        ([ALL[:0], ALL[4:8]], [ALL[:4]], set(), set()),
-        ([ALL[:0], ALL[4:8]], [ALL[4:8]], {"first"}, set()),
-        ([ALL[4:8]], [ALL[:0], ALL[4:8]], {"first"}, set()),
-        ([ALL[:0]], [ALL], set(), set()),
-        ([ALL], [ALL[:0]], set(), set()),
-    ],
-)
-def test_keys_that_share_memory_end_as_if_they_were_filled_in_turn(
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    covered: set[str],
-    after: set[str],
-) -> None:
-    assert fill_order({"first": first, "second": second}) == (covered, after)
-
-
-def test_wrappers_share_what_their_parts_share() -> None:
-    scale, codes = torch.ones(3), torch.ones(3, 4, dtype=torch.int8)
-    tied, near = Codes(codes, scale), Codes(torch.ones(3, 4, dtype=torch.int8), scale)
-    assert fill_order({"a": [tied], "b": [tied]}) == ({"a"}, set())
-    assert fill_order({"a": [tied], "b": [near]}) == (set(), {"b"})
-    assert fill_order({"a": [codes], "b": [tied]}) == ({"a"}, set())
-    assert fill_order({"a": [tied], "b": [codes]}) == (set(), {"b"})
-    halves = [tied[:1], tied[1:]]
-    assert fill_order({"a": halves, "b": [tied]}) == ({"a"}, set())
-    assert fill_order({"a": [tied], "b": [Boxed(torch.ones(2))]}) == (set(), set())
-    twice = Pair(Boxed(codes), Boxed(codes))  # what its own parts share is its own matter
-    assert fill_order({"a": [twice]}) == (set(), set())
-
-
-class On:
-    """A tensor as if its memory were another device's."""
-
-    def __init__(self, device: str, tensor: torch.Tensor) -> None:
-        self.device = device
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "covered", "after"),
-    [
-        ({"a": ALL[4:8], "b": ALL[5:9], "c": ALL[:12]}, {"a", "b"}, set()),
-        ({"a": ALL[4:8], "b": ALL[:12], "c": ALL[5:9]}, {"a"}, {"c"}),
-        ({"a": ALL[:4], "b": ALL[2:6], "c": ALL[4:8]}, set(), {"b", "c"}),
-        ({"c": ALL[4:8], "b": ALL[2:6], "a": ALL[:4]}, set(), {"a", "b"}),
-        ({"a": ALL[:4], "b": ALL[:6], "c": ALL[2:8]}, {"a"}, {"c"}),
-        ({"a": ALL[:12], "b": ALL[2:4], "c": ALL[6:8]}, set(), {"b", "c"}),
-        ({"a": ALL[2:4], "b": ALL[6:8], "c": ALL[:12]}, {"a", "b"}, set()),
-        ({"a": ALL, "b": On("cuda:0", ALL)}, set(), set()),
-        ({"a": ALL[:4], "b": On("cuda:0", ALL[1:3]), "c": ALL[2:6]}, set(), {"c"}),
-        (
-            {"a": On("cuda:0", ALL[:4]), "b": On("cuda:1", ALL), "c": On("cuda:0", ALL)},
-            {"a"},
-            set(),
-        ),
-    ],
-)
-def test_what_is_filled_in_vain_and_what_after_others_holds_for_many_keys(
-    tensors: Mapping[str, torch.Tensor], covered: set[str], after: set[str]
-) -> None:
-    assert fill_order({key: [tensor] for key, tensor in tensors.items()}) == (covered, after)
 
 
 def negative() -> torch.Tensor:
@@ -226,34 +122,6 @@ def test_tensors_of_inference_mode_are_filled_where_it_is_off() -> None:
     for destination in destinations:
         copy_elements(torch.arange(4.0), destination)
         assert destination.tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "shape", "inside"),
-    [
-        ((2, 3), (3, 5), True),
-        ((2, 3), (2, 5), False),
-        ((2, 3), (3, 4), False),
-        ((2, 3), (3, 5, 1), False),
-        ((2, 3), (15,), False),
-        ((0, 0), (1, 2), True),
-    ],
-)
-def test_a_box_fits_up_to_the_last_element(
-    sizes: tuple[int, ...], shape: tuple[int, ...], inside: bool
-) -> None:
-    assert fits(Box((1, 2), sizes), shape) is inside
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_a_box_is_cut_out_and_a_whole_tensor_left_as_it_is() -> None:
-    """torch cannot cut one that is quantized by channels."""
-    tensor = torch.arange(12).view(3, 4)
-    assert narrow(tensor, Box((1, 2), (2, 2))).tolist() == [[6, 7], [10, 11]]
-    assert narrow(tensor, Box((2, 0), (1, 4))).tolist() == [[8, 9, 10, 11]]
-    scales, zeros = torch.ones(2), torch.zeros(2, dtype=torch.int64)
-    whole = torch.quantize_per_channel(torch.ones(2, 2), scales, zeros, 0, torch.qint8)
-    assert narrow(whole, Box((0, 0), (2, 2))) is whole
 
 
 def by_channel(scale: float = 1.0, zero: int = 0, axis: int = 0, dtype: Any = torch.qint8) -> Any:

@@ -13,15 +13,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.state.fsdp1 import FlatOptimizer
+from dcp_objstore.state.optimizers import NamedOptimizer
 from dcp_objstore.state.record import Record
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
+from tests.support.states import local
 from tests.support.wrappers import Codes, is_same
 
 
@@ -156,7 +163,7 @@ def test_a_group_of_parameters_that_had_different_settings_is_refused_or_keeps_i
     with caplog.at_level(logging.WARNING):
         dos.load({"model": other, "optimizer": regrouped}, url, strict=False, progress=False)
     assert [group["lr"] for group in regrouped.param_groups] == [0.7, 0.3, 0.2]
-    assert "keeps its own lr" in caplog.text
+    assert "group 1: lr" in caplog.text
     step(other, regrouped)
 
 
@@ -241,6 +248,85 @@ def test_a_group_keeps_a_setting_of_its_own_that_its_parameters_do_not_agree_on(
     assert [group["initial_lr"] for group in regrouped.param_groups] == [0, 7, 7]
 
 
+@pytest.mark.parametrize("rates", [(0.25, 0.25), (0.25, 0.5), (0.25, None)])
+def test_groups_become_one_where_their_settings_that_are_tensors_are_equal(
+    rates: tuple[float, float | None],
+) -> None:
+    model = layers()
+    values = [0.25 if rate is None else torch.tensor(rate) for rate in rates]
+    parts = zip(model, values, strict=True)
+    groups = [{"params": layer.parameters(), "lr": value} for layer, value in parts]
+    dos.save(
+        {"model": model, "optimizer": torch.optim.AdamW(groups)},
+        url := memory_url(),
+        progress=False,
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    if len({*rates}) == 1:
+        dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
+        assert repr(optimizer.param_groups[0]["lr"]) == repr(values[0])
+    else:
+        with pytest.raises(StateMismatchError, match="lr"):
+            dos.load({"model": model, "optimizer": optimizer}, url, progress=False)
+
+
+class Windowed(torch.optim.SGD):
+    """An entry that grows with each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["past"] = torch.cat([state.get("past", torch.zeros(0)), torch.ones(1)])
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5])
+def test_an_entry_comes_in_the_shape_that_was_saved(steps: int) -> None:
+    model = layers()
+    optimizer, other = (Windowed(model.parameters(), momentum=0.9) for _ in range(2))
+    step(model, optimizer, 3)
+    step(model, other, steps)
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    dos.load({"model": model, "optimizer": other}, url, progress=False)
+    assert all(state["past"].tolist() == [1, 1, 1] for state in other.state.values())
+
+
+def test_a_group_of_new_parameters_keeps_all_of_its_settings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url, model = saved(), nn.Sequential(*layers(), nn.Linear(3, 3))
+    groups = [{"params": part.parameters(), "lr": 0.5, "initial_lr": 0.5} for part in model]
+    optimizer = torch.optim.AdamW(groups)
+    dos.load({"model": model, "optimizer": optimizer}, url, strict=False, progress=False)
+    rates = [group.get("initial_lr") for group in optimizer.param_groups]
+    assert (rates, optimizer.param_groups[2]["lr"]) == ([None, None, 0.5], 0.5)
+    assert "group 2: all" in caplog.text
+
+
+@pytest.mark.parametrize("setting", [None, "capturable", "fused"])
+def test_steps_are_counted_on_the_host_unless_the_optimizer_counts_on_the_device(
+    setting: str | None,
+) -> None:
+    model = nn.Linear(2, 3, bias=False, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    if setting is not None:
+        optimizer.param_groups[0][setting] = True
+    named = NamedOptimizer(optimizer, model, {"weight"}, ("model",))
+    properties = TensorProperties(torch.float32)
+    sizes = {"step": torch.Size([]), "exp_avg": torch.Size([3, 2]), "norm": torch.Size([])}
+    record = Record(
+        Metadata({
+            f"optimizer.state.weight.{name}": TensorStorageMetadata(properties, size, [])
+            for name, size in sizes.items()
+        }),
+        {},
+    )  # fmt: skip
+    wanted = named.ask(named.state_dict, record, ("optimizer",), strict=True)
+    assert wanted is not None
+    devices = {name.rpartition(".")[2]: str(tensor.device) for name, tensor in wanted.items()}
+    assert devices == {"step": "meta" if setting else "cpu", "exp_avg": "meta", "norm": "meta"}
+
+
 class Held:
     """A Stateful."""
 
@@ -272,12 +358,86 @@ T = torch.ones(2)
         ({"a": 1, "a.b": T}, {}),
         ({"items": [{"x": T}]}, {"items": [{"x": torch.zeros(2)}, {"x": torch.zeros(2)}]}),
         ({"items": [{"x": T}, {"y": 1}]}, {"items": [{"x": torch.zeros(2)}]}),
+        ({"items": [{}, {"x": T}, {}]}, {"items": [{}, {"x": torch.zeros(2)}, {}]}),
+        ({"items": [{}, {"x": T}, {}]}, {}),
+        ({"n": 1, "of": {1: {}, 2: {"a": {}}}}, {"n": 0}),
+        ({"by": {}, "n": 1}, {"by": {1: T}, "n": 0}),
     ],
 )
-def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(had: Any, has: Any) -> None:
-    dos.save({"held": Held(had)}, url := memory_url(), progress=False)
+@pytest.mark.parametrize("save", [dos.save, lambda *a, **b: dos.async_save(*a, **b).result()])
+def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(
+    had: Any, has: Any, save: Any
+) -> None:
+    save({"held": Held(had)}, url := memory_url(), progress=False)
     dos.load({"held": (held := Held(has))}, url, progress=False)
     assert repr(held.held) == repr(had)
+
+
+def test_what_a_stateful_object_has_and_the_checkpoint_lacks_is_named() -> None:
+    """Beside what was saved in the same dict; what is in a list was decided by the save."""
+    dos.save({"held": Held({"by": {"a": T, "c": [T]}})}, url := memory_url(), progress=False)
+    held = Held({"by": {"a": T * 0, "b": T, "c": [T * 0, T]}})
+    with pytest.raises(StateMismatchError, match=r"in 1 key:\s+held\.by\.b:"):
+        dos.load({"held": held}, url, progress=False)
+
+
+@pytest.mark.parametrize("groups", [[1, 2], ["params"], [{"lr": 1}], {"params": [T]}])
+def test_a_dict_with_the_keys_of_an_optimizers_state_is_a_dict(groups: Any) -> None:
+    value = {"state": T, "param_groups": groups}
+    dos.save({"own": value}, url := memory_url(), progress=False)
+    state = {"own": {"state": (filled := torch.zeros(2)), "param_groups": groups}}
+    dos.load(state, url, progress=False)
+    assert state["own"]["state"] is filled
+    assert repr(state["own"]) == repr(value)
+
+
+class Caching(torch.optim.SGD):
+    """Dicts beside the state, without entries until there is something to remember."""
+
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        self.caches: list[dict[str, Any]] = [{}, {}]
+        super().__init__(*settings, **named)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"caches": self.caches, "last": {}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = dict(state_dict)
+        assert own.pop("last") == {}
+        self.caches = own.pop("caches")
+        super().load_state_dict(own)
+
+
+def test_an_optimizers_dicts_without_entries_come_back() -> None:
+    model = layers()
+    optimizer = Caching(model.parameters())
+    optimizer.caches[1]["x"] = T
+    dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
+    loaded = Caching(model.parameters())
+    loaded.caches = []
+    dos.load({"model": model, "optimizer": loaded}, url, progress=False)
+    assert repr(loaded.caches) == repr([{}, {"x": T}])
+
+
+def resume_stage(rank: int, world: int, url: str) -> list[str]:
+    def made() -> dict[str, Any]:
+        model = nn.ModuleDict({f"stage{rank}": nn.Linear(3, 3)})
+        optimizer = torch.optim.Adam(model.parameters())
+        return {"train": {"net": {"all": model}, "optimizers": [optimizer]}}
+
+    state = made()
+    model, (optimizer,) = state["train"]["net"]["all"], state["train"]["optimizers"]
+    step(model[f"stage{rank}"], optimizer)
+    dos.save(state, url, progress=False)
+    state = made()
+    dos.load(state, url, progress=False)
+    names = {id(p): name for name, p in state["train"]["net"]["all"].named_parameters()}
+    return [names.get(id(key), key) for key in state["train"]["optimizers"][0].state]
+
+
+def test_a_stage_takes_no_state_of_another_stages_parameters(tmp_path: Path) -> None:
+    states = run_ranks(2, resume_stage, f"file://{tmp_path}/c")
+    assert states == [[f"stage{rank}.weight", f"stage{rank}.bias"] for rank in range(2)]
 
 
 def test_a_load_in_inference_mode_makes_state_that_can_be_stepped() -> None:
@@ -359,9 +519,12 @@ class Sums(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
-            rows = parameter.grad.detach().square().sum(1)  # sharded as the parameter
+            gradient = parameter.grad.detach()
+            rows = gradient.square().sum(1)  # sharded as the parameter
             columns = rows.redistribute(placements=[Replicate()])
-            for name, value in {"rows": rows, "columns": columns}.items():
+            norm = gradient.norm().redistribute(placements=[Replicate()])
+            plain = {"window": torch.ones(4), "number": torch.tensor(1.0), "own": torch.ones(5, 3)}
+            for name, value in {"rows": rows, "columns": columns, "norm": norm, **plain}.items():
                 self.state[parameter].setdefault(name, torch.zeros_like(value)).add_(value)
         return super().step(closure)
 
@@ -379,17 +542,22 @@ def resume_sums(rank: int, world: int, url: str) -> list[Any]:
     dos.load({"model": fresh, "optimizer": loaded}, url, progress=False)
     states = [next(iter(of.state.values())) for of in (optimizer, loaded)]
     for name, value in states[0].items():
-        assert (value.placements, value.shape) == (states[1][name].placements, value.shape), name
-        assert torch.equal(value.to_local(), states[1][name].to_local()), name
+        assert type(value) is type(states[1][name]), name
+        if isinstance(value, DTensor):
+            assert (value.placements, value.shape) == (states[1][name].placements, value.shape)
+        assert torch.equal(*(local(state[name]) for state in states)), name
     step(fresh, loaded)
-    return [str(states[1][name].placements) for name in ("rows", "columns")]
+    return [
+        str(states[1][name].placements) if isinstance(value, DTensor) else "plain"
+        for name, value in states[0].items()
+        if name != "momentum_buffer"
+    ]
 
 
-def test_state_of_other_shapes_than_a_sharded_parameter_is_sharded_as_it_was(
-    tmp_path: Path,
-) -> None:
-    placements = run_ranks(2, resume_sums, f"file://{tmp_path}/c")
-    assert placements == [["(Shard(dim=0),)", "(Replicate(),)"]] * 2
+def test_state_beside_a_sharded_parameter_is_sharded_or_plain_as_it_was(tmp_path: Path) -> None:
+    kinds = run_ranks(2, resume_sums, f"file://{tmp_path}/c")
+    sharded = ["(Shard(dim=0),)", "(Replicate(),)", "(Replicate(),)"]
+    assert kinds == [[*sharded, "plain", "plain", "plain"]] * 2
 
 
 def test_under_fsdp1_the_state_of_a_parameter_that_had_none_is_not_asked_for() -> None:

@@ -301,7 +301,7 @@ def test_an_optimizer_without_its_module_says_what_to_pass():
         to_state_dict({"train": {"optimizer": optimizer}, "m": other})
     assert caught.value.key == "train.optimizer"
     both = torch.optim.SGD([*model.parameters(), *other.parameters()])
-    with pytest.raises(StateMismatchError, match="several modules"):
+    with pytest.raises(StateMismatchError, match="module that contains"):
         to_state_dict({"m": model, "o": other, "third": nn.Linear(2, 2), "optimizer": both})
 
 

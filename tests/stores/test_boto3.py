@@ -81,6 +81,23 @@ def test_a_source_whose_key_a_server_may_misread_is_not_copied(key: str) -> None
         store.copy("k", [source], part_size_bytes=1, max_concurrency=1, moved=lambda _: None)
 
 
+def test_nothing_is_made_of_a_source_that_was_replaced_while_it_was_copied(bucket: Bucket) -> None:
+    """A server that ignores the condition of a part would have copied parts of both."""
+    store = open_store(bucket.url, {**bucket.storage_options, **BOTO3})
+    version = store.put("from", b"first bytes")
+    bucket.put("to", b"old")
+    source = CopySource(bucket.at("from"), 0, 11, version)
+
+    def replace(_: int) -> None:
+        bucket.put("from", b"other bytes")
+
+    with pytest.raises(PreconditionFailedError, match="changed"):
+        store.copy("to", [source], part_size_bytes=11, max_concurrency=1, moved=replace)
+    assert bucket.get("to") == b"old"
+    assert bucket.keys() == ["from", "to"]
+    assert not bucket.uploads()
+
+
 @pytest.fixture(scope="module")
 def mocked() -> Iterator[str]:
     with mock_aws():

@@ -283,6 +283,27 @@ def test_where_nothing_is_linked_a_create_waits_no_longer_for_the_lock(
         assert names(root) == [".dcp-objstore.lock", "k"]
 
 
+def test_where_nothing_is_linked_the_second_of_two_creators_is_refused(
+    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one has the lock until the object is there."""
+    real_lock = local.lock
+
+    def lock(fd: int) -> bool:
+        (root / "k").write_bytes(b"of the first")
+        return real_lock(fd)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(local, "lock", lock)
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", b"of the second", precondition=IfAbsent())
+    assert read(store, "k") == b"of the first"
+    assert names(root) == [".dcp-objstore.lock", "k"]
+
+
 def _create(spec: StoreSpec, barrier: Barrier, rounds: int, told: Connection) -> None:
     store = spec.open()
     wins = []

@@ -77,7 +77,7 @@ def encode(index: Index) -> bytes:
     tensors = [
         [
             *(key, tensor.shape, tensor.dtype, tensor.layout, tensor.requires_grad),
-            *(tensor.memory_format, tensor.pin_memory, len(tensor.chunks)),
+            *(tensor.memory_format, tensor.pin_memory, len(tensor.chunks), None),
         ]
         for key, tensor in index.tensors.items()
     ]

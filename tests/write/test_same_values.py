@@ -136,6 +136,12 @@ def test_different_values_are_different(one: Any, other: Any) -> None:
             assert _digest(pickler, one) != _digest(pickler, other)
 
 
+def test_arrays_of_the_same_bytes_are_different_where_their_dtypes_or_shapes_are() -> None:
+    of_one_pattern = [np.zeros(2), np.zeros(2, int), np.zeros((2, 1)), np.zeros((1, 2))]
+    for pickler in (_Exact, _Quick):
+        assert len({_digest(pickler, value) for value in of_one_pattern}) == 4
+
+
 def test_each_rank_has_a_gpu_of_its_own() -> None:
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     for pickler in (_Exact, _Quick):

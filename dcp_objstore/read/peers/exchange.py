@@ -30,11 +30,11 @@ from dcp_objstore.distributed.failures import typed_failures
 from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.read.geometry import Selection
 from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, SharedRequest
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
 from dcp_objstore.read.plan import blocks_at
 from dcp_objstore.read.tensor_read import TensorRead
-from dcp_objstore.state.geometry import Selection
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.waiting import STEP_SECONDS, result_of, wait_in_steps

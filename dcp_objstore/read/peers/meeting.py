@@ -33,10 +33,10 @@ from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.local.copies import LoadCopies
+    from dcp_objstore.read.geometry import Selection
     from dcp_objstore.read.peers.plan import ExchangePlan, Needs
     from dcp_objstore.read.plan import PlannedLoad
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
-    from dcp_objstore.state.geometry import Selection
 
 # The least part of what all ranks would fetch otherwise that must be saved; see `_worthwhile`.
 _LEAST_SAVED = 0.03

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcp_objstore.config import MIB
+from dcp_objstore.state.memory import reach
 
 if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray
@@ -70,12 +71,6 @@ class _View:
         return self.start, self.tensor.dtype, self.tensor.shape, self.tensor.stride()
 
 
-def _view(tensor: torch.Tensor) -> _View:
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return _View(tensor, tensor.untyped_storage(), start, start + reach * tensor.itemsize)
-
-
 def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
     """Return, for each tensor (by id), its region and its offset in the region.
 
@@ -91,8 +86,9 @@ def plan_regions(tensors: list[torch.Tensor]) -> dict[int, tuple[Region, int]]:
         if tensor.is_conj() or tensor.is_neg():  # its memory is not its value
             places[id(tensor)] = _packed(tensor), 0
             continue
-        view = _view(tensor)
-        views.setdefault((tensor.device, view.storage.data_ptr()), []).append(view)
+        start, storage = int(tensor.storage_offset()) * tensor.itemsize, tensor.untyped_storage()
+        view = _View(tensor, storage, start, start + reach(tensor))
+        views.setdefault((tensor.device, storage.data_ptr()), []).append(view)
     for (of, _), of_storage in views.items():
         for group in _touching(sorted(of_storage, key=lambda view: view.start)):
             first = group[0]

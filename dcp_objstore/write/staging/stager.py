@@ -67,8 +67,9 @@ class _BackgroundSave:
     def has_ended(self) -> bool:
         """Whether another save may begin."""
         thread = self.thread
-        if thread is None:
-            return self._dropped.is_set() or not any(map(self._may_run_it, threading.enumerate()))
+        if thread is None:  # an executor's, begun since the staging: DCP makes one per save
+            begun = (one for one in threading.enumerate() if one not in self._before)
+            return self._dropped.is_set() or not any("Executor" in one.name for one in begun)
         if not thread.is_alive() or thread is threading.current_thread():
             return True
         return not self._in_child and self._dropped.is_set()
@@ -77,10 +78,6 @@ class _BackgroundSave:
         """Whether this thread runs the save, and its process group was destroyed."""
         runs_here = self.thread is threading.current_thread()
         return runs_here and has_gone(self._group) and count_ranks(self._group) > 1
-
-    def _may_run_it(self, thread: threading.Thread) -> bool:
-        """Whether the thread is an executor's (DCP makes one per save), begun since the staging."""
-        return thread not in self._before and "Executor" in thread.name
 
     def wait(self, timeout_seconds: float | None) -> bool:
         """Wait for the end of the save; return whether it has ended within the time-out."""

@@ -284,7 +284,7 @@ def _keep_sharding(
                     " copied, so a save in the background would upload what training changes"
                     " meanwhile; set a method of the tensor (types.MethodType) or a"
                     " functools.partial in its place, or save with dcp_objstore.save",
-                    key=next(name for name in state if _holds(state[name], tensor)),
+                    key=next(n for n, v in state.items() if any(t is tensor for t in _tensors(v))),
                 )
             setattr(copied, attribute, kept)
 
@@ -296,10 +296,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield leaf
         if isinstance(leaf, DTensor):
             yield torch_private.local_tensor(leaf)
-
-
-def _holds(value: Any, tensor: torch.Tensor) -> bool:
-    return any(own is tensor for own in _tensors(value))
 
 
 def _refuse(error: UnsupportedError, key: str, _: object) -> NoReturn:

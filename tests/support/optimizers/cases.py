@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 Groups = list[dict[str, Any]]
 
@@ -186,6 +187,34 @@ class Growing(torch.optim.SGD):
         return super().step(closure)
 
 
+class Norms(torch.optim.SGD):
+    """Numbers and sums computed from a gradient, and plain ones; dicts without entries beside."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                norm = parameter.grad.norm()
+                if isinstance(norm, DTensor):
+                    norm = norm.redistribute(placements=[Replicate()])
+                state.setdefault("norm", torch.zeros_like(norm)).mul_(0.9).add_(norm)
+                state.setdefault("count", torch.zeros(())).add_(1)
+                state.setdefault("window", torch.zeros(4)).add_(state["count"])
+                parameter.grad.mul_(1 + state["norm"] / 100)
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"caches": [{}, {"a": torch.ones(2)}, {}], "last": {}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)
+        caches, last = state_dict.pop("caches"), state_dict.pop("last")
+        assert (len(caches), caches[0], caches[2], last) == (3, {}, {}, {})
+        super().load_state_dict(state_dict)
+
+
 class NeedsClosure(torch.optim.SGD):
     """An optimizer that refuses to step without a closure."""
 
@@ -236,6 +265,7 @@ def _kinds() -> list[Case]:
         Case("kinds", "Counting", _of(Counting, **momentum)),
         Case("kinds", "Beside", _of(Beside, **momentum)),
         Case("kinds", "Growing", _of(Growing, **momentum)),
+        Case("kinds", "Norms", _of(Norms, **momentum)),
         Case("kinds", "NeedsClosure", _of(NeedsClosure), step="closure"),
         Case("kinds", "NeedsClosure(momentum)", _of(NeedsClosure, **momentum), step="closure"),
         Case("kinds", "OwnRate", _of(OwnRate)),

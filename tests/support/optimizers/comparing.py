@@ -54,8 +54,6 @@ def _tensor_differences(  # noqa: PLR0912
     if not _both(torch.Tensor, expected, actual):
         yield f"{path}: {type(expected).__name__} became {type(actual).__name__}"
         return
-    if isinstance(expected, DTensor) and not expected.ndim and type(actual) is torch.Tensor:
-        expected = expected.full_tensor()  # torch takes a number for a replicated one
     kinds = [type(one) for one in (expected, actual)]
     parameter = torch.nn.Parameter
     if kinds[0] is not kinds[1] and not set(kinds) <= {torch.Tensor, parameter}:
@@ -151,14 +149,6 @@ def state_of(optimizer: Any, names: Mapping[int, str]) -> dict[str, Any]:
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, Mapping) and not value
-
-
-def without_empty(value: Any) -> Any:
-    """Without empty dicts in it: the entry of a parameter that was only looked at."""
-    if not isinstance(value, Mapping):
-        return value
-    items = {key: without_empty(item) for key, item in value.items()}
-    return {key: item for key, item in items.items() if not _is_empty(item)}
 
 
 def _named(value: Any, names: Mapping[int, str]) -> Any:

@@ -36,7 +36,6 @@ from tests.support.optimizers.comparing import (
     first,
     groups_of,
     state_of,
-    without_empty,
 )
 from tests.support.optimizers.scenes import Part, Scene, groups_of as groups_for, model_of
 from tests.support.states import local
@@ -223,8 +222,9 @@ def _beside(optimizer: Any) -> dict[str, Any]:
         state: dict[str, Any] = optimizer.state_dict()
     except RuntimeError:  # ZeroRedundancyOptimizer gathers it first
         return {}
-    beside = {key: item for key, item in state.items() if key not in ("state", "param_groups")}
-    return {key: without_empty(copied(item)) for key, item in beside.items()}
+    return copied(
+        {key: item for key, item in state.items() if key not in ("state", "param_groups")}
+    )
 
 
 def _put(state: dict[str, Any], path: str, value: Any) -> None:

@@ -9,8 +9,15 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 
 from dcp_objstore.errors import UnsupportedError
-from dcp_objstore.state import geometry
-from dcp_objstore.state.geometry import Box, Selection, collapse, fills, plan_copies
+from dcp_objstore.read import geometry
+from dcp_objstore.read.geometry import (
+    Box,
+    Selection,
+    collapse,
+    fills,
+    fits,
+    narrow,
+)
 
 
 @st.composite
@@ -22,7 +29,7 @@ def chunk_and_box(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
 
 
 def apply(source, shape, wanted, start, end, destination):
-    for copy in plan_copies(shape, wanted, start, end):
+    for copy in Selection(shape, wanted, 1).copies(start, end):
         first = start + copy.start
         block = source[first : first + math.prod(copy.source_shape)].view(copy.source_shape)
         target = destination
@@ -85,13 +92,13 @@ def test_trailing_dimensions_that_are_wanted_in_full_become_one(shape, wanted, c
     ],
 )
 def test_a_stretch_is_the_rest_of_a_row_whole_rows_and_the_start_of_one(start, end, boxes):
-    copies = plan_copies((4, 6), Box((0, 0), (4, 6)), start, end)
+    copies = Selection((4, 6), Box((0, 0), (4, 6)), 1).copies(start, end)
     assert [(copy.start, copy.source_shape) for copy in copies] == boxes
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (3, 0)])
 def test_nothing_is_copied_from_an_empty_stretch(shape):
-    assert plan_copies(shape, Box((0,) * len(shape), shape), 0, 0) == []
+    assert Selection(shape, Box((0,) * len(shape), shape), 1).copies(0, 0) == []
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
@@ -219,7 +226,9 @@ def test_a_tensor_that_was_divided_as_one_long_row_fills_its_shape(ranks: int):
     boxes = [
         copy.destination
         for rank in range(ranks)
-        for copy in plan_copies(shape, whole, rank * count // ranks, (rank + 1) * count // ranks)
+        for copy in Selection(shape, whole, 1).copies(
+            rank * count // ranks, (rank + 1) * count // ranks
+        )
     ]
     numbers = [box.offsets for box in boxes], [box.sizes for box in boxes]
     assert fills(shape, *numbers)
@@ -235,3 +244,31 @@ def test_a_shape_may_have_more_dimensions_than_numpy_if_few_are_cut():
 def test_elements_beyond_what_a_float_tells_apart_are_counted_exactly():
     numbers = [np.array([[one], [one]], dtype=np.uint64) for one in (0, 2**60 - 1)]
     assert not fills((2**60,), *numbers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "inside"),
+    [
+        ((2, 3), (3, 5), True),
+        ((2, 3), (2, 5), False),
+        ((2, 3), (3, 4), False),
+        ((2, 3), (3, 5, 1), False),
+        ((2, 3), (15,), False),
+        ((0, 0), (1, 2), True),
+    ],
+)
+def test_a_box_fits_up_to_the_last_element(
+    sizes: tuple[int, ...], shape: tuple[int, ...], inside: bool
+) -> None:
+    assert fits(Box((1, 2), sizes), shape) is inside
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
+def test_a_box_is_cut_out_and_a_whole_tensor_left_as_it_is() -> None:
+    """torch cannot cut one that is quantized by channels."""
+    tensor = torch.arange(12).view(3, 4)
+    assert narrow(tensor, Box((1, 2), (2, 2))).tolist() == [[6, 7], [10, 11]]
+    assert narrow(tensor, Box((2, 0), (1, 4))).tolist() == [[8, 9, 10, 11]]
+    scales, zeros = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    whole = torch.quantize_per_channel(torch.ones(2, 2), scales, zeros, 0, torch.qint8)
+    assert narrow(whole, Box((0, 0), (2, 2))) is whole

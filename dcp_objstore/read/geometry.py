@@ -20,6 +20,8 @@ import numpy as np
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
+
     from dcp_objstore.transfer.upload import ByteArray
 
     _Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
@@ -43,6 +45,21 @@ class Box:
     def ends(self) -> tuple[int, ...]:
         """The sums of offsets and sizes."""
         return tuple(map(operator.add, self.offsets, self.sizes))
+
+
+def narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the part of a tensor that a box covers."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def fits(wanted: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the box lies within a tensor of this shape."""
+    return len(shape) == len(wanted.sizes) and all(
+        end <= extent for end, extent in zip(wanted.ends, shape, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +102,26 @@ class Selection:
         return [(start * self.itemsize, end * self.itemsize) for start, end in runs]
 
     def copies(self, start: int, end: int) -> list[Copy]:
-        """Plan the copies of bytes `[start, end)` of the chunk, which must be whole elements."""
-        return plan_copies(self.shape, self.wanted, start // self.itemsize, end // self.itemsize)
+        """Plan the copies that move the wanted elements in bytes `[start, end)` to their place.
+
+        The bytes must be whole elements.
+        """
+        copies, wanted = [], self.wanted
+        first_element = start // self.itemsize
+        for first, box in _boxes(self.shape, first_element, end // self.itemsize):
+            low = tuple(map(max, box.offsets, wanted.offsets))
+            sizes = tuple(map(operator.sub, map(min, box.ends, wanted.ends), low))
+            if any(size <= 0 for size in sizes):
+                continue
+            copies.append(
+                Copy(
+                    start=first - first_element,
+                    source_shape=box.sizes,
+                    source=Box(tuple(map(operator.sub, low, box.offsets)), sizes),
+                    destination=Box(tuple(map(operator.sub, low, wanted.offsets)), sizes),
+                )
+            )
+        return copies
 
     def count_bytes(self, start: int, end: int) -> int:
         """Count the wanted bytes among bytes `[start, end)` of the chunk."""
@@ -169,30 +204,6 @@ def _runs(shape: tuple[int, ...], wanted: Box, gap: int) -> list[tuple[int, int]
             for low, high in inside
         ]
     return [(first * row + start, (first + count - 1) * row + end)]
-
-
-def plan_copies(shape: tuple[int, ...], wanted: Box, start: int, end: int) -> list[Copy]:
-    """Plan the copies that move the elements of `wanted` in stretch `[start, end)` to their place.
-
-    Args:
-        start: number of the stretch's first element, in row-major order.
-        end: number of the element after the stretch's last.
-    """
-    copies = []
-    for first, box in _boxes(shape, start, end):
-        low = tuple(map(max, box.offsets, wanted.offsets))
-        sizes = tuple(map(operator.sub, map(min, box.ends, wanted.ends), low))
-        if any(size <= 0 for size in sizes):
-            continue
-        copies.append(
-            Copy(
-                start=first - start,
-                source_shape=box.sizes,
-                source=Box(tuple(map(operator.sub, low, box.offsets)), sizes),
-                destination=Box(tuple(map(operator.sub, low, wanted.offsets)), sizes),
-            )
-        )
-    return copies
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, Box]]:

@@ -1,0 +1,341 @@
+"""What ranks report of a save, and the index that their reports become."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import numpy.ma
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.errors import RankFailedError, StateMismatchError, UnsupportedError
+from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name
+from dcp_objstore.transfer.digests import DIGEST_SIZE_BYTES
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
+
+# Applied by `map`, these make no Python call per chunk: a large job has half a million.
+_OFFSETS, _SIZES = attrgetter("offsets"), attrgetter("sizes")
+
+
+class WriteResults(list[WriteResult]):
+    """A rank's results, with a `StoredItem` in each.
+
+    DCP pickles them for the coordinator. They arrive as `Results`.
+
+    Attributes:
+        planned: the items of the rank's plan, if the coordinator has their rows of the index.
+    """
+
+    planned: Sequence[WriteItem] | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.columns().__reduce__()  # type: ignore[return-value]
+
+    def columns(self) -> Results:
+        """Return the results as columns."""
+        objects: dict[str, StoredObject] = {}
+        numbers: dict[str, int] = {}
+        rows: list[tuple[int, ...]] = []
+        for result in self:
+            stored: StoredItem = result.storage_data
+            key = stored.object.entry.key
+            if key not in objects:
+                objects[key], numbers[key] = stored.object, len(numbers)
+            rows.append(
+                (
+                    *(numbers[key], stored.offset, stored.length, stored.payload_offset),
+                    *(stored.payload_length, stored.pickled),
+                )
+            )
+        positions: bytes | None = None
+        places: list[tuple[str, tuple[int, ...] | None]] | None = None
+        if self.planned is None:
+            places = [(result.index.fqn, result.index.offset) for result in self]
+        else:
+            # By identity: the results have the indices of the items, and to hash one costs more.
+            at = {id(item.index): number for number, item in enumerate(self.planned)}
+            positions = np.array([at[id(result.index)] for result in self], np.int64).tobytes()
+        return Results(
+            objects=list(objects.values()),
+            numbers=np.array(rows, np.int64).tobytes(),
+            digests=b"".join([result.storage_data.digests for result in self]),
+            converted={
+                number: result.storage_data.converted_to
+                for number, result in enumerate(self)
+                if result.storage_data.converted_to is not None
+            },
+            positions=positions,
+            places=places,
+        )
+
+
+class Results(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has stored, in columns.
+
+    Attributes:
+        objects: the objects that hold the items.
+        numbers: a row of `_RESULT` for each item.
+        digests: the digests of all blocks, item after item.
+        converted: by their number, the dtypes of items that a planner converted.
+        positions: the position of each item in the rank's plan, as int64; or
+        places: its key and offset, if the coordinator does not have that plan.
+    """
+
+    objects: list[StoredObject]
+    numbers: bytes
+    digests: bytes
+    converted: dict[int, str]
+    positions: bytes | None
+    places: list[tuple[str, tuple[int, ...] | None]] | None
+
+    @classmethod
+    def of(cls, results: Results | Sequence[WriteResult]) -> Results:
+        """Return the results of a rank; without other ranks DCP has not sent them."""
+        if isinstance(results, Results):
+            return results
+        return (results if isinstance(results, WriteResults) else WriteResults(results)).columns()
+
+    def column(self, name: str) -> ix.Numbers:
+        """Return a column of `numbers`."""
+        numbers = np.frombuffer(self.numbers, np.int64).reshape(-1, len(_RESULT))
+        return numbers[:, _RESULT.index(name)]
+
+
+_RESULT = ("object_number", "offset", "length", "payload_offset", "payload_length", "pickled")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedIndex:
+    """What an index says of the items of a save, but not where they are stored.
+
+    Attributes:
+        tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping, literal_keys: the fields of
+            `Index`.
+        rows: the row of each item of a plan, for each rank; empty if only the planner knows.
+    """
+
+    tensors: dict[str, ix.Tensor]
+    blobs: tuple[str, ...]
+    chunk_offsets: ix.Column
+    chunk_sizes: ix.Column
+    rows: Sequence[ix.Numbers]
+    flatten_mapping: dict[str, tuple[str | int, ...]] | None
+    literal_keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def planned_index(metadata: Metadata) -> PlannedIndex:
+    """Return what any planner has put into DCP's Metadata.
+
+    Raises:
+        UnsupportedError: the planner left `planner_data` that a load could not restore.
+        StateMismatchError: the ranks hold only part of a tensor.
+    """
+    tensors: dict[str, ix.Tensor] = {}
+    blobs: list[str] = []
+    chunks: list[ChunkStorageMetadata] = []
+    for fqn, described in metadata.state_dict_metadata.items():
+        if isinstance(described, BytesStorageMetadata):
+            blobs.append(fqn)
+            continue
+        boxes = sorted(described.chunks, key=_OFFSETS)
+        held, wanted = sum(map(math.prod, map(_SIZES, boxes))), math.prod(described.size)
+        if held != wanted:
+            raise incomplete(fqn, held, wanted)
+        tensors[fqn] = tensor_entry(fqn, described, len(boxes))
+        chunks += boxes
+    flat = itertools.chain.from_iterable
+    return PlannedIndex(
+        tensors=tensors,
+        blobs=tuple(blobs),
+        chunk_offsets=np.fromiter(flat(map(_OFFSETS, chunks)), np.uint64),
+        chunk_sizes=np.fromiter(flat(map(_SIZES, chunks)), np.uint64),
+        rows=(),
+        flatten_mapping=_flatten_mapping(metadata.planner_data),
+    )
+
+
+def build_index(
+    planned: PlannedIndex, results: Sequence[Results], storage: StorageMeta
+) -> tuple[ix.Index, list[StoredObject]]:
+    """Build the index of a checkpoint whose data all ranks have uploaded.
+
+    Raises:
+        UnsupportedError: a planner converted parts of one tensor to different dtypes.
+        RankFailedError: no rank reported an item of the plan.
+    """
+    objects = [stored for of_rank in results for stored in of_rank.objects]
+    firsts = np.cumsum([0, *(len(of_rank.objects) for of_rank in results)])[:-1]
+    # A writer around ours may return a plain list, which has no positions.
+    at = _rows_by_place(planned) if any(one.positions is None for one in results) else {}
+    shares: list[ix.Numbers] = []
+    converted: dict[int, str] = {}
+    for rank, of_rank in enumerate(results):
+        if of_rank.positions is not None:
+            shares.append(planned.rows[rank][np.frombuffer(of_rank.positions, np.int64)])
+        else:
+            assert of_rank.places is not None
+            shares.append(np.array([at.get(place, -1) for place in of_rank.places], np.int64))
+        converted |= {int(shares[-1][n]): dtype for n, dtype in of_rank.converted.items()}
+    row = np.concatenate(shares)
+    # By row, the number of the result that is of it. (A foreign planner may report others.)
+    count = sum(tensor.chunk_count for tensor in planned.tensors.values()) + len(planned.blobs)
+    reported = np.full(count + 1, -1, np.int64)
+    reported[row] = np.arange(len(row))
+    reported = reported[:count]
+
+    def column(name: str) -> ix.Numbers:
+        return np.concatenate([of_rank.column(name) for of_rank in results])
+
+    if (reported < 0).any():
+        raise _unreported(planned, int(np.argmax(reported < 0)))
+    numbers = [
+        of_rank.column("object_number") + first
+        for of_rank, first in zip(results, firsts, strict=True)
+    ]
+    offset, length, payload_offset, payload_length, pickled = (
+        column(name)[reported] for name in _RESULT[1:]
+    )
+    tensors = _with_stored_dtypes(planned, converted)
+    index = ix.Index(
+        objects=tuple(stored.entry for stored in objects),
+        tensors=tensors,
+        blobs=planned.blobs,
+        columns=ix.Columns(
+            object_number=np.concatenate(numbers)[reported].astype(np.uint64),
+            offset=offset.astype(np.uint64),
+            lead=(payload_offset - offset).astype(np.uint64),
+            payload_length=payload_length.astype(np.uint64),
+            trail=(offset + length - payload_offset - payload_length).astype(np.uint64),
+            pickled=pickled.astype(np.uint64),
+            chunk_offsets=planned.chunk_offsets,
+            chunk_sizes=planned.chunk_sizes,
+            digests=_digests(results, column("payload_length"), reported),
+        ),
+        flatten_mapping=planned.flatten_mapping,
+        storage=ix.StorageInfo(
+            checkpoint_id=None if storage.checkpoint_id is None else str(storage.checkpoint_id),
+            save_id=storage.save_id,
+            modules=tuple(storage.modules),
+        ),
+        literal_keys=planned.literal_keys,
+    )
+    return index, objects
+
+
+def _rows_by_place(
+    planned: PlannedIndex,
+) -> dict[tuple[str, tuple[int, ...] | None], int]:
+    """Return the row of each chunk by its key and offset, and of each value by its key."""
+    rows: dict[tuple[str, tuple[int, ...] | None], int] = {}
+    offsets, first, row = planned.chunk_offsets.tolist(), 0, 0
+    for key, tensor in planned.tensors.items():
+        dims = len(tensor.shape)
+        for _ in range(tensor.chunk_count):
+            rows[key, tuple(offsets[first : first + dims])] = row
+            first, row = first + dims, row + 1
+    return rows | {(key, None): row + number for number, key in enumerate(planned.blobs)}
+
+
+def _digests(
+    results: Sequence[Results], payload_length: ix.Numbers, reported: ix.Numbers
+) -> ix.Column:
+    """Return the digests of all blocks in the order of the index's rows."""
+    counts = ix.digest_counts(payload_length.astype(np.uint64))
+    first = np.cumsum(counts) - counts
+    taken = counts[reported]
+    blocks = np.repeat(first[reported] - (np.cumsum(taken) - taken), taken) + np.arange(taken.sum())
+    body = np.frombuffer(b"".join([of_rank.digests for of_rank in results]), np.uint8)
+    digests: ix.Column = body.reshape(-1, DIGEST_SIZE_BYTES)[blocks].reshape(-1)
+    return digests
+
+
+def _with_stored_dtypes(
+    planned: PlannedIndex, converted: Mapping[int, str]
+) -> dict[str, ix.Tensor]:
+    """Return the tensors with the dtypes that were stored, if a planner has converted rows."""
+    if not converted:
+        return planned.tensors
+    tensors, row = {}, 0
+    for key, tensor in planned.tensors.items():
+        rows = range(row, row := row + tensor.chunk_count)
+        dtypes = {converted.get(number, tensor.dtype) for number in rows} or {tensor.dtype}
+        if len(dtypes) > 1:
+            raise UnsupportedError(
+                "the save planner gave parts of this tensor in different dtypes"
+                f" ({', '.join(sorted(dtypes))}); convert all of a tensor to one dtype",
+                key=key,
+            )
+        tensors[key] = msgspec.structs.replace(tensor, dtype=dtypes.pop())
+    return tensors
+
+
+def _unreported(planned: PlannedIndex, row: int) -> RankFailedError:
+    """Return the error for a row of the index that no rank has reported."""
+    places = _rows_by_place(planned).items()
+    key, offset = next(place for place, number in places if number == row)
+    place = "" if offset is None else f" at offset {offset}"
+    return RankFailedError(
+        f"no rank reported having written this item{place}; the save is not committed", key=key
+    )
+
+
+def incomplete(key: str, held: int, wanted: int) -> StateMismatchError:
+    """Return the error for a tensor of which elements are missing."""
+    return StateMismatchError(
+        f"the ranks that save hold only {held} of this tensor's {wanted} elements; call save on all"
+        " ranks that it is sharded over",
+        key=key,
+    )
+
+
+def tensor_entry(
+    key: str,
+    described: TensorStorageMetadata | TensorWriteData,
+    chunk_count: int,
+    is_sharded: bool | None = None,
+) -> ix.Tensor:
+    """Return what an index says of a tensor."""
+    properties = described.properties
+    return ix.Tensor(
+        key=key,
+        shape=tuple(described.size),
+        dtype=constant_name(properties.dtype),
+        layout=constant_name(properties.layout),
+        requires_grad=properties.requires_grad,
+        memory_format=constant_name(properties.memory_format),
+        pin_memory=properties.pin_memory,
+        chunk_count=chunk_count,
+        is_sharded=is_sharded,
+    )
+
+
+def _flatten_mapping(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
+    if planner_data is None:
+        return None
+    if isinstance(planner_data, dict) and all(
+        isinstance(key, str)
+        and isinstance(place, tuple)
+        and all(isinstance(step, str | int) for step in place)
+        for key, place in planner_data.items()
+    ):
+        return planner_data
+    raise UnsupportedError(
+        f"the planner left planner_data of type {type(planner_data).__name__}; only the mapping of"
+        " flattened keys that DefaultSavePlanner makes can be stored"
+    )
