@@ -193,7 +193,6 @@ def _print_sweep(report: dos.reports.SweepReport, grace: str) -> None:
     if unknown:
         count = counted(len(unknown), "object")
         say(f"{count} with unknown names left alone, for example {unknown[0].removeprefix('./')}")
-    _print_lifecycle(report)
     has_work = any(
         checkpoint.outcome in ("swept", "mended") or checkpoint.uploads_aborted
         for checkpoint in busy
@@ -226,37 +225,6 @@ def _summary(checkpoint: dos.reports.CheckpointSweep) -> str:
         )
         parts.append(f"{label}: {checkpoint.reason}")
     return "; ".join(parts)
-
-
-def _print_lifecycle(report: dos.reports.SweepReport) -> None:
-    """Print the bucket's rule for unfinished uploads, or the commands that would add one."""
-    if report.lifecycle_days is not None:
-        say(
-            "the bucket's lifecycle rule removes unfinished uploads after"
-            f" {counted(report.lifecycle_days, 'day')}"
-        )
-    elif report.lifecycle_json is not None:
-        scheme, _, rest = report.url.partition("://")
-        bucket = rest.partition("/")[0]
-        if scheme == "gs":
-            command = f"gcloud storage buckets update gs://{bucket} --lifecycle-file=rules.json"
-        else:
-            command = (
-                f"aws s3api put-bucket-lifecycle-configuration --bucket {bucket}"
-                " --lifecycle-configuration file://rules.json"
-            )
-        if report.lifecycle_unread is not None:
-            say(
-                f"the bucket's lifecycle rules are not known ({report.lifecycle_unread}); one of"
-                " them should remove unfinished uploads. This replaces all its rules:"
-            )
-        else:
-            say(
-                "the bucket has no lifecycle rule that removes unfinished uploads; it should have"
-                " one (this keeps its other rules):"
-            )
-        say(f"  echo {shlex.quote(report.lifecycle_json)} > rules.json")
-        say(f"  {command}")
 
 
 def _name(report: dos.reports.SweepReport, checkpoint: dos.reports.CheckpointSweep) -> str:

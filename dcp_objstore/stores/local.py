@@ -28,13 +28,13 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
@@ -297,10 +297,6 @@ class LocalUploads:
             (self._root / upload.upload_id).unlink(missing_ok=True)
         except OSError as error:
             raise of_os(error).at(url=f"file://{self._root}") from error
-
-    def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
-        """A folder has none."""
-        return ()
 
 
 def temporary_name(name: str) -> str:

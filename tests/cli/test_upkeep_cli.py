@@ -20,7 +20,6 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import StoreSpec
 from tests.support.command_line import run
-from tests.support.servers import Bucket
 from tests.support.upkeep import DAY_SECONDS, keys, loose, save, state, tear
 
 
@@ -186,22 +185,3 @@ def test_repair_says_what_it_did(steps: Run, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["dot_metadata"] is None
     with pytest.raises(CheckpointNotFoundError):
         upkeep.mend(f"{steps.url}/step-9", dry_run=False, as_json=False)
-
-
-def test_gc_prints_the_lifecycle_rule_that_the_bucket_should_have(
-    bucket: Bucket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = bucket.storage_options
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", str(options["endpoint_url"]))
-    save(StoreSpec(bucket.at("step-1"), options).open())
-    before = bucket.keys()
-    upkeep.collect(bucket.url, grace="24h", yes=False, as_json=False)
-    shown = capsys.readouterr().out
-    assert f"put-bucket-lifecycle-configuration --bucket {bucket.name}" in shown
-    text = shown.split("echo '")[1].split("' > ")[0]
-    (rule,) = json.loads(text)["Rules"]
-    assert rule["Filter"] == {"Prefix": bucket.prefix}
-    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 2}
-    assert bucket.keys() == before
