@@ -13,7 +13,7 @@ from dcp_objstore.errors import UnsupportedError, UntrustedPickleError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, read_ahead
-from dcp_objstore.observe.report import Bar
+from dcp_objstore.observe.bar import Bar
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.index import Index
