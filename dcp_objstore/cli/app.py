@@ -97,7 +97,7 @@ def demo(
     last committed checkpoint, bit for bit and from copies on this node, and stock torch reads what
     was written. Takes less than a minute on 2 cores.
     """
-    from dcp_objstore.cli.demo.story import run_demo
+    from dcp_objstore.cli.demo import run_demo
 
     run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep)
 
