@@ -65,7 +65,8 @@ def table(spec: StoreSpec, around: Surroundings, objects: ObjectChecks) -> Seque
     write, read_blob = f"{BLOBS}/write", f"{BLOBS}/read"
     put = Rights("s3:PutObject", "storage.objects.create", write)
     read = Rights("s3:GetObject", "storage.objects.get", read_blob)
-    parts = put._replace(gs="storage.multipartUploads.create and storage.objects.create")
+    made = "storage.multipartUploads.create and storage.objects.create"
+    parts = Rights("s3:PutObject", made, write)
     abort = Rights("s3:AbortMultipartUpload", "storage.multipartUploads.abort")
     replace = "storage.objects.create, .get and .delete (to replace an object)"
     race = Rights("s3:PutObject and s3:GetObject", replace, write)

@@ -529,7 +529,7 @@ def test_ctrl_c_ends_an_export_and_leaves_no_file(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    read_slabs = dos.Checkpoint.read_slabs
+    read_slabs = dos.Checkpoint._read_slabs
 
     def interrupted(self: dos.Checkpoint, boxes: Any) -> Any:
         reads.append(boxes)
@@ -537,7 +537,7 @@ def test_ctrl_c_ends_an_export_and_leaves_no_file(
             raise KeyboardInterrupt
         return read_slabs(self, boxes)
 
-    monkeypatch.setattr(dos.Checkpoint, "read_slabs", interrupted)
+    monkeypatch.setattr(dos.Checkpoint, "_read_slabs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dos.export_checkpoint(url, tmp_path / "hf", max_shard_size_bytes=20)
     assert len(reads) > 5
