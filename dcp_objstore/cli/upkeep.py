@@ -76,7 +76,7 @@ def remove(
         _print_how([*command, *(["--allow-newest"] if allow_newest else [])])
 
 
-def collect(
+def sweep(
     url: CheckpointOrRun,
     grace: Annotated[
         str,
@@ -108,7 +108,7 @@ def collect(
         fail(text, DAMAGED_STATUS)
 
 
-def mend(
+def repair(
     url: Checkpoint,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
@@ -133,12 +133,12 @@ def mend(
     say(f"{report.url} ({report.state}): {'; '.join(done) or 'nothing to repair'}")
 
 
-def protect(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
+def pin(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
     """Protect a checkpoint from deletion and from being overwritten."""
     _print_pins(url, dos.pin(url, name, storage_options=chosen()), as_json=as_json)
 
 
-def unprotect(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
+def unpin(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
     """Remove a pin of a checkpoint."""
     _print_pins(url, dos.unpin(url, name, storage_options=chosen()), as_json=as_json)
 
