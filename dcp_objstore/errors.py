@@ -64,6 +64,8 @@ class DcpObjstoreError(Exception):
         key: the state-dict key (DCP's fqn) concerned, or None.
         object_key: the key of the object on the store, or None.
         url: the URL of the store or checkpoint, without credentials, or None.
+        status: the HTTP status of the store's answer, or None if no answer led to this.
+        code: the store's own code for what is wrong, such as `AccessDenied`, or None.
     """
 
     _doctor_helps = False
@@ -82,6 +84,8 @@ class DcpObjstoreError(Exception):
         self.key = key
         self.object_key = object_key
         self.url = url
+        self.status: int | None = None
+        self.code: str | None = None
 
     def __str__(self) -> str:
         """Return the message, followed by the rank, key, object and URL that are known.
@@ -106,8 +110,9 @@ class DcpObjstoreError(Exception):
         return text
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild from positional plain values; `__cause__` does not survive pickling anyway."""
-        return type(self), (self.message, self.rank, self.key, self.object_key, self.url)
+        """Rebuild from plain values; `__cause__` does not survive pickling anyway."""
+        answer = {"status": self.status, "code": self.code}
+        return type(self), (self.message, self.rank, self.key, self.object_key, self.url), answer
 
     def at(
         self,

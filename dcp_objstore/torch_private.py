@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import inspect
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from torch.distributed._shard.sharded_tensor.api import (
     ShardedTensor,
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._async_process_executor import (
     # Saves in a spawned child for `dcp.async_save`, in process mode. torch 2.9 to 2.15.
     _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
@@ -63,6 +65,22 @@ def default_store() -> dist.Store:  # type: ignore[name-defined]  # torch export
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Return whether the group still exists: it was made and not destroyed. torch 2.9 to 2.15."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def is_in_default_group() -> bool:
+    """Return whether the `dcp.async_save` that calls this saves in the default group, in a thread.
+
+    It tells a stager nothing, so its frame is read. torch 2.9 to 2.15.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "async_save":
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") != state_dict_saver.__name__:
+        return False
+    given = frame.f_locals
+    in_thread = given["async_checkpointer_type"] is state_dict_saver.AsyncCheckpointerType.THREAD
+    alone = given["no_dist"] or not dist.is_initialized() or dist.get_world_size() == 1
+    return in_thread and not alone and given["process_group"] is None
 
 
 def count_groups() -> int:

@@ -30,6 +30,7 @@ def test_error_survives_pickling(kind: type[DcpObjstoreError]) -> None:
         raise kind("what", 3, "model.weight", "__3_0.x.distcp", "s3://b/k") from OSError("cause")
     except DcpObjstoreError as caught:
         error = caught
+    error.status, error.code = 503, "SlowDown"
     protocols = range(pickle.HIGHEST_PROTOCOL + 1)
     sent = (pickle.loads(pickle.dumps(error, protocol)) for protocol in protocols)
     for back in (*sent, copy.copy(error)):

@@ -17,7 +17,7 @@ from dcp_objstore.cli.local import print_runs, remove_runs
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.cli.options import choose
 from dcp_objstore.cli.serve import serve
-from dcp_objstore.cli.upkeep import collect, mend, protect, remove, unprotect
+from dcp_objstore.cli.upkeep import pin, remove, repair, sweep, unpin
 from dcp_objstore.cli.verify import verify
 
 
@@ -97,7 +97,7 @@ def demo(
     last committed checkpoint, bit for bit and from copies on this node, and stock torch reads what
     was written. Takes less than a minute on 2 cores.
     """
-    from dcp_objstore.cli.demo.story import run_demo
+    from dcp_objstore.cli.demo import run_demo
 
     run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep)
 
@@ -110,10 +110,10 @@ for name, command, example in (
     ("ls", print_checkpoints, "--all file:///tmp/run"),
     ("follow", follow, "file:///tmp/run --until 40"),
     ("rm", remove, "file:///tmp/run/step-20"),
-    ("sweep", collect, "--grace 7d file:///tmp/run"),
-    ("repair", mend, "--dry-run file:///tmp/run/step-40"),
-    ("pin", protect, "file:///tmp/run/step-40 paper"),
-    ("unpin", unprotect, "file:///tmp/run/step-40 paper"),
+    ("sweep", sweep, "--grace 7d file:///tmp/run"),
+    ("repair", repair, "--dry-run file:///tmp/run/step-40"),
+    ("pin", pin, "file:///tmp/run/step-40 paper"),
+    ("unpin", unpin, "file:///tmp/run/step-40 paper"),
     ("doctor", diagnose, "file:///tmp/run"),
     ("bench", measure, "file:///tmp/run --size 64MiB --seconds 2"),
     ("verify", verify, "--quick file:///tmp/run/step-40"),
@@ -133,4 +133,4 @@ for name, of_node, example in (
     ("rm", remove_runs, "/tmp/node --run file:///tmp/run"),
 ):
     local.command(name, epilog=f"Example: dcp-objstore local {name} {example}")(exits()(of_node))
-app.command("gc", hidden=True)(exits()(collect))  # a short name of `sweep`, as in git
+app.command("gc", hidden=True)(exits()(sweep))  # a short name of `sweep`, as in git

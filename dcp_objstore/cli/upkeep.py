@@ -76,7 +76,7 @@ def remove(
         _print_how([*command, *(["--allow-newest"] if allow_newest else [])])
 
 
-def collect(
+def sweep(
     url: CheckpointOrRun,
     grace: Annotated[
         str,
@@ -108,7 +108,7 @@ def collect(
         fail(text, DAMAGED_STATUS)
 
 
-def mend(
+def repair(
     url: Checkpoint,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")
@@ -133,12 +133,12 @@ def mend(
     say(f"{report.url} ({report.state}): {'; '.join(done) or 'nothing to repair'}")
 
 
-def protect(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
+def pin(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
     """Protect a checkpoint from deletion and from being overwritten."""
     _print_pins(url, dos.pin(url, name, storage_options=chosen()), as_json=as_json)
 
 
-def unprotect(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
+def unpin(url: Checkpoint, name: _PinName, as_json: Json = False) -> None:
     """Remove a pin of a checkpoint."""
     _print_pins(url, dos.unpin(url, name, storage_options=chosen()), as_json=as_json)
 
@@ -193,7 +193,6 @@ def _print_sweep(report: dos.reports.SweepReport, grace: str) -> None:
     if unknown:
         count = counted(len(unknown), "object")
         say(f"{count} with unknown names left alone, for example {unknown[0].removeprefix('./')}")
-    _print_lifecycle(report)
     has_work = any(
         checkpoint.outcome in ("swept", "mended") or checkpoint.uploads_aborted
         for checkpoint in busy
@@ -226,37 +225,6 @@ def _summary(checkpoint: dos.reports.CheckpointSweep) -> str:
         )
         parts.append(f"{label}: {checkpoint.reason}")
     return "; ".join(parts)
-
-
-def _print_lifecycle(report: dos.reports.SweepReport) -> None:
-    """Print the bucket's rule for unfinished uploads, or the commands that would add one."""
-    if report.lifecycle_days is not None:
-        say(
-            "the bucket's lifecycle rule removes unfinished uploads after"
-            f" {counted(report.lifecycle_days, 'day')}"
-        )
-    elif report.lifecycle_json is not None:
-        scheme, _, rest = report.url.partition("://")
-        bucket = rest.partition("/")[0]
-        if scheme == "gs":
-            command = f"gcloud storage buckets update gs://{bucket} --lifecycle-file=rules.json"
-        else:
-            command = (
-                f"aws s3api put-bucket-lifecycle-configuration --bucket {bucket}"
-                " --lifecycle-configuration file://rules.json"
-            )
-        if report.lifecycle_unread is not None:
-            say(
-                f"the bucket's lifecycle rules are not known ({report.lifecycle_unread}); one of"
-                " them should remove unfinished uploads. This replaces all its rules:"
-            )
-        else:
-            say(
-                "the bucket has no lifecycle rule that removes unfinished uploads; it should have"
-                " one (this keeps its other rules):"
-            )
-        say(f"  echo {shlex.quote(report.lifecycle_json)} > rules.json")
-        say(f"  {command}")
 
 
 def _name(report: dos.reports.SweepReport, checkpoint: dos.reports.CheckpointSweep) -> str:

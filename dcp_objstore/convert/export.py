@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
-from dcp_objstore.config import COPIED_MOST_BYTES
+from dcp_objstore.checkpoint.names import new_nonce
+from dcp_objstore.config import COPIED_MOST_BYTES, MIB
 from dcp_objstore.convert.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
 from dcp_objstore.convert.copied_files import named_files, names_in, trainer_files
 from dcp_objstore.convert.files import (
     INDEX,
     ONE_FILE,
+    STEM,
     PlannedFile,
     has_weights,
     replaced_by,
@@ -32,7 +36,6 @@ from dcp_objstore.convert.files import (
 from dcp_objstore.convert.lightning_file import META_KEY, nest_for_lightning
 from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
-from dcp_objstore.convert.together import appearing_together
 from dcp_objstore.distributed.arrivals import watching
 from dcp_objstore.distributed.failures import (
     capture,
@@ -64,6 +67,7 @@ from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
@@ -75,11 +79,12 @@ if TYPE_CHECKING:
     from dcp_objstore.inspect.selection import Patterns
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
-    from dcp_objstore.stores.protocol import Version
+    from dcp_objstore.stores.protocol import ObjectMeta, Version
     from dcp_objstore.transfer.upload import ByteArray
 
 
+# A larger file is not put back if an export that has replaced it fails.
+_KEPT_MOST_BYTES = 256 * MIB
 # The arguments that `_Plan.digest` stands for, as an error names them.
 _SHAPING = "keys=, rename=, dtype= and max_shard_size_bytes"
 
@@ -142,9 +147,9 @@ def export_checkpoint(
         dos.export_checkpoint("s3://bucket/run/step-1000", "weights.safetensors", "model.*")
 
     The checkpoint streams through some 400 MiB of memory (on each rank that writes), however large
-    it is. A file appears whole or not at all. If the export fails, the files that it has written
-    are removed; of one that was killed, the next one to the same local folder removes them. The
-    index of a folder is written last, when all other files are there.
+    it is. A file appears whole or not at all. Shards are written first, then small files, and last
+    the index or the only file of weights, which makes the others count. If the export fails, the
+    files that it has written are removed, and an earlier export is as it was.
 
     Args:
         url: URL of the checkpoint, which this or another library wrote.
@@ -170,8 +175,10 @@ def export_checkpoint(
             has saved in the checkpoint, except where one of the same name is copied. A URL is
             opened with the options of `url` or of `out`, if it has the scheme of one of them.
         overwrite: replace files that exist. A folder of safetensors also loses the weights of an
-            earlier export that are not replaced (model.safetensors, its shards and their index),
-            because some servers read every shard that is there. Default False: refuse.
+            earlier export (model.safetensors, its shards and their index) once the new ones are
+            there, because some servers read every shard that is there. Until then, the new shards
+            have names such as model-1f3a9c02-00001-of-00003.safetensors, which they keep. Default
+            False: refuse.
         process_group: the ranks that export together, such as `torch.distributed.group.WORLD`; all
             of them make this call. Each writes some of the files, and if one fails, all do. A local
             folder is one that all ranks share. For the ranks to have equal work, shards are equal,
@@ -195,9 +202,8 @@ def export_checkpoint(
         What was written. safetensors holds tensors only: `left_out` names the values.
 
     Raises:
-        InputError: a file exists, or is one of a bucket that the export reads; two files would get
-            the same name, there is nothing to copy under a name of `copied_files`, a value is
-            wrong, or the keys are of several adapters of PEFT.
+        InputError: a file exists, two files would get the same name, there is nothing to copy under
+            a name of `copied_files`, a value is wrong, or the keys are of several adapters of PEFT.
         UnsupportedError: the format lacks the dtype of a tensor, or PEFT computes what it writes of
             an adapter (that of a prompt encoder).
         DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`; of
@@ -234,6 +240,7 @@ def export_checkpoint(
         stored = open_once(
             partial(open_stored_checkpoint, source, verify=verify), group, source.url
         )
+        stem = on_first(lambda: STEM if name else _stem(target), target.url, group)
         plan, refused = capture(
             lambda: _plan(
                 Checkpoint(
@@ -248,13 +255,12 @@ def export_checkpoint(
                 rename=rename,
                 dtype=dtype,
                 most_bytes=max_shard_size_bytes,
+                stem=stem,
                 copied=partial(named_files, copied_files, partial(_of_copied, (source, target))),
                 group=group,
                 trust_pickle=trust_pickle,
             )
         )
-        if plan is not None and overwrite:
-            _, refused = capture(partial(_refuse_to_replace, stored, source, target, plan.names))
         raise_on_all(refused, source.url, group, same={_SHAPING: plan and plan.digest})
         assert plan is not None
         channel = events.channel("export", target.url, *rank_and_world_size())
@@ -282,19 +288,10 @@ def _group(
     return sync_group(None if everyone else process_group, config)
 
 
-def _refuse_to_replace(
-    stored: StoredCheckpoint, source: StoreSpec, target: StoreSpec, names: Collection[str]
-) -> None:
-    """Raise if files of a bucket would be replaced or removed that the export reads.
-
-    A local folder gets the new ones when all are written.
-    """
-    folder = source.parent()[0] if stored.is_file else source
-    if folder is None or folder.url != target.url or target.parsed.scheme == "file":
-        return
-    if own := replaced_by(names, stored.object_keys):
-        text = f"the export reads {min(own)}, and would replace or remove it; write elsewhere"
-        raise InputError(text, url=target.url)
+def _stem(target: StoreSpec) -> str:
+    """Return what the names of shards begin with: another stem than those of an earlier export."""
+    names = wait_for(names_in, target, target.open())
+    return f"{STEM}-{new_nonce()[:8]}" if has_weights(names) else STEM
 
 
 def _of_copied(known: Iterable[StoreSpec], url: str) -> StoreSpec:
@@ -312,8 +309,9 @@ class _Plan:
     Attributes:
         source: the checkpoint to read.
         tensors: its tensors, as they are to be written.
-        own: the files that this rank writes, in their order.
-        index: the index of the shards, which the first rank writes when all other files are there.
+        shards: the shards that this rank writes.
+        then: what the first rank writes when all shards are there: small files, and last the file
+            that makes the others count (the index, or the only file of weights).
         names: names of the files that this rank knows of; on the first rank, of all files.
         left_out: keys of the values that are not written.
         digest: stands for the arguments that say which tensors lie where; the same on all ranks.
@@ -321,8 +319,8 @@ class _Plan:
 
     source: CheckpointSource
     tensors: Mapping[str, TensorInfo]
-    own: list[PlannedFile]
-    index: PlannedFile | None
+    shards: list[PlannedFile]
+    then: list[PlannedFile]
     names: tuple[str, ...]
     left_out: tuple[str, ...]
     digest: str
@@ -336,6 +334,7 @@ def _plan(
     rename: Rename,
     dtype: torch.dtype | None,
     most_bytes: int,
+    stem: str,
     copied: Callable[[], list[PlannedFile]],
     group: dist.ProcessGroup | None,
     trust_pickle: bool,
@@ -349,6 +348,7 @@ def _plan(
         rename: rules for their names in the files.
         dtype: dtype of floating-point tensors.
         most_bytes: size at which another shard begins.
+        stem: what the names of shards begin with.
         copied: returns the files to copy; called on the first rank.
         group: the ranks that write.
         trust_pickle: as for `export_checkpoint`.
@@ -373,21 +373,20 @@ def _plan(
             " safetensors hold nothing else; choose others with keys=, or export to a .pt file",
             url=checkpoint.url,
         )
-    index = None
+    cut: list[PlannedFile] = []
+    then: list[PlannedFile] = []
     if adapter:
-        files = [safetensors_file(WEIGHTS_FILE, list(tensors), tensors, names)]
+        then = [safetensors_file(WEIGHTS_FILE, list(tensors), tensors, names)]
     elif name is None:
-        files, index = shards(tensors, names, most_bytes, count_ranks(group))
-    elif not is_first(group):
-        files = []
-    elif is_torch:
+        cut, last = shards(tensors, names, most_bytes, stem, count_ranks(group))
+        then = [last]
+    elif is_torch and is_first(group):
         nest = partial(_flat, names) if rename else checkpoint.nested
         if name.endswith(".ckpt") and META_KEY in source.values and not rename:
             nest = partial(nest_for_lightning, checkpoint.nested, trust_pickle=trust_pickle)
-        files = [torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
-    else:
-        files = [safetensors_file(name, list(tensors), tensors, names)]
-    own = share_out(files, count_ranks(group))[rank_in(group)]
+        then = [torch_file(name, tensors, lambda filled: nest({**filled, **source.values}))]
+    elif not is_torch:
+        then = [safetensors_file(name, list(tensors), tensors, names)]
     if is_first(group):
         small = copied()
         named = {file.name for file in small}
@@ -396,14 +395,16 @@ def _plan(
             if adapter:
                 own_files += [PlannedFile.of(CONFIG_FILE, adapter.config.encode())]
             small += [file for file in own_files if file.name not in named]
-        files, own = small + files, small + own
+        then = small + then
+    else:
+        then = []
     dtypes = [str(info.dtype) for info in tensors.values()]
     return _Plan(
         source=source,
         tensors=tensors,
-        own=own,
-        index=index,
-        names=tuple(file.name for file in (*files, *([index] if index else []))),
+        shards=share_out(cut, count_ranks(group))[rank_in(group)],
+        then=then,
+        names=tuple(file.name for file in (*then[:-1], *cut, *then[-1:])),
         left_out=() if is_torch else tuple(key for key in source.keys if key not in tensors),
         digest=xxhash.xxh3_64_hexdigest(repr((names, dtypes, most_bytes)).encode()),
     )
@@ -423,9 +424,8 @@ def _flat(names: Mapping[str, str], flat: Mapping[str, Any]) -> dict[str, Any]:
 class _Export:
     """Writes files, and removes them again if that fails on any rank.
 
-    Another export may write to the same folder at the same time. Before this one writes its index,
-    it looks for files that have appeared since it began, and for files that are no longer in the
-    version that it has written.
+    Another export may write to the same folder at the same time. The first to write what makes its
+    files count wins; the other one notices that before it would do so.
 
     Args:
         spec: the folder.
@@ -438,73 +438,67 @@ class _Export:
         self, spec: StoreSpec, plan: _Plan, channel: Channel, group: dist.ProcessGroup | None
     ) -> None:
         self._spec = spec
-        self._folder = spec.open()
-        self._store = self._folder  # where to write: of a local folder, a temporary one inside it
-        self._is_staged = spec.parsed.scheme == "file"
+        self._store = spec.open()
         self._plan = plan
         self._channel = channel
         self._group = group
         self._progress = Progress(spec.config.stall_timeout_seconds, channel)
-        # What was there before, and goes.
-        self._earlier: set[str] = set()
-        # The version of each file, on the first rank of those of all ranks; None while it is
-        # written. (One that Ctrl-C has not stopped in time arrives yet.)
+        # The files of an earlier export that are replaced or removed.
+        self._earlier: dict[str, ObjectMeta] = {}
+        # The version of each file that this rank has written; None while it is written. (One that
+        # Ctrl-C has not stopped in time arrives yet.)
         self._written: dict[str, Version | None] = {}
+        # What this rank has replaced, to be put back if the export fails.
+        self._replaced: dict[str, bytes] = {}
 
     def run(self, *, overwrite: bool) -> dict[str, int]:
         """Write the files; return the sizes of those of all ranks, by name. A collective."""
         url, group = self._spec.url, self._group
-        self._earlier = on_first(lambda: self._make_room(overwrite=overwrite), url, group)
-        # What makes the others count appears last.
-        with appearing_together(self._spec, group, self._clear, last=(ONE_FILE, INDEX)) as staging:
-            self._store = staging.open()
-            try:
-                _, failed = capture(self._write_own)
-                of_ranks = from_all(self._written, url, group)
-                if is_first(group):
-                    self._written = dict(ChainMap(*of_ranks))
-                raise_on_all(failed, url, group)
-                return on_first(self._finish, url, group)
-            except BaseException as error:
-                self._remove(error)
-                raise
+        self._earlier, new = on_first(lambda: self._look(overwrite=overwrite), url, group)
+        try:
+            _, failed = capture(self._write_shards)
+            of_ranks = from_all(self._written, url, group)
+            raise_on_all(failed, url, group)
+            sizes = on_first(lambda: self._finish(dict(ChainMap(*of_ranks))), url, group)
+        except BaseException as error:
+            self._undo(error)
+            self._remove_lock()
+            for folder in new:
+                with suppress(OSError):  # other ranks have files in it, or have removed it
+                    folder.rmdir()
+            raise
+        on_first(self._remove_earlier, url, group)
+        return sizes
 
-    def _make_room(self, *, overwrite: bool) -> set[str]:
-        """Return which files will go; refuse if there are some, unless that is wanted.
+    def _look(self, *, overwrite: bool) -> tuple[dict[str, ObjectMeta], list[Path]]:
+        """Return the files that are replaced or removed, and the folders that will be made.
 
-        The index of an earlier export goes now: it must not name files of both.
+        Raises:
+            InputError: there are such files, and they are not to be replaced.
         """
         names = self._plan.names
         for name in names:
             if names.count(name) > 1:
-                raise InputError(f"two files would be called {name}", url=self._folder.url)
-        present = self._present()
-        if present and not overwrite:
-            text = f"{min(present)} exists there already; overwrite=True replaces or removes it"
-            raise InputError(text, url=self._folder.url)
-        if INDEX in present and not self._is_staged:
-            wait_for(self._folder.delete, INDEX)
-            present.remove(INDEX)
-        return present
-
-    def _present(self) -> set[str]:
-        """Return which of the files in the folder this export replaces or removes."""
-        names = self._plan.names
+                raise InputError(f"two files would be called {name}", url=self._store.url)
         if has_weights(names):
-            return replaced_by(names, wait_for(names_in, self._spec, self._folder))
-        exist = in_waves(self._exists, names)
-        return {name for name, exists in zip(names, exist, strict=True) if exists}
+            names = tuple(replaced_by(names, wait_for(names_in, self._spec, self._store)))
+        earlier = {meta.key: meta for meta in in_waves(self._head, names) if meta}
+        if earlier and not overwrite:
+            text = f"{min(earlier)} exists there already; overwrite=True replaces or removes it"
+            raise InputError(text, url=self._store.url)
+        folder = Path(self._spec.parsed.prefix)
+        above = (folder, *folder.parents) if self._spec.parsed.scheme == "file" else ()
+        return earlier, [directory for directory in above if not directory.exists()]
 
-    def _exists(self, name: str) -> bool:
+    def _head(self, name: str) -> ObjectMeta | None:
         try:
-            self._folder.head(name)
+            return self._store.head(name)
         except ObjectNotFoundError:
-            return False
-        return True
+            return None
 
-    def _write_own(self) -> None:
-        """Write the files of this rank."""
-        own = self._plan.own
+    def _write_shards(self) -> None:
+        """Write the shards of this rank."""
+        own = [*self._plan.shards, *self._plan.then]
         self._channel.emit(
             Planned,
             self._channel.began_at,
@@ -514,64 +508,61 @@ class _Export:
             objects=len(own),
             requests=len(own),
         )
-        for file in own:
+        for file in self._plan.shards:
             self._write(file)
 
-    def _clear(self) -> None:
-        """Remove the index of an earlier export, and what this one does not replace.
-
-        Raises:
-            LostRaceError: something has appeared since this export began.
-        """
-        own = set() if self._is_staged else self._written.keys()
-        if new := self._present() - self._earlier - own:
-            raise self._lost(min(new))
-        for name in self._earlier - ({*self._plan.names} - {INDEX}):
-            wait_for(self._folder.delete, name)
+    def _changed(self) -> str | None:
+        """Return what makes weights count and was written since this export began; None if none."""
+        for name in (INDEX, ONE_FILE) if has_weights(self._plan.names) else ():
+            now, earlier = wait_for(self._head, name), self._earlier.get(name)
+            if (now and now.version) != (earlier and earlier.version):
+                return name
+        return None
 
     def _lost(self, name: str) -> LostRaceError:
         return LostRaceError(
             f"another export has written or removed {name} there meanwhile; export again when none"
             " is under way (what this one has written is removed)",
-            url=self._folder.url,
+            url=self._store.url,
         )
 
-    def _finish(self) -> dict[str, int]:
-        """Write the index, now that all other files are there; return the sizes of all files."""
-        if not self._is_staged:
-            self._clear()
-        names = [name for name in self._plan.names if name != INDEX]
+    def _finish(self, shards: Mapping[str, Version | None]) -> dict[str, int]:
+        """Write all other files, now that the shards are there; return the sizes of all files."""
         try:
-            heads = in_waves(self._unchanged().head, names)
+            heads = in_waves(self._pinned(shards).head, list(shards))
             sizes = {meta.key: meta.size_bytes for meta in heads}
         except PreconditionFailedError as error:
             raise self._lost(str(error.object_key)) from error
         except ObjectNotFoundError as error:
-            if error.object_key in [file.name for file in self._plan.own]:
+            if error.object_key in self._written:
                 raise self._lost(str(error.object_key)) from error
             raise InputError(
                 f"another rank has written {error.object_key}, and this one does not see it: all"
                 " ranks need one folder or object store that they share",
-                url=self._folder.url,
+                url=self._store.url,
             ) from error
-        if self._plan.index is not None:
-            sizes[INDEX] = self._write(self._plan.index)
-        return sizes
+        for file in self._plan.then:
+            sizes[file.name] = self._write(file)
+        return {name: sizes[name] for name in self._plan.names}
 
-    def _unchanged(self) -> PinnedStore:
+    def _pinned(self, written: Mapping[str, Version | None]) -> PinnedStore:
         """Return the store, which refuses files that are not as this export has written them."""
         told = self._store.capabilities.conditional_update
-        versions = {name: version for name, version in self._written.items() if version and told}
+        versions = {name: version for name, version in written.items() if version and told}
         return PinnedStore(self._store, versions)
 
     def _write(self, file: PlannedFile) -> int:
         """Write one file from slabs that are read ahead; return its size in bytes.
 
         Raises:
-            LostRaceError: another export has ended, whose shards this one would replace.
+            LostRaceError: another export has ended, whose files this one would replace.
         """
-        if self._plan.index and not self._is_staged and wait_for(self._exists, INDEX):
-            raise self._lost(INDEX)
+        if (changed := self._changed()) is not None:
+            raise self._lost(changed)
+        earlier = self._earlier.get(file.name)
+        if earlier is not None and earlier.size_bytes <= _KEPT_MOST_BYTES:
+            get = partial(self._store.get, max_size_bytes=_KEPT_MOST_BYTES)
+            self._replaced[file.name], _ = wait_for(get, file.name)
         source, tensors = self._plan.source, self._plan.tensors
         self._written[file.name] = None
         slabs = (
@@ -607,26 +598,41 @@ class _Export:
         self._written[file.name] = uploaded.version
         return uploaded.size_bytes
 
-    def _remove(self, error: BaseException) -> None:
-        """Remove what this rank has written, and is still as it was written.
+    def _undo(self, error: BaseException) -> None:
+        """Remove what this rank has written and put back what it has replaced, the last first.
 
-        If a rank has died, the first removes the files of all, and every rank the index.
+        What another export has written since stays. If a rank has died, the first removes its
+        shards; if it was the first, after the end of the export, the export stays.
         """
-        names = {*self._written}
+        names = [*self._written][::-1]
         if self._group is not None and isinstance(error, RankFailedError):
-            names |= {*self._plan.names} if is_first(self._group) else {INDEX}
-        unremoved = []
-        for name in sorted(names, key=lambda name: name != INDEX):
+            if is_first(self._group):
+                names += [name for name in self._plan.names if name not in (*names, *self._earlier)]
+            elif self._changed():
+                return
+        left = []
+        for name in names:
             is_written = self._written.get(name) is not None
-            if name in self._earlier and not is_written:
-                continue
             try:
                 if is_written:
-                    self._unchanged().head(name)
-                self._store.delete(name)
+                    self._pinned(self._written).head(name)
+                if name in self._replaced:
+                    self._store.put(name, self._replaced[name])
+                elif name not in self._earlier:
+                    self._store.delete(name)
             except (ObjectNotFoundError, PreconditionFailedError):
                 continue
             except DcpObjstoreError:
-                unremoved.append(name)
-        if unremoved:
-            error.add_note(f"{', '.join(unremoved)} could not be removed from {self._store.url}")
+                left.append(name)
+        if left:
+            error.add_note(f"{', '.join(left)} could not be removed from {self._store.url}")
+
+    def _remove_lock(self) -> None:
+        if isinstance(self._store, LocalStore):
+            self._store.remove_lock()
+
+    def _remove_earlier(self) -> None:
+        """Remove the files of an earlier export that were not replaced."""
+        for name in self._earlier.keys() - {*self._plan.names}:
+            wait_for(self._store.delete, name)
+        self._remove_lock()

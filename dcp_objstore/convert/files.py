@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     from dcp_objstore.convert.sources import TensorInfo
     from dcp_objstore.transfer.upload import ByteArray
 
+STEM = "model"
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_WEIGHTS = re.compile(
+    r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+)
 # Shards are not cut smaller than this for the sake of more ranks.
 _LEAST_SHARD_BYTES = 250_000_000
 
@@ -92,14 +95,19 @@ def safetensors_file(
 
 
 def shards(
-    tensors: Mapping[str, TensorInfo], names: Mapping[str, str], most_bytes: int, ranks: int = 1
-) -> tuple[list[PlannedFile], PlannedFile | None]:
-    """Return the shards of safetensors that a folder gets, and the index if there are several.
+    tensors: Mapping[str, TensorInfo],
+    names: Mapping[str, str],
+    most_bytes: int,
+    stem: str = STEM,
+    ranks: int = 1,
+) -> tuple[list[PlannedFile], PlannedFile]:
+    """Return the shards of safetensors that a folder gets, and their index; or the only file.
 
     Args:
         tensors: the tensors by key.
         names: the name of each tensor in the files.
         most_bytes: size at which another shard begins.
+        stem: what the names of shards begin with.
         ranks: the number of ranks that write. For several, shards are made equal, and as many as
             each rank can have the same number of, but for that none is cut below 250 MB.
     """
@@ -113,9 +121,9 @@ def shards(
         groups = _groups(tensors, fits)
     count = len(groups)
     if count == 1:
-        return [safetensors_file(ONE_FILE, groups[0], tensors, names)], None
+        return [], safetensors_file(ONE_FILE, groups[0], tensors, names)
     files = [
-        safetensors_file(f"model-{n:05d}-of-{count:05d}.safetensors", keys, tensors, names)
+        safetensors_file(f"{stem}-{n:05d}-of-{count:05d}.safetensors", keys, tensors, names)
         for n, keys in enumerate(groups, 1)
     ]
     index = {

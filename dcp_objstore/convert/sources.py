@@ -75,7 +75,7 @@ class CheckpointSource(Source):
         self._checkpoint = checkpoint
         tensors: dict[str, TensorInfo] = {}
         self.keys = checkpoint.matching(keys)
-        checkpoint.check_whole(self.keys)
+        checkpoint._check_whole(self.keys)
         for key in self.keys:
             entry = checkpoint[key]
             if not isinstance(entry, TensorEntry):
@@ -92,7 +92,7 @@ class CheckpointSource(Source):
 
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs with one parallel read, and verify their blocks."""
-        return self._checkpoint.read_slabs(slabs)
+        return self._checkpoint._read_slabs(slabs)
 
 
 class TorchSource(Source):

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.doctor.findings import Finding, Verdict, failure, unread
+from dcp_objstore.doctor.findings import (
+    BLOBS,
+    TO_LIST,
+    Check,
+    Finding,
+    Rights,
+    Verdict,
+    failure,
+)
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.scratch import Stop
 from dcp_objstore.doctor.surroundings import (
@@ -32,7 +40,6 @@ from dcp_objstore.waiting import take
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from dcp_objstore.stores.uploads.s3 import S3Uploads
     from dcp_objstore.stores.urls import StoreUrl
 
 logger = logging.getLogger("dcp_objstore")
@@ -48,47 +55,44 @@ CONFIG = TransferConfig(
 _CLEAN_UP_SECONDS = 30.0
 
 
-class Check(NamedTuple):
-    """One line of the table of checks.
-
-    Attributes:
-        name: name of the check.
-        kind: `access`: made in any case. `request`: made if the store can be reached; what a job
-            needs, so an error is a failure. `rule`: the same, but no job needs it.
-        make: the check; it returns what it found, or raises.
-    """
-
-    name: str
-    kind: Literal["access", "request", "rule"]
-    make: Callable[[], Verdict]
-
-
 def table(spec: StoreSpec, around: Surroundings, objects: ObjectChecks) -> Sequence[Check]:
-    """Return all checks, in an order in which each can rely on those before it."""
-    url = spec.parsed
+    """Return all checks, in an order in which each can rely on those before it.
 
-    def uploads() -> S3Uploads:
-        return objects.scratch.around()
-
+    S3's rights: "Actions, resources, and condition keys for Amazon S3"; those of GCS: "IAM
+    permissions for Cloud Storage"; those of Azure: "Permissions for calling data operations".
+    """
+    url, uploads = spec.parsed, objects.uploads
+    write, read_blob = f"{BLOBS}/write", f"{BLOBS}/read"
+    put = Rights("s3:PutObject", "storage.objects.create", write)
+    read = Rights("s3:GetObject", "storage.objects.get", read_blob)
+    made = "storage.multipartUploads.create and storage.objects.create"
+    parts = Rights("s3:PutObject", made, write)
+    abort = Rights("s3:AbortMultipartUpload", "storage.multipartUploads.abort")
+    replace = "storage.objects.create, .get and .delete (to replace an object)"
+    race = Rights("s3:PutObject and s3:GetObject", replace, write)
+    delete = Rights("s3:DeleteObject", "storage.objects.delete", f"{BLOBS}/delete")
+    rules = Rights("s3:GetLifecycleConfiguration")
+    old = Rights("s3:GetBucketVersioning")
+    unended = Rights("s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts")
     return (
         Check("versions", "access", lambda: versions(spec)),
         Check("working directory", "access", working_directory),
-        Check("credentials", "access", lambda: around.access.credentials),
-        Check("endpoint", "access", lambda: around.access.endpoint),
-        Check("bucket", "access", lambda: around.access.bucket),
+        Check("credentials", "access", around.verdict("credentials")),
+        Check("endpoint", "access", around.verdict("endpoint")),
+        Check("bucket", "access", around.verdict("bucket")),
         Check("clock", "access", around.clock),
-        Check("put", "request", objects.put),
-        Check("list", "request", objects.listing),
-        Check("read", "request", objects.read),
-        Check("multipart", "request", objects.multipart),
-        Check("checksums", "request", objects.checksums),
-        Check("abort", "request", objects.abort),
-        Check("conditional put", "request", objects.conditional_put),
-        Check("delete", "request", objects.delete),
-        Check("lifecycle", "rule", lambda: lifecycle(uploads(), url)),
-        Check("versioning", "rule", lambda: versioning(uploads())),
-        Check("unfinished uploads", "rule", lambda: unfinished(uploads(), url)),
-        Check("clean-up", "request", objects.clean_up),
+        Check("put", "request", objects.put, put),
+        Check("list", "request", objects.listing, TO_LIST),
+        Check("read", "request", objects.read, read),
+        Check("multipart", "request", objects.multipart, parts),
+        Check("checksums", "request", objects.checksums, read),
+        Check("abort", "request", objects.abort, abort),
+        Check("conditional put", "request", objects.conditional_put, race),
+        Check("delete", "request", objects.delete, delete),
+        Check("lifecycle", "rule", lambda: lifecycle(uploads, url), rules),
+        Check("versioning", "rule", lambda: versioning(uploads()), old),
+        Check("unfinished uploads", "rule", lambda: unfinished(uploads(), url), unended),
+        Check("clean-up", "request", objects.clean_up, delete),
     )
 
 
@@ -160,5 +164,4 @@ def _made(check: Check, url: StoreUrl, around: Surroundings) -> Verdict:
     try:
         return check.make()
     except DcpObjstoreError as error:
-        meaning = unread if check.kind == "rule" else failure
-        return meaning(check.name, error, url)
+        return failure(check, error, url)

@@ -11,13 +11,13 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.errors import DcpObjstoreError, InputError, UnsupportedError
+from dcp_objstore.errors import DcpObjstoreError, InputError
 from dcp_objstore.stores.uploads.open import open_bucket_uploads
 from dcp_objstore.stores.uploads.s3 import S3Uploads
 
@@ -77,7 +77,6 @@ class Scratch:
         self.store: ObjectStore = self.spec.open()
         self.keys: set[str] = set()
         self._outer = spec
-        self._uploads: S3Uploads | None = None
 
     @contextmanager
     def writing(self, name: str) -> Iterator[str]:
@@ -89,23 +88,14 @@ class Scratch:
             self.keys.discard(name)
             raise
 
+    @cached_property
     def around(self) -> S3Uploads:
-        """Return the unfinished uploads below the URL.
+        """The unfinished uploads below the URL; raises what `open_bucket_uploads` does."""
+        return open_bucket_uploads(self._outer)
 
-        Raises:
-            UnsupportedError: the store has no such uploads, or they cannot be listed here.
-            DcpObjstoreError: any other error of the store.
-        """
-        if self._uploads is None:
-            self._uploads = open_bucket_uploads(self._outer)
-        return self._uploads
-
-    def uploads(self) -> S3Uploads | None:
-        """Return the unfinished uploads below the prefix; None if they cannot be listed."""
-        try:
-            return self.around().below(self.spec.url.rpartition("/")[2])
-        except UnsupportedError:
-            return None
+    def uploads(self) -> S3Uploads:
+        """Return the unfinished uploads below the prefix; raise as `around` does."""
+        return self.around.below(self.spec.url.rpartition("/")[2])
 
     def remove(self) -> Unremoved:
         """Remove everything below the prefix; return what could not be removed."""
@@ -119,13 +109,11 @@ class Scratch:
                 kept.add(key)
         again = _attempt(errors, lambda: {meta.key for meta in self.store.list()})
         keys = kept if again is None else again
-        uploads = _attempt([], self.uploads)
-        if uploads is not None:
-            for upload in _attempt([], uploads.list) or ():
-                before = len(errors)
-                _attempt(errors, partial(uploads.abort, upload))
-                if len(errors) > before:
-                    keys.add(f"{upload.key} (unfinished upload)")
+        for upload in _attempt([], lambda: self.uploads().list()) or ():
+            before = len(errors)
+            _attempt(errors, partial(self.uploads().abort, upload))
+            if len(errors) > before:
+                keys.add(f"{upload.key} (unfinished upload)")
         if self._folder is not None:
             self._remove_folders()
         return Unremoved(sorted(keys), errors[0].message if errors else "", again is not None)

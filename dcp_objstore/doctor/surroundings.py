@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcp_objstore import errors
-from dcp_objstore.doctor.findings import Verdict, failure, summary
-from dcp_objstore.observe.report import size_text
+from dcp_objstore.doctor.findings import Check, Verdict, failure
+from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.stores.diagnosis import Identity, ask_server, identify, named_server
-from dcp_objstore.stores.obstore.errors import http_code
 from dcp_objstore.stores.ranges import read_range
-from dcp_objstore.stores.s3.errors import code_of
-from dcp_objstore.stores.uploads.lifecycle import LIFECYCLE_DAYS, covering_days
+from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from dcp_objstore.stores.spec import StoreSpec
     from dcp_objstore.stores.uploads.s3 import S3Uploads
     from dcp_objstore.stores.urls import StoreUrl
@@ -34,11 +34,7 @@ _SKEW_WARNED_SECONDS = 60
 _OLD = timedelta(hours=24)
 _LOCAL = ("file", "memory")
 _CLOUDS = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
-_OTHER_TOOLS = {
-    "s3": "`aws sts get-caller-identity` shows what other tools find on this machine",
-    "gs": "`gcloud auth list` shows what other tools find on this machine",
-    "az": "`az account show` shows what other tools find on this machine",
-}
+_SERVERS = ("s3", "gs", "az")
 _NO_CODE = "its answer for an absent object does not have the error code of a store"
 _NO_STORE = "check that this is the store that you mean, not a web server or proxy"
 _ANSWERS_ALL = (
@@ -47,6 +43,13 @@ _ANSWERS_ALL = (
 _ABSENT = ".doctor-asks-for-nothing"
 # The time-out of the first answer: a server that accepts connections but stays silent is no store.
 _PATIENCE_SECONDS = 10.0
+# The check that an error of the first answer belongs to, and why no other request is then made.
+_BLAMED = (
+    (errors.CredentialsError, "credentials", "the store does not accept the credentials"),
+    (errors.BucketNotFoundError, "bucket", "the bucket does not exist"),
+    (errors.StoreUnavailableError, "endpoint", "the endpoint does not answer"),
+    (errors.DcpObjstoreError, "endpoint", "the endpoint does not answer like a store"),
+)
 
 
 def versions(spec: StoreSpec) -> Verdict:
@@ -78,7 +81,7 @@ def working_directory() -> Verdict:
 
 def _over_fsspec(spec: StoreSpec) -> bool:
     """Whether fsspec carries the requests."""
-    own = spec.parsed.scheme in (*_LOCAL, *_OTHER_TOOLS) and "fs" not in spec.storage_options
+    own = spec.parsed.scheme in (*_LOCAL, *_SERVERS) and "fs" not in spec.storage_options
     return spec.config.transport == "fsspec" or not own
 
 
@@ -86,15 +89,11 @@ class Access(NamedTuple):
     """What the first answer of the store shows.
 
     Attributes:
-        credentials, endpoint, bucket: verdicts.
-        clock: verdict, if no more can be asked; else None.
+        verdicts: those of credentials, endpoint and bucket; of the clock, if it cannot be asked.
         blocked: why no other request can be made to the store; None if requests can be made.
     """
 
-    credentials: Verdict
-    endpoint: Verdict
-    bucket: Verdict
-    clock: Verdict | None = None
+    verdicts: Mapping[str, Verdict]
     blocked: str | None = None
 
 
@@ -109,57 +108,57 @@ class Surroundings:
     @cached_property
     def access(self) -> Access:
         """What the first answer of the store shows, which is asked for at first use."""
+        checks = ("credentials", "endpoint", "bucket", "clock")
         if self._url.scheme in _LOCAL:
             without = Verdict("not applicable", f"{self._url.scheme}:// does not have this")
-            return Access(without, without, without, without)
+            return Access(dict.fromkeys(checks, without))
         try:
             identity = identify(self._spec)
         except errors.ConfigError:
             identity = None  # the first request fails alike
         except errors.DcpObjstoreError as error:
-            advice = _OTHER_TOOLS.get(self._url.scheme, "")
-            details = {"error": type(error).__name__, "message": error.message}
-            credentials = Verdict("failed", summary(error), advice, details)
             blocked = "there are no credentials"
-            unasked = Verdict("not made", blocked)
-            return Access(credentials, unasked, unasked, unasked, blocked=blocked)
+            unasked = dict.fromkeys(checks, Verdict("not made", blocked))
+            return Access({**unasked, "credentials": self._failure("credentials", error)}, blocked)
         self._region = identity.region if identity is not None else None
         return self._first_answer(identity)
 
+    def verdict(self, check: str) -> Callable[[], Verdict]:
+        """Return the check that takes its verdict from the first answer."""
+        return lambda: self.access.verdicts[check]
+
+    def _failure(self, check: str, error: errors.DcpObjstoreError) -> Verdict:
+        return failure(Check(check, "access", self.verdict(check)), error, self._url)
+
     def _first_answer(self, identity: Identity | None) -> Access:
         """Judge credentials, endpoint and bucket by one request."""
-        error, a_store = self._ask()
+        error, has_code = self._ask()
         who, details = _who(identity)
         where, endpoint = self._where()
-        known = Verdict("ok", who, details=details)
-        answered = Verdict("ok", where, details=endpoint)
-        if not a_store:
-            answered = Verdict("warning", f"{where}: {_NO_CODE}", _NO_STORE, endpoint)
-        if error is None and a_store:
-            return Access(known, answered, Verdict("ok", f"the bucket {self._url.bucket} exists"))
-        if error is None:
+        verdicts = {
+            "credentials": Verdict("ok", who, details=details),
+            "endpoint": Verdict("ok", where, details=endpoint),
+            "bucket": Verdict("ok", f"the bucket {self._url.bucket} exists"),
+        }
+        if not has_code:
+            verdicts["endpoint"] = Verdict("warning", f"{where}: {_NO_CODE}", _NO_STORE, endpoint)
             text = "the answer does not show whether the bucket exists"
-            return Access(known, answered, Verdict("not made", text))
-        if isinstance(error, errors.CredentialsError):
-            blocked = "the store does not accept the credentials"
-            advice = failure("credentials", error, self._url).advice
-            refused = Verdict("failed", f"{who}: {summary(error)}", advice, details)
-            return Access(refused, answered, Verdict("not made", blocked), blocked=blocked)
-        if isinstance(error, errors.BucketNotFoundError):
-            missing = failure("bucket", error, self._url)
-            return Access(known, answered, missing, blocked="the bucket does not exist")
-        blocked = "the endpoint does not answer like a store"
-        if isinstance(error, errors.StoreUnavailableError):
-            blocked = "the endpoint does not answer"
-        server, bucket = failure("endpoint", error, self._url), None
-        if isinstance(error, errors.ConfigError):
-            bucket = self._right_region()
-        if bucket is not None:
+            verdicts["bucket"] = Verdict("not made", text)
+        if error is None:
+            return Access(verdicts)
+        blamed, blocked = next(why for kind, *why in _BLAMED if isinstance(error, kind))
+        region = self._right_region() if isinstance(error, errors.ConfigError) else None
+        if region is not None:
             blocked = "the bucket is in another region"
-            server = Verdict("ok", where, details=endpoint)
         unasked = Verdict("not made", blocked)
-        unknown = Verdict("not made", f"{who}; {blocked}", details=details)
-        return Access(unknown, server, bucket or unasked, unasked, blocked=blocked)
+        if blamed == "endpoint":
+            verdicts["credentials"] = Verdict("not made", f"{who}; {blocked}", details=details)
+            verdicts["clock"] = unasked
+        if blamed != "bucket":
+            verdicts["bucket"] = region or unasked
+        if region is None:
+            verdicts[blamed] = self._failure(blamed, error)
+        return Access(verdicts, blocked)
 
     def _ask(self) -> tuple[errors.DcpObjstoreError | None, bool]:
         """Return what is wrong, if anything, and whether the answer is like that of a store."""
@@ -167,7 +166,7 @@ class Surroundings:
         hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
         try:
             store = replace(self._spec, config=hasty).open()
-            if self._url.scheme not in _OTHER_TOOLS:
+            if self._url.scheme not in _SERVERS:
                 store.head(_ABSENT)
             else:
                 read_range(store, _ABSENT, 0, 1)  # the answer to a HEAD has no body to hold a code
@@ -186,11 +185,8 @@ class Surroundings:
     def _has_code(self, error: errors.DcpObjstoreError) -> bool:
         """Whether an error has a store's error code; True if the transport does not show codes."""
         scheme = self._url.scheme
-        if scheme not in _OTHER_TOOLS or (scheme != "s3" and _over_fsspec(self._spec)):
-            return True
-        cause = error.__cause__
-        code = "" if cause is None else http_code(cause)[1] or code_of(cause)
-        return bool(code) and not code.isdigit()
+        shows_none = scheme not in _SERVERS or (scheme != "s3" and _over_fsspec(self._spec))
+        return shows_none or error.code is not None
 
     def _where(self) -> tuple[str, dict[str, object]]:
         try:
@@ -219,8 +215,8 @@ class Surroundings:
 
     def clock(self) -> Verdict:
         """Compare the server's clock with this machine's."""
-        if self.access.clock is not None:
-            return self.access.clock
+        if "clock" in self.access.verdicts:
+            return self.access.verdicts["clock"]
         try:
             answer = ask_server(self._spec)
         except errors.DcpObjstoreError as error:
@@ -230,8 +226,8 @@ class Surroundings:
             return Verdict("not made", "the server does not send its time")
         off = abs(ahead)
         details = {"server_ahead_seconds": round(ahead, 1)}
-        text = f"this machine's clock is {_duration(off)} {'behind' if ahead > 0 else 'ahead of'}"
-        text += " the server's"
+        by = f"{timedelta(seconds=round(off))} {'behind' if ahead > 0 else 'ahead of'}"
+        text = f"this machine's clock is {by} the server's"
         advice = "set this machine's clock with NTP, or check the server's clock"
         if off >= _SKEW_REFUSED_SECONDS:
             more = "; a server refuses signed requests from 15 minutes on"
@@ -241,19 +237,30 @@ class Surroundings:
         return Verdict("ok", "this machine's clock agrees with the server's", details=details)
 
 
-def lifecycle(uploads: S3Uploads, url: StoreUrl) -> Verdict:
+def lifecycle(uploads: Callable[[], S3Uploads], url: StoreUrl) -> Verdict:
     """Look for a rule of the bucket that removes unfinished uploads."""
-    days = covering_days(uploads.lifecycle_rules(), uploads.prefix)
+    prefix = f"{url.prefix}/" if url.prefix else ""
+    if url.scheme == "gs":
+        rule = shlex.quote(lifecycle_configuration("gs", prefix))
+        return Verdict(
+            "not made",
+            "the rules of the bucket cannot be read here; one should remove unfinished uploads",
+            f"`echo {rule} > rules.json` and `gcloud storage buckets update gs://{url.bucket}"
+            " --lifecycle-file=rules.json` replace all its rules by one that does",
+        )
+    rules = uploads().lifecycle_rules()
+    days = covering_days(rules, prefix)
     if days is None:
+        rule = shlex.quote(lifecycle_configuration("s3", prefix, rules))
         return Verdict(
             "warning",
             "no rule of the bucket removes unfinished uploads, which are billed but invisible",
-            f"add a rule that aborts them after {LIFECYCLE_DAYS} days: `dcp-objstore sweep"
-            f" {shlex.quote(str(url))}` prints the command",
+            f"`aws s3api put-bucket-lifecycle-configuration --bucket {url.bucket}"
+            f" --lifecycle-configuration {rule}` adds one, and keeps its other rules",
         )
     return Verdict(
         "ok",
-        f"the bucket removes unfinished uploads after {days} day{'' if days == 1 else 's'}",
+        f"the bucket removes unfinished uploads after {counted(days, 'day')}",
         details={"days": days},
     )
 
@@ -309,11 +316,3 @@ def _who(identity: Identity | None) -> tuple[str, dict[str, object]]:
     if identity.account is None and identity.unknown and not identity.access_key:
         text += f" ({identity.unknown})"
     return text, details
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} seconds"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} minutes"
-    return f"{seconds / 3600:.1f} hours"

@@ -141,11 +141,11 @@ class TensorEntry:
         """
         from dcp_objstore.inspect.stats import tensor_stats
 
-        self.checkpoint.check_whole([self.key])
-        return tensor_stats(self.key, self.slabs(), self.checkpoint.read_slabs, progress=progress)
+        self.checkpoint._check_whole([self.key])
+        return tensor_stats(self.key, self.slabs(), self.checkpoint._read_slabs, progress=progress)
 
     def slabs(self) -> list[Slab]:
-        """Cut the tensor into parts of at most 32 MiB, to read them with `read_slabs`.
+        """Cut the tensor into parts of at most 32 MiB, to read them one by one.
 
         If stock torch wrote the checkpoint, the parts are its chunks, because torch has to decode
         these as a whole.
@@ -365,7 +365,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ConfigError(f"ranks must be a number of ranks, at least 1, got {ranks!r}")
         keys = self.matching(patterns)
-        self.check_whole(keys)
+        self._check_whole(keys)
         config = self._spec.config
         return plan_ranks(
             self.url, self._stored, keys, ranks=ranks, config=config, verify=self._verify
@@ -397,7 +397,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
             PermissionDeniedError: the credentials do not allow the request.
         """
         keys = self.matching(patterns)
-        self.check_whole(keys)  # before memory is allocated for missing elements
+        self._check_whole(keys)  # before memory is allocated for missing elements
         tensors = {key: self._stored.items.tensor(key) for key in keys}
         boxes = {key: whole(saved.shape) for key, saved in tensors.items() if saved is not None}
         values = [key for key in keys if key not in boxes]
@@ -414,12 +414,12 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         """
         return read_plain_values(self._spec, self._stored, keys)
 
-    def read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
+    def _read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs of different tensors into new CPU memory, in one parallel read."""
         boxes = {key: box for key, box, _ in slabs}
         return list(self._read(boxes, (), in_one_piece=True, progress=False).values())
 
-    def check_whole(self, keys: Sequence[str]) -> None:
+    def _check_whole(self, keys: Sequence[str]) -> None:
         """Raise if elements of these tensors are missing, or the objects cannot hold so many.
 
         What reads tensors plans each part of them, and a `.metadata` of a few bytes may claim one

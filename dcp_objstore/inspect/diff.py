@@ -13,7 +13,7 @@ from dcp_objstore.errors import UnsupportedError, UntrustedPickleError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, read_ahead
-from dcp_objstore.observe.report import Bar
+from dcp_objstore.observe.bar import Bar
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.index import Index
@@ -261,7 +261,7 @@ class _Comparison:
 
         slabs: list[Slab] = []
         for checkpoint in self._pair:
-            checkpoint.check_whole(self._tensors_to_read)
+            checkpoint._check_whole(self._tensors_to_read)
         for key in self._tensors_to_read:
             # The chunks of a checkpoint by another library are read as a whole.
             foreign_first = min(self._pair, key=lambda pair: pair.commit_id is not None)
@@ -273,7 +273,7 @@ class _Comparison:
         bar = Bar("diff")
         if progress and bar.is_seen():
             bar.begin(2 * self.read_bytes)
-        first, other = (read_ahead(slabs, checkpoint.read_slabs) for checkpoint in self._pair)
+        first, other = (read_ahead(slabs, checkpoint._read_slabs) for checkpoint in self._pair)
         try:
             with closing(first), closing(other):
                 for slab, a, b in zip(slabs, first, other, strict=True):

@@ -13,7 +13,7 @@ import torch
 
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.inspect.slabs import Slab, read_ahead
-from dcp_objstore.observe.report import Bar
+from dcp_objstore.observe.bar import Bar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

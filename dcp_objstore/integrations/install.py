@@ -26,13 +26,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from dcp_objstore.distributed.groups import DCP_SAVES, own_group
 from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.local.settings import Local, LocalFolder, local_of
 from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.torch_private import ProcessExecutor, ThreadExecutor
-from dcp_objstore.write.writer import ObjectStoreWriter, in_own_group
+from dcp_objstore.write.writer import ObjectStoreWriter
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -326,9 +327,27 @@ def _reader(settings: _Settings, url: str, arguments: Mapping[str, Any]) -> Inst
     return reader
 
 
+def _in_own_group(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `dcp.async_save`, or an executor of it, a group for saves with our writer.
+
+    Without `process_group=`, the collectives of its thread run in the default group. If that is
+    gloo's, they mix with those of the training, and both hang.
+    """
+
+    @functools.wraps(save)
+    def saving(*args: Any, **settings: Any) -> Any:
+        writer = settings.get("storage_writer")
+        is_default = settings.get("process_group") is None and not settings.get("no_dist")
+        if isinstance(writer, ObjectStoreWriter) and is_default:
+            settings["process_group"] = own_group(DCP_SAVES, None, writer._target.config)
+        return save(*args, **settings)
+
+    return saving
+
+
 def _with_writer(save: Callable[..., Any]) -> Callable[..., Any]:
     """Pass our writer, and a group for it, to a function that has only been given a URL."""
-    save = in_own_group(save)
+    save = _in_own_group(save)
 
     @functools.wraps(save)
     def with_writer(

@@ -26,8 +26,9 @@ from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce, parse
 from dcp_objstore.config import MIB, TransferConfig, processors
 from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.observe.bar import StatusLine
 from dcp_objstore.observe.events import AnyEvent, PartUploaded, RangeRead
-from dcp_objstore.observe.report import GIB, StatusLine, counted
+from dcp_objstore.observe.report import GIB, counted
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests

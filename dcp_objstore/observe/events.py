@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from dcp_objstore.observe.report import LoadReport, SaveReport
+
 Operation: TypeAlias = Literal["save", "load", "open", "read", "verify", "export"]
 
 
@@ -258,18 +260,10 @@ class Saved(Event):
     It lasts from the set-up of the save.
 
     Attributes:
-        size_bytes: bytes in data objects, framing included.
-        copied_bytes: how many of them the store has copied from the base of the save.
-        objects: number of data objects.
-        parts: number of requests that carried their bytes, or had the store copy them.
-        commit_id: id of the commit.
+        report: what was saved, and how fast.
     """
 
-    size_bytes: int
-    objects: int
-    parts: int
-    commit_id: str
-    copied_bytes: int = 0
+    report: SaveReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,27 +271,10 @@ class Loaded(Event):
     """A load or read has ended: everything that this rank asked for is in place.
 
     Attributes:
-        size_bytes: bytes that this rank fetched.
-        needed_bytes: bytes that this rank's state needed.
-        local_bytes: how many bytes of `size_bytes` came from copies on this node.
-        received_bytes: bytes that other ranks fetched and sent to this one.
-        objects: number of data objects that were read from.
-        requests: number of ranges that were read, from the store or from copies.
-        slow_ranges: number of ranges that took far longer than the others and were asked for again.
-        commit_id: id of the checkpoint's commit; None if another library wrote the checkpoint.
-        unverified: whether bytes were not compared with digests: there are none, or `verify` was
-            off.
+        report: what was loaded, and how fast; without the keys that only `dos.load` compares.
     """
 
-    size_bytes: int
-    needed_bytes: int
-    received_bytes: int
-    objects: int
-    requests: int
-    slow_ranges: int
-    commit_id: str | None
-    local_bytes: int = 0
-    unverified: bool = False
+    report: LoadReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,31 +1,14 @@
-"""Reports of a save or load: as data, as a line in the log, and as a progress bar."""
+"""Reports of a save or load, and how sizes and counts are written in texts."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
-import shutil
-import sys
-import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 from dcp_objstore.errors import printable
-from dcp_objstore.observe.events import (
-    Loaded,
-    NoAnswer,
-    PartCopied,
-    PartUploaded,
-    Planned,
-    RangeRead,
-    Saved,
-)
-
-if TYPE_CHECKING:
-    from dcp_objstore.observe.events import AnyEvent
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -203,128 +186,3 @@ def first_few(names: Sequence[str], most: int) -> str:
 def counted(number: int, noun: str) -> str:
     """Format a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def log_summary(event: AnyEvent) -> None:
-    """Log the one INFO line of a save or load when it has ended."""
-    match event:
-        case Saved():
-            copied = size_text(event.copied_bytes)
-            text = f", {copied} of them copied by the store" if event.copied_bytes else ""
-            verb, requests = "saved", f"{counted(event.parts, 'part')}{text}"
-        case Loaded():
-            again = counted(event.slow_ranges, "slow range")
-            text = f", {again} asked for again" if event.slow_ranges else ""
-            text += ", unverified" if event.unverified else ""
-            verb, requests = "loaded", f"{counted(event.requests, 'request')}{text}"
-        case _:
-            return
-    moved = _moved(event.url, event.size_bytes, event.seconds, event.objects)
-    logger.info("%s %s, %s", verb, moved, requests)
-
-
-@functools.cache
-def _quiet_tqdm() -> Any:
-    """Return tqdm without its thread that redraws bars. Imported only when a bar is drawn."""
-    from tqdm import tqdm
-
-    class Quiet(tqdm):  # type: ignore[misc]  # tqdm has no types
-        monitor_interval = 0
-
-    # tqdm's own lock belongs to multiprocessing: a killed rank would leave it behind, and a helper
-    # process would complain about it. One process draws these bars, so a thread lock is enough.
-    Quiet.set_lock(threading.RLock())
-    return Quiet
-
-
-class Bar:
-    """A listener that draws a byte-counting bar on standard error, and then leaves one line.
-
-    Args:
-        label: the text before the figures.
-    """
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._bar: Any = None
-        self._outcome = ""
-
-    @staticmethod
-    def is_seen() -> bool:
-        """Return whether standard error is a terminal; otherwise no bar is drawn."""
-        return sys.stderr is not None and sys.stderr.isatty()
-
-    def take(self, event: AnyEvent) -> None:
-        """Start the bar when the size is known, then advance it."""
-        match event:
-            case Planned():
-                self.begin(event.size_bytes)
-            case PartUploaded() | PartCopied() | RangeRead():
-                self.advance(event.size_bytes)
-            case NoAnswer():
-                self.wait(event.end_ns / 1e9 + event.wait_seconds)
-            case Saved():
-                self._outcome = f"saved {_amount(event)}, committed"
-            case Loaded():
-                self._outcome = f"loaded {_amount(event)}"
-
-    def begin(self, total_bytes: int) -> None:
-        """Draw the bar."""
-        self._bar = _quiet_tqdm()(
-            desc=self._label,
-            total=total_bytes,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
-            leave=False,
-        )
-
-    def advance(self, size_bytes: int) -> None:
-        """Advance the bar, if it was begun."""
-        if self._bar is not None:
-            self._bar.bar_format = None
-            self._bar.update(size_bytes)
-
-    def wait(self, until: float) -> None:
-        """Say in place of rate and remaining time that the store does not answer."""
-        if self._bar is not None:
-            latest = time.strftime("%H:%M:%S", time.localtime(until))
-            self._bar.bar_format = (
-                "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, no answer from the store, waiting"
-                f" until {latest} at most]"
-            )
-            self._bar.refresh()
-
-    def settle(self) -> None:
-        """Replace the bar by a line that says how it ended, unless the log says that."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-        if self._outcome and not logger.isEnabledFor(logging.INFO):
-            print(printable(self._outcome), file=sys.stderr)
-        self._outcome = ""
-
-
-def _amount(event: Saved | Loaded) -> str:
-    return f"{event.url}: {size_text(event.size_bytes)} in {event.seconds:.1f} s"
-
-
-class StatusLine:
-    """A line on standard error that says what is being done, if that is a terminal.
-
-    Args:
-        shown: whether to show it there.
-    """
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown and Bar.is_seen()
-
-    def show(self, text: str) -> None:
-        """Replace the line."""
-        if self._shown:
-            columns = shutil.get_terminal_size().columns
-            print(f"\r\033[K{printable(text)[: columns - 1]}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Remove the line."""
-        self.show("")

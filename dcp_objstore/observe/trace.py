@@ -164,8 +164,10 @@ def _row(event: AnyEvent) -> tuple[int, str]:
 
 
 def _arguments(event: AnyEvent) -> dict[str, Any]:
-    own = [field.name for field in dataclasses.fields(event) if field.name not in _COMMON_FIELDS]
-    return {"url": event.url, **{name: getattr(event, name) for name in own}}
+    """Return an event's own fields; of the report of an end, all."""
+    own = dataclasses.asdict(event)
+    own |= own.pop("report", {})
+    return {name: own[name] for name in own if name == "url" or name not in _COMMON_FIELDS}
 
 
 def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:

@@ -196,20 +196,7 @@ def run_load(
 
 def report_loaded(channel: Channel, report: LoadReport) -> None:
     """Emit the event that ends a load."""
-    channel.emit(
-        Loaded,
-        channel.began_at,
-        seconds=report.seconds,
-        size_bytes=report.total_bytes,
-        needed_bytes=report.needed_bytes,
-        received_bytes=report.received_bytes,
-        objects=report.objects,
-        requests=report.requests,
-        slow_ranges=report.slow_ranges,
-        commit_id=report.commit_id,
-        local_bytes=report.local_bytes,
-        unverified=report.unverified,
-    )
+    channel.emit(Loaded, channel.began_at, seconds=report.seconds, report=report)
 
 
 def _request_size(

@@ -662,36 +662,44 @@ class CheckpointManager:
         self._begin()
         return on_first(ask, self._url, self._group)
 
-    def pin(self, step: int, name: str = "pinned") -> None:
+    def pin(self, step: int, name: str = "pinned") -> tuple[str, ...]:
         """Protect a step from deletion and from being overwritten. A collective.
 
         Args:
             step: number of the step.
             name: name of the pin. Default "pinned".
 
+        Returns:
+            All pins that the step now has.
+
         Raises:
             CheckpointNotFoundError: that step is not committed.
             DcpObjstoreError: the pin was refused, or the store failed.
         """
-        self._change_pins(upkeep.pin, step, name)
+        return self._change_pins(upkeep.pin, step, name)
 
-    def unpin(self, step: int, name: str = "pinned") -> None:
+    def unpin(self, step: int, name: str = "pinned") -> tuple[str, ...]:
         """Remove a pin of a step, if it is there. A collective.
 
         Args:
             step: number of the step.
             name: name of the pin. Default "pinned".
 
+        Returns:
+            All pins that the step still has.
+
         Raises:
             CheckpointNotFoundError: that step is not committed.
             DcpObjstoreError: the change was refused, or the store failed.
         """
-        self._change_pins(upkeep.unpin, step, name)
+        return self._change_pins(upkeep.unpin, step, name)
 
-    def _change_pins(self, change: Callable[..., object], step: int, name: str) -> None:
+    def _change_pins(
+        self, change: Callable[..., tuple[str, ...]], step: int, name: str
+    ) -> tuple[str, ...]:
         self._begin()
         url = step_url(self._url, step)
-        on_first(lambda: change(url, name, **self._access), self._url, self._group)
+        return on_first(lambda: change(url, name, **self._access), self._url, self._group)
 
 
 def _timer(saves: RunSaves) -> str:

@@ -1,4 +1,4 @@
-"""`sweep`: sweep every checkpoint below a URL, and check the bucket's own lifecycle rules."""
+"""`sweep`: sweep every checkpoint below a URL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 from dcp_objstore.stores.uploads.open import open_uploads
 from dcp_objstore.transfer.interruptible import InterruptibleStore
 
@@ -43,22 +42,12 @@ class SweepReport:
         url: the URL that was swept.
         checkpoints: what was done at each checkpoint, in the order of their URLs.
         uploads_unseen: why orphaned multipart uploads could not be listed; None if they were.
-        lifecycle_days: the number of days after which the bucket itself removes such uploads here;
-            None if it does not, or if its rules could not be read.
-        lifecycle_json: the lifecycle configuration that the bucket should have, as JSON; None if it
-            has one, or if there are no multipart uploads. For S3 it includes the rules that the
-            bucket has, if those could be read.
-        lifecycle_unread: why the bucket's rules could not be read; None if they were read.
-            Otherwise those rules are lost if you put `lifecycle_json`.
         dry_run: nothing was changed.
     """
 
     url: str
     checkpoints: tuple[CheckpointSweep, ...]
     uploads_unseen: str | None = None
-    lifecycle_days: int | None = None
-    lifecycle_json: str | None = None
-    lifecycle_unread: str | None = None
     dry_run: bool = False
 
     @property
@@ -181,14 +170,10 @@ def sweep_below(
         )
         for prefix in takewhile(lambda _: not is_over(), sorted(prefixes))
     )
-    days, text, unread = _lifecycle(spec, uploads)
     return SweepReport(
         url=spec.url,
         checkpoints=swept,
         uploads_unseen=unseen,
-        lifecycle_days=days,
-        lifecycle_json=text,
-        lifecycle_unread=unread,
         dry_run=dry_run,
     )
 
@@ -246,22 +231,3 @@ def _is_known(name: str) -> bool:
     A save may have died there at any point, even while it was probing the store.
     """
     return name == MARKER_KEY or is_ours(name) or is_beacon_key(name) or is_probe_key(name)
-
-
-def _lifecycle(
-    spec: StoreSpec, uploads: S3Uploads | LocalUploads | None
-) -> tuple[int | None, str | None, str | None]:
-    """Return three fields of `SweepReport`: `lifecycle_days`, `_json` and `_unread`."""
-    url = spec.parsed
-    if url.scheme not in ("s3", "gs"):
-        return None, None, None
-    prefix = f"{url.prefix}/" if url.prefix else ""
-    if uploads is None:
-        text = lifecycle_configuration(url.scheme, prefix)
-        return None, text, "they cannot be read here"
-    try:
-        rules = uploads.lifecycle_rules()
-    except errors.DcpObjstoreError as error:
-        return None, lifecycle_configuration(url.scheme, prefix), error.message
-    days = covering_days(rules, prefix)
-    return days, None if days else lifecycle_configuration(url.scheme, prefix, rules), None

@@ -209,7 +209,7 @@ def repair(
 
 def pin(
     url: str,
-    name: str,
+    name: str = "pinned",
     *,
     storage_options: Options | None = None,
     config: TransferConfig | None = None,
@@ -223,7 +223,7 @@ def pin(
     Args:
         url: URL of the checkpoint.
         name: name of the pin, 1 to 200 characters: what the checkpoint is kept for, such as "paper"
-            or "release 1".
+            or "release 1". Default "pinned".
         storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
 
@@ -241,7 +241,7 @@ def pin(
 
 def unpin(
     url: str,
-    name: str,
+    name: str = "pinned",
     *,
     storage_options: Options | None = None,
     config: TransferConfig | None = None,
@@ -252,7 +252,7 @@ def unpin(
 
     Args:
         url: URL of the checkpoint.
-        name: name of the pin.
+        name: name of the pin. Default "pinned".
         storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
 

@@ -314,7 +314,9 @@ def judge(error: Exception, read: Callable[[Exception], Facts]) -> Failure:
         return Failure(error, Facts(text=""))
     redact(error)
     facts = read(error)
-    return Failure(meaning_of(error, facts).error(facts.text), facts)
+    meant = meaning_of(error, facts).error(facts.text)
+    meant.status, meant.code = facts.status, facts.code
+    return Failure(meant, facts)
 
 
 def meaning_of(error: Exception, facts: Facts) -> Meaning:

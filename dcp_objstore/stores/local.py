@@ -28,13 +28,13 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
@@ -183,6 +183,11 @@ class LocalStore(BaseStore[Path]):
         except NotADirectoryError:
             return
 
+    def remove_lock(self) -> None:
+        """Remove the lock file of the folder, which no other program has to see."""
+        with suppress(FileNotFoundError), locked(self._root, self._patience):
+            (self._root / _LOCK_NAME).unlink()
+
     def _write(
         self, path: Path, write: Callable[[int], None], precondition: Precondition | None
     ) -> Version:
@@ -298,10 +303,6 @@ class LocalUploads:
         except OSError as error:
             raise of_os(error).at(url=f"file://{self._root}") from error
 
-    def lifecycle_rules(self) -> Sequence[Mapping[str, Any]]:
-        """A folder has none."""
-        return ()
-
 
 def temporary_name(name: str) -> str:
     """Return a name for an object until it is whole: random, and with its own if both fit."""
@@ -369,20 +370,22 @@ def locked(folder: Path, policy: RetryPolicy) -> Iterator[None]:
     Raises:
         StoreUnavailableError: another process has held the lock all the time.
     """
-    # A lock of the open file description: it excludes threads of this process as well.
-    fd = open_here(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
-    try:
-        tries = Tries(policy)
-        while not lock(fd):
-            if not tries.pause():
-                raise errors.StoreUnavailableError(
-                    f"another process has held the lock {folder / _LOCK_NAME} for"
-                    f" {policy.patience_seconds:.0f} s; end that process ('fuser -v'"
-                    " with this path names it), or wait for it, and try again"
-                )
-        yield
-    finally:
-        close_here(fd)
+    tries = Tries(policy)
+    while True:
+        # A lock of the open file description: it excludes threads of this process as well.
+        fd = open_here(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        try:
+            if lock(fd) and os.fstat(fd).st_nlink:  # not removed by `remove_lock` since
+                yield
+                return
+        finally:
+            close_here(fd)
+        if not tries.pause():
+            raise errors.StoreUnavailableError(
+                f"another process has held the lock {folder / _LOCK_NAME} for"
+                f" {policy.patience_seconds:.0f} s; end that process ('fuser -v'"
+                " with this path names it), or wait for it, and try again"
+            )
 
 
 def lock(fd: int) -> bool:

@@ -151,7 +151,7 @@ def run_save(
     """
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()
-    writer.share_base(group)
+    writer._share_base(group)
     planner = planner or AgreeingSavePlanner(url, state_dict, ranks)
     plain = planner.agree(state_dict, group)
     with typed_failures(url, group, _MAYBE_SAVED):

@@ -139,16 +139,7 @@ class Save:
             *last,
         )
         keep(report)
-        channel.emit(
-            Saved,
-            channel.began_at,
-            seconds=report.seconds,
-            size_bytes=report.total_bytes,
-            copied_bytes=report.copied_bytes,
-            objects=report.objects,
-            parts=report.parts,
-            commit_id=committed.commit_id,
-        )
+        channel.emit(Saved, channel.began_at, seconds=report.seconds, report=report)
         return index
 
     def abandon(self, error: BaseException) -> None:

@@ -7,12 +7,12 @@ save is kept in a `Save`, so a writer can be used for one save after another.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -23,7 +23,6 @@ from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import on_first
-from dcp_objstore.distributed.groups import DCP_SAVES, own_group
 from dcp_objstore.distributed.plugin import (
     Target,
     plugin_errors,
@@ -37,7 +36,7 @@ from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import describe
 from dcp_objstore.state.left_out import LEFT_OUT
 from dcp_objstore.stores.urls import is_supported_url
-from dcp_objstore.torch_private import ThreadExecutor
+from dcp_objstore.torch_private import is_in_default_group
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
 from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.results import PlannedIndex, Results, build_index, planned_index
@@ -56,8 +55,8 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.state.state_dict import ConvertedState
+    from dcp_objstore.write.staging.state import StagedState
 
-T = TypeVar("T")
 
 # Attributes that a pickled writer leaves behind. All others are settings.
 _OF_SAVES = frozenset({"_background", "_of_thread", "_warned_keys", "last_save", "save_id"})
@@ -174,7 +173,6 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
     ) -> None:
         """Make a writer, with the arguments of the class; check what can be checked now."""
         KeptStager.__init__(self, on_busy)
-        _have_async_saves_in_own_group()
         self._target = Target(url, storage_options, config)
         self._overwrite = overwrite
         self._progress = progress
@@ -232,6 +230,27 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         self._runs_here()  # even if the URL is refused below
         if checkpoint_id is not None:
             self._target.aim(checkpoint_id)  # type: ignore[arg-type]  # StoreSpec checks it
+
+    def stage(self, state_dict: Mapping[str, Any], **settings: Any) -> StagedState:
+        """Return a copy of the state in host memory. `dcp.async_save` calls it.
+
+        Warns of a save whose collectives would run in the default group, in a thread.
+
+        Raises:
+            SaveInProgressError: an earlier save is running, and `on_busy` is "raise". Raised on
+                this rank only. If ranks may differ in what is running,
+                `dcp_objstore.async_save` makes them agree.
+        """
+        if is_in_default_group():
+            warnings.warn(
+                "dcp.async_save was called without process_group=, so its thread uses the default"
+                " group. If the training does so too, on CPUs, the job can hang: pass"
+                ' process_group=torch.distributed.new_group(backend="gloo"), made once, or call'
+                " dcp_objstore.async_save",
+                UserWarning,
+                stacklevel=2,
+            )
+        return super().stage(state_dict, **settings)
 
     def storage_meta(self) -> StorageMeta:
         """Return the StorageMeta to store. The first call that a save makes in its thread."""
@@ -374,7 +393,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         future.set_result(results)
         return future
 
-    def share_base(self, group: dist.ProcessGroup | None) -> None:
+    def _share_base(self, group: dist.ProcessGroup | None) -> None:
         """Read the base on the group's first rank, for the next save of all. A collective.
 
         Otherwise each rank reads it by itself.
@@ -415,31 +434,3 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             # DCP pickles it for all ranks, which takes seconds where there are many chunks as
             # objects.
             vars(metadata).update(vars(describe(index)))
-
-
-def in_own_group(save: Callable[..., T]) -> Callable[..., T]:
-    """Give `dcp.async_save`, or an executor of it, a group for saves with our writer.
-
-    Without `process_group=`, the collectives of its thread run in the default group. If that is
-    gloo's, they mix with those of the training, and both hang.
-    """
-
-    @functools.wraps(save)
-    def saving(*args: Any, **settings: Any) -> T:
-        writer = settings.get("storage_writer")
-        is_default = settings.get("process_group") is None and not settings.get("no_dist")
-        if isinstance(writer, ObjectStoreWriter) and is_default:
-            settings["process_group"] = own_group(DCP_SAVES, None, writer._target.config)
-        return save(*args, **settings)
-
-    return saving
-
-
-def _have_async_saves_in_own_group() -> None:
-    """Hook torch's executor of `dcp.async_save`, once. Saves with other writers stay as they are.
-
-    The executor is reached however `dcp.async_save` was imported, and with any stager.
-    """
-    save = ThreadExecutor.execute_save
-    if not hasattr(save, "__wrapped__"):
-        ThreadExecutor.execute_save = in_own_group(save)  # type: ignore[method-assign]

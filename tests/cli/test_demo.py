@@ -19,26 +19,26 @@ import psutil
 import pytest
 import torch
 
-from dcp_objstore.cli.demo import story
-from dcp_objstore.cli.demo.ranks import FinishedLoad, Outcome, Ranks, State
-from dcp_objstore.cli.demo.story import (
+import dcp_objstore as dos
+from dcp_objstore.cli.demo import (
+    CONTEXT,
+    ByteTransformer,
+    Demo,
     DemoFailedError,
-    Story,
+    Ranks,
+    State,
+    choose_batch,
+    describe,
     failure_told,
     in_bucket,
+    next_byte_loss,
+    read_text,
     run_demo,
     tell,
 )
-from dcp_objstore.cli.demo.training import (
-    CONTEXT,
-    ByteTransformer,
-    choose_batch,
-    describe,
-    next_byte_loss,
-    read_text,
-)
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
+from dcp_objstore.reports import LoadReport
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support import launcher
 from tests.support.command_line import environment, examples, run_here
@@ -181,12 +181,11 @@ def test_a_place_that_cannot_be_used_is_one_line_before_any_rank_starts(
 def test_a_proof_that_fails_ends_the_demo_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def run(story: Story) -> None:
-        story.spec.open().put("left-over", b"x")
+    def run(demo: Demo) -> None:
+        demo.spec.open().put("left-over", b"x")
         raise DemoFailedError("the state differs")
 
-    monkeypatch.setattr(Story, "run", run)
-    monkeypatch.setattr(story, "warm_up", lambda: None)
+    monkeypatch.setattr(Demo, "run", run)
     with pytest.raises(SystemExit) as caught:
         run_demo(ranks=2, resume_ranks=1, url=f"file://{tmp_path}", keep=False)
     assert caught.value.code == 1
@@ -236,15 +235,15 @@ def fails(prove: Callable[..., None], *args: object) -> bool:
 
 
 @pytest.fixture
-def told() -> Story:
+def told() -> Demo:
     """A demo that has nothing to prove yet."""
-    return Story(StoreSpec("memory://demo"), 4, 2, "/tmp")
+    return Demo(StoreSpec("memory://demo"), 4, 2, "/tmp")
 
 
 @pytest.mark.parametrize(
     "digests", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}]
 )
-def test_states_that_differ_are_not_called_identical(told: Story, digests: dict[str, str]) -> None:
+def test_states_that_differ_are_not_called_identical(told: Demo, digests: dict[str, str]) -> None:
     loaded = dataclasses.replace(STATE, digests=digests)
     empty = dataclasses.replace(STATE, digests={})
     assert not fails(told.prove_identical, "x", STATE, [STATE, STATE])
@@ -252,14 +251,18 @@ def test_states_that_differ_are_not_called_identical(told: Story, digests: dict[
     assert fails(told.prove_identical, "x", empty, [empty])
 
 
-def test_bytes_from_the_bucket_fail_the_proof_of_a_restart(told: Story) -> None:
-    prove, none = told.prove_from_the_node, FinishedLoad(STATE, 1.0)
-    assert not fails(prove, [FinishedLoad(STATE, 1.0, 10, 10), none])
-    assert fails(prove, [FinishedLoad(STATE, 1.0, 10, 9)])
+def test_bytes_from_the_bucket_fail_the_proof_of_a_restart(told: Demo) -> None:
+    def loaded(total_bytes: int, local_bytes: int) -> LoadReport:
+        given: Any = dict.fromkeys(("needed_bytes", "seconds", "objects", "requests"), 1)
+        return LoadReport(url="x", total_bytes=total_bytes, local_bytes=local_bytes, **given)
+
+    prove, none = told.prove_from_the_node, loaded(0, 0)
+    assert not fails(prove, [loaded(10, 10), none])
+    assert fails(prove, [loaded(10, 9)])
     assert fails(prove, [none])
 
 
-def test_losses_that_do_not_go_on_fail_the_proof(told: Story) -> None:
+def test_losses_that_do_not_go_on_fail_the_proof(told: Demo) -> None:
     off, none = (dataclasses.replace(STATE, fixed_loss=loss) for loss in (3.001, None))
     assert not fails(told.prove_same_loss, STATE, [STATE])
     assert all(fails(told.prove_same_loss, STATE, [STATE, other]) for other in (off, none))
@@ -269,24 +272,24 @@ def test_losses_that_do_not_go_on_fail_the_proof(told: Story) -> None:
     assert all(fails(told.prove_same_path, {1: 9.0, 2: 2.0}, other) for other in ({2: 2.1}, {}))
 
 
-def test_only_a_torn_save_counts_as_torn(told: Story) -> None:
+def test_only_a_torn_save_counts_as_torn(told: Demo) -> None:
     keys = [f"__{rank}_0.{'a' * 24}.distcp" for rank in range(4)]
     assert not fails(told.prove_torn, keys[:3], keys[3])
     for wrong in (keys, keys[:2], [*keys[:3], "_COMMIT"]):
         assert fails(told.prove_torn, wrong, keys[3])
 
 
-def test_survivors_without_a_typed_error_fail_the_proof(told: Story) -> None:
-    typed, killed = Outcome(0, error=RankFailedError("rank 3 has ended")), Outcome(3, status=-9)
+def test_survivors_without_a_typed_error_fail_the_proof(told: Demo) -> None:
+    typed, killed = RankFailedError("rank 3 has ended"), -signal.SIGKILL
     assert not fails(told.prove_ended_cleanly, [typed, typed, killed], 1.0)
-    for other in (Outcome(1, error=RuntimeError("gloo")), Outcome(1, status=1), Outcome(1)):
+    for other in ("RuntimeError('gloo')", 1, 0):
         assert fails(told.prove_ended_cleanly, [typed, other, killed], 1.0)
         assert fails(told.prove_ended_cleanly, [typed, typed, other], 1.0)
 
 
-def test_a_torn_checkpoint_that_loads_or_fails_otherwise_fails_the_proof(told: Story) -> None:
-    assert not fails(told.prove_invisible, Outcome(0, error=CheckpointNotFoundError("none")))
-    for other in (Outcome(0, value="loaded"), Outcome(0, error=RankFailedError("of a rank"))):
+def test_a_torn_checkpoint_that_loads_or_fails_otherwise_fails_the_proof(told: Demo) -> None:
+    assert not fails(told.prove_invisible, CheckpointNotFoundError("none"))
+    for other in (None, RankFailedError("of a rank")):
         assert fails(told.prove_invisible, other)
 
 
@@ -310,21 +313,17 @@ def test_digests_see_every_bit_and_every_value() -> None:
         assert [name for name in named if changed[name] != plain[name]] == [key]
 
 
-def test_how_a_rank_ended_is_known_whatever_ended_it() -> None:
+def test_how_a_rank_ended_is_known_whatever_ended_it(tmp_path: Path) -> None:
     """It raises an error of Python or of the library, or ends without a word."""
     launcher.warm_up(PRELOAD)  # all ranks of this process are forked from one server
-    with Ranks(1, "read_text_of_nothing", grouped=False) as job:
-        (raised,) = job.end()
-    assert isinstance(raised.error, AttributeError)
-    assert "read_text_of_nothing" in raised.log
-    with Ranks(1, "load", "file:///nowhere", {}, grouped=False) as job:
-        (missing,) = job.end()
-    assert isinstance(missing.error, CheckpointNotFoundError)
-    with Ranks(1, "hold_uploads", grouped=False) as job:
-        job.kill(0)
-        (killed,) = job.end()
-    assert killed.status == -signal.SIGKILL
-    assert killed.failure == "rank 0 ended with status -9"
+    with Ranks(1) as job, pytest.raises(DemoFailedError, match="TypeError") as caught:
+        list(job.successful())
+    assert "Traceback" in caught.value.__notes__[0]
+    nowhere = (f"file://{tmp_path}", {}), dos.Local(str(tmp_path)), 4, (8,), None
+    with Ranks(1, *nowhere) as job, pytest.raises(CheckpointNotFoundError):
+        list(job.successful())
+    with Ranks(2, *nowhere) as job:
+        assert job.kill(1)[1] == -signal.SIGKILL
 
 
 def test_the_model_reads_real_text_and_learns_from_it() -> None:
@@ -370,11 +369,11 @@ def test_no_line_is_wider_than_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    story = Story(StoreSpec("memory://demo"), 8, 4, str(tmp_path))
+    demo = Demo(StoreSpec("memory://demo"), 8, 4, str(tmp_path))
     tell("A headline that says what happens in this phase of the whole demo", "")
-    story.prove(True, "something was shown that needs more than forty columns to be told", "")
-    story.add_row("save, killed", 8, 24, 2**25, 0.5)
-    story.print_table()
+    demo.prove(True, "something was shown that needs more than forty columns to be told")
+    demo.add_row("save, killed", 8, 24, 2**25, 0.5)
+    demo.print_table()
     lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
     table = " ".join(" ".join(lines).split())
@@ -388,6 +387,6 @@ def test_a_stream_without_unicode_gets_plain_words(
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     with pytest.raises(SystemExit), failure_told():
-        Story(StoreSpec("memory://demo"), 8, 4, str(tmp_path)).prove(True, "shown", "")
+        Demo(StoreSpec("memory://demo"), 8, 4, str(tmp_path)).prove(True, "shown")
         raise DemoFailedError("not shown …")
     assert raw.getvalue().decode() == "  ok shown\n  FAILED not shown ?\n"

@@ -20,7 +20,6 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import StoreSpec
 from tests.support.command_line import run
-from tests.support.servers import Bucket
 from tests.support.upkeep import DAY_SECONDS, keys, loose, save, state, tear
 
 
@@ -81,16 +80,16 @@ def test_rm_with_a_grace_period_leaves_the_objects_and_a_sweep_removes_them_when
     upkeep.remove(f"{steps.url}/step-1", grace="1h", yes=True, allow_newest=False, as_json=False)
     assert "or a sweep after 24 h" in capsys.readouterr().out
     assert len(loose(steps.step(1))) == 3
-    upkeep.collect(steps.url, grace="24h", yes=True, as_json=False)
+    upkeep.sweep(steps.url, grace="24h", yes=True, as_json=False)
     assert "not yet" in capsys.readouterr().out
     assert len(loose(steps.step(1))) == 3
     steps.age()
-    upkeep.collect(steps.url, grace="24h", yes=False, as_json=False)
+    upkeep.sweep(steps.url, grace="24h", yes=False, as_json=False)
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1].strip() == f"dcp-objstore sweep {steps.url} --yes"
     assert "3 objects" in shown
     assert len(loose(steps.step(1))) == 3
-    upkeep.collect(steps.url, grace="24h", yes=True, as_json=False)
+    upkeep.sweep(steps.url, grace="24h", yes=True, as_json=False)
     assert "removed" in capsys.readouterr().out
     assert keys(steps.step(1)) == {"_COMMIT"}
     assert not loose(steps.step(2))
@@ -105,11 +104,11 @@ def test_rm_refuses_the_newest_and_pinned_ones(
     for yes in (False, True):
         with pytest.raises(InputError, match="--allow-newest"):
             upkeep.remove(url, grace="0m", yes=yes, allow_newest=False, as_json=False)
-    upkeep.protect(url, "paper", as_json=False)
+    upkeep.pin(url, "paper", as_json=False)
     assert capsys.readouterr().out == f"{url}: pinned as paper\n"
     with pytest.raises(CheckpointPinnedError):
         upkeep.remove(url, grace="0m", yes=True, allow_newest=True, as_json=False)
-    upkeep.unprotect(url, "paper", as_json=True)
+    upkeep.unpin(url, "paper", as_json=True)
     assert json.loads(capsys.readouterr().out) == {"url": url, "pins": []}
     open_committed(steps.step(2))
     upkeep.remove(url, grace="0m", yes=False, allow_newest=True, as_json=False)
@@ -158,7 +157,7 @@ def test_grace_that_is_none_or_too_short_is_refused(steps: Run, grace: str) -> N
     steps.age()
     before = steps.all()
     with pytest.raises(ConfigError):
-        upkeep.collect(steps.url, grace=grace, yes=True, as_json=False)
+        upkeep.sweep(steps.url, grace=grace, yes=True, as_json=False)
     assert steps.all() == before
 
 
@@ -166,7 +165,7 @@ def test_grace_that_is_none_or_too_short_is_refused(steps: Run, grace: str) -> N
 def test_grace_is_counted_in_its_unit(steps: Run, grace: str) -> None:
     tear(steps.step(1))
     steps.age()
-    upkeep.collect(steps.url, grace=grace, yes=True, as_json=False)
+    upkeep.sweep(steps.url, grace=grace, yes=True, as_json=False)
     assert keys(steps.step(1)) == {"_COMMIT"}
 
 
@@ -177,31 +176,12 @@ def test_repair_says_what_it_did(steps: Run, capsys: pytest.CaptureFixture[str])
     dos.save({"a": torch.ones(3)}, url, progress=False)
     steps.step(1).delete(".metadata")
     for dry_run, told in ((True, "would be written"), (False, "was written")):
-        upkeep.mend(url, dry_run=dry_run, as_json=False)
+        upkeep.repair(url, dry_run=dry_run, as_json=False)
         assert told in capsys.readouterr().out
         assert (".metadata" in keys(steps.step(1))) is not dry_run
-    upkeep.mend(url, dry_run=False, as_json=False)
+    upkeep.repair(url, dry_run=False, as_json=False)
     assert "nothing to repair" in capsys.readouterr().out
-    upkeep.mend(url, dry_run=False, as_json=True)
+    upkeep.repair(url, dry_run=False, as_json=True)
     assert json.loads(capsys.readouterr().out)["dot_metadata"] is None
     with pytest.raises(CheckpointNotFoundError):
-        upkeep.mend(f"{steps.url}/step-9", dry_run=False, as_json=False)
-
-
-def test_gc_prints_the_lifecycle_rule_that_the_bucket_should_have(
-    bucket: Bucket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = bucket.storage_options
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))
-    monkeypatch.setenv("AWS_ENDPOINT_URL", str(options["endpoint_url"]))
-    save(StoreSpec(bucket.at("step-1"), options).open())
-    before = bucket.keys()
-    upkeep.collect(bucket.url, grace="24h", yes=False, as_json=False)
-    shown = capsys.readouterr().out
-    assert f"put-bucket-lifecycle-configuration --bucket {bucket.name}" in shown
-    text = shown.split("echo '")[1].split("' > ")[0]
-    (rule,) = json.loads(text)["Rules"]
-    assert rule["Filter"] == {"Prefix": bucket.prefix}
-    assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 2}
-    assert bucket.keys() == before
+        upkeep.repair(f"{steps.url}/step-9", dry_run=False, as_json=False)

@@ -107,7 +107,7 @@ def test_it_is_refused_and_nothing_else_happens(case_id: str, worker: Worker) ->
 
 # Each place of the package that unpickles, and what its bytes have passed before.
 UNPICKLES = {
-    "cli.demo.training.load_with_stock: torch.load": "torch has just written it",
+    "cli.demo._load_with_stock: torch.load": "torch has just written it",
     "compat.foreign._Unpickler: Unpickler": "`scan`; all globals are stand-ins",
     "compat.values._unsafe_globals: torch.serialization.get_unsafe_globals_in_checkpoint": "`vet`",
     "compat.values.unpickled: torch.load": "`vet`, `vet_old` or `check_safe`; see below",

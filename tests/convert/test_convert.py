@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import secrets
 import zipfile
@@ -23,7 +22,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dcp_objstore as dos
 from dcp_objstore.convert import import_checkpoint
 from dcp_objstore.convert.sources import TensorInfo
-from dcp_objstore.convert.together import appearing_together
 from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -39,7 +37,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect import slabs
 from dcp_objstore.inspect.fill import new_tensors
-from dcp_objstore.stores import StoreSpec, open_store
+from dcp_objstore.stores import open_store
 from tests.support import hostile, hostile_cases  # noqa: F401 - registers the cases
 from tests.support.checkpoints import memory_url
 from tests.support.command_line import run, run_here
@@ -515,18 +513,15 @@ def test_what_overwrites_an_export_leaves_none_of_its_shards(
         assert {meta.key for meta in store.list()} - theirs == written
 
 
-def test_an_export_replaces_no_file_of_a_bucket_that_it_reads(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [12_000, 10**9])
+def test_a_folder_may_be_exported_onto_itself(url: str, tmp_path: Path, most: int) -> None:
     for out in (memory_url(), (tmp_path / "hf").as_uri()):
-        dos.export_checkpoint(url, out, max_shard_size_bytes=24_000)
-        before = dos.read_state_dict(out)
-        settings: dict[str, Any] = {"max_shard_size_bytes": 12_000, "overwrite": True}
-        if out.startswith("memory"):
-            with pytest.raises(InputError, match="write elsewhere"):
-                dos.export_checkpoint(out, out, **settings)
-        else:
-            dos.export_checkpoint(out, out, **settings)
-        after = dos.read_state_dict(out)
-        assert all(same_bits(after[key], tensor) for key, tensor in before.items())
+        for earlier in (24_000, 10**9):
+            dos.export_checkpoint(url, out, max_shard_size_bytes=earlier, overwrite=True)
+            before = dos.read_state_dict(out)
+            dos.export_checkpoint(out, out, max_shard_size_bytes=most, overwrite=True)
+            after = dos.read_state_dict(out)
+            assert all(same_bits(after[key], tensor) for key, tensor in before.items())
         dos.export_checkpoint(out, f"{out}/all.pt", overwrite=True)
 
 
@@ -534,7 +529,7 @@ def test_ctrl_c_ends_an_export_and_leaves_no_file(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = []
-    read_slabs = dos.Checkpoint.read_slabs
+    read_slabs = dos.Checkpoint._read_slabs
 
     def interrupted(self: dos.Checkpoint, boxes: Any) -> Any:
         reads.append(boxes)
@@ -542,30 +537,11 @@ def test_ctrl_c_ends_an_export_and_leaves_no_file(
             raise KeyboardInterrupt
         return read_slabs(self, boxes)
 
-    monkeypatch.setattr(dos.Checkpoint, "read_slabs", interrupted)
+    monkeypatch.setattr(dos.Checkpoint, "_read_slabs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         dos.export_checkpoint(url, tmp_path / "hf", max_shard_size_bytes=20)
     assert len(reads) > 5
     assert not (tmp_path / "hf").exists()
-
-
-def test_the_next_export_removes_what_a_killed_one_left_and_no_other(
-    url: str, tmp_path: Path
-) -> None:
-    out = tmp_path / "new" / "hf"
-    if not (child := os.fork()):
-        with appearing_together(StoreSpec(out.as_uri())) as staging:
-            Path(staging.url.removeprefix("file://"), "half").write_bytes(b"x")
-            os._exit(0)  # as if killed: nothing is cleaned up
-    os.waitpid(child, 0)
-    assert [path.name for path in out.rglob("half")] == ["half"]
-    with appearing_together(StoreSpec(out.as_uri())) as staging:
-        mine = Path(staging.url.removeprefix("file://"))
-        assert list(out.iterdir()) == [mine]
-        (mine / "mine").write_bytes(b"x")
-        dos.export_checkpoint(url, out, progress=False)
-        assert (mine / "mine").exists()
-    assert sorted(path.name for path in out.iterdir()) == ["mine", "model.safetensors"]
 
 
 def test_a_failed_export_leaves_no_new_folder_and_those_that_were_there(

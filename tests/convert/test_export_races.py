@@ -21,6 +21,7 @@ from tests.support.campaign import cases
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
 from tests.support.servers import Bucket
+from tests.support.wrapped_stores import Request
 
 INDEX = "model.safetensors.index.json"
 # A shard for each of three tensors; one for two of them and one for the third; one file.
@@ -102,34 +103,31 @@ def test_an_export_that_ends_meanwhile_stays_whole_and_the_slower_one_fails(
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
-def test_both_may_replace_an_earlier_export_and_what_is_left_is_of_one(
+def test_of_two_that_replace_an_earlier_export_the_first_to_end_stays(
     mine: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     out = new_folder(where, tmp_path)
     to(other, out)
     before_file(monkeypatch, 2, lambda: to(other, out, overwrite=True))
-    if where == "file":  # all of its files are replaced together
+    with pytest.raises(LostRaceError):
         to(mine, out, overwrite=True)
-        assert numbers_in(out) == {1.0}
-    else:
-        with pytest.raises(LostRaceError):
-            to(mine, out, overwrite=True)
-        assert numbers_in(out) == {2.0}
-    assert names_in(out) == {*SHARDS, INDEX}
+    assert numbers_in(out) == {2.0}
+    assert len(names_in(out)) == 4
 
 
-def test_what_the_slower_one_has_replaced_is_noticed_and_left_alone(
+def test_an_export_that_began_among_the_shards_of_another_spoils_none_of_them(
     mine: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, write = memory_url(), export._Export._write
     reached, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def export_slowly() -> None:
-        to(other, out, overwrite=True)
+        with pytest.raises(LostRaceError, match="another export"):
+            to(other, out, overwrite=True)
         ended.set()
 
     def wait_at_the_last(self: Any, file: Any) -> Any:
-        if threading.current_thread() is not main and file.name == SHARDS[2]:
+        if threading.current_thread() is not main and file.name == INDEX:
             reached.set()
             assert go_on.wait(120)
         elif threading.current_thread() is main and file.name == SHARDS[2]:
@@ -139,12 +137,12 @@ def test_what_the_slower_one_has_replaced_is_noticed_and_left_alone(
 
     main = threading.current_thread()
     monkeypatch.setattr(export._Export, "_write", wait_at_the_last)
-    with pytest.raises(LostRaceError, match="another export"):
-        to(mine, out)
-    assert names_in(out) == {*SHARDS[:2]}
+    to(mine, out)
+    assert numbers_in(out) == {1.0}
     go_on.set()
     assert ended.wait(120)
-    assert numbers_in(out) == {2.0}
+    assert numbers_in(out) == {1.0}
+    assert names_in(out) == {*SHARDS, INDEX}
 
 
 def test_shards_without_an_index_are_of_an_export_that_runs_or_died(mine: str) -> None:
@@ -153,7 +151,7 @@ def test_shards_without_an_index_are_of_an_export_that_runs_or_died(mine: str) -
     with pytest.raises(InputError, match="overwrite"):
         to(mine, out)
     to(mine, out, overwrite=True)
-    assert names_in(out) == {*SHARDS, INDEX}
+    assert (len(names_in(out)), numbers_in(out)) == (4, {1.0})
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
@@ -195,30 +193,61 @@ def test_all_ranks_lose_a_race_together(bucket: Bucket) -> None:
     assert bucket.get(f"hf/{SHARDS[1]}") == b"of another export"
 
 
-def test_what_makes_a_local_export_count_appears_after_all_other_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("most", [EACH, ONE])
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_what_makes_an_export_count_is_written_last_and_what_was_there_goes_after_it(
+    mine: str, tmp_path: Path, requests: list[Request], where: str, most: int
 ) -> None:
-    """Also after files whose names come later in the alphabet."""
-    moved: list[str] = []
-    replace = Path.replace
+    out, last = new_folder(where, tmp_path), INDEX if most == EACH else "model.safetensors"
+    (tmp_path / "zz.json").write_text("{}")
+    for earlier in (EACH, ONE):
+        to(mine, out, earlier, overwrite=True)
+        requests.clear()
+        to(mine, out, most, copied_files=tmp_path / "zz.json", overwrite=True)
+        changed = [one for one in requests if one.verb in ("put", "put_stream", "delete")]
+        keys = [one.key for one in changed if one.verb != "delete"]
+        assert keys[-2:] == ["zz.json", last]
+        assert all(one.verb == "delete" for one in changed[len(keys) :])
+        assert names_in(out) == set(keys)
 
-    def watched(path: Path, target: Path) -> Path:
-        moved.append(path.name)
-        return replace(path, target)
 
-    place = (tmp_path / "run").as_uri()
-    dos.save({"a": torch.ones(3), "b": torch.ones(3)}, place, progress=False)
-    for name in ("a.json", "zz.json"):
-        (tmp_path / name).write_text("{}")
-    files = [tmp_path / "a.json", tmp_path / "zz.json"]
-    monkeypatch.setattr(Path, "replace", watched)
-    for most_bytes, last in ((12, "model.safetensors.index.json"), (99, "model.safetensors")):
-        moved.clear()
-        dos.export_checkpoint(
-            place,
-            tmp_path / f"out-{most_bytes}",
-            copied_files=files,
-            max_shard_size_bytes=most_bytes,
-            progress=False,
-        )
-        assert (moved[-1], {*moved} > {"a.json", "zz.json"}) == (last, True), moved
+@pytest.mark.parametrize("most", [EACH, ONE])
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_an_overwrite_that_fails_leaves_the_earlier_export_as_it_was(
+    mine: str,
+    other: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    where: str,
+    most: int,
+) -> None:
+    """Whichever file it fails at, before it is written and after."""
+    out, config = new_folder(where, tmp_path), tmp_path / "config.json"
+    config.write_text("earlier")
+    to(other, out, TWO, copied_files=config)
+    before = {name: open_store(out).get(name, max_size_bytes=MIB)[0] for name in names_in(out)}
+    config.write_text("new")
+    write = export._Export._write
+    for number in range(1, 6 if most == EACH else 3):
+        for is_after in (False, True):
+            written = list[str]()
+
+            def failing(self: Any, file: Any, written: list[str] = written) -> Any:
+                written.append(file.name)
+                if len(written) == number and not is_after:  # noqa: B023
+                    raise KeyboardInterrupt
+                size_bytes = write(self, file)
+                if len(written) == number:  # noqa: B023
+                    raise KeyboardInterrupt
+                return size_bytes
+
+            monkeypatch.setattr(export._Export, "_write", failing)
+            with pytest.raises(KeyboardInterrupt):
+                to(mine, out, most, copied_files=config, overwrite=True)
+            assert names_in(out) == set(before), written
+            for name, body in before.items():
+                assert open_store(out).get(name, max_size_bytes=MIB)[0] == body, (name, written)
+    monkeypatch.setattr(export._Export, "_write", write)
+    to(mine, out, most, copied_files=config, overwrite=True)
+    assert numbers_in(out) == {1.0}

@@ -7,7 +7,7 @@ them. A process that was killed reaches the bucket no more, whatever its clean-u
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -195,9 +195,6 @@ class ConnectionUploads:
             self.prefix + upload.key,
             lambda: self.connection.bucket.abort(upload.upload_id),
         )
-
-    def lifecycle_rules(self) -> Sequence[Any]:
-        return ()
 
 
 class Here:

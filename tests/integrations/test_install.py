@@ -323,3 +323,32 @@ def test_a_torch_without_these_hooks_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(dos.errors.UnsupportedError, match=r"cannot hook torch 2\."):
         dos.install()
     assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
+
+
+@pytest.mark.parametrize(
+    ("ours", "settings", "own"),
+    [
+        (True, {}, True),
+        (True, {"process_group": None, "no_dist": False}, True),
+        (True, {"process_group": "given"}, False),
+        (True, {"no_dist": True}, False),
+        (False, {}, False),
+    ],
+)
+def test_saves_with_our_writer_in_the_default_group_get_a_group_of_their_own(
+    ours: bool, settings: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(module, "own_group", lambda *args: made.append(args) or "own")
+    writer: Any = (
+        dos.ObjectStoreWriter("memory://own-group/run")
+        if ours
+        else dcp.FileSystemWriter("/tmp/none")
+    )
+    save = module._in_own_group(lambda *args, **settings: (args, settings))
+    args, found = save(1, 2, storage_writer=writer, **settings)
+    assert args == (1, 2)
+    assert found.pop("storage_writer") is writer
+    assert found == ({**settings, "process_group": "own"} if own else settings)
+    config = writer._target.config if ours else None
+    assert made == [(module.DCP_SAVES, None, config)] * own

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import dcp_objstore as dos
 from dcp_objstore.config import at_most
 from dcp_objstore.observe import events
+from dcp_objstore.observe.bar import Bar
 from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import AnyEvent
-from dcp_objstore.observe.report import Bar
 from dcp_objstore.observe.trace import _NAMES
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items as uploading
@@ -76,8 +76,7 @@ def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket, transp
     assert len({part.worker for part in parts}) <= at_most(CONFIG.upload_concurrency) + 1
     (commit,), (saved,) = of(events.Committed, heard), of(events.Saved, heard)
     assert (commit.commit_id, commit.attempts) == (report.commit_id, 1)
-    assert saved.commit_id == report.commit_id
-    assert (saved.size_bytes, saved.seconds) == (report.total_bytes, report.seconds)
+    assert (saved.report, saved.seconds) == (report, report.seconds)
     assert max(part.end_ns for part in parts) <= whole.end_ns <= commit.start_ns
     assert saved.start_ns <= plan.start_ns <= whole.start_ns
     assert heard[-2:] == [commit, saved]
@@ -91,7 +90,8 @@ def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket, transp
     assert heard[0] == of(events.Opened, heard)[0]
     assert heard[-1] == of(events.Loaded, heard)[0]
     (end,) = of(events.Loaded, heard)
-    assert (end.commit_id, end.seconds) == (report.commit_id, loaded.seconds)
+    assert (end.report, end.seconds) == (loaded, loaded.seconds)
+    assert end.report.commit_id == report.commit_id
 
 
 def test_of_several_objects_each_is_planned() -> None:
@@ -145,7 +145,7 @@ def test_the_report_is_there_when_saved_is_told(monkeypatch: pytest.MonkeyPatch)
 
     def hear(event: AnyEvent) -> None:
         if isinstance(event, events.Saved):
-            reports.append((event.commit_id, writer.last_save))
+            reports.append((event.report.commit_id, writer.last_save))
             seen.set()
 
     def heard_at_once(channel: Channel, event: Any) -> None:

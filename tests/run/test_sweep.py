@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import time
@@ -207,55 +206,6 @@ def test_uploads_that_cannot_be_listed_are_said_and_the_rest_is_swept(
     assert (swept(report), report.uploads_unseen) == ({"step-1": "clean"}, error.message)
 
 
-class _Rules:
-    """A bucket's lifecycle rules, or why they cannot be read."""
-
-    def __init__(self, rules: Any) -> None:
-        self.rules = rules
-
-    def lifecycle_rules(self) -> Any:
-        if isinstance(self.rules, Exception):
-            raise self.rules
-        return self.rules
-
-
-def _aborting(prefix: str) -> dict[str, Any]:
-    return {
-        "ID": "theirs",
-        "Status": "Enabled",
-        "Filter": {"Prefix": prefix},
-        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 7},
-    }
-
-
-@pytest.mark.parametrize(
-    ("url", "rules", "days", "prefixes", "unread"),
-    [
-        ("s3://bucket/run", [_aborting("run/")], 7, None, None),
-        ("s3://bucket", [_aborting("")], 7, None, None),
-        ("s3://bucket/run", [_aborting("runs/")], None, {"runs/", "run/"}, None),
-        ("s3://bucket", [_aborting("run/")], None, {"run/", ""}, None),
-        ("s3://bucket/run", PermissionDeniedError("denied"), None, {"run/"}, "denied"),
-        ("s3://bucket/run", None, None, {"run/"}, "they cannot be read here"),
-        ("memory://bucket/run", None, None, None, None),
-    ],
-)
-def test_the_lifecycle_that_a_bucket_should_have_is_said_unless_it_has_one(
-    url: str, rules: Any, days: int | None, prefixes: set[str] | None, unread: str | None
-) -> None:
-    uploads: Any = None if rules is None else _Rules(rules)
-    found, text, why = sweeping._lifecycle(StoreSpec(url), uploads)
-    shown = None if text is None else {r["Filter"]["Prefix"] for r in json.loads(text)["Rules"]}
-    assert (found, shown, why) == (days, prefixes, unread)
-
-
-def test_what_the_bucket_does_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping, "_lifecycle", lambda *_: (7, "{}", "denied"))
-    report = dos.sweep(memory_url())
-    assert (report.lifecycle_days, report.lifecycle_json) == (7, "{}")
-    assert report.lifecycle_unread == "denied"
-
-
 def test_what_is_younger_than_the_grace_period_stays(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / data_key(0, 0, new_nonce())).write_bytes(b"12345")
@@ -265,12 +215,6 @@ def test_what_is_younger_than_the_grace_period_stays(tmp_path: Path) -> None:
     for wrong in (3599, float("inf"), "a day"):
         with pytest.raises(ConfigError, match="grace"):
             dos.sweep(url, grace_seconds=wrong)  # type: ignore[arg-type]
-
-
-def test_a_lifecycle_of_gcs_is_said_in_its_form() -> None:
-    _, text, _ = sweeping._lifecycle(StoreSpec("gs://bucket/run"), None)
-    assert text is not None
-    assert "matchesPrefix" in text
 
 
 def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(

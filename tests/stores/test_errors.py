@@ -80,6 +80,7 @@ def test_an_identity_without_the_right_to_write(bucket: Bucket, transport: Any) 
         with pytest.raises(PermissionDeniedError) as caught:
             verb(store)
         check(caught.value, store, name)
+        assert (caught.value.status, caught.value.code) == (403, "AccessDenied")
     assert bucket.keys() == ["k"]
     assert bucket.get("k") == b"as it was"
     assert bucket.uploads() == []

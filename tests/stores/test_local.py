@@ -466,3 +466,21 @@ def test_a_child_that_is_forked_under_the_lock_does_not_keep_it(root: Path) -> N
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_lock_whose_file_was_removed_before_it_was_taken_is_not_held(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.mkdir()
+    place, tries, lock = root / local._LOCK_NAME, list[int](), local.lock
+
+    def removed_at_first(fd: int) -> bool:
+        tries.append(fd)
+        if len(tries) == 1:
+            place.unlink()
+        return lock(fd)
+
+    monkeypatch.setattr(local, "lock", removed_at_first)
+    with local.locked(root, local.LOCK_POLICY):
+        assert place.exists()
+    assert len(tries) == 2

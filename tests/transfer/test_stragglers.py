@@ -588,7 +588,7 @@ def test_a_straggler_is_asked_for_again_over_each_transport(
     told = [one for one in heard if isinstance(one, dos.observe.events.Retried)]
     assert [one.what for one in told] == ["slow range"] * report.slow_ranges
     (loaded,) = (one for one in heard if isinstance(one, dos.observe.events.Loaded))
-    assert loaded.slow_ranges == report.slow_ranges
+    assert loaded.report == report
     assert f"{counted(report.slow_ranges, 'slow range')} asked for again" in caplog.text
 
 

@@ -143,7 +143,7 @@ def test_what_has_not_changed_is_copied_and_the_rest_uploaded(
     assert sent(requests, "put") + sent(requests, "put_stream") < 2 * MIB + 128 * 1024
     assert sum(event.size_bytes for event in of(PartCopied, events)) == report.copied_bytes
     (saved,), (planned,) = of(Saved, events), of(Planned, events)
-    assert (saved.copied_bytes, saved.objects) == (report.copied_bytes, report.objects)
+    assert saved.report == report
     assert (planned.objects, planned.requests) == (report.objects, report.parts) == (3, 3)
     assert of(NotCopied, events) == []
     assert bucket.uploads() == []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.planner import SavePlan
 
 import dcp_objstore as dos
+from dcp_objstore import torch_private
 from dcp_objstore.errors import (
     ConfigError,
     DcpObjstoreError,
@@ -30,6 +33,7 @@ from dcp_objstore.observe.events import Failed, NotCopied
 from dcp_objstore.write import writer as writer_module
 from dcp_objstore.write.api import run_save
 from tests.support.checkpoints import cause, memory_url
+from tests.support.ranks import run_ranks
 from tests.support.wrapped_stores import Through
 
 Writer = dos.ObjectStoreWriter
@@ -305,35 +309,33 @@ def test_only_the_coordinator_tells_why_there_is_no_base(monkeypatch: pytest.Mon
 # dcp.async_save -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ours", "settings", "own"),
-    [
-        (True, {}, True),
-        (True, {"process_group": None, "no_dist": False}, True),
-        (True, {"process_group": "given"}, False),
-        (True, {"no_dist": True}, False),
-        (False, {}, False),
-    ],
-)
-def test_saves_with_our_writer_in_the_default_group_get_a_group_of_their_own(
-    ours: bool, settings: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(writer_module, "own_group", lambda *args: made.append(args) or "own")
-    writer: Any = Writer(memory_url()) if ours else dcp.FileSystemWriter("/tmp/none")
-    save = writer_module.in_own_group(lambda *args, **settings: (args, settings))
-    args, found = save(1, 2, storage_writer=writer, **settings)
-    assert args == (1, 2)
-    assert found.pop("storage_writer") is writer
-    assert found == ({**settings, "process_group": "own"} if own else settings)
-    config = writer._target.config if ours else None
-    assert made == [(writer_module.DCP_SAVES, None, config)] * own
+def async_saves_in_groups(rank: int, world: int, root: str) -> list[int]:
+    """How many warnings each way of calling it gives."""
+    own, counts = dist.new_group(backend="gloo"), []
+    given: list[dict[str, Any]] = [{}, {"process_group": own}, {"no_dist": True}]
+    for number, settings in enumerate(given):
+        place = f"{root}/{number}-{rank * ('no_dist' in settings)}"
+        writer = Writer(place, progress=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saving: Any = dcp.async_save({"w": torch.ones(3)}, storage_writer=writer, **settings)
+            saving.result()
+        counts.append(sum("process_group=" in str(one.message) for one in caught))
+        dist.barrier()
+    return counts
 
 
-def test_torchs_executor_is_hooked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = writer_module.ThreadExecutor
-    torchs_own = inspect.unwrap(executor.execute_save)  # another test may have hooked it
-    monkeypatch.setattr(executor, "execute_save", torchs_own)
-    for _ in range(2):
-        Writer(memory_url())
-        assert executor.execute_save.__wrapped__ is torchs_own  # type: ignore[attr-defined]
+def test_an_async_save_in_the_default_group_is_warned_of_and_no_other(tmp_path: Path) -> None:
+    assert run_ranks(2, async_saves_in_groups, tmp_path.as_uri()) == [[1, 0, 0]] * 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*process_group=")
+        writer = Writer(memory_url(), progress=False)
+        saving: Any = dcp.async_save({"w": torch.ones(3)}, storage_writer=writer)
+        saving.result()
+
+
+def test_making_a_writer_leaves_torch_as_it_is() -> None:
+    torchs = torch_private.ThreadExecutor, state_dict_saver
+    before = [dict(vars(one)) for one in torchs]
+    Writer(memory_url())
+    assert [dict(vars(one)) for one in torchs] == before

@@ -271,22 +271,6 @@ def refusal_of(error: BaseException) -> Literal["expired", "token", "unknown key
     return "unknown key" if code in _UNKNOWN_KEY_CODES else None
 
 
-def answer_of(error: BaseException) -> str | None:
-    """Return the store's answer that led to an error, as `403 AccessDenied: Access Denied`.
-
-    None if no answer led to it, or one that cannot be read.
-    """
-    cause = error.__cause__
-    if cause is None or isinstance(cause, DcpObjstoreError):
-        return None
-    message = _message(cause)
-    if message.status is None or message.code is None:
-        return None
-    answer = _ANSWER.search(message.text)
-    said = f": {answer[2].strip().rstrip('.')}" if answer else ""
-    return f"{message.status} {message.code}{said}"
-
-
 def sent_whole(error: BaseException) -> bool:
     """A ranged GET was answered with 200, as a server may do if the range is the whole object."""
     return _WHOLE in str(error)

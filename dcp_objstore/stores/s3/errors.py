@@ -115,10 +115,12 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def _answer(error: Any, conditional: bool) -> Facts:
-    status, code = status_of(error), code_of(error)
+    status, code = status_of(error), code_of(error) or None
     text = _RETRIES_OF_BOTOCORE.sub("", str(error))
+    if code == str(status):
+        code = None
     facts = Facts(text=text, status=status, code=code, conditional=conditional)
-    missing = status == http.client.NOT_FOUND and code in ("", str(status))
+    missing = status == http.client.NOT_FOUND and code is None
     if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
         return replace(facts, text=f"{text} (status {status})", meaning=errors.NO_BUCKET)
     return facts
