@@ -19,7 +19,6 @@ from typing import Any
 from dcp_objstore.errors import ObjectNotFoundError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, Precondition, Version
-from tests.crash.scenes import CONFIG
 from tests.support.memory_store import Bucket, _Pending
 from tests.support.servers import BUCKET, make_s3_client
 
@@ -57,6 +56,7 @@ class ServerBucket(Bucket):
         self._older: dict[str, timedelta] = {}
         self._named: dict[str, dict[str, str]] = {}  # the arguments that name an upload
         self._parts: dict[str, dict[int, bytes]] = {}
+        self._sizes: dict[str, list[int]] = {}  # of the parts of each object that has some
         self._changing = threading.Lock()
         self.objects = _Objects(self)  # type: ignore[assignment]
 
@@ -84,10 +84,11 @@ class ServerBucket(Bucket):
         twin = ServerBucket()
         for meta in self.list(""):
             body, _ = self.get(meta.key)
-            if meta.version.e_tag is not None and "-" in meta.version.e_tag:
-                name, size = twin.begin(meta.key), CONFIG.part_size_bytes
-                for at in range(0, len(body), size):
-                    twin.part(name, at // size + 1, body[at : at + size])
+            if meta.key in self._sizes:
+                name, at = twin.begin(meta.key), 0
+                for number, size in enumerate(self._sizes[meta.key], 1):
+                    twin.part(name, number, body[at : at + size])
+                    at += size
                 twin.complete(name)
             else:
                 twin.put(meta.key, body)
@@ -111,6 +112,7 @@ class ServerBucket(Bucket):
         with self._changing:
             version = self._store.put(key, body, precondition=precondition, retry=retry)
             self._older.pop(key, None)
+            self._sizes.pop(key, None)
         return version
 
     def get(self, key: str) -> tuple[bytes, ObjectMeta]:
@@ -148,6 +150,7 @@ class ServerBucket(Bucket):
         with self._changing:
             self._client.complete_multipart_upload(**named, MultipartUpload={"Parts": parts})
             self._older.pop(key, None)
+            self._sizes[key] = [len(body) for _, body in sorted(self._parts[name].items())]
         return self._store.head(key).version
 
     def abort(self, name: str) -> None:
