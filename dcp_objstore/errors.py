@@ -140,9 +140,11 @@ class StoreUnavailableError(RetryableError):
 
 
 class UploadLostError(StoreUnavailableError):
-    """The store says that there is no such multipart upload, and no object of it was found.
+    """A multipart upload ended without its object, although the store answers.
 
-    Something else aborted it, such as a lifecycle rule, or another writer has replaced its object.
+    The store says that there is no such upload, because something else aborted it, such as a
+    lifecycle rule. Or a part came too slowly for the store, and the transport does not send it
+    again. The object is sent again from its start, twice at most, before this is raised.
     """
 
 

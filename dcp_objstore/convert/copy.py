@@ -63,7 +63,7 @@ from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
-from dcp_objstore.transfer.upload import run_watched, upload_object
+from dcp_objstore.transfer.upload import Content, run_watched, upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for
 from dcp_objstore.write.session import Save
 
@@ -385,7 +385,7 @@ class _Copy:
         uploaded = upload_object(
             save.open(),
             key,
-            self._buffers(entry, windows, reads, progress),
+            Content(partial(self._buffers, entry, windows, reads, progress)),
             plan,
             config=config,
             progress=progress,

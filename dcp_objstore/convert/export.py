@@ -6,7 +6,7 @@ import os
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.upload import upload_object
+from dcp_objstore.transfer.upload import Content, upload_object
 from dcp_objstore.transfer.workers import in_waves, wait_for
 
 if TYPE_CHECKING:
@@ -565,36 +565,39 @@ class _Export:
             self._replaced[file.name], _ = wait_for(get, file.name)
         source, tensors = self._plan.source, self._plan.tensors
         self._written[file.name] = None
-        slabs = (
-            slab
-            for key in file.keys
-            for slab in cut(key, *source.tensors[key][:2], source.tensors[key].starts)
-        )
-        config = self._spec.config
-        plan = plan_parts(file.size_bytes, config.part_size_bytes)
-        parts = read_ahead(slabs, source.read)
+        plan = plan_parts(file.size_bytes, self._spec.config.part_size_bytes)
 
-        def tensor(key: str) -> Iterator[ByteArray]:
-            remaining_bytes = tensor_bytes(tensors[key])
-            while remaining_bytes:
-                memory = byte_memory(next(parts).to(tensors[key].dtype))
-                assert memory is not None
-                remaining_bytes -= memory.nbytes
-                for at in range(0, memory.nbytes, plan.slice_size_bytes):
-                    yield memory[at : at + plan.slice_size_bytes]
+        def read() -> Iterator[ByteArray]:
+            reading.close()  # what an upload that was lost has not read
+            slabs = (
+                slab
+                for key in file.keys
+                for slab in cut(key, *source.tensors[key][:2], source.tensors[key].starts)
+            )
+            parts = read_ahead(slabs, source.read)
+            reading.callback(stop, parts)
 
-        try:
+            def tensor(key: str) -> Iterator[ByteArray]:
+                remaining_bytes = tensor_bytes(tensors[key])
+                while remaining_bytes:
+                    memory = byte_memory(next(parts).to(tensors[key].dtype))
+                    assert memory is not None
+                    remaining_bytes -= memory.nbytes
+                    for at in range(0, memory.nbytes, plan.slice_size_bytes):
+                        yield memory[at : at + plan.slice_size_bytes]
+
+            return file.buffers(tensor)
+
+        with ExitStack() as reading:
             uploaded = upload_object(
                 self._store,
                 file.name,
-                file.buffers(tensor),
+                Content(read),
                 plan,
-                config=config,
+                config=self._spec.config,
                 progress=self._progress,
                 most=max(2, COPIED_MOST_BYTES // plan.part_size_bytes),
             )
-        finally:
-            stop(parts)
         self._written[file.name] = uploaded.version
         return uploaded.size_bytes
 

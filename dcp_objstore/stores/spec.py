@@ -233,18 +233,13 @@ def _open_boto3(spec: StoreSpec) -> Boto3Store:
 
 def _open_fsspec(spec: StoreSpec) -> ObjectStore:
     from dcp_objstore.stores.errors import is_of
-    from dcp_objstore.stores.fsspec.filesystems import GCSFS, S3FS, make_filesystems
-    from dcp_objstore.stores.fsspec.gcs import GcsfsStore
+    from dcp_objstore.stores.fsspec.filesystems import S3FS, make_filesystems
     from dcp_objstore.stores.fsspec.s3 import S3fsStore
     from dcp_objstore.stores.fsspec.store import FsspecStore
 
     filesystems = spec._shared(make_filesystems)
-    kind: Callable[..., ObjectStore] = FsspecStore
-    if is_of(type(filesystems.read), S3FS):
-        kind = S3fsStore
-    elif is_of(type(filesystems.read), GCSFS):
-        kind = GcsfsStore
-    return kind(spec.parsed, filesystems)
+    is_s3fs = is_of(type(filesystems.read), S3FS)
+    return (S3fsStore if is_s3fs else FsspecStore)(spec.parsed, filesystems)
 
 
 # What carries the requests to which store; fsspec carries them to any.

@@ -13,12 +13,16 @@ The transport drops the buffers of a part when its request has ended, well or no
 report that. Whether it has ended well, it says by going on: it asks for more only while at most
 `max_concurrency` parts that it has are without a good answer. So of the parts that ended, as many
 count as uploaded as were handed over before those, and all of them once the object is there.
+
+Where the store answers and the upload is lost all the same, the object is sent again from its
+start, in a new upload. The parts that were counted before are not counted twice.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+import math
 import time
 import weakref
 from collections import deque
@@ -33,9 +37,11 @@ import numpy as np
 
 from dcp_objstore.config import AUTO_MOST, at_most
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError, UploadLostError
+from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
-from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot
+from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
+from dcp_objstore.stores.retries import RetryPolicy, Tries
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress, Silence
 from dcp_objstore.transfer.workers import run_in_thread
@@ -56,8 +62,24 @@ ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 # Up to so many parts that are uploaded are not counted before the object is, or half of all:
 # with fewer under way, the first save to a far store would take a quarter longer.
 _LEAST_AHEAD = 8
+# An object is sent again so often, from its start, if the store has lost its upload.
+_MOST_UPLOADS_AGAIN = 2
 # The time for a stopped upload to send its abort, before its thread is left behind.
 _ABORT_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of an object, which can be read from its start more than once.
+
+    Attributes:
+        read: a function that returns an iterator over all of it.
+    """
+
+    read: Callable[[], Iterator[ByteArray]]
+
+    def __iter__(self) -> Iterator[ByteArray]:
+        return self.read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +118,12 @@ class _Tracked:
         slot: the place of the requests in the window.
         ahead: the largest number of parts that the transport may have without a good answer when it
             asks for more.
+        counted: the number of parts that an earlier upload of the object has reported.
+
+    Attributes:
+        check_stopped: a function that raises if the upload must stop.
+        size_bytes: the size of what was handed over.
+        uploaded: the number of parts that the store is known to have.
     """
 
     def __init__(
@@ -106,18 +134,21 @@ class _Tracked:
         part_size_bytes: int,
         slot: AdmissionSlot,
         ahead: int,
+        counted: int = 0,
     ) -> None:
         self._silence, self._progress, self._slot = silence, silence.progress, slot
         self._buffers = iter(buffers)
-        self._part_size_bytes, self._ahead = part_size_bytes, ahead
+        self._part_size_bytes, self._ahead, self._counted = part_size_bytes, ahead, counted
         self._rest: ByteArray | None = None
         self._head: deque[ByteArray] = deque()
         self._filling: _Part | None = None
         self._under_way: dict[int, _Part] = {}
+        self._dropped: deque[_Part] = deque()  # the slot does not know yet how they ended
         self._ended: deque[_Part] = deque()
         self._free: list[int] = []
-        self._workers = self._uploaded = self.size_bytes = 0
+        self._workers = self.uploaded = self.size_bytes = 0
         self._is_asked = False
+        self.check_stopped = self._progress.check_stopped
 
     def __iter__(self) -> Iterator[ByteArray]:
         return self
@@ -154,9 +185,17 @@ class _Tracked:
         for part in list(self._under_way.values()):
             part.held.clear()
             self._end_if_dropped(part)
+        self._go_on()
         self._report(MAX_PARTS)
 
+    def _go_on(self) -> None:
+        """Count the parts that were dropped as answered: had one failed, this would be the end."""
+        while self._dropped:
+            part = self._dropped.popleft()
+            self._slot.end(part.number, part.size_bytes, answered=True)
+
     def _take(self) -> ByteArray:
+        self._go_on()
         self._report(self.size_bytes // self._part_size_bytes - self._ahead)
         self._silence.wait()
         self._progress.check_stopped()
@@ -224,15 +263,18 @@ class _Tracked:
         if part.is_whole and not part.held and self._under_way.pop(part.number, None) is not None:
             part.ended_at = time.monotonic()
             heapq.heappush(self._free, part.worker)
+            self._slot.release(part.number)
+            self._dropped.append(part)
             self._ended.append(part)
-            self._slot.end(part.number, part.size_bytes, answered=True)
             self._silence.heard()
 
     def _report(self, parts: int) -> None:
         """Report so many parts as uploaded, those that ended first."""
-        while self._uploaded < parts and self._ended:
+        while self.uploaded < parts and self._ended:
             part = self._ended.popleft()
-            self._uploaded += 1
+            self.uploaded += 1
+            if self.uploaded <= self._counted:
+                continue
             self._progress.moved(part.size_bytes)
             if self._progress.channel is not None:
                 self._progress.channel.emit(
@@ -264,7 +306,8 @@ def upload_object(
     unchanged, unless the abort failed, too; then a `DcpObjstoreError` says so.
 
     Args:
-        buffers: the content. Its memory must not change before this returns or raises.
+        buffers: the content. Its memory must not change before this returns or raises. If the store
+            loses the upload, it is read from its start again (`Content`); an iterator cannot be.
         plan: how the object is cut into parts.
         progress: an object that receives the bytes that were uploaded, and may stop the upload.
         most: the largest number of parts in flight, if the configuration gives none.
@@ -275,44 +318,42 @@ def upload_object(
         TransferStalledError: no buffer was uploaded for the stall time-out.
         StoreUnavailableError, PermissionDeniedError, CredentialsError, BucketNotFoundError: the
             store answered so, after all retries.
+        UploadLostError: the store lost the upload, and those that were begun in its place.
         UnsupportedError: the buffers need more parts than an object may have.
     """
-    slot = admission_slot(
-        store,
-        "put_stream",
-        config,
-        concurrency=config.upload_concurrency,
-        request_bytes=plan.part_size_bytes,
-    )
+    limiter, counted = limiter_of(store), 0
     began_at = time.monotonic()
-    most = min(most, slot.most, max(slot.concurrency, _LEAST_AHEAD, plan.parts // 2))
-    most = at_most(config.upload_concurrency, most)
-    silence, size = Silence(store, key, progress), plan.part_size_bytes
-    tracked = _Tracked(buffers, silence, part_size_bytes=size, slot=slot, ahead=max(2, most))
-
-    def send() -> Version:
-        whole = tracked.take_whole()
-        if whole is not None:
-            slot.begin(0, progress.check_stopped)
-            version = store.put(key, whole)
-            slot.end(0, tracked.size_bytes, answered=True)
-            return version
+    again = 0 if isinstance(buffers, Iterator) else min(config.max_retries, _MOST_UPLOADS_AGAIN)
+    tries = Tries(RetryPolicy(again, math.inf), on_retry=partial(_report_again, key))
+    while True:
+        slot = admission_slot(
+            store,
+            "put_stream",
+            config,
+            concurrency=config.upload_concurrency,
+            request_bytes=plan.part_size_bytes,
+        )
+        ahead = min(most, slot.most, max(slot.concurrency, _LEAST_AHEAD, plan.parts // 2))
+        ahead = at_most(config.upload_concurrency, ahead)
+        tracked = _Tracked(
+            buffers,
+            Silence(store, key, progress),
+            part_size_bytes=plan.part_size_bytes,
+            slot=slot,
+            ahead=max(2, ahead),
+            counted=counted,
+        )
+        send = partial(_send, store, key, tracked, slot, plan, most=ahead, is_own=is_own)
         try:
-            return store.put_stream(
-                key,
-                tracked,
-                part_size_bytes=plan.part_size_bytes,
-                max_concurrency=most,
-            )
-        except UploadLostError:
-            # The end of the upload took effect, its answer was lost, and the next try heard this.
-            with suppress(DcpObjstoreError):
-                if is_own and (meta := store.head(key)).size_bytes == tracked.size_bytes:
-                    return meta.version
-            raise
-
-    with closing(slot):
-        version = run_watched(send, f"upload of {key}", progress, tracked.look)
+            with closing(slot):
+                version = run_watched(send, f"upload of {key}", progress, tracked.look)
+            break
+        except UploadLostError as error:
+            if tries.retries == again or not limiter.spend_retry():
+                error.message += f" (begun {tries.retries + 1} times)" if tries.retries else ""
+                raise
+            counted = max(counted, tracked.uploaded)
+            tries.pause(error)
     tracked.end()
     size_bytes = tracked.size_bytes
     parts = part_count(size_bytes, plan.part_size_bytes)
@@ -321,6 +362,41 @@ def upload_object(
             ObjectUploaded, began_at, object_key=key, size_bytes=size_bytes, parts=parts
         )
     return Uploaded(size_bytes=size_bytes, version=version, parts=parts)
+
+
+def _send(
+    store: ObjectStore,
+    key: str,
+    tracked: _Tracked,
+    slot: AdmissionSlot,
+    plan: PartPlan,
+    *,
+    most: int,
+    is_own: bool,
+) -> Version:
+    """Send the requests of one upload, in the thread that `run_watched` starts."""
+    whole = tracked.take_whole()
+    if whole is not None:
+        slot.begin(0, tracked.check_stopped)
+        version = store.put(key, whole)
+        slot.end(0, tracked.size_bytes, answered=True)
+        return version
+    try:
+        return store.put_stream(
+            key, tracked, part_size_bytes=plan.part_size_bytes, max_concurrency=most
+        )
+    except UploadLostError:
+        # The end of the upload took effect, its answer was lost, and the next try heard this.
+        with suppress(DcpObjstoreError):
+            if is_own and (meta := store.head(key)).size_bytes == tracked.size_bytes:
+                return meta.version
+        raise
+
+
+def _report_again(key: str, number: int, error: Exception, began_at: float) -> None:
+    channel = current_channel()
+    if channel is not None:
+        channel.retried("request", key, attempt=number, error=str(error), began_at=began_at)
 
 
 def run_watched(

@@ -204,6 +204,7 @@ class Layout:
     placed: list[Placed] = field(default_factory=list)
     changed: list[ChangedSlice] = field(default_factory=list)
     is_over: bool = False
+    _taken: list[SizedItem] = field(default_factory=list)
     _position: int = 0
     _framing: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
     _gathered: bytearray = field(default_factory=bytearray)
@@ -218,23 +219,29 @@ class Layout:
     def buffers(self) -> Iterator[ByteArray]:
         """Yield the object's bytes; resolve items one at a time, as the transport asks for more.
 
+        Each call begins from the start, with the items that the last one has taken.
+
         Raises:
             DcpObjstoreError: an item cannot be saved; the error names its key.
             UnsupportedError, RankFailedError: the planner, the class of a value or torch raised
                 another error.
         """
+        self.pending.extendleft(reversed(self._taken))
+        self._taken, self.placed, self.changed = [], [], []
+        self._position, self._framing, self._gathered = 0, xxhash.xxh3_128(), bytearray()
         # What is gathered, one more small tensor and its framing are no larger than a slice.
         enough_bytes = min(_GATHERED_BYTES, self.plan.slice_size_bytes - 2 * SMALL_BYTES)
         while self.pending:
             item, size_bytes = self.pending[0]
             if not self._fits(size_bytes):
                 break
-            self.pending.popleft()
+            self._taken.append(self.pending.popleft())
             try:
                 data = self._resolved(item)
                 if isinstance(data, torch.Tensor) and data.dtype != _dtype_of(item):
                     size_bytes = item_bytes(item, data.dtype)
                     if not self._fits(size_bytes):  # a planner converted it to a larger dtype
+                        self._taken.pop()
                         self.pending.appendleft(SizedItem(item, size_bytes))
                         break
                 sliced = self._begin(item, data)

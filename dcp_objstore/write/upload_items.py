@@ -9,8 +9,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
-from dcp_objstore.transfer.upload import upload_object
+from dcp_objstore.transfer.upload import Content, upload_object
 from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
 from dcp_objstore.write.base import Unchanged, find_unchanged
 from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, SizedItem, item_bytes
@@ -171,17 +171,21 @@ def _upload_object(
 ) -> StoredObject:
     """Upload one object, and write its copy on this node."""
     store, copies = save.open(), save.copies
-    source: AbstractContextManager[Iterable[ByteArray]] = nullcontext(layout.buffers())
-    if copies is not None:
-        size_bytes = sum(size for _, size in layout.pending)
-        size_bytes = min(size_bytes, layout.plan.max_object_size_bytes)
-        source = copies.beside(key, layout.buffers(), size_bytes)
+    size_bytes = sum(size for _, size in layout.pending) if copies is not None else 0
+    size_bytes = min(size_bytes, layout.plan.max_object_size_bytes)
     try:
-        with source as buffers:
+        with ExitStack() as open_copy:
+
+            def read() -> Iterator[ByteArray]:
+                if copies is None:
+                    return layout.buffers()
+                open_copy.close()  # the copy of an upload that was lost
+                return open_copy.enter_context(copies.beside(key, layout.buffers(), size_bytes))
+
             uploaded = upload_object(
                 store,
                 key,
-                buffers,
+                Content(read),
                 plan=layout.plan,
                 config=config,
                 progress=progress,

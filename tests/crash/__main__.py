@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from unittest import mock
 
+from tests.crash import scenes as scenes_module
 from tests.crash.jobs import in_memory
 from tests.crash.judging import Verdict, quiet, verdicts
+from tests.crash.on_server import ServerBucket
 from tests.crash.scenes import Scene, large_scenes, scenes
+from tests.support.ceph import CephServer
 
 _COLUMNS = [one.name for one in fields(Verdict)]
 
@@ -27,10 +32,22 @@ def measure(scene: Scene, *, shown: bool = False) -> tuple[int, dict[str, int]]:
     return total, found
 
 
+@contextmanager
+def on_ceph() -> Iterator[None]:
+    """The buckets of the scenes lie on a gateway of Ceph, which runs as long as the block."""
+    with (
+        CephServer() as server,
+        mock.patch.object(ServerBucket, "storage_options", server.storage_options, create=True),
+        mock.patch.object(scenes_module, "Bucket", ServerBucket),
+    ):
+        yield
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print it; 1 if anything is wrong with ours."""
     parser = argparse.ArgumentParser(prog="python -m tests.crash", description=__doc__)
     parser.add_argument("--all", action="store_true", help="also uploads in parts on two ranks")
+    parser.add_argument("--ceph", action="store_true", help="on Ceph's gateway, which is started")
     parser.add_argument("--shown", action="store_true", help="print each cut that did harm")
     options = parser.parse_args(arguments)
     print(
@@ -39,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f" {'orphans left':>12} {'seconds':>7}"
     )
     wrong = 0
-    with in_memory(), quiet():
+    with on_ceph() if options.ceph else nullcontext(), in_memory(), quiet():
         for scene in scenes() + (large_scenes() if options.all else []):
             began = time.perf_counter()
             total, found = measure(scene, shown=options.shown)

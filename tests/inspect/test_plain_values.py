@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,23 @@ def archive(pickled: bytes) -> bytes:
 )
 def test_hostile_values_are_left_out(pickled: bytes, value: Any) -> None:
     assert _decoded("k", archive(pickled)) == ({} if value is None else {"k": value})
+
+
+def test_a_packed_value_is_left_out_and_not_unpacked() -> None:
+    """A few KiB may unpack to any size."""
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(archive(b"\x80\x02(" + b"N" * (16 << 20) + b"t."))) as plain,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target,
+    ):
+        for name in plain.namelist():
+            target.writestr(name, plain.read(name))
+    body = packed.getvalue()
+    assert len(body) < 32 << 10
+    tracemalloc.start()
+    try:
+        assert _decoded("k", body) == {}
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20

@@ -606,6 +606,23 @@ def test_only_a_request_that_was_answered_is_a_success() -> None:
         assert (slot.concurrency < wide) == answered
 
 
+def test_a_request_that_is_over_gives_its_place_back_before_it_is_known_how_it_ended() -> None:
+    limiter = Limiter()
+    slot = filled(limiter, 2)
+    while limiter.spend_retry():
+        pass
+    for number in range(2):
+        slot.release(number)
+    assert limiter.in_flight == 0
+    slot.end(0, MIB, answered=False)
+    assert limiter.window.round.size_bytes == 0
+    for _ in range(2):  # the second time it is not there any more
+        slot.end(1, MIB, answered=True)
+    assert limiter.window.round.size_bytes == MIB
+    assert limiter.window.round.in_flight == 1  # as many as when it was over
+    assert limiter.in_flight == 0
+
+
 def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -> None:
     limiter = Limiter()
     for _ in range(int(RETRY_BUDGET / 2)):

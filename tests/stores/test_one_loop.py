@@ -25,7 +25,6 @@ ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
     "obstore": ("s3", KEYS),
     "boto3": ("s3", {**KEYS, "transport": "boto3"}),
     "s3fs": ("s3", {**KEYS, "transport": "fsspec"}),
-    "gcsfs": ("gs", {"anon": True, "transport": "fsspec"}),
 }
 # What obstore sends again by itself: parts cannot be sent again from here.
 HIDDEN = {("obstore", "put_stream")}
@@ -47,7 +46,7 @@ def server() -> Iterator[ScriptedServer]:
 
 def store_over(adapter: str, endpoint_url: str, retries: int = RETRIES) -> ObjectStore:
     scheme, options = ADAPTERS[adapter]
-    if adapter in ("s3fs", "gcsfs"):
+    if adapter == "s3fs":
         pytest.importorskip(adapter)
     given = {**options, "endpoint_url": endpoint_url}
     return open_store(f"{scheme}://bucket/run", given, TransferConfig(max_retries=retries))
@@ -68,7 +67,9 @@ def test_a_request_that_always_fails_is_sent_as_often_as_was_asked_for(
 def test_a_connection_that_is_hung_up_counts_as_a_try(adapter: str, verb: str) -> None:
     with RawServer() as server, pytest.raises(StoreUnavailableError):
         VERBS[verb](store_over(adapter, f"http://{server.address}"))
-    assert len(server.heads) == (1 if verb == "put_absent" else 1 + RETRIES)
+    # aiohttp sends each once more over another connection, and has no public switch.
+    times = 2 if adapter == "s3fs" and verb != "put_stream" else 1
+    assert len(server.heads) == times * (1 if verb == "put_absent" else 1 + RETRIES)
 
 
 @pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs"])
@@ -300,34 +301,6 @@ def test_a_part_that_fails_is_sent_again_and_slows_the_process_down(
     store.put_stream("k", iter([bytes(5 * MIB)] * 3), part_size_bytes=5 * MIB, max_concurrency=1)
     assert parts == ["1", "1", "2", "3"]
     assert limiter_of(store).window.is_throttled
-
-
-def test_a_chunk_to_gcs_that_fails_or_comes_in_part_is_sent_again(server: ScriptedServer) -> None:
-    ranges: list[str] = []
-
-    def answer(method: str, target: str, nth: int) -> Answer:
-        if "uploadType=resumable" in target:
-            return 200, {"Location": f"{server.endpoint_url}/the-address-of-the-upload"}, b"{}"
-        ranges.append(server.requests[-1][2]["Content-Range"])
-        if len(ranges) == 1:
-            return 503, {}, b""
-        if len(ranges) == 2:
-            return 308, {"Range": f"bytes=0-{4 * MIB - 1}"}, b""
-        if len(ranges) == 3:
-            return 308, {"Range": f"bytes=0-{5 * MIB - 1}"}, b""
-        return 200, {}, b'{"generation": "7"}'
-
-    server.answer = answer
-    store_over("gcsfs", server.endpoint_url).put_stream(
-        "k", iter([bytes(5 * MIB), b"rest"]), part_size_bytes=5 * MIB, max_concurrency=1
-    )
-    whole, total = 5 * MIB, 5 * MIB + 4
-    assert ranges == [
-        f"bytes 0-{whole - 1}/*",
-        f"bytes 0-{whole - 1}/*",
-        f"bytes {4 * MIB}-{whole - 1}/*",
-        f"bytes {whole}-{total - 1}/{total}",
-    ]
 
 
 def range_answer(asked: str, *, share: float = 1.0) -> Answer:

@@ -687,9 +687,6 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
             progress.stop(KeyboardInterrupt())
             check()
 
-        def end(self, part, size_bytes, *, answered):
-            pass
-
     tracked = tracked_in(progress, [np.zeros(10, np.uint8)], slot=Slot(), part_size_bytes=5)
     with pytest.raises(KeyboardInterrupt):
         next(tracked)
@@ -700,17 +697,20 @@ def test_an_object_has_no_more_parts_than_stores_take_however_little_is_planned(
 
 
 class Places:
-    """Stands for an `AdmissionSlot`, and records which parts began and ended."""
+    """Stands for an `AdmissionSlot`, and records which parts began, ended and were answered."""
 
     def __init__(self):
-        self.begun, self.ended = [], []
+        self.begun, self.ended, self.answered = [], [], []
 
     def begin(self, part, check):
         self.begun.append(part)
 
+    def release(self, part):
+        self.ended.append(part)
+
     def end(self, part, size_bytes, *, answered):
         assert answered
-        self.ended.append((part, size_bytes))
+        self.answered.append((part, size_bytes))
 
 
 @pytest.mark.parametrize(
@@ -734,7 +734,7 @@ def test_a_part_ends_when_all_of_its_buffers_are_dropped_and_no_other_does(sizes
     for parts in ended:
         places.ended.clear()
         del held[0]
-        assert [part for part, _ in places.ended] == parts
+        assert places.ended == parts
     assert not tracked._under_way
     tracked.end()
     assert progress.moved_bytes == sum(sizes)
@@ -799,6 +799,99 @@ def test_of_the_parts_that_ended_only_those_count_that_later_ones_vouch_for() ->
     channel.settle()
     assert [part.part for part in of(PartUploaded, heard)] == [1, 0]
     assert progress.moved_bytes == 20
+
+
+def test_a_part_counts_as_answered_when_more_is_asked_for_and_not_when_it_is_dropped() -> None:
+    """The window would learn from parts that failed how fast the line is."""
+    places = Places()
+    tracked = tracked_in(Progress(60), (np.zeros(5, np.uint8) for _ in range(8)), slot=places)
+    held = [next(tracked) for _ in range(6)]
+    del held[:2]
+    assert (places.ended, places.answered) == ([0], [])
+    next(tracked)
+    assert places.answered == [(0, 10)]
+    held.clear()  # the transport gives up, and asks for no more
+    assert (sorted(places.ended), places.answered) == ([0, 1, 2], [(0, 10)])
+
+
+def test_of_an_upload_that_fails_no_part_is_a_success_and_its_bytes_say_nothing_of_the_line() -> (
+    None
+):
+    class Failing(Stub):
+        url = f"stub://{secrets.token_hex(4)}"
+
+        def put_stream(self, key: str, buffers: Any, **_: object) -> Version:
+            held = [next(buffers) for _ in range(4)]
+            held.clear()
+            raise PermissionDeniedError("no")
+
+    limiter = limiter_of(Failing())
+    while limiter.spend_retry():
+        pass
+    pieces = (random_bytes(PART) for _ in range(8))
+    with pytest.raises(PermissionDeniedError):
+        upload_object(Failing(), "o", pieces, plan(), config(), Progress(60))
+    assert limiter.in_flight == 0
+    assert limiter.window == Window(round=limiter.window.round)
+    assert limiter.window.round.answers == 0
+    limiter.refund_retry()
+    assert not limiter.spend_retry()
+
+
+class LosesUploads(WrappedStore):
+    """Loses so many uploads when it has asked for so many buffers."""
+
+    def __init__(self, inner: ObjectStore, times: int, after: int) -> None:
+        super().__init__(inner)
+        self.times, self.after, self.streams = times, after, 0
+
+    def put_stream(self, key: str, buffers: Any, **settings: int) -> Version:
+        self.streams += 1
+        if self.streams > self.times:
+            return self.inner.put_stream(key, buffers, **settings)
+        for _ in range(self.after):
+            next(buffers)
+        raise UploadLostError("RequestTimeout")
+
+
+def test_an_upload_that_is_lost_is_begun_again_and_no_part_is_counted_twice() -> None:
+    inner = open_store(f"memory://{secrets.token_hex(6)}")
+    store, body = LosesUploads(inner, times=2, after=12), np.arange(3 * PART, dtype=np.uint8)
+    channel, heard = heard_channel()
+    progress = Progress(60, channel)
+    with channel.current():
+        upload_object(store, "o", np.split(body, 15), plan(), config(), progress)
+    channel.settle()
+    assert inner.get("o", max_size_bytes=3 * PART)[0] == body.tobytes()
+    assert store.streams == 3
+    assert [part.part for part in of(PartUploaded, heard)] == [0, 1, 2]
+    assert progress.moved_bytes == 3 * PART
+    assert [(one.attempt, one.object_key) for one in of(Retried, heard)] == [(2, "o"), (3, "o")]
+
+
+@pytest.mark.parametrize(
+    ("most", "streams"), [(10, 3), (1, 2), (0, 1)], ids=["default", "one", "none"]
+)
+def test_an_upload_that_is_lost_is_begun_three_times_at_most(most: int, streams: int) -> None:
+    store = LosesUploads(open_store(f"memory://{secrets.token_hex(6)}"), times=9, after=1)
+    pieces = np.split(np.zeros(3 * PART, np.uint8), 6)
+    with pytest.raises(UploadLostError):
+        upload_object(store, "o", pieces, plan(), config(max_retries=most), Progress(60))
+    assert store.streams == streams
+    assert not list(store.list())
+
+
+def test_an_upload_is_not_begun_again_from_an_iterator_or_without_a_retry_in_the_budget() -> None:
+    store = LosesUploads(open_store(f"memory://{secrets.token_hex(6)}"), times=9, after=1)
+    pieces = np.split(np.zeros(3 * PART, np.uint8), 6)
+    upload = partial(upload_object, store, "o")
+    with pytest.raises(UploadLostError):
+        upload(iter(pieces), plan(), config(), Progress(60))
+    while limiter_of(store).spend_retry():
+        pass
+    with pytest.raises(UploadLostError):
+        upload(pieces, plan(), config(), Progress(60))
+    assert store.streams == 2
 
 
 def test_an_upload_that_makes_its_data_is_alive_and_ends_when_it_is_stopped():

@@ -201,6 +201,8 @@ class AdmissionSlot:
         self._judged = judged
         # When, and how many were in flight then.
         self._begun: dict[Hashable, tuple[float, int]] = {}
+        # When it was begun, and how many were in flight when it was released.
+        self._released: dict[Hashable, tuple[float, int]] = {}
         self._slow: set[Hashable] = set()
         # Seconds, and seconds by the number then in flight.
         self._took: deque[tuple[float, float]] = deque(maxlen=2 * _SLOW_AMONG)
@@ -267,11 +269,31 @@ class AdmissionSlot:
         return True
 
     def moved(self, size_bytes: int) -> None:
-        """Tell the window that a part, or a piece of a range, has moved."""
+        """Tell the window that a piece of a range has moved."""
+        self._moved(size_bytes, self._limiter.in_flight)
+
+    def _moved(self, size_bytes: int, in_flight: int) -> None:
         limiter = self._limiter
         with limiter._changed:
             now = limiter._clock()
-            limiter.window = limiter.window.moved(now, size_bytes, limiter.in_flight, self._verb)
+            limiter.window = limiter.window.moved(now, size_bytes, in_flight, self._verb)
+
+    def release(self, request: Hashable) -> None:
+        """Give back the place of a request that is over. `end` says later how it ended."""
+        limiter = self._limiter
+        with limiter._changed:
+            begun = self._begun.pop(request, None)
+            if begun is None:
+                return
+            begun_at, among = begun
+            seconds = limiter._clock() - begun_at
+            if request in self._slow:
+                self._slow.remove(request)
+            else:
+                self._judge(begun_at, is_slow=self._is_slow(seconds, among))
+            self._took.append((seconds, self._share(seconds, among)))
+            self._released[request] = begun_at, limiter.in_flight
+            limiter._give_back(1)
 
     def end(self, request: Hashable, size_bytes: int = 0, *, answered: bool) -> None:
         """End a request. One that has ended before, or never began, is no error.
@@ -283,25 +305,17 @@ class AdmissionSlot:
         """
         limiter = self._limiter
         with limiter._changed:
-            begun = self._begun.pop(request, None)
-            if begun is None:
+            self.release(request)
+            released = self._released.pop(request, None)
+            if released is None or not answered:
                 return
-            begun_at, among = begun
-            now = limiter._clock()
-            seconds = now - begun_at
-            if request in self._slow:
-                self._slow.remove(request)
-            else:
-                self._judge(begun_at, is_slow=self._is_slow(seconds, among))
-            self._took.append((seconds, self._share(seconds, among)))
-            if answered:
-                limiter.succeeded()
-                limiter.window = limiter.window.answered(
-                    now, begun_at, limiter.in_flight, self.timeout_seconds
-                )
-                if size_bytes:
-                    self.moved(size_bytes)
-            limiter._give_back(1)
+            begun_at, in_flight = released
+            limiter.succeeded()
+            limiter.window = limiter.window.answered(
+                limiter._clock(), begun_at, in_flight, self.timeout_seconds
+            )
+            if size_bytes:
+                self._moved(size_bytes, in_flight)
 
     def look(self) -> None:
         """Judge the requests in flight by their age."""

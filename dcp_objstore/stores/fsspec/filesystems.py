@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
@@ -39,16 +37,14 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
 _SHORT = 4  # a value that is shorter is a part of many words
-# The classes, because others call themselves `s3` and `gs` as well.
-S3FS = "s3fs.S3FileSystem"
-GCSFS = "gcsfs.GCSFileSystem"
+S3FS = "s3fs.S3FileSystem"  # others call themselves `s3` as well
 
 
 class Filesystems(Requests):
     """The filesystems that carry the requests to one bucket.
 
-    s3fs and gcsfs send each request once here; what failed is sent again by the adapters. Other
-    filesystems have retries of their own, which cannot be seen from here.
+    What failed over s3fs is sent again by its adapter. Other filesystems have retries of their own,
+    which cannot be seen from here.
 
     Args:
         url: a URL of the bucket; its prefix is not used.
@@ -106,7 +102,7 @@ def make_filesystems(
     """The filesystems for a URL. Never those of fsspec's own cache: they are for this use.
 
     A filesystem that was given is used as it is, but its cache of listings is switched off; of s3fs
-    and gcsfs a copy is used, with the same options, that sends each request once.
+    a copy is used, with the same options, that sends each request once.
 
     Args:
         url: a URL of the bucket; its prefix is not used.
@@ -142,8 +138,8 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
     if FILESYSTEM in options:
         fs = options[FILESYSTEM]
         endpoint_url = getattr(fs, "endpoint_url", None)
-        if is_of(type(fs), S3FS, GCSFS):
-            fs = _new_filesystem(type(fs), *fs.storage_args, **fs.storage_options)
+        if is_of(type(fs), S3FS):
+            fs = _new_s3fs(type(fs), *fs.storage_args, **fs.storage_options)
         return Filesystems(url, config, fs, endpoint_url=endpoint_url)
 
     from fsspec.registry import get_filesystem_class
@@ -153,7 +149,8 @@ def _make(url: StoreUrl, options: Mapping[str, Any], config: TransferConfig) -> 
         return _s3(cls, url, parse(S3Options, options), config)
     if url.scheme == "gs":
         return _gs(url, parse(GcsOptions, options), config)
-    fs = _new_filesystem(cls, **{**cls._get_kwargs_from_urls(str(url)), **options})
+    options = {**cls._get_kwargs_from_urls(str(url)), **options, "skip_instance_cache": True}
+    fs = cls(**options)
     endpoint = options.get("endpoint_url")
     return Filesystems(
         url, config, fs, endpoint_url=endpoint if isinstance(endpoint, str) else None
@@ -167,7 +164,7 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
     # What is not given here, botocore looks up in the profile.
     endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
     filesystems = [
-        _new_filesystem(
+        _new_s3fs(
             cls,
             endpoint_url=endpoint_url,
             anon=settings.anon,
@@ -177,11 +174,7 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
             profile=settings.profile,
             use_ssl=settings.use_ssl,
             requester_pays=settings.requester_pays,
-            # By `requester_pays` alone, s3fs 2025.5 names the payer only in its own verbs.
-            s3_additional_kwargs={
-                **(settings.encryption or {}),
-                **({"RequestPayer": "requester"} if settings.requester_pays else {}),
-            },
+            s3_additional_kwargs=settings.encryption,
             client_kwargs={
                 "verify": None if settings.verify is True else settings.verify,
                 "region_name": settings.region,
@@ -200,7 +193,7 @@ def _s3(cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig) ->
 
 
 def _gs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesystems:
-    """Make two filesystems of gcsfs, which differ in how long they wait for the next bytes."""
+    """Make a filesystem of gcsfs."""
     if options.verify is not True:
         raise ConfigError("gcsfs has no 'verify'; use the native transport")
     import aiohttp
@@ -210,70 +203,24 @@ def _gs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesyste
     from gcsfs.core import GCSFileSystem
 
     endpoint_url = options.endpoint_url and server_url(options.endpoint_url, use_ssl=True)
-    filesystems = [
-        _new_filesystem(
-            GCSFileSystem,
-            endpoint_url=endpoint_url,
-            token="anon" if options.anon else options.token,
-            requester_pays=options.payer or False,
-            requests_timeout=aiohttp.ClientTimeout(
-                total=config.request_timeout_seconds,
-                sock_connect=config.connect_timeout_seconds,
-                sock_read=read_seconds,
-            ),
-            **({} if options.project is None else {"project": options.project}),
-        )
-        for read_seconds in (min(READ_PROGRESS_SECONDS, config.request_timeout_seconds), None)
-    ]
-    return Filesystems(url, config, *filesystems, endpoint_url=endpoint_url)
+    fs = GCSFileSystem(
+        endpoint_url=endpoint_url,
+        token="anon" if options.anon else options.token,
+        requester_pays=options.payer or False,
+        requests_timeout=aiohttp.ClientTimeout(
+            total=config.request_timeout_seconds, sock_connect=config.connect_timeout_seconds
+        ),
+        skip_instance_cache=True,
+        **({} if options.project is None else {"project": options.project}),
+    )
+    return Filesystems(url, config, fs, endpoint_url=endpoint_url)
 
 
-def _new_filesystem(cls: Any, /, *args: Any, **options: Any) -> Any:
-    """Make a filesystem of our own; s3fs and gcsfs without retries of theirs."""
+def _new_s3fs(cls: Any, /, *args: Any, **options: Any) -> Any:
+    """Make a filesystem of our own, whose botocore sends each request once."""
+    config = {**(options.pop("config_kwargs", None) or {}), "retries": {"total_max_attempts": 1}}
     options["skip_instance_cache"] = True
-    if is_of(cls, S3FS):
-        from aiobotocore.httpsession import AIOHTTPSession
-
-        class OnceSession(AIOHTTPSession):  # type: ignore[misc]
-            async def _get_session(self, proxy_url: Any) -> Any:
-                return _without_redirects(_without_resending(await super()._get_session(proxy_url)))
-
-        options["config_kwargs"] = {
-            "http_session_cls": OnceSession,
-            **(options.get("config_kwargs") or {}),
-            "retries": {"total_max_attempts": 1},
-        }
-        fs = cls(*args, **options)
-        fs.retries = 1  # around botocore's
-        return fs
-    fs = cls(*args, **options)
-    if is_of(cls, GCSFS):
-        from fsspec.asyn import sync
-
-        # The decorator sends again, and would log an error, with its frames.
-        fs._request = MethodType(getattr(cls._request, "__wrapped__", cls._request), fs)
-        _without_resending(sync(fs.loop, fs._set_session))
-    return fs
-
-
-def _without_resending(session: Any) -> Any:
-    """Keep a session of aiohttp from sending a GET, PUT or DELETE again whose connection broke.
-
-    aiohttp has no public switch. A conditional PUT that is sent twice may fail by its own success.
-    """
-    if hasattr(session, "_retry_connection"):
-        session._retry_connection = False
-    return session
-
-
-def _without_redirects(session: Any) -> Any:
-    """Keep a session of aiohttp from following redirects, to any host, with AWS's session token.
-
-    aiohttp has a switch for each request only, and leaves out no header but `Authorization`.
-    """
-    if not isinstance(session._request, partial):
-        session._request = partial(session._request, allow_redirects=False)
-    return session
+    return cls(*args, config_kwargs=config, **options)
 
 
 def _hidden(text: str, options: Mapping[str, Any], *, foreign: bool) -> str:

@@ -1,7 +1,6 @@
-"""`ObjectStore` over s3fs, which lets any operation of S3 through.
+"""`ObjectStore` over the client of aiobotocore that s3fs makes (`set_session`).
 
-`_call_s3` takes the arguments of botocore's client and adds those that s3fs was made with. s3fs's
-own verbs have no conditional update, and send parts one after the other.
+s3fs's own verbs have no conditional update, and send parts one after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +28,14 @@ class S3fsStore(S3Store):
     """A store rooted at one URL, over s3fs."""
 
     def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
-        super().__init__(url, filesystems, filesystems.checksums)
+        fs = filesystems.read
+        super().__init__(
+            url,
+            filesystems,
+            filesystems.checksums,
+            extra={"RequestPayer": "requester"} if fs.requester_pays else {},
+            sealing=fs.s3_additional_kwargs,
+        )
         self._filesystems = filesystems
 
     def _place(self, key: str | None) -> dict[str, str]:
@@ -48,7 +54,7 @@ class S3fsStore(S3Store):
         seconds = self._filesystems.request_timeout_seconds
         if use == "small":
             seconds = self._filesystems.small_timeout_seconds
-        return self._run(fs._call_s3(operation, **arguments), seconds, check)
+        return self._run(_ask(fs, operation, arguments), seconds, check)
 
     def _run(
         self,
@@ -79,7 +85,7 @@ class S3fsStore(S3Store):
         self, target: Mapping[str, str], max_size_bytes: int
     ) -> tuple[Mapping[str, Any], bytes | None]:
         async def read() -> tuple[Mapping[str, Any], bytes | None]:
-            answer = await self._filesystems.read._call_s3("get_object", **target)
+            answer = await _ask(self._filesystems.read, "get_object", target)
             stream = answer["Body"]
             try:
                 if "ContentLength" not in answer:  # a body in chunks
@@ -108,3 +114,8 @@ class S3fsStore(S3Store):
         answer, body = self._read_again("open_range", asked, end - start)
         check_range_answer(answer, start, end)
         return bytes(body or b"")
+
+
+async def _ask(fs: Any, operation: str, arguments: Mapping[str, Any]) -> Any:
+    client = await fs.set_session()
+    return await getattr(client, operation)(**arguments)

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 _OURS = ".dcp-objstore."  # names that start so are being written, and are no objects
 _GET_TRIES = 5
 # The libraries in which an object appears when its file is closed, or never.
-_OBJECT_STORES = ("adlfs", "gcsfs", "ocifs", "ossfs", "tosfs")
+_GCSFS = "gcsfs"
+_OBJECT_STORES = ("adlfs", _GCSFS, "ocifs", "ossfs", "tosfs")
 # The names that filesystems give to what identifies a state, and to the time of the write.
 _TAGS = ("ETag", "etag", "e_tag", "content_hash", "sha", "ino", "size")
 _TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "created")
@@ -75,6 +76,8 @@ class FsspecStore(BaseStore[str]):
         self._is_memory = is_of(kind, "fsspec.MemoryFileSystem")
         self._writes_whole = is_of(kind, *_OBJECT_STORES)
         self._is_known = self._is_local or self._is_memory or self._writes_whole
+        # gcsfs creates an object on the condition `ifGenerationMatch=0`.
+        self._creates = self._is_local or self._is_memory or is_of(kind, _GCSFS)
         self._renames = kind.mv is not AbstractFileSystem.mv
 
     @property
@@ -84,7 +87,7 @@ class FsspecStore(BaseStore[str]):
         Of a filesystem that we do not know, nothing that we could not see to is claimed.
         """
         return Capabilities(
-            conditional_create=self._is_local or self._is_memory,
+            conditional_create=self._creates,
             conditional_update=False,
             multipart=False,
             clean_abort=self._is_known,
@@ -101,8 +104,6 @@ class FsspecStore(BaseStore[str]):
     def _range_source(self, place: str) -> FetchedSource:
         return FetchedSource(partial(self._fetch, place), lambda: _version(self._info(place)))
 
-    # How the filesystem is used; gcsfs has other ways.
-
     def _place(self, key: str | None) -> str:
         self._filesystems.check_process()
         return self._root if key is None else f"{self._root}/{check_key(key)}"
@@ -116,17 +117,21 @@ class FsspecStore(BaseStore[str]):
         buffers: Sequence[Buffer],
         precondition: Precondition | None,
         *,
-        retry: bool,
+        retry: bool,  # noqa: ARG002  retries are the filesystem's own
     ) -> Version:
         """Return an empty version: nothing here is conditioned on one."""
         absent = isinstance(precondition, IfAbsent)
-        able = absent and self.capabilities.conditional_create
-        if precondition is not None and not able:
+        if precondition is not None and not (absent and self._creates):
             how = "create" if absent else "replace"
             raise UnsupportedError(
                 f"{type(self._fs).__name__} cannot {how} an object conditionally"
             )
-        self._write(place, b"".join(buffers), absent=absent, retry=retry)
+        body = b"".join(buffers)
+        if absent and self._writes_whole:
+            self._fs.pipe_file(place, body, mode="create")
+        else:
+            # Of a body that does not fill a part, an object store makes a single PUT.
+            self._fill(place, [body], len(body) + 1, absent=absent)
         return Version()
 
     def _put_stream(
@@ -162,17 +167,6 @@ class FsspecStore(BaseStore[str]):
     def _delete(self, place: str) -> None:
         with suppress(IsADirectoryError):  # the prefix of other keys, and no object
             self._fs.rm_file(place)
-
-    def _write(
-        self,
-        place: str,
-        body: bytes,
-        *,
-        absent: bool,
-        retry: bool,  # noqa: ARG002  retries are the filesystem's own
-    ) -> None:
-        # Of a body that does not fill a part, an object store makes a single PUT.
-        self._fill(place, [body], len(body) + 1, absent=absent)
 
     def _fill(
         self, path: str, parts: Iterable[bytes], part_size_bytes: int, *, absent: bool = False

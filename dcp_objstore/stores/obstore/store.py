@@ -202,7 +202,12 @@ class ObstoreStore(BaseStore[str]):
                 )
         except Exception as error:
             source.left_parts = parts_are_left(error)
-            translated = judge_obstore(error).error
+            failure = judge_obstore(error)
+            translated = failure.error
+            # obstore sends a part again after these alone; RequestTimeout comes with 400.
+            is_final = failure.facts.status not in (None, 408, 429, *range(500, 600))
+            if failure.may_pass and is_final and not source.left_parts:
+                raise errors.UploadLostError(translated.message) from error
             is_refusal = isinstance(translated, errors.CredentialsError)
             if is_refusal and self._clients.were_refused(error):
                 # Parts cannot be sent again from here; what comes next has fresh ones.
