@@ -21,6 +21,7 @@ from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_confi
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from dcp_objstore.stores.protocol import ObjectStore
     from dcp_objstore.stores.spec import StoreSpec
     from dcp_objstore.stores.uploads.s3 import S3Uploads
     from dcp_objstore.stores.urls import StoreUrl
@@ -173,7 +174,7 @@ class Surroundings:
         except (errors.ObjectNotFoundError, errors.PermissionDeniedError) as error:
             # Without the right to list, a store answers "denied" for absent objects as well. The
             # next checks report that.
-            return None, self._has_code(error)
+            return self._missing_bucket(store), self._has_code(error)
         except errors.BucketNotFoundError as error:
             return error, self._has_code(error)
         except errors.CorruptDataError:
@@ -181,6 +182,17 @@ class Surroundings:
         except errors.DcpObjstoreError as error:
             return error, True
         return errors.ConfigError(_ANSWERS_ALL), False
+
+    def _missing_bucket(self, store: ObjectStore) -> errors.BucketNotFoundError | None:
+        """Return the error of a bucket that is missing. Over gcsfs, only a listing shows that."""
+        if self._url.scheme == "gs" and _over_fsspec(self._spec):
+            try:
+                list(store.list(f"{_ABSENT}/"))
+            except errors.BucketNotFoundError as error:
+                return error
+            except (errors.RetryableError, errors.PermissionDeniedError):  # the next checks tell
+                pass
+        return None
 
     def _has_code(self, error: errors.DcpObjstoreError) -> bool:
         """Whether an error has a store's error code; True if the transport does not show codes."""

@@ -133,7 +133,11 @@ class ConvertedState:
             self._check_memory()
         self._check_names_of_ranks()
         self._originals = {leaf.path: leaf.original for leaf in self._leaves}
-        self._decided = {leaf.path for leaf in self._leaves if leaf.is_decided or leaf.optimizer}
+        self._decided = {
+            leaf.path
+            for leaf in self._leaves
+            if leaf.is_decided or isinstance(leaf.optimizer, NamedOptimizer)
+        }
         self.state_dict = self._plain(state)
 
     def _is_decided(self, value: Any) -> bool:

@@ -26,6 +26,7 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     StoreFullError,
     StoreUnavailableError,
+    UploadLostError,
 )
 from dcp_objstore.stores import IfAbsent, open_store
 from dcp_objstore.stores.obstore.errors import judge_obstore
@@ -142,7 +143,11 @@ def test_each_answer_is_one_error(
     for name, verb in VERBS.items():
         with pytest.raises(DcpObjstoreError) as caught:
             verb(store)
-        assert type(caught.value) is expected, name
+        # obstore takes some of what may pass as final, so the upload is begun again.
+        is_lost = name == "put_stream" and type(caught.value) is UploadLostError
+        assert type(caught.value) is expected or (
+            is_lost and expected is StoreUnavailableError and over.config.transport == "native"
+        ), name
         check(caught.value, store, name)
 
 

@@ -14,6 +14,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
+    BucketNotFoundError,
     InputError,
     UnsupportedError,
 )
@@ -197,3 +198,9 @@ class TestGcsfs(StoreContract):
         if fault in ("no bucket", "internal", "busy", "too many", "expired"):
             pytest.skip("gcsfs drops the body of a 404, and sends others again for a minute itself")
         super().test_what_a_server_answers_is_one_typed_error(fault)
+
+    def test_a_missing_bucket_is_not_listed_as_an_empty_one(self, fake_gcs: FakeGcsServer) -> None:
+        store = open_store(f"gs://{BUCKET}/nothing", fake_gcs.storage_options, FSSPEC)
+        assert not list(store.list())
+        with pytest.raises(BucketNotFoundError, match="the bucket nowhere does not exist"):
+            list(open_store("gs://nowhere/run", fake_gcs.storage_options, FSSPEC).list())

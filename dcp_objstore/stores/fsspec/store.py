@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
+    BucketNotFoundError,
     DcpObjstoreError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -241,7 +242,17 @@ class FsspecStore(BaseStore[str]):
         infos: Mapping[str, Mapping[str, Any]] = {}
         with suppress(FileNotFoundError, NotADirectoryError):
             infos = self._fs.find(folder, detail=True)
+        if not infos and is_of(type(self._fs), _GCSFS):
+            self._check_bucket()
         return infos
+
+    def _check_bucket(self) -> None:
+        """Raise BucketNotFoundError if there is none: gcsfs lists it as if it were empty."""
+        bucket = self._root.partition("/")[0]
+        try:
+            self._fs.call("GET", "b/{}/o", bucket, maxResults=1)
+        except FileNotFoundError as error:
+            raise BucketNotFoundError(f"the bucket {bucket} does not exist") from error
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """The whole listing is in memory."""
