@@ -33,7 +33,7 @@ class S3fsStore(S3Store):
             url,
             filesystems,
             filesystems.checksums,
-            extra={"RequestPayer": "requester"} if fs.requester_pays else {},
+            extra=fs.req_kw,  # RequestPayer
             sealing=fs.s3_additional_kwargs,
         )
         self._filesystems = filesystems
