@@ -29,6 +29,24 @@ def at_most(concurrency: Concurrency, most: int = AUTO_MOST) -> int:
     return most if concurrency == "auto" else concurrency
 
 
+def check_number(
+    name: str, value: object, least: float, *, whole: bool = True, unless: str = ""
+) -> None:
+    """Raise ConfigError unless a value is a whole number, or a number, of at least `least`.
+
+    Args:
+        name: name of the argument.
+        value: its value.
+        least: the smallest number that is allowed.
+        whole: whether it must be a whole number.
+        unless: what else the argument may be, for the message.
+    """
+    fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not fits or not value >= least:  # type: ignore[operator]  # NaN is not
+        kind = f"{unless}{'an integer' if whole else 'a number'}"
+        raise ConfigError(f"{name} must be {kind} of at least {least:g}, got {value!r}")
+
+
 def processors() -> int:
     """Return the number of processors that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
@@ -153,14 +171,13 @@ class TransferConfig:
             finds_itself = name.endswith("_concurrency")
             if finds_itself and value == "auto":
                 continue
-            whole = not name.endswith("_seconds")
-            fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-            if not fits or not value >= bound:
-                kind = "an integer" if whole else "a number"
-                kind = f'"auto" or {kind}' if finds_itself else kind
-                raise ConfigError(
-                    f"TransferConfig.{name} must be {kind} of at least {bound}, got {value!r}"
-                )
+            check_number(
+                f"TransferConfig.{name}",
+                value,
+                bound,
+                whole=not name.endswith("_seconds"),
+                unless='"auto" or ' if finds_itself else "",
+            )
         if self.transport not in TRANSPORTS:
             raise ConfigError(
                 f"TransferConfig.transport must be one of {', '.join(TRANSPORTS)},"

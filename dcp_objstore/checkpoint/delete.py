@@ -28,11 +28,11 @@ from dcp_objstore.checkpoint.commit import (
 from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import is_ours
 from dcp_objstore.checkpoint.read import Stored, named_keys, not_committed, read_marker
+from dcp_objstore.config import check_number
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
     CheckpointPinnedError,
-    ConfigError,
     LostRaceError,
     UnsupportedError,
 )
@@ -151,9 +151,7 @@ def check_deletion_grace(grace_seconds: float) -> float:
     Raises:
         ConfigError: it is not a number of seconds, 0 or more.
     """
-    number = isinstance(grace_seconds, (int, float)) and not isinstance(grace_seconds, bool)
-    if not number or not grace_seconds >= 0:
-        raise ConfigError(f"grace_seconds must be a number, 0 or more, got {grace_seconds!r}")
+    check_number("grace_seconds", grace_seconds, 0, whole=False)
     return float(grace_seconds)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import xxhash
 
 from dcp_objstore.checkpoint.names import new_nonce
-from dcp_objstore.config import COPIED_MOST_BYTES, MIB
+from dcp_objstore.config import COPIED_MOST_BYTES, MIB, check_number
 from dcp_objstore.convert.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
 from dcp_objstore.convert.copied_files import named_files, names_in, trainer_files
 from dcp_objstore.convert.files import (
@@ -218,9 +218,7 @@ def export_checkpoint(
     def check() -> tuple[StoreSpec, StoreSpec, str | None, EventSettings]:
         if not isinstance(verify, bool):
             raise ConfigError(f"verify must be True or False, got {verify!r}")
-        if not isinstance(max_shard_size_bytes, int) or max_shard_size_bytes < 1:
-            text = f"max_shard_size_bytes must be a number of bytes, got {max_shard_size_bytes!r}"
-            raise ConfigError(text)
+        check_number("max_shard_size_bytes", max_shard_size_bytes, 1)
         if dtype is not None and not dtype.is_floating_point:
             text = f"dtype={dtype} would lose what is behind the point; give a float dtype"
             raise ConfigError(text)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
+from dcp_objstore.config import check_number
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     AbsentKeyError,
@@ -362,8 +363,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         """
         from dcp_objstore.inspect.rank_plan import plan_ranks
 
-        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-            raise ConfigError(f"ranks must be a number of ranks, at least 1, got {ranks!r}")
+        check_number("ranks", ranks, 1)
         keys = self.matching(patterns)
         self._check_whole(keys)
         config = self._spec.config

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from dcp_objstore.config import check_number
 from dcp_objstore.errors import ConfigError
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
@@ -48,9 +49,8 @@ class Local:
             raise ConfigError(
                 f"local must be a folder of this machine, such as '/mnt/nvme', got {folder!r}"
             )
-        most = self.max_bytes
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
-            raise ConfigError(f"max_bytes must be a number of bytes or None, got {most!r}")
+        if self.max_bytes is not None:
+            check_number("max_bytes", self.max_bytes, 0, unless="None or ")
         object.__setattr__(self, "folder", os.path.abspath(folder))  # noqa: PTH100 - resolves no link
 
 

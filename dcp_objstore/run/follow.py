@@ -20,6 +20,7 @@ from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Markers
 from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
 from dcp_objstore.checkpoint.read import asked_again
+from dcp_objstore.config import check_number
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.listing import ListedCheckpoint, as_listed
 from dcp_objstore.run.steps import as_step, catalogue, check_step, step_name
@@ -162,9 +163,7 @@ class _Follower:
         if self.pin is not None:
             check_name(self.pin)
         for name, least in _LEAST_SECONDS.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-                raise errors.ConfigError(f"{name} must be a number from {least:g}, got {value!r}")
+            check_number(name, getattr(self, name), least, whole=False)
 
     def steps(self) -> Generator[ListedCheckpoint, None, None]:
         """Yield the steps, each pinned until the next one is asked for."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.config import check_number
 from dcp_objstore.distributed.failures import (
     capture,
     meeting,
@@ -217,7 +218,8 @@ class CheckpointManager:
         self._every, self._every_seconds = _intervals(save_every)
         check_busy(on_busy)
         self._on_busy = on_busy
-        self._max_failed_saves = _count(max_failed_saves)
+        check_number("max_failed_saves", max_failed_saves, 0)
+        self._max_failed_saves = max_failed_saves
         self._user_metadata = check_user_metadata(user_metadata)
         if not isinstance(preemption, Preemption):
             raise ConfigError(f"preemption must be a dcp_objstore.Preemption, got {preemption!r}")
@@ -711,14 +713,6 @@ def _timer(saves: RunSaves) -> str:
     return f"timer-{saves.begun}"
 
 
-def _count(max_failed_saves: int) -> int:
-    """Return the argument, or raise ConfigError."""
-    wanted = max_failed_saves
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
-        raise ConfigError(f"max_failed_saves must be a number of saves from 0, got {wanted!r}")
-    return wanted
-
-
 def _intervals(every: int | timedelta | None) -> tuple[int | None, float | None]:
     """Return the interval between saves in steps or in seconds; None for what is not given.
 
@@ -729,8 +723,6 @@ def _intervals(every: int | timedelta | None) -> tuple[int | None, float | None]
         if every <= timedelta():
             raise ConfigError(f"the time between saves must be positive, got {every!r}")
         return None, every.total_seconds()
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise ConfigError(
-            f"save_every must be a number of steps of at least 1, or a timedelta, got {every!r}"
-        )
+    if every is not None:
+        check_number("save_every", every, 1, unless="a timedelta or ")
     return every, None

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dcp_objstore.config import check_number
 from dcp_objstore.errors import ConfigError
 
 
@@ -71,7 +72,7 @@ class KeepLatest(RetentionPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        _check_count("KeepLatest", self.n)
+        check_number("n of KeepLatest", self.n, 1)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         """Return the `n` highest step numbers."""
@@ -92,7 +93,7 @@ class KeepEvery(RetentionPolicy):
     n: int
 
     def __post_init__(self) -> None:
-        _check_count("KeepEvery", self.n)
+        check_number("n of KeepEvery", self.n, 1)
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         """Return the step numbers that `n` divides."""
@@ -124,7 +125,7 @@ class KeepBest(RetentionPolicy):
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        _check_count("KeepBest", self.n)
+        check_number("n of KeepBest", self.n, 1)
         if not isinstance(self.metric, str) or not self.metric:
             raise ConfigError(f"KeepBest needs the name of a metric, got {self.metric!r}")
         if self.mode not in ("min", "max"):
@@ -216,8 +217,3 @@ def plan_deletions(
         return ()
     kept = policy.keeps(known) | {max(step.step for step in known)} | set(in_use)
     return tuple(sorted({step.step for step in known} - kept))
-
-
-def _check_count(name: str, n: object) -> None:
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ConfigError(f"{name} needs a whole number of at least 1, got {n!r}")

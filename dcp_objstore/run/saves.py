@@ -190,22 +190,24 @@ class RunSaves:
             self._tolerate(pending.step, error)
         if step in self._saved:
             raise CheckpointExistsError(f"this job has saved step {step} already", url=self._url)
-        self._note_begin()
         try:
             claim = self._claim_for(step)
         except RetryableError as error:
             if not may_fail:
                 raise
             self._tolerate(step, error)
+            self._note_begin()  # the timer asks for the next one, not for this one again
             return None
         # The job may replace steps that it trains again after it went back to an earlier step.
         resumed = self._retainer.resumed
         again = self._loaded and (resumed is None or step > resumed)
         if not again and step in self._tried:
             again = on_first(partial(self._has_committed, step), self._url, self._group)
+        base = self._base()
+        self._note_begin()
         return {
             **self._saving,
-            "base": self._base(),
+            "base": base,
             "overwrite": again,
             "user_metadata": values,
             "claim": claim,

@@ -60,17 +60,34 @@ def names_in(out: str) -> set[str]:
     return {meta.key for meta in open_store(out).list()}
 
 
-def before_file(monkeypatch: pytest.MonkeyPatch, number: int, call: Callable[[], object]) -> None:
-    """Make the first export that writes its file of this number, from 1, call something first."""
-    write, names = export._Export._write, list[str]()
+WRITE = export._Export._write
 
-    def interrupted(self: Any, file: Any) -> Any:
+
+def at_file(
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    call: Callable[[], object],
+    *,
+    is_written: bool = False,
+) -> None:
+    """Call something before the file of this number, from 1, is written, or after that."""
+    names = list[str]()
+
+    def write(self: Any, file: Any) -> Any:
         names.append(file.name)
-        if len(names) == number:
+        is_it = len(names) == number
+        if is_it and not is_written:
             call()
-        return write(self, file)
+        size_bytes = WRITE(self, file)
+        if is_it and is_written:
+            call()
+        return size_bytes
 
-    monkeypatch.setattr(export._Export, "_write", interrupted)
+    monkeypatch.setattr(export._Export, "_write", write)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def new_folder(where: str, tmp_path: Path) -> str:
@@ -92,7 +109,7 @@ def test_an_export_that_ends_meanwhile_stays_whole_and_the_slower_one_fails(
 ) -> None:
     out = new_folder(where, tmp_path)
     # In a bucket it replaces what the slower one has written so far.
-    before_file(monkeypatch, before, lambda: to(other, out, most, overwrite=True))
+    at_file(monkeypatch, before, lambda: to(other, out, most, overwrite=True))
     with pytest.raises(LostRaceError, match="another export"):
         to(mine, out)
     assert numbers_in(out) == {2.0}
@@ -108,7 +125,7 @@ def test_of_two_that_replace_an_earlier_export_the_first_to_end_stays(
 ) -> None:
     out = new_folder(where, tmp_path)
     to(other, out)
-    before_file(monkeypatch, 2, lambda: to(other, out, overwrite=True))
+    at_file(monkeypatch, 2, lambda: to(other, out, overwrite=True))
     with pytest.raises(LostRaceError):
         to(mine, out, overwrite=True)
     assert numbers_in(out) == {2.0}
@@ -118,7 +135,7 @@ def test_of_two_that_replace_an_earlier_export_the_first_to_end_stays(
 def test_an_export_that_began_among_the_shards_of_another_spoils_none_of_them(
     mine: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, write = memory_url(), export._Export._write
+    out = memory_url()
     reached, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def export_slowly() -> None:
@@ -133,7 +150,7 @@ def test_an_export_that_began_among_the_shards_of_another_spoils_none_of_them(
         elif threading.current_thread() is main and file.name == SHARDS[2]:
             spawn(export_slowly, "slow")
             assert reached.wait(120)
-        return write(self, file)
+        return WRITE(self, file)
 
     main = threading.current_thread()
     monkeypatch.setattr(export._Export, "_write", wait_at_the_last)
@@ -228,26 +245,14 @@ def test_an_overwrite_that_fails_leaves_the_earlier_export_as_it_was(
     to(other, out, TWO, copied_files=config)
     before = {name: open_store(out).get(name, max_size_bytes=MIB)[0] for name in names_in(out)}
     config.write_text("new")
-    write = export._Export._write
     for number in range(1, 6 if most == EACH else 3):
-        for is_after in (False, True):
-            written = list[str]()
-
-            def failing(self: Any, file: Any, written: list[str] = written) -> Any:
-                written.append(file.name)
-                if len(written) == number and not is_after:  # noqa: B023
-                    raise KeyboardInterrupt
-                size_bytes = write(self, file)
-                if len(written) == number:  # noqa: B023
-                    raise KeyboardInterrupt
-                return size_bytes
-
-            monkeypatch.setattr(export._Export, "_write", failing)
+        for is_written in (False, True):
+            at_file(monkeypatch, number, interrupt, is_written=is_written)
             with pytest.raises(KeyboardInterrupt):
                 to(mine, out, most, copied_files=config, overwrite=True)
-            assert names_in(out) == set(before), written
+            assert names_in(out) == set(before), (number, is_written)
             for name, body in before.items():
-                assert open_store(out).get(name, max_size_bytes=MIB)[0] == body, (name, written)
-    monkeypatch.setattr(export._Export, "_write", write)
+                assert open_store(out).get(name, max_size_bytes=MIB)[0] == body, (name, number)
+    monkeypatch.setattr(export._Export, "_write", WRITE)
     to(mine, out, most, copied_files=config, overwrite=True)
     assert numbers_in(out) == {1.0}

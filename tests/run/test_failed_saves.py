@@ -237,7 +237,7 @@ def test_ranks_that_allow_different_numbers_are_told_before_anything_is_saved(
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, None, "3"])
 def test_what_is_no_number_of_saves_is_refused(url: str, wrong: Any) -> None:
-    with pytest.raises(errors.ConfigError, match="max_failed_saves must be a number"):
+    with pytest.raises(errors.ConfigError, match="max_failed_saves must be"):
         dos.CheckpointManager(url, max_failed_saves=wrong)
 
 
@@ -263,3 +263,15 @@ def test_a_server_that_is_away_for_some_saves_costs_these_and_no_others() -> Non
         assert kept[:2] == ["step-2", "step-4"]
         assert kept[-2:] == ["step-12", "step-14"]
         assert "step-8" not in kept
+
+
+def test_a_refused_save_has_not_begun(url: str) -> None:
+    """The timer goes on from the last save that began."""
+    save_steps(url, range(5, 6))
+    with dos.CheckpointManager(url, save_last=False) as run:
+        for save in (run.save, run.async_save):
+            with pytest.raises(errors.CheckpointExistsError, match="later steps"):
+                save(1, state(1))
+        assert run._saves is not None
+        assert run._saves.begun == 0
+    assert names(url) == ["step-5"]
