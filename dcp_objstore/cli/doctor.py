@@ -58,7 +58,7 @@ def diagnose(
     of memory and speed, with 64 MiB that it writes there and that vanish with the command.
     Exits with status 1 if a check failed; a warning is not a failure.
     """
-    from dcp_objstore.doctor import FolderChecks, check_up
+    from dcp_objstore.doctor import check_folder, check_up
     from dcp_objstore.local.settings import Local
     from dcp_objstore.stores import StoreSpec
 
@@ -72,7 +72,7 @@ def diagnose(
         if url is not None and shown is not None:
             streams.append((shown, stack.enter_context(closing(check_up(url, chosen())))))
         if node is not None:
-            streams.append((node.folder, FolderChecks(node).findings()))
+            streams.append((node.folder, check_folder(node)))
         for title, stream in streams:
             if not as_json:
                 say(*([""] if findings else []), title, "")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dcp_objstore.doctor.findings import Finding, Status
-from dcp_objstore.doctor.folder import FolderChecks
+from dcp_objstore.doctor.checks import Finding, Status
+from dcp_objstore.doctor.folder import check_folder
 from dcp_objstore.doctor.runner import check_up
 
-__all__ = ["Finding", "FolderChecks", "Status", "check_up"]
+__all__ = ["Finding", "Status", "check_folder", "check_up"]

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcp_objstore.config import MIB
-from dcp_objstore.doctor.findings import Finding, Verdict
+from dcp_objstore.doctor.checks import (
+    Check,
+    Finding,
+    Verdict,
+    failed,
+    findings,
+    not_applicable,
+    not_made,
+    ok,
+    warning,
+)
 from dcp_objstore.local.folder import LocalError, home_of
 from dcp_objstore.local.room import IN_MEMORY, free_memory_bytes, mount_of, room_bytes, sizes_of
 from dcp_objstore.observe.report import size_text
@@ -31,26 +41,22 @@ _HUGE = "`mount -t tmpfs -o huge=always,size=64g tmpfs /mnt/copies`"
 _UNSUITABLE: Sequence[tuple[tuple[str, ...], Verdict]] = (
     (
         ("hugetlbfs",),
-        Verdict(
-            "failed", "can only be mapped into memory, not written to", f"mount a tmpfs: {_HUGE}"
-        ),
+        failed("can only be mapped into memory, not written to", f"mount a tmpfs: {_HUGE}"),
     ),
     (
         ("ramfs",),
-        Verdict("failed", "has no size, so its room is not known", f"mount a tmpfs: {_HUGE}"),
+        failed("has no size, so its room is not known", f"mount a tmpfs: {_HUGE}"),
     ),
     (
         ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", "fuse", "9p"),
-        Verdict(
-            "warning",
+        warning(
             "its files are not on this node, so they are hardly nearer than the bucket",
             "pass a folder on a disk or in the memory of the node as local=",
         ),
     ),
     (
         ("overlay",),
-        Verdict(
-            "warning",
+        warning(
             "the container's own files, which are gone when it is",
             "mount a disk of the node there, or an emptyDir of Kubernetes",
         ),
@@ -58,36 +64,31 @@ _UNSUITABLE: Sequence[tuple[tuple[str, ...], Verdict]] = (
 )
 
 
-class FolderChecks:
+def check_folder(local: Local) -> Iterator[Finding]:
+    """Make the checks of a folder for copies, each when its finding is asked for."""
+    return findings(_Checks(local.folder).table(), OSError, _failure)
+
+
+def _failure(_check: Check, error: OSError) -> Verdict:
+    """Return the verdict of a check that the operating system has ended."""
+    return failed(str(error), f"check the disk and the kernel's log, or {_ANOTHER}")
+
+
+class _Checks:
     """The checks of a folder, in an order in which each can rely on those before it."""
 
-    def __init__(self, local: Local) -> None:
-        self._folder = local.folder
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
 
-    def table(self) -> Sequence[tuple[str, Callable[[], Verdict]]]:
-        """Return the checks by their names. If the first fails, the others cannot be made."""
+    def table(self) -> Sequence[Check]:
+        """Return the checks. If the first fails, the others cannot be made."""
         return (
-            ("local folder", self.folder),
-            ("local file system", self.file_system),
-            ("local room", self.room),
-            ("local memory", self.memory),
-            ("local speed", self.speed),
+            Check("local folder", "access", self.folder),
+            Check("local file system", "request", self.file_system),
+            Check("local room", "request", self.room),
+            Check("local memory", "request", self.memory),
+            Check("local speed", "request", self.speed),
         )
-
-    def findings(self) -> Iterator[Finding]:
-        """Make all checks."""
-        blocked = False
-        for name, make in self.table():
-            if blocked:
-                yield Finding(name, "not made", "the folder cannot be used")
-                continue
-            try:
-                verdict = make()
-            except OSError as error:
-                advice = f"check the disk and the kernel's log, or {_ANOTHER}"
-                verdict = Verdict("failed", str(error), advice)
-            blocked = name == "local folder" and verdict.status == "failed"
-            yield Finding(name, *verdict)
 
     @property
     def _writable(self) -> Path:
@@ -101,31 +102,28 @@ class FolderChecks:
             home = home_of(self._folder)
         except FileNotFoundError:
             advice = f"make it on each node, or mount a disk or a tmpfs there; or {_ANOTHER}"
-            return Verdict("failed", "there is no such folder", advice)
+            return failed("there is no such folder", advice)
         except (LocalError, OSError) as error:
             advice = f"find out who has made it, and remove it or `chmod 700` it; or {_ANOTHER}"
-            return Verdict("failed", str(error), advice)
+            return failed(str(error), advice)
         if not home.exists():
             return self._without_home()
         _, taken_bytes = sizes_of(home)
         text = f"{home.name} is there, and only this user may use it"
-        details = {"copies_bytes": taken_bytes}
-        return Verdict("ok", f"{text}; copies take {size_text(taken_bytes)}", details=details)
+        return ok(f"{text}; copies take {size_text(taken_bytes)}", copies_bytes=taken_bytes)
 
     def _without_home(self) -> Verdict:
         if not os.access(self._folder, os.W_OK | os.X_OK):
             text = "this user may not write to it, or it is mounted to be read only"
             advice = f"let an administrator `chown` a folder there to this user, or {_ANOTHER}"
-            return Verdict("failed", text, advice)
-        return Verdict(
-            "ok", "this user may write to it; no copies yet", details={"copies_bytes": 0}
-        )
+            return failed(text, advice)
+        return ok("this user may write to it; no copies yet", copies_bytes=0)
 
     def file_system(self) -> Verdict:
         """Look what kind of file system it is, and how large its pages are."""
         mount = mount_of(Path(self._folder).stat().st_dev)
         if mount is None:
-            return Verdict("not made", "the system does not say which file system this is")
+            return not_made("the system does not say which file system this is")
         kind, page_bytes = mount.kind, os.sysconf("SC_PAGE_SIZE")
         huge = next((one for one in mount.options.split(",") if one.startswith("huge=")), None)
         details = {"type": kind, "page_bytes": page_bytes, "huge": huge}
@@ -134,12 +132,12 @@ class FolderChecks:
                 status, text, advice, _ = verdict
                 return Verdict(status, f"{kind}: {text}", advice, details)
         if kind != "tmpfs":
-            return Verdict("ok", f"{kind}, pages of {size_text(page_bytes)}", details=details)
+            return ok(f"{kind}, pages of {size_text(page_bytes)}", **details)
         text = "tmpfs: files are in memory, and gone after a reboot"
         if huge in (None, "huge=never"):
             text = f"{text}; pages of {size_text(page_bytes)}"
             return Verdict("ok", text, f"huge pages take less processor time: {_HUGE}", details)
-        return Verdict("ok", f"{text}; huge pages ({huge})", details=details)
+        return ok(f"{text}; huge pages ({huge})", **details)
 
     def room(self) -> Verdict:
         """Compare what is free with what copies may take."""
@@ -158,18 +156,17 @@ class FolderChecks:
             f" {size_text(may_take_bytes // 2)}: two must fit"
         )
         if self._is_in_memory() and total_bytes <= _SHM_OF_CONTAINERS_BYTES:
-            return Verdict(
-                "warning",
+            return warning(
                 f"{size_text(total_bytes)} in all, as a container has in /dev/shm unless it is"
                 f" given more; copies may take {size_text(may_take_bytes)}",
                 "`docker run --shm-size=64g`; on Kubernetes mount an emptyDir with medium: Memory"
                 " at /dev/shm",
-                details,
+                **details,
             )
         if may_take_bytes < 2 * _PIECE_BYTES:
             advice = f"a tenth stays free; remove files, or {_ANOTHER}"
-            return Verdict("failed", text, advice, details)
-        return Verdict("ok", text, details=details)
+            return failed(text, advice, **details)
+        return ok(text, **details)
 
     def _room_bytes(self) -> int:
         """Return what copies may take, with those that are there: they are written over."""
@@ -183,12 +180,10 @@ class FolderChecks:
     def memory(self) -> Verdict:
         """Look how much memory there is below the limits, if files count against them."""
         if not self._is_in_memory():
-            return Verdict(
-                "not applicable", "files there are not in memory, but for the page cache"
-            )
+            return not_applicable("files there are not in memory, but for the page cache")
         free = free_memory_bytes()
         if not free:
-            return Verdict("not made", "the system does not say how much memory is free")
+            return not_made("the system does not say how much memory is free")
         system = os.statvfs(self._folder)
         room_there, left_bytes = system.f_bavail * system.f_frsize, max(0, min(free))
         details = {"left_bytes": left_bytes}
@@ -197,21 +192,21 @@ class FolderChecks:
             " limits, less a tenth; files there count against all of them"
         )
         if left_bytes >= room_there:
-            return Verdict("ok", text, details=details)
+            return ok(text, **details)
         advice = (
             "the job and two states of its ranks must fit together: raise the limit (`docker run"
             " --memory`, resources.limits.memory on Kubernetes), or use a disk"
         )
         if left_bytes < 2 * _PIECE_BYTES:
-            return Verdict("failed", text, advice, details)
+            return failed(text, advice, **details)
         text = f"{text}. {size_text(room_there)} are free there, which is more"
-        return Verdict("warning", text, advice, details)
+        return warning(text, advice, **details)
 
     def speed(self) -> Verdict:
         """Compare writing and reading with a plain copy of memory, each the best of some passes."""
         size_bytes = min(_TESTED_BYTES, self._room_bytes() // 4) // _PIECE_BYTES * _PIECE_BYTES
         if not size_bytes:
-            return Verdict("not made", "there is too little room")
+            return not_made("there is too little room")
         source = memoryview(bytearray(os.urandom(_PIECE_BYTES) * (size_bytes // _PIECE_BYTES)))
         into = memoryview(bytearray(source))
         rates: dict[str, float] = {"copy": 0.0, "write": 0.0, "read": 0.0}
@@ -242,8 +237,8 @@ class FolderChecks:
         details |= {f"{name}_to_copy": round(ratio, 2) for name, ratio in slower.items()}
         if max(slower.values()) > _SLOW:
             advice = "try again while the machine is idle; if it stays, use an NVMe disk or a tmpfs"
-            return Verdict("warning", text, advice, details)
-        return Verdict("ok", text, details=details)
+            return warning(text, advice, **details)
+        return ok(text, **details)
 
 
 def _rate(move: Callable[[int, int], None], size_bytes: int) -> float:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import probe
 from dcp_objstore.config import MIB
-from dcp_objstore.doctor.findings import TO_LIST, Verdict, allow
+from dcp_objstore.doctor.checks import (
+    TO_LIST,
+    Verdict,
+    allow,
+    failed,
+    not_applicable,
+    not_made,
+    ok,
+    warning,
+)
 from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.errors import DcpObjstoreError, ObjectNotFoundError, PermissionDeniedError
 from dcp_objstore.observe.report import size_text
@@ -68,17 +77,16 @@ class ObjectChecks:
         self._written = True
         unsigned = self._url.scheme == "s3" and not self._spec.storage_options.get("sign_payload")
         how = " (with an unsigned body, which is faster)" if unsigned else ""
-        return Verdict("ok", f"an object was written{how}")
+        return ok(f"an object was written{how}")
 
     def listing(self) -> Verdict:
         """List objects, and see one that was just written."""
         keys = {meta.key for meta in self._store.list()}
         if not self._written:
-            return Verdict("ok", "listing works")
+            return ok("listing works")
         if "put" in keys:
-            return Verdict("ok", "listing works, and shows a written object at once")
-        return Verdict(
-            "failed",
+            return ok("listing works, and shows a written object at once")
+        return failed(
             "an object that was just written is not listed",
             "a commit lists the objects to check that all exist; use a store that lists an object"
             " as soon as it is written",
@@ -90,7 +98,7 @@ class ObjectChecks:
             return self._read_existing()
         body = read_range(self._store, "put", 100, 1500)
         if body != self._body[100:1500]:
-            return Verdict("failed", _UNEQUAL, _REPORT_IT)
+            return failed(_UNEQUAL, _REPORT_IT)
         try:
             read_range(self._store, "absent", 0, 1)
         except PermissionDeniedError:
@@ -98,20 +106,19 @@ class ObjectChecks:
             # listed allows every listing of a job, but does not hold for this request.
             advice = f"{allow(TO_LIST, self._url)}, without a condition on a prefix"
             text = "an object that does not exist is answered with 'forbidden', so a job cannot see"
-            return Verdict("failed", f"{text} that there is no checkpoint yet", advice)
+            return failed(f"{text} that there is no checkpoint yet", advice)
         except ObjectNotFoundError:
             pass
-        return Verdict("ok", "a range of an object was read")
+        return ok("a range of an object was read")
 
     def _read_existing(self) -> Verdict:
         """Read one byte of an existing object, because nothing can be written."""
         store = self._spec.open()
         existing = next((meta for meta in store.list() if meta.size_bytes), None)
         if existing is None:
-            text = "there is no object to read, and none can be written"
-            return Verdict("not made", text)
+            return not_made("there is no object to read, and none can be written")
         read_range(store, existing.key, 0, 1)
-        return Verdict("ok", f"a byte of {existing.key} was read")
+        return ok(f"a byte of {existing.key} was read")
 
     def _put_in_parts(self, name: str, parts: Iterator[bytes]) -> None:
         with self.scratch.writing(name) as key:
@@ -123,29 +130,28 @@ class ObjectChecks:
         self._put_in_parts("multipart", iter(parts))
         self._parts = b"".join(parts)
         if self._store.capabilities.multipart:
-            return Verdict("ok", "an object was written in two parts")
-        text = "this store takes an object in one request"
-        return Verdict("not applicable", text)
+            return ok("an object was written in two parts")
+        return not_applicable("this store takes an object in one request")
 
     def checksums(self) -> Verdict:
         """Read back what was written in parts."""
         if self._parts is None:
-            return Verdict("not made", "an object could not be written in parts")
+            return not_made("an object could not be written in parts")
         size = len(self._parts)
         try:
             same = read_range(self._store, "multipart", 0, size) == self._parts
         except DcpObjstoreError as error:
-            return Verdict("not made", f"the object could not be read back: {error.message}")
+            return not_made(f"the object could not be read back: {error.message}")
         if same:
-            return Verdict("ok", f"{size_text(size)} were read back unchanged")
-        return Verdict("failed", _UNEQUAL, _REPORT_IT)
+            return ok(f"{size_text(size)} were read back unchanged")
+        return failed(_UNEQUAL, _REPORT_IT)
 
     def abort(self) -> Verdict:
         """Abort an upload, whose parts are then gone."""
         if not self._store.capabilities.multipart:
-            return Verdict("not applicable", "this store has no uploads in parts")
+            return not_applicable("this store has no uploads in parts")
         if not self._written:
-            return Verdict("not made", "no object can be written")
+            return not_made("no object can be written")
 
         def broken() -> Iterator[bytes]:
             yield os.urandom(_PART_SIZE_BYTES)
@@ -161,9 +167,8 @@ class ObjectChecks:
         if refused or unfinished:
             raise PermissionDeniedError("the parts of an aborted upload were not removed")
         if unfinished is None:
-            text = "an upload was aborted; whether its parts are gone cannot be seen"
-            return Verdict("ok", text)
-        return Verdict("ok", "an upload was aborted, and its parts are gone")
+            return ok("an upload was aborted; whether its parts are gone cannot be seen")
+        return ok("an upload was aborted, and its parts are gone")
 
     def _unfinished(self) -> int | None:
         try:
@@ -174,58 +179,52 @@ class ObjectChecks:
     def conditional_put(self) -> Verdict:
         """Let writers race for one object."""
         if not self._written:
-            return Verdict("not made", "no object can be written")
+            return not_made("no object can be written")
         conditions = probe.probe(self._store)
-        details = {
-            "conditional_create": conditions.conditional_create,
-            "conditional_update": conditions.conditional_update,
-        }
-        if conditions.conditional_create and conditions.conditional_update:
+        create, update = conditions.conditional_create, conditions.conditional_update
+        details = {"conditional_create": create, "conditional_update": update}
+        if create and update:
             text = "of two or more writers that create or replace an object, exactly one wins"
-            return Verdict("ok", text, details=details)
-        if conditions.conditional_create:
-            return Verdict(
-                "warning",
+            return ok(text, **details)
+        if create:
+            return warning(
                 "an object can be created conditionally, but not replaced",
                 "save each checkpoint under a new URL: a checkpoint cannot be overwritten, or saved"
                 " again after it was deleted",
-                details,
+                **details,
             )
-        return Verdict(
-            "failed",
+        return failed(
             "the store ignores or refuses the condition of a PUT (If-None-Match: *), so two jobs"
             " that save the same checkpoint would damage it",
             "use a store with conditional writes; or, if only one job ever saves here, pass"
             " allow_unfenced=True to ObjectStoreWriter or save",
-            details,
+            **details,
         )
 
     def delete(self) -> Verdict:
         """Delete an object, which is then gone."""
         if not self._written:
-            text = "no object was written, so there is none to delete"
-            return Verdict("not made", text)
+            return not_made("no object was written, so there is none to delete")
         self._store.delete("put")
         try:
             self._store.head("put")
         except ObjectNotFoundError:
-            return Verdict("ok", "an object was deleted, and was gone at once")
+            return ok("an object was deleted, and was gone at once")
         except PermissionDeniedError:
-            text = "an object was deleted; these credentials may not look whether it is gone"
-            return Verdict("ok", text)
-        return Verdict("failed", "a deleted object is still there")
+            return ok("an object was deleted; these credentials may not look whether it is gone")
+        return failed("a deleted object is still there", _REPORT_IT)
 
     def clean_up(self) -> Verdict:
         """Remove everything that the checks wrote."""
         unremoved = self.scratch.remove()
         if not unremoved.keys:
-            return Verdict("ok", "all objects of these checks were removed")
+            return ok("all objects of these checks were removed")
         url = self.scratch.spec.url
-        return Verdict(
-            "failed",
+        return failed(
             f"{len(unremoved.keys)} objects of these checks could not be removed: {unremoved.why}",
             f"remove everything below {url}",
-            {"url": url, "keys": list(unremoved.keys)},
+            url=url,
+            keys=unremoved.keys,
         )
 
 

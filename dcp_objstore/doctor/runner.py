@@ -8,39 +8,32 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import TYPE_CHECKING
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.doctor.findings import (
+from dcp_objstore.doctor.access import Access, versions, working_directory
+from dcp_objstore.doctor.checks import (
     BLOBS,
     TO_LIST,
     Check,
     Finding,
     Rights,
-    Verdict,
     failure,
+    findings,
 )
 from dcp_objstore.doctor.objects import ObjectChecks
+from dcp_objstore.doctor.rules import lifecycle, unfinished, versioning
 from dcp_objstore.doctor.scratch import Stop
-from dcp_objstore.doctor.surroundings import (
-    Surroundings,
-    lifecycle,
-    unfinished,
-    versioning,
-    versions,
-    working_directory,
-)
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores.spec import StoreSpec
-from dcp_objstore.transfer.workers import run_in_thread
+from dcp_objstore.threads import run_in_thread
 from dcp_objstore.waiting import take
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from dcp_objstore.stores.urls import StoreUrl
 
 logger = logging.getLogger("dcp_objstore")
 
@@ -55,13 +48,13 @@ CONFIG = TransferConfig(
 _CLEAN_UP_SECONDS = 30.0
 
 
-def table(spec: StoreSpec, around: Surroundings, objects: ObjectChecks) -> Sequence[Check]:
+def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     """Return all checks, in an order in which each can rely on those before it.
 
     S3's rights: "Actions, resources, and condition keys for Amazon S3"; those of GCS: "IAM
     permissions for Cloud Storage"; those of Azure: "Permissions for calling data operations".
     """
-    url, uploads = spec.parsed, objects.uploads
+    url, access, uploads = spec.parsed, Access(spec), objects.uploads
     write, read_blob = f"{BLOBS}/write", f"{BLOBS}/read"
     put = Rights("s3:PutObject", "storage.objects.create", write)
     read = Rights("s3:GetObject", "storage.objects.get", read_blob)
@@ -75,12 +68,12 @@ def table(spec: StoreSpec, around: Surroundings, objects: ObjectChecks) -> Seque
     old = Rights("s3:GetBucketVersioning")
     unended = Rights("s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts")
     return (
-        Check("versions", "access", lambda: versions(spec)),
-        Check("working directory", "access", working_directory),
-        Check("credentials", "access", around.verdict("credentials")),
-        Check("endpoint", "access", around.verdict("endpoint")),
-        Check("bucket", "access", around.verdict("bucket")),
-        Check("clock", "access", around.clock),
+        Check("versions", "alone", lambda: versions(spec)),
+        Check("working directory", "alone", working_directory),
+        Check("endpoint", "access", access.endpoint),
+        Check("clock", "request", access.clock),
+        Check("credentials", "access", access.credentials),
+        Check("bucket", "access", access.bucket),
         Check("put", "request", objects.put, put),
         Check("list", "request", objects.listing, TO_LIST),
         Check("read", "request", objects.read, read),
@@ -121,19 +114,25 @@ def check_up(
         ConfigError: an option has a wrong type or value.
     """
     spec = StoreSpec(url, storage_options, config)
-    findings: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+    found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
     stop = Stop()
 
     def work() -> None:
+        objects = ObjectChecks(spec)
         try:
-            for finding in _findings(spec, stop):
-                findings.put(finding)
+            of_store = partial(failure, spec.parsed)
+            for finding in findings(table(spec, objects), DcpObjstoreError, of_store):
+                found.put(finding)
+                stop.check()
+        except BaseException:
+            objects.abandon()
+            raise
         finally:
-            findings.put(None)
+            found.put(None)
 
     done = run_in_thread(work, "check-up")
     try:
-        while (finding := take(findings)) is not None:
+        while (finding := take(found)) is not None:
             yield finding
         done.result()
     finally:
@@ -144,24 +143,3 @@ def check_up(
             logger.warning(
                 "a request does not end, so objects .doctor-* may remain below %s", spec.url
             )
-
-
-def _findings(spec: StoreSpec, stop: Stop) -> Iterator[Finding]:
-    """Make all checks; if they are ended early, remove what they wrote."""
-    around, objects = Surroundings(spec), ObjectChecks(spec)
-    try:
-        for check in table(spec, around, objects):
-            stop.check()
-            yield Finding(check.name, *_made(check, spec.parsed, around))
-    except BaseException:
-        objects.abandon()
-        raise
-
-
-def _made(check: Check, url: StoreUrl, around: Surroundings) -> Verdict:
-    if check.kind != "access" and around.access.blocked is not None:
-        return Verdict("not made", around.access.blocked)
-    try:
-        return check.make()
-    except DcpObjstoreError as error:
-        return failure(check, error, url)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import urllib.request
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import CredentialsError
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """Whose credentials a store is asked with.
 
     Attributes:
@@ -39,18 +37,27 @@ class Identity:
         access_key: the id of an S3 access key, shortened; None where it is not seen here.
         account: an ARN, an e-mail address or a storage account; None if it is not known.
         unknown: why `account` is not known, or None.
-        region: the region that requests are signed for; None where there are none.
     """
 
     source: str
     access_key: str | None = None
     account: str | None = None
     unknown: str | None = None
-    region: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAnswer:
+class NamedServer(NamedTuple):
+    """The server that requests go to.
+
+    Attributes:
+        endpoint_url: its URL; None for the provider's own.
+        region: the region that requests are signed for; None where there are none.
+    """
+
+    endpoint_url: str | None
+    region: str | None
+
+
+class ServerAnswer(NamedTuple):
     """What the headers of any answer hold.
 
     Attributes:
@@ -81,15 +88,8 @@ def identify(spec: StoreSpec) -> Identity | None:
     settings, credentials = find_credentials(scheme, spec.storage_options, spec.stripped)
     if scheme == "s3":
         return _s3_identity(settings, credentials)
-    if scheme == "az" or credentials.anonymous:
-        return Identity(credentials.source, account=credentials.account_name)
-    # Credentials of google-auth; a bare token has none.
-    of_google = getattr(credentials.provider, "credentials", None)
-    names = ("service_account_email", "signer_email")
-    accounts = filter(None, (getattr(of_google, name, None) for name in names))
-    account = next(map(str, accounts), None)
-    unknown = None if account else "these credentials do not name one"
-    return Identity(credentials.source, account=account, unknown=unknown)
+    unknown = None if credentials.account_name else "these credentials do not name one"
+    return Identity(credentials.source, account=credentials.account_name, unknown=unknown)
 
 
 def _has_credentials(spec: StoreSpec) -> bool:
@@ -99,7 +99,7 @@ def _has_credentials(spec: StoreSpec) -> bool:
 def _s3_identity(settings: S3Options, credentials: Credentials) -> Identity:
     endpoint, region = s3_server(settings, credentials)
     if settings.anon:
-        return Identity(credentials.source, region=region)
+        return Identity(credentials.source)
     key = _access_key(credentials.provider, credentials.source)
     account = unknown = None
     if not (is_aws(endpoint) or os.environ.get("AWS_ENDPOINT_URL_STS")):
@@ -108,9 +108,7 @@ def _s3_identity(settings: S3Options, credentials: Credentials) -> Identity:
         unknown = "boto3 is not installed, which asks AWS: pip install 'dcp-objstore[s3]'"
     else:
         account, unknown = _caller(settings, region)
-    return Identity(
-        credentials.source, access_key=key, account=account, unknown=unknown, region=region
-    )
+    return Identity(credentials.source, access_key=key, account=account, unknown=unknown)
 
 
 def _access_key(provider: Any, source: str) -> str | None:
@@ -157,7 +155,7 @@ def ask_server(spec: StoreSpec) -> ServerAnswer | None:
         StoreUnavailableError: no answer within 5 s; one may come only through a proxy.
         CredentialsError, ConfigError: as for the store.
     """
-    base = named_server(spec) or _own_server(spec)
+    base = named_server(spec).endpoint_url or _own_server(spec)
     if base is None or urlsplit(base).scheme not in ("http", "https"):
         return None
     bucket_url = f"{base.rstrip('/')}/{spec.parsed.bucket}"
@@ -168,18 +166,19 @@ def ask_server(spec: StoreSpec) -> ServerAnswer | None:
     return ServerAnswer(_ahead_seconds(headers["Date"], here), headers["x-amz-bucket-region"])
 
 
-def named_server(spec: StoreSpec) -> str | None:
-    """The server that requests go to, None for the provider's own.
+def named_server(spec: StoreSpec) -> NamedServer:
+    """Return the server that requests go to.
 
     Over s3fs it is botocore that finds the one of a profile, and the store does not know it.
 
     Raises:
         CredentialsError, ConfigError: as for the store.
     """
-    endpoint = spec.open().endpoint_url
-    if endpoint is None and spec.parsed.scheme == "s3" and _has_credentials(spec):
-        endpoint, _ = s3_server(*find_credentials("s3", spec.storage_options, spec.stripped))
-    return endpoint
+    endpoint, region = spec.open().endpoint_url, None
+    if spec.parsed.scheme == "s3" and _has_credentials(spec):
+        found, region = s3_server(*find_credentials("s3", spec.storage_options, spec.stripped))
+        endpoint = endpoint or found
+    return NamedServer(endpoint, region)
 
 
 def _verify(spec: StoreSpec) -> bool | str:

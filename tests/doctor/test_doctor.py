@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from email.utils import formatdate
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ import pytest
 from dcp_objstore.cli.doctor import _wrapped
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor import Finding, check_up
+from dcp_objstore.doctor.access import versions, working_directory
+from dcp_objstore.doctor.checks import failure, findings
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.runner import CONFIG, table
-from dcp_objstore.doctor.surroundings import Surroundings, versions, working_directory
-from dcp_objstore.errors import ConfigError, InvalidUrlError
+from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.diagnosis import shortened
 from tests.support.command_line import environment, run, run_here
@@ -74,12 +76,11 @@ def examine(
     return {one.check: one for one in found}
 
 
-def seen_first(spec: StoreSpec) -> tuple[dict[str, Finding], str | None]:
-    """The checks that come before any of objects, and why these cannot be made."""
-    around = Surroundings(spec)
-    checks = table(spec, around, ObjectChecks(spec))
-    found = [Finding(one.name, *one.make()) for one in checks if one.kind == "access"]
-    return {one.check: one for one in found}, around.access.blocked
+def seen_first(spec: StoreSpec) -> dict[str, Finding]:
+    """The checks that come before any of objects."""
+    checks = table(spec, ObjectChecks(spec))[: CHECKS.index("put")]
+    found = findings(checks, DcpObjstoreError, partial(failure, spec.parsed))
+    return {one.check: one for one in found}
 
 
 def pasted_rules(advice: str) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def test_wrong_credentials_bucket_and_endpoint_are_told_apart(bucket: Bucket) ->
     for endpoint in ("http://127.0.0.1:1", "http://absent.invalid"):
         nowhere = examine(bucket.url, {**options, "endpoint_url": endpoint})
         assert names(nowhere, "failed") == {"endpoint"}
-        assert nowhere["put"].text == "the endpoint does not answer"
+        assert nowhere["put"].text == "the check of the endpoint has failed"
     tls = str(options["endpoint_url"]).replace("http://", "https://")
     assert names(examine(bucket.url, {**options, "endpoint_url": tls}), "failed") == {"endpoint"}
 
@@ -294,7 +295,7 @@ def test_a_wrong_clock_is_told(bucket: Bucket, ahead_seconds: int, status: str) 
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.rewrite = shift
         spec = StoreSpec(bucket.url, proxy.storage_options, IMPATIENT)
-        found = seen_first(spec)[0]["clock"]
+        found = seen_first(spec)["clock"]
     assert found.status == status
     assert found.details["server_ahead_seconds"] == pytest.approx(ahead_seconds, abs=3)
     assert ("behind" if ahead_seconds > 0 else "ahead") in found.text or status == "ok"
@@ -351,11 +352,11 @@ def test_no_web_server_passes_for_a_store(status: int, scheme: str, transport: s
     with ScriptedServer(lambda *_: (status, {}, PAGE)) as web:
         options = {**STORES[scheme], "endpoint_url": web.endpoint_url, "transport": transport}
         spec = StoreSpec(f"{scheme}://absent-bucket/run", options, IMPATIENT)
-        found, blocked = seen_first(spec)
+        found = seen_first(spec)
     assert found["bucket"].status in ("not made", "failed")
     if status == 200:
         assert found["endpoint"].status == "failed"
-        assert blocked
+        assert found["bucket"].status == "not made"
     elif (scheme, transport) != ("gs", "fsspec"):  # gcsfs shows no codes
         assert found["endpoint"].status == "warning"
 
@@ -367,7 +368,7 @@ def test_a_store_is_known_over_each_transport(bucket: Bucket, transport: str) ->
         pytest.importorskip(CARRIERS["s3", transport])
     options = {**bucket.storage_options, "transport": transport}
     for url, wrong in ((bucket.url, set()), ("s3://no-such-bucket/run", {"bucket"})):
-        found = seen_first(StoreSpec(url, options))[0]
+        found = seen_first(StoreSpec(url, options))
         assert names(found, "warning") == set()
         assert names(found, "failed") == wrong
 
@@ -382,7 +383,7 @@ def test_a_server_that_the_environment_names_is_the_one_told(
     for name, value in environment(bucket.storage_options).items():
         monkeypatch.setenv(name, value)
     spec = StoreSpec(bucket.url, {"transport": transport}, IMPATIENT)
-    found = seen_first(spec)[0]
+    found = seen_first(spec)
     assert found["endpoint"].details["endpoint_url"] == bucket.storage_options["endpoint_url"]
     assert found["bucket"].status == "ok"
     assert found["clock"].status == "ok"  # asked of that server, too
@@ -400,10 +401,10 @@ def test_a_wrong_setting_is_not_taken_for_missing_credentials(
         options["verify"] = value
     else:
         monkeypatch.setenv(name, value)
-    found, blocked = seen_first(StoreSpec("s3://bucket/run", options, IMPATIENT))
+    found = seen_first(StoreSpec("s3://bucket/run", options, IMPATIENT))
     assert found["endpoint"].status == "failed"
     assert names(found, "failed") == {"endpoint"}
-    assert blocked
+    assert found["bucket"].status == "not made"
 
 
 @pytest.mark.backends("seaweed")
@@ -411,7 +412,7 @@ def test_a_filesystem_object_has_its_own_credentials_and_server(bucket: Bucket) 
     s3fs = pytest.importorskip("s3fs")
     fs = s3fs.S3FileSystem(**bucket.storage_options, skip_instance_cache=True)
     spec = StoreSpec(bucket.url, {"fs": fs}, IMPATIENT)
-    found = seen_first(spec)[0]
+    found = seen_first(spec)
     assert {one.status for one in found.values()} == {"ok"}
     assert found["endpoint"].details["endpoint_url"] == bucket.storage_options["endpoint_url"]
 
@@ -421,16 +422,16 @@ def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch: pytest.Monk
     monkeypatch.delitem(registry._registry, "s3", raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     options = {**STORES["s3"], "endpoint_url": "http://127.0.0.1:9", "transport": "fsspec"}
-    found, blocked = seen_first(StoreSpec("s3://not-installed/run", options, IMPATIENT))
+    found = seen_first(StoreSpec("s3://not-installed/run", options, IMPATIENT))
     assert "s3fs" in found["endpoint"].text
     assert found["endpoint"].status == "failed"
-    assert blocked
+    assert found["bucket"].status == "not made"
 
 
 @pytest.mark.parametrize("scheme", STORES)
 def test_advice_on_the_server_is_of_the_scheme(scheme: str) -> None:
     options = {**STORES[scheme], "endpoint_url": "http://127.0.0.1:1"}
-    found = seen_first(StoreSpec(f"{scheme}://bucket/run", options, IMPATIENT))[0]["endpoint"]
+    found = seen_first(StoreSpec(f"{scheme}://bucket/run", options, IMPATIENT))["endpoint"]
     assert found.status == "failed"
     assert "storage_options" in found.advice
     assert ("AWS_" in found.advice) == (scheme == "s3")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_objstore.doctor import Finding, FolderChecks
+from dcp_objstore.doctor import Finding, check_folder
 from dcp_objstore.local import room
 from dcp_objstore.local.folder import home_of
 from dcp_objstore.local.settings import Local
@@ -33,7 +33,7 @@ def in_memory() -> Iterator[Path]:
 
 
 def examine(folder: Path) -> dict[str, Finding]:
-    found = list(FolderChecks(Local(str(folder))).findings())
+    found = list(check_folder(Local(str(folder))))
     assert [one.check for one in found] == CHECKS
     assert all(one.text for one in found)
     assert all(one.advice for one in found if one.status in ("failed", "warning")), found

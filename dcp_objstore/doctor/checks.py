@@ -1,11 +1,14 @@
-"""`Finding`: the result of one check as data, and what to do about the error that it ended with."""
+"""`Check`, a line of a table of checks, and `Finding`, its result as data.
+
+A check returns a `Verdict`, or raises; an error becomes a verdict by the table of advice.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
 from dcp_objstore import errors
 from dcp_objstore.stores.errors import advice_on
@@ -13,6 +16,7 @@ from dcp_objstore.stores.errors import advice_on
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
+E = TypeVar("E", bound=Exception)
 Status = Literal["ok", "warning", "failed", "not applicable", "not made"]
 
 
@@ -46,6 +50,31 @@ class Verdict(NamedTuple):
     details: Mapping[str, object] = {}
 
 
+def ok(text: str, **details: object) -> Verdict:
+    """Return the verdict of a check that found nothing wrong."""
+    return Verdict("ok", text, "", details)
+
+
+def warning(text: str, advice: str, **details: object) -> Verdict:
+    """Return the verdict of a check that found what needs attention."""
+    return Verdict("warning", text, advice, details)
+
+
+def failed(text: str, advice: str, **details: object) -> Verdict:
+    """Return the verdict of a check that failed."""
+    return Verdict("failed", text, advice, details)
+
+
+def not_made(text: str, advice: str = "") -> Verdict:
+    """Return the verdict of a check that could not be made."""
+    return Verdict("not made", text, advice)
+
+
+def not_applicable(text: str) -> Verdict:
+    """Return the verdict of a check that has nothing to look at."""
+    return Verdict("not applicable", text)
+
+
 class Rights(NamedTuple):
     """The right that a request needs, by the scheme of the store; None where it has no name."""
 
@@ -55,20 +84,45 @@ class Rights(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One line of the table of checks.
+    """One line of a table of checks.
 
     Attributes:
         name: name of the check.
-        kind: `access`: made in any case. `request`: made if the store can be reached; what a job
-            needs, so an error is a failure. `rule`: the same, but no job needs it.
+        kind: `alone`: always made, whatever became of others. `access`: if it fails, no later check
+            is made but those that stand alone. `request`: what a job needs, so an error is a
+            failure. `rule`: the same, but no job needs it.
         make: the check; it returns what it found, or raises.
         rights: the rights that it needs.
     """
 
     name: str
-    kind: Literal["access", "request", "rule"]
+    kind: Literal["alone", "access", "request", "rule"]
     make: Callable[[], Verdict]
     rights: Rights | None = None
+
+
+def findings(
+    table: Iterable[Check], kind: type[E], failure: Callable[[Check, E], Verdict]
+) -> Iterator[Finding]:
+    """Make the checks of a table, each when its finding is asked for.
+
+    Args:
+        table: the checks, in an order in which each can rely on those before it.
+        kind: the errors that are findings. Others are raised.
+        failure: returns the verdict of a check that ended with such an error.
+    """
+    blocked: Verdict | None = None
+    for check in table:
+        if blocked is not None and check.kind != "alone":
+            yield Finding(check.name, *blocked)
+            continue
+        try:
+            verdict = check.make()
+        except kind as error:
+            verdict = failure(check, error)
+        if check.kind == "access" and verdict.status == "failed":
+            blocked = not_made(f"the check of the {check.name} has failed")
+        yield Finding(check.name, *verdict)
 
 
 BLOBS: Final = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
@@ -80,7 +134,6 @@ _NO_STORE: Final = (
 _SIGNED: Final = (
     "; if it is a server that refuses unsigned bodies, storage_options={'sign_payload': True}"
 )
-_SERVER: Final = "check {server}: they name the server"
 # What to do about an error. The first kind that fits counts.
 _ADVICE: Final[Sequence[tuple[type[errors.DcpObjstoreError], str]]] = (
     (
@@ -124,19 +177,19 @@ _OF_BUCKET: Final = (
 )
 
 
-def failure(check: Check, error: errors.DcpObjstoreError, url: StoreUrl) -> Verdict:
-    """Return the verdict of a check that ended with an error.
+def failure(url: StoreUrl, check: Check, error: errors.DcpObjstoreError) -> Verdict:
+    """Return the verdict of a check of a store that ended with an error.
 
     No job needs to read the rules of a bucket, so that is not a failure.
     """
     if check.kind == "rule" and isinstance(error, errors.PermissionDeniedError):
         text = "these credentials do not have the right to read it"
-        return Verdict("not made", text, allow(check.rights, url))
+        return not_made(text, allow(check.rights, url))
     if check.kind == "rule":
         is_absent = isinstance(error, errors.UnsupportedError) and url.scheme != "s3"
-        return Verdict("not applicable" if is_absent else "not made", error.message)
+        return (not_applicable if is_absent else not_made)(error.message)
     details = {"error": type(error).__name__, "message": error.message}
-    return Verdict("failed", _summary(error), _advice(check, error, url), details)
+    return failed(_summary(error), _advice(check, error, url), **details)
 
 
 def _summary(error: errors.DcpObjstoreError) -> str:
@@ -149,18 +202,17 @@ def _summary(error: errors.DcpObjstoreError) -> str:
 
 def _advice(check: Check, error: errors.DcpObjstoreError, url: StoreUrl) -> str:
     if isinstance(error, errors.PermissionDeniedError):
-        return allow(check.rights, url) + (
-            _SIGNED if (check.name, url.scheme) == ("put", "s3") else ""
-        )
-    advice = next(text for kind, text in _ADVICE if isinstance(error, kind))
+        signed = _SIGNED if (check.name, url.scheme) == ("put", "s3") else ""
+        return allow(check.rights, url) + signed
     if check.name == "endpoint":
-        advice = _SERVER
-    elif url.scheme == "file" and not isinstance(
+        server = _NAMED_BY.get(url.scheme, "the host in the URL and storage_options")
+        return f"check {server}: they name the server"
+    if url.scheme == "file" and not isinstance(
         error, errors.CorruptDataError | errors.UnsupportedError
     ):
-        advice = _OF_FOLDERS
-    server = _NAMED_BY.get(url.scheme, "the host in the URL and storage_options")
-    return advice.format(bucket=url.bucket, prefix=url.prefix, server=server)
+        return _OF_FOLDERS.format(prefix=url.prefix)
+    advice = next(text for kind, text in _ADVICE if isinstance(error, kind))
+    return advice.format(bucket=url.bucket)
 
 
 def allow(rights: Rights | None, url: StoreUrl) -> str:

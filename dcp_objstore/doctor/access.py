@@ -1,0 +1,227 @@
+"""Checks apart from objects: this machine, the server and its clock, credentials, the bucket."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dcp_objstore import errors
+from dcp_objstore.doctor.checks import Verdict, failed, not_applicable, not_made, ok, warning
+from dcp_objstore.stores.diagnosis import ask_server, identify, named_server
+from dcp_objstore.stores.ranges import read_range
+
+if TYPE_CHECKING:
+    from dcp_objstore.stores.protocol import ObjectStore
+    from dcp_objstore.stores.spec import StoreSpec
+
+_PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3")
+_FILESYSTEMS = {"s3": ("fsspec", "s3fs"), "gs": ("fsspec", "gcsfs")}
+# AWS refuses requests from a clock that is 15 minutes off ("RequestTimeTooSkewed").
+_SKEW_REFUSED_SECONDS = 15 * 60
+_SKEW_WARNED_SECONDS = 60
+_LOCAL = ("file", "memory")
+_CLOUDS = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
+_SERVERS = ("s3", "gs", "az")
+_PROVIDERS = {"s3": "AWS", "gs": "Google"}
+_ABSENT = ".doctor-asks-for-nothing"
+# The time-out of the first answer: a server that accepts connections but stays silent is no store.
+_PATIENCE_SECONDS = 10.0
+
+
+def versions(spec: StoreSpec) -> Verdict:
+    """Return the versions of this library and its main dependencies, without importing them."""
+    installed: dict[str, object] = {"python": platform.python_version()}
+    carriers = _FILESYSTEMS.get(spec.parsed.scheme, ("fsspec",)) if _over_fsspec(spec) else ()
+    for name in (*_PACKAGES, *carriers):
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed[name] = None
+    shown = [f"{name} {version or 'is not installed'}" for name, version in installed.items()]
+    return ok(", ".join(shown), **installed)
+
+
+def working_directory() -> Verdict:
+    """Look for a folder `s3:` that a program has made because it takes a URL for a local path."""
+    folders = [f"{scheme}:" for scheme in _CLOUDS if Path(f"{scheme}:").is_dir()]
+    if not folders:
+        return ok("no program has taken a URL for a local path here")
+    return warning(
+        f"{Path.cwd()} has the folder {folders[0]!r}: a program took a URL for a local path, and"
+        " what it wrote there is not in the bucket",
+        "see the page of its framework in the documentation; then copy the files, and remove it",
+        folders=folders,
+    )
+
+
+def _over_fsspec(spec: StoreSpec) -> bool:
+    """Whether fsspec carries the requests."""
+    own = spec.parsed.scheme in (*_LOCAL, *_SERVERS) and "fs" not in spec.storage_options
+    return spec.config.transport == "fsspec" or not own
+
+
+class _Answer(NamedTuple):
+    """The first answer of the store.
+
+    Attributes:
+        error: what is wrong, if anything.
+        has_code: whether the answer is like that of a store.
+    """
+
+    error: errors.DcpObjstoreError | None
+    has_code: bool = True
+
+
+class Access:
+    """The checks of the server, its clock, the credentials and the bucket.
+
+    One request shows the most of it; which check its error belongs to depends on its kind.
+    """
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self._spec = spec
+        self._url = spec.parsed
+        self._none = not_applicable(f"{self._url.scheme}:// does not have this")
+
+    @property
+    def _is_local(self) -> bool:
+        return self._url.scheme in _LOCAL
+
+    @cached_property
+    def _answer(self) -> _Answer:
+        """Ask for an object that is not there, or say why that cannot be done."""
+        patience = min(_PATIENCE_SECONDS, self._spec.config.request_timeout_seconds)
+        hasty = replace(self._spec.config, request_timeout_seconds=patience, max_retries=0)
+        try:
+            store = replace(self._spec, config=hasty).open()
+            if self._url.scheme not in _SERVERS:
+                store.head(_ABSENT)
+            else:
+                read_range(store, _ABSENT, 0, 1)  # the answer to a HEAD has no body to hold a code
+        except (errors.ObjectNotFoundError, errors.PermissionDeniedError) as error:
+            # Without the right to list, a store answers "denied" for absent objects as well. The
+            # next checks report that.
+            return _Answer(self._missing_bucket(store), self._has_code(error))
+        except errors.BucketNotFoundError as error:
+            return _Answer(error, self._has_code(error))
+        except errors.CorruptDataError:
+            pass  # the answer is not the requested byte
+        except errors.DcpObjstoreError as error:
+            return _Answer(error)
+        text = "it sends data for an object that does not exist, so it is a web server or a proxy"
+        return _Answer(errors.ConfigError(f"{text}, not a store"))
+
+    def _missing_bucket(self, store: ObjectStore) -> errors.BucketNotFoundError | None:
+        """Return the error of a bucket that is missing. Over gcsfs, only a listing shows that."""
+        if self._url.scheme == "gs" and _over_fsspec(self._spec):
+            try:
+                list(store.list(f"{_ABSENT}/"))
+            except errors.BucketNotFoundError as error:
+                return error
+            except (errors.RetryableError, errors.PermissionDeniedError):  # the next checks tell
+                pass
+        return None
+
+    def _has_code(self, error: errors.DcpObjstoreError) -> bool:
+        """Whether an error has a store's error code; True if the transport does not show codes."""
+        scheme = self._url.scheme
+        shows_none = scheme not in _SERVERS or (scheme != "s3" and _over_fsspec(self._spec))
+        return shows_none or error.code is not None
+
+    @cached_property
+    def _bucket_region(self) -> str | None:
+        """The bucket's region, if AWS names another than the one that was asked."""
+        if not isinstance(self._answer.error, errors.ConfigError):
+            return None
+        try:
+            answer = ask_server(self._spec)
+        except errors.DcpObjstoreError:
+            return None  # the error of the endpoint is reported
+        return answer and answer.bucket_region
+
+    def endpoint(self) -> Verdict:
+        """Look whether the server answers as a store does."""
+        if self._is_local:
+            return self._none
+        error = self._answer.error
+        others = isinstance(error, errors.CredentialsError | errors.BucketNotFoundError)
+        if error is not None and not others and self._bucket_region is None:
+            raise error
+        try:
+            server, region = named_server(self._spec)
+        except errors.DcpObjstoreError:
+            return not_made("without credentials, no request is sent")
+        shown = server or _PROVIDERS.get(self._url.scheme, "the provider")
+        where = f"{shown}, region {region}" if region else shown
+        if not self._answer.has_code:
+            return warning(
+                f"{where}: its answer for an absent object does not have the error code of a store",
+                "check that this is the store that you mean, not a web server or proxy",
+                endpoint_url=server,
+                region=region,
+            )
+        return ok(where, endpoint_url=server, region=region)
+
+    def credentials(self) -> Verdict:
+        """Find out whose credentials they are, and whether the store accepts them."""
+        if self._is_local:
+            return self._none
+        try:
+            identity = identify(self._spec)
+        except errors.ConfigError:
+            identity = None  # the first request failed alike
+        if isinstance(self._answer.error, errors.CredentialsError):
+            raise self._answer.error
+        if identity is None:
+            return ok("in use; this store does not show whose they are")
+        source, key, account, unknown = identity
+        details = {"source": source, "access_key": key, "account": account}
+        if source == "anonymous":
+            return ok("anonymous", **details)
+        named = " ".join(part for part in (account, key) if part)
+        why = f" ({unknown})" if unknown and not named else ""
+        return ok(f"{named or 'unnamed'}, from {source}{why}", **details)
+
+    def bucket(self) -> Verdict:
+        """Look whether the bucket exists, and in the region that is asked."""
+        if self._is_local:
+            return self._none
+        region = self._bucket_region
+        if region is not None:
+            return failed(
+                f"it is in {region}, but requests go to {named_server(self._spec).region}",
+                f"set AWS_REGION={region}, or storage_options={{'region': '{region}'}}",
+                region=region,
+            )
+        if self._answer.error is not None:
+            raise self._answer.error
+        if not self._answer.has_code:
+            return not_made("the answer does not show whether the bucket exists")
+        return ok(f"the bucket {self._url.bucket} exists")
+
+    def clock(self) -> Verdict:
+        """Compare the server's clock with this machine's."""
+        if self._is_local:
+            return self._none
+        try:
+            answer = ask_server(self._spec)
+        except errors.DcpObjstoreError as error:
+            return not_made(f"the server's clock could not be read: {error.message}")
+        ahead = answer.ahead_seconds if answer is not None else None
+        if ahead is None:
+            return not_made("the server does not send its time")
+        off, details = abs(ahead), {"server_ahead_seconds": round(ahead, 1)}
+        by = f"{timedelta(seconds=round(off))} {'behind' if ahead > 0 else 'ahead of'}"
+        text = f"this machine's clock is {by} the server's"
+        advice = "set this machine's clock with NTP, or check the server's clock"
+        if off >= _SKEW_REFUSED_SECONDS:
+            more = "; a server refuses signed requests from 15 minutes on"
+            return failed(text + more, advice, **details)
+        if off >= _SKEW_WARNED_SECONDS:
+            return warning(text, advice, **details)
+        return ok("this machine's clock agrees with the server's", **details)
