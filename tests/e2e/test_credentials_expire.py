@@ -20,7 +20,8 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.credentials.aws import Renewing
+from dcp_objstore.stores.credentials.aws import of_botocore
+from dcp_objstore.stores.credentials.base import Renewing
 from tests.support.proxy import Asked, Fault, Refuse
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.slow_sink import SlowSink
@@ -197,7 +198,8 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 def renewing(lasting: timedelta) -> tuple[Renewing, Given, list[datetime]]:
     now = [NOON]
     given = Given(key="first", fails=False, _expiry_time=NOON + lasting)
-    return Renewing("a profile", lambda: given, lambda: now[0]), given, now
+    provider = Renewing("a profile", of_botocore(lambda: given), now=lambda: now[0])
+    return provider, given, now
 
 
 @pytest.mark.parametrize(

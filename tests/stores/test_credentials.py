@@ -363,7 +363,7 @@ def test_forms_of_a_google_token(bare_environment: Path) -> None:
     assert find_gcs_credentials(GcsOptions(anon=True)).config == {"skip_signature": True}
     for form in (str(path), key, json.dumps(key)):
         found: Any = find_gcs_credentials(GcsOptions(token=form)).provider
-        assert found.credentials.refresh_token == "r"
+        assert found.ask.args[0].refresh_token == "r"
     provider = find_gcs_credentials(GcsOptions(token="ya29.x")).provider
     assert provider is not None
     assert provider() == {"token": "ya29.x", "expires_at": None}

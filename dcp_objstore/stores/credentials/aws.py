@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import configparser
 import importlib.util
-import logging
 import os
 import re
-import threading
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +20,7 @@ from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.credentials.base import (
     ANONYMOUS,
     Credentials,
+    Renewing,
     asked_by_clients,
     fixed,
     lost,
@@ -32,11 +30,6 @@ from dcp_objstore.stores.credentials.base import (
 from dcp_objstore.stores.errors import NO_S3_CREDENTIALS
 from dcp_objstore.stores.options.s3 import S3Options
 
-logger = logging.getLogger("dcp_objstore")
-
-# boto3 renews credentials this long before they end, not earlier.
-_MARGIN = timedelta(minutes=10)
-_AGAIN_AFTER = timedelta(seconds=10)
 _NEEDS_BOTO3 = "is read by boto3, which is not installed: pip install 'dcp-objstore[s3]'"
 # Settings of a profile that hold or lead to credentials.
 _OF_PROFILE = re.compile(
@@ -173,7 +166,7 @@ def _from_boto3(profile: str | None, named: str | None) -> Credentials | None:
     def load() -> Any:
         return open_boto3_session(source, profile_name=profile).session.get_credentials()
 
-    provider = Renewing(source, load)
+    provider = Renewing(source, of_botocore(load))
     return Credentials(
         source,
         provider,
@@ -264,99 +257,24 @@ def session_of(settings: S3Options) -> Boto3Session:
     )
 
 
-class Renewing:
-    """The credentials of a profile for obstore, renewed before they end.
+def of_botocore(load: Callable[[], Any]) -> Callable[[bool], Mapping[str, Any]]:
+    """Return what `Renewing` asks: botocore's credentials, which `load` reads."""
+    held: Any = None
 
-    boto3 knows when temporary credentials end (SSO, an assumed role, `credential_process`), and
-    renews them in their last 10 minutes, but only when it is asked. obstore's own helper asks every
-    half hour, so credentials that last an hour or less expire in the middle of a save. This asks 10
-    minutes before they end, or once two thirds of a shorter life are over. A request with all its
-    retries, which keep their first signature, takes less time than what is left then.
-
-    It is a provider of obstore, which calls it again when `expires_at` has come.
-
-    Args:
-        source: the place where they come from, in words.
-        load: reads botocore's credentials again and returns them, or None.
-        now: the time, for tests.
-    """
-
-    # obstore's default, 5 minutes, calls for each request in that time; `expires_at` is early.
-    refresh_threshold = timedelta(0)
-
-    def __init__(
-        self,
-        source: str,
-        load: Callable[[], Any],
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        self._source = source
-        self._load = load
-        self._now = now
-        self._lock = threading.Lock()
-        self._held: Any = None
-        self._kept: dict[str, Any] | None = None
-        self._ends_at: datetime | None = None
-
-    def __repr__(self) -> str:
-        return f"Renewing({self._source!r})"
-
-    def __call__(self) -> dict[str, Any]:
-        """Credentials for now.
-
-        Raises:
-            CredentialsError: there are none, or none any more.
-        """
-        with self._lock:
-            kept = self._kept
-            if kept is not None and (
-                kept["expires_at"] is None or self._now() < kept["expires_at"]
-            ):
-                return dict(kept)
-            self._kept = self._fetch()
-            return dict(self._kept)
-
-    def renew(self) -> None:
-        """Forget credentials that were refused: the next request reads them again."""
-        with self._lock:
-            self._held = self._kept = self._ends_at = None
-
-    def _fetch(self) -> dict[str, Any]:
-        """Ask botocore for credentials. If it has none, those of before count while they last."""
-        failure = None
-        try:
-            if self._held is None:
-                self._held = self._load()
-            frozen = self._held.get_frozen_credentials() if self._held is not None else None
-        except Exception as error:  # noqa: BLE001  files, processes and services are asked
-            # Not its text, which may quote what a credential process printed.
-            failure, frozen = without_text(error), None
+    def ask(others: bool) -> Mapping[str, Any]:
+        nonlocal held
+        if others or held is None:
+            held = None  # those of before were refused, also if no others can be read
+            held = load()
+        frozen = held.get_frozen_credentials() if held is not None else None
         if frozen is None or frozen.access_key is None:
-            return self._as_before(failure or "none were found")
-        now = self._now()
-        # Not public; `tests/e2e/test_credentials_expire.py` fails should it go.
-        self._ends_at = getattr(self._held, "_expiry_time", None)
-        until = None
-        if self._ends_at is not None:
-            early = self._ends_at - min(_MARGIN, (self._ends_at - now) / 3)
-            until = early.astimezone(UTC)  # obstore takes no other time zone, not even an equal one
+            raise CredentialsError("none were found")
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": until,
+            # Not public; `tests/e2e/test_credentials_expire.py` fails should it go.
+            "expires_at": getattr(held, "_expiry_time", None),
         }
 
-    def _as_before(self, failure: str) -> dict[str, Any]:
-        """Return the present credentials while they last: the next renewal may succeed."""
-        now = self._now()
-        if self._kept is not None and self._ends_at is not None and now < self._ends_at:
-            logger.warning("%s: the credentials could not be renewed (%s)", self._source, failure)
-            return {
-                **self._kept,
-                "expires_at": min(now + _AGAIN_AFTER, self._ends_at).astimezone(UTC),
-            }
-        raise CredentialsError(
-            f"{self._source}: the credentials could not be renewed ({failure}). Log in again (aws"
-            " sso login), or look at what gives them, and try again"
-        )
+    return ask

@@ -13,7 +13,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -21,6 +20,7 @@ from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores.credentials.base import (
     ANONYMOUS,
     Credentials,
+    Renewing,
     asked_by_clients,
     fixed,
     is_installed,
@@ -49,8 +49,6 @@ _IDENTITIES = (
     ("AZURE_FEDERATED_TOKEN_FILE", "AZURE_CLIENT_ID", "AZURE_TENANT_ID"),
     ("AZURE_USE_AZURE_CLI",),
 )
-# obstore asks for a new token 5 minutes before the end of the last one.
-_LEAST_LEFT = timedelta(minutes=10)
 _ADVICE = (
     "log in again (az login), or use a source that renews them itself: a managed identity, an"
     " application's client_secret, credentials of azure-identity"
@@ -178,46 +176,32 @@ def _from_environment(endpoint: str | None) -> Credentials | None:
 def _identity(source: str, credential: Any) -> Credentials:
     if not is_installed("azure.identity"):
         raise CredentialsError(f"'credential' needs azure-identity, not installed: {_INSTALL}")
-    provider = _TokenProvider(credential)
+    provider = Renewing(source, _of_azure_identity(credential), _ADVICE)
     return Credentials(source, provider, renew=provider.renew)
 
 
-class _TokenProvider:
-    """obstore's provider for an object of azure-identity, None for its default chain."""
+def _of_azure_identity(credential: Any) -> Callable[[bool], Mapping[str, Any]]:
+    """Return what `Renewing` asks: an object of azure-identity, None for its default chain.
 
-    def __init__(self, credential: Any) -> None:
-        self._credential = credential
-        self.renew()
-
-    def __call__(self) -> Any:
-        return self._ask()
-
-    def renew(self) -> None:
-        """Ask for a new token next time.
-
-        A new default chain has no cached tokens. The user's own object has no call that clears its
-        cache, so it gives what it believes is valid.
-        """
-        from obstore.auth.azure import AzureCredentialProvider
-
-        self._ask = _kept(AzureCredentialProvider(self._credential))
-
-
-def _kept(ask: Callable[[], Any]) -> Callable[[], Any]:
-    """Keep a token until shortly before its end.
-
-    obstore does so by itself. Other requests ask one by one, and some objects of azure-identity
-    start a process (`az`) each time.
+    A new default chain has no cached tokens. The user's own object has no call that clears its
+    cache, so it gives what it believes is valid.
     """
-    kept: Any = None
+    from azure.core.exceptions import ClientAuthenticationError
+    from obstore.auth.azure import AzureCredentialProvider
 
-    def token() -> Any:
-        nonlocal kept
-        if kept is None or (kept["expires_at"] - datetime.now(UTC)) < _LEAST_LEFT:
-            kept = ask()
-        return kept
+    provider: Any = None
 
-    return token
+    def ask(others: bool) -> Mapping[str, Any]:
+        nonlocal provider
+        try:
+            if others or provider is None:
+                provider = AzureCredentialProvider(credential)
+            token: Mapping[str, Any] = provider()
+        except ClientAuthenticationError as error:
+            raise CredentialsError(error.message) from error
+        return token
+
+    return ask
 
 
 def _sas(source: str, token: str) -> Credentials:

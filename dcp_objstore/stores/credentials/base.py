@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.options.schema import cannot_be_sent
 
+logger = logging.getLogger("dcp_objstore")
+
+LOG_IN_TO_AWS: Final = (
+    "log in again (aws sso login), or use a source that renews them itself: a profile, a role"
+)
+# The libraries renew credentials this long before they end, or later.
+_MARGIN = timedelta(minutes=10)
+_AGAIN_AFTER = timedelta(seconds=10)
 # The time-out of each try to connect to the metadata service. boto3 waits as long, tries once.
 _METADATA_TIMEOUT_SECONDS = 1.0
 _METADATA_TRIES = 2
@@ -31,7 +42,7 @@ class Credentials:
         advice: the advice for when they are refused and there are no others.
         region: the profile's region, or None.
         endpoint_url: the endpoint that a profile or a connection string names, or None.
-        account_name: the storage account (Azure alone), or None.
+        account_name: the storage account (Azure), the account's e-mail address (GCS), or None.
         addressing_style: the profile's addressing style (S3 alone), or None.
         core: the session of botocore that has read the profile, or None.
     """
@@ -40,9 +51,7 @@ class Credentials:
     provider: Callable[[], Any] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     renew: Callable[[], None] | None = None
-    advice: str = (
-        "log in again (aws sso login), or use a source that renews them itself: a profile, a role"
-    )
+    advice: str = LOG_IN_TO_AWS
     region: str | None = None
     endpoint_url: str | None = None
     account_name: str | None = None
@@ -74,6 +83,96 @@ def fixed(source: str, **credential: str | None) -> Credentials:
         if value is not None and cannot_be_sent(value):
             raise CredentialsError(f"{source}: the {name} holds a line break or control character")
     return Credentials(source, lambda: {**credential, "expires_at": None})
+
+
+class Renewing:
+    """A provider of obstore that asks a library for credentials, again before they end.
+
+    The libraries of the clouds know when temporary credentials end (SSO, an assumed role, a token),
+    and renew them, but only when they are asked. obstore's own helpers ask every half hour or at
+    the end, so credentials that last an hour or less expire in the middle of a save. This asks 10
+    minutes before they end, or once two thirds of a shorter life are over. A request with all its
+    retries, which keep their first signature, takes less time than what is left then.
+
+    Args:
+        source: the place where they come from, in words.
+        ask: returns credentials under obstore's names, with the time at which they end, or None;
+            with True, others than those before, which were refused. It raises CredentialsError with
+            a text that holds no secret. Of any other error only the class is shown.
+        advice: what to do if there are none.
+        now: the time, for tests.
+    """
+
+    # obstore's default, 5 minutes, calls for each request in that time; `expires_at` is early.
+    refresh_threshold = timedelta(0)
+
+    def __init__(
+        self,
+        source: str,
+        ask: Callable[[bool], Mapping[str, Any]],
+        advice: str = LOG_IN_TO_AWS,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self.ask = ask
+        self._source = source
+        self._advice = advice
+        self._now = now
+        self._lock = threading.Lock()  # the first requests of a save come at the same time
+        self._kept: Mapping[str, Any] | None = None
+        self._until: datetime | None = None
+
+    def __repr__(self) -> str:
+        return f"Renewing({self._source!r})"
+
+    def __call__(self) -> dict[str, Any]:
+        """Return credentials for now.
+
+        Raises:
+            CredentialsError: there are none, or none any more.
+        """
+        with self._lock:
+            kept = self._kept
+            if kept is None or (self._until is not None and self._now() >= self._until):
+                kept = self._fetch(others=False)
+            return {**kept, "expires_at": self._until}
+
+    def renew(self) -> None:
+        """Get other credentials: the present ones were refused.
+
+        Raises:
+            CredentialsError: there are no others.
+        """
+        with self._lock:
+            self._kept = None
+            self._fetch(others=True)
+
+    def _fetch(self, *, others: bool) -> Mapping[str, Any]:
+        """Ask for credentials. If there are none, those of before count while they last."""
+        now = self._now()
+        try:
+            self._kept = kept = self.ask(others)
+        except CredentialsError as error:
+            failure = error.message
+        except Exception as error:  # noqa: BLE001  files, processes and services are asked
+            # Not its text, which may quote what a credential process printed.
+            failure = without_text(error)
+        else:
+            ends_at = kept["expires_at"]
+            if ends_at is not None:
+                # obstore takes no other time zone, not even an equal one.
+                ends_at = (ends_at - min(_MARGIN, (ends_at - now) / 3)).astimezone(UTC)
+            self._until = ends_at
+            return kept
+        last = self._kept
+        ends_at = None if last is None else last["expires_at"]
+        if last is None or ends_at is None or now >= ends_at:
+            raise CredentialsError(
+                f"{self._source}: the credentials could not be renewed ({failure}), and there are"
+                f" no others. Pass new ones, {self._advice}"
+            )
+        logger.warning("%s: the credentials could not be renewed (%s)", self._source, failure)
+        self._until = min(now + _AGAIN_AFTER, ends_at).astimezone(UTC)
+        return last
 
 
 def asked_by_clients() -> None:

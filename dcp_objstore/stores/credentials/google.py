@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores.credentials.base import (
     ANONYMOUS,
     Credentials,
+    Renewing,
     fixed,
     is_installed,
     lost,
@@ -200,8 +201,16 @@ def _from_google_auth(
     from google.auth.exceptions import GoogleAuthError
 
     try:
-        provider = _Provider(source, load([_SCOPE]))
-        return Credentials(source, provider, renew=provider.renew)
+        credentials = load([_SCOPE])
+        names = ("service_account_email", "signer_email")
+        accounts = (getattr(credentials, name, None) for name in names)
+        provider = Renewing(source, partial(_ask, credentials), _ADVICE)
+        return Credentials(
+            source,
+            provider,
+            renew=provider.renew,
+            account_name=next(map(str, filter(None, accounts)), None),
+        )
     except GoogleAuthError as error:
         wrong = f"{source}: {error}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -211,44 +220,22 @@ def _from_google_auth(
     raise CredentialsError(f"{wrong.removesuffix('.')}; {advice}")
 
 
-class _Provider:
-    """obstore's provider; it renews only a token that has ended, or soon will.
+def _ask(credentials: Any, others: bool) -> Mapping[str, Any]:
+    """Return the token of google-auth's credentials; renew it only if it has ended, or soon will.
 
-    The one that comes with obstore always renews, which credentials of a bare token cannot.
+    obstore's own provider always renews, which credentials of a bare token cannot.
     """
+    from google.auth.exceptions import GoogleAuthError
+    from google.auth.transport.requests import Request
 
-    def __init__(self, source: str, credentials: Any) -> None:
-        from obstore.auth.google import GoogleCredentialProvider
-
-        self.credentials = credentials
-        self._source = source
-        self._renew = GoogleCredentialProvider(credentials)
-        self._lock = threading.Lock()
-
-    def __call__(self) -> Any:
-        credentials = self.credentials
-        with self._lock:  # the first requests of a save come at the same time
-            if not getattr(credentials, "valid", False):
-                return self._renew()
-        # google-auth's times are UTC and do not say so.
-        expires_at = credentials.expiry and credentials.expiry.replace(tzinfo=UTC)
-        return {"token": credentials.token, "expires_at": expires_at}
-
-    def renew(self) -> None:
-        """Get another token: the present one was refused.
-
-        Raises:
-            CredentialsError: google-auth gives none.
-        """
-        from google.auth.exceptions import GoogleAuthError
-
+    if others or not getattr(credentials, "valid", False):
         try:
-            self._renew()
+            credentials.refresh(Request())
         except GoogleAuthError as error:
-            raise CredentialsError(
-                f"the store does not, or no longer, accept the credentials (source:"
-                f" {self._source}), and there are no others: {error}. Pass new ones, {_ADVICE}"
-            ) from error
+            raise CredentialsError(str(error)) from error
+    # google-auth's times are UTC and do not say so.
+    expires_at = credentials.expiry and credentials.expiry.replace(tzinfo=UTC)
+    return {"token": credentials.token, "expires_at": expires_at}
 
 
 def _machine_credentials(scopes: list[str]) -> Any:
