@@ -14,8 +14,12 @@ from .inspect.diff import (
 from .inspect.modules import Module as Module
 from .inspect.rank_plan import RankPlan as RankPlan
 from .inspect.stats import TensorStats as TensorStats
-from .inspect.verify import Damage as Damage, VerifyReport as VerifyReport
-from .observe.report import LoadReport as LoadReport, SaveReport as SaveReport
+from .observe.report import (
+    Damage as Damage,
+    LoadReport as LoadReport,
+    SaveReport as SaveReport,
+    VerifyReport as VerifyReport,
+)
 from .run.listing import (
     Leftovers as Leftovers,
     ListedCheckpoint as ListedCheckpoint,

@@ -31,7 +31,7 @@ from dcp_objstore.inspect.modules import Module, module_tree
 from dcp_objstore.inspect.plain_values import read_plain_values
 from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
 from dcp_objstore.inspect.slabs import Slab, cut
-from dcp_objstore.inspect.verify import VerifyReport, verify_at, without_digests
+from dcp_objstore.inspect.verify import verify_at, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import first_few, size_text
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from dcp_objstore.inspect.rank_plan import RankPlan
     from dcp_objstore.inspect.stats import TensorStats
     from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.observe.report import LoadReport, VerifyReport
     from dcp_objstore.read.renaming import Rename
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import xxhash
 
@@ -37,18 +37,17 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     RetryableError,
     UnsupportedError,
-    printable,
 )
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned, Verified
-from dcp_objstore.observe.report import first_few
+from dcp_objstore.observe.report import Damage, VerifyReport, first_few
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
-from dcp_objstore.transfer.workers import MOST_IN_FLIGHT, DaemonPool, wait_for
+from dcp_objstore.transfer.workers import MOST_IN_FLIGHT, DaemonPool
 
 if TYPE_CHECKING:
     import os
@@ -62,67 +61,6 @@ if TYPE_CHECKING:
     from dcp_objstore.stores import ObjectStore
 
 _SHOWN = 3  # number of keys to name for a missing object
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Damage:
-    """A single difference between a checkpoint and what was saved.
-
-    Attributes:
-        object_key: key of the data object, the index, the marker or `.metadata`.
-        what: kind of damage. `missing`: the object does not exist; `size`: it has another size, or
-            ends too early; `block`: a block of payload differs; `framing`: bytes around the
-            payloads differ; `counts`: the marker's counts are not those of the index; `metadata`:
-            there is a `.metadata`, and it does not describe the checkpoint; `unreadable`: the
-            marker or the index is damaged, so nothing else can be looked at.
-        key: key of the tensor or value with the damaged block; otherwise empty.
-        block: number of the damaged 4 MiB block in its item; otherwise -1.
-        elements: what cannot be read any more: parts of tensors in the notation of slices, such as
-            `model.embed.weight[0:2097, 0:500]`, and keys of values. A part of a block is the
-            smallest box that holds all its elements.
-        text: description for people.
-    """
-
-    object_key: str
-    what: Literal["missing", "size", "block", "framing", "counts", "metadata", "unreadable"]
-    key: str = ""
-    block: int = -1
-    elements: tuple[str, ...] = ()
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        """Let no key in the text act on a terminal."""
-        object.__setattr__(self, "text", printable(self.text))
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyReport:
-    """The result of a verification.
-
-    Attributes:
-        url: URL of the checkpoint.
-        commit_id: commit that was verified.
-        objects: number of data objects that were checked.
-        blocks: number of blocks of payload that were read and compared.
-        total_bytes: number of bytes read.
-        quick: whether only the existence and the sizes of the objects were checked.
-        deep: whether framing, padding, counts and `.metadata` were compared as well.
-        damaged: all damage that was found, ordered by object.
-    """
-
-    url: str
-    commit_id: str | None
-    objects: int
-    blocks: int
-    total_bytes: int
-    quick: bool
-    deep: bool
-    damaged: tuple[Damage, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.damaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,13 +161,7 @@ class _Verification:
             self._read(payload, whole if deep else ())
         if deep:
             self._check_derived(index_body)
-        self._channel.emit(
-            Verified,
-            self._channel.began_at,
-            size_bytes=self._total_bytes,
-            damaged=len(self._damaged),
-        )
-        return VerifyReport(
+        report = VerifyReport(
             url=self._store.url,
             commit_id=self._marker.commit_id,
             objects=len(objects),
@@ -239,6 +171,8 @@ class _Verification:
             deep=deep,
             damaged=tuple(sorted(self._damaged)),
         )
+        self._channel.emit(Verified, self._channel.began_at, report=report)
+        return report
 
     def _unchecked(self, spans: Iterable[Span[Piece]]) -> list[Span[Piece]]:
         """Return the pieces that were not compared."""
@@ -424,7 +358,7 @@ class _Verification:
         if self._marker.counts != counts:
             text = f"{MARKER_KEY}: counts {self._marker.counts}, the index has {counts}"
             self._damaged.add(Damage(MARKER_KEY, "counts", text=text))
-        if wait_for(_misleads, self._store, index_body):
+        if _misleads(self._store, index_body):
             self._check_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
             text = (
                 f"{DOT_METADATA_KEY}: does not describe this checkpoint, so stock torch cannot load"
@@ -480,12 +414,12 @@ def verify_at(
     with channel.watching():
         try:
             # If it seems to be replaced, the marker may have been another checkpoint's.
-            marker, body, index = wait_for(asked_again, partial(_open, store), CheckpointGoneError)
+            marker, body, index = asked_again(partial(_open, store), CheckpointGoneError)
             if commit_id not in (None, marker.commit_id):
-                raise wait_for(explain_missing, store, commit_id, MARKER_KEY)
+                raise explain_missing(store, commit_id, MARKER_KEY)
         except CheckpointNotFoundError as error:
             if commit_id is not None:
-                raise wait_for(explain_missing, store, commit_id, MARKER_KEY) from None
+                raise explain_missing(store, commit_id, MARKER_KEY) from None
             open_stored_checkpoint(spec, verify=False)  # raises why there is nothing
             raise without_digests(spec.url) from error
         except CheckpointCorruptError as error:
@@ -557,7 +491,7 @@ def verify_run(
     _check_depth(quick=quick, deep=deep)
     spec = StoreSpec(url, storage_options, config)
     event_settings = EventSettings(on_event, trace)
-    listed = wait_for(list_run, spec.open(), spec.open_child, with_damaged=True)
+    listed = list_run(spec.open(), spec.open_child, with_damaged=True)
     names = [step.name for step in reversed(listed.steps)]
     if before is not None:
         names = [name for name in names if natural_order(name) < natural_order(before)]

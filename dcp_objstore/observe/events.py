@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from dcp_objstore.observe.report import LoadReport, SaveReport
+from dcp_objstore.observe.report import LoadReport, SaveReport, VerifyReport
 
 Operation: TypeAlias = Literal["save", "load", "open", "read", "verify", "export"]
 
@@ -282,12 +282,10 @@ class Verified(Event):
     """A checkpoint was compared with its digests.
 
     Attributes:
-        size_bytes: bytes that were compared.
-        damaged: number of damages that were found.
+        report: what was compared, and the damage that was found.
     """
 
-    size_bytes: int
-    damaged: int
+    report: VerifyReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Reports of a save or load, and how sizes and counts are written in texts."""
+"""Reports of a save, a load and a verification, and how sizes and counts are written in texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from dcp_objstore.errors import printable
 
@@ -152,6 +152,67 @@ class LoadReport:
             "a LoadReport is not the loaded state: dcp_objstore.load fills the state that was"
             f" passed to it, so use state[{key!r}] after dcp_objstore.load(state, url)"
         )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Damage:
+    """A single difference between a checkpoint and what was saved.
+
+    Attributes:
+        object_key: key of the data object, the index, the marker or `.metadata`.
+        what: kind of damage. `missing`: the object does not exist; `size`: it has another size, or
+            ends too early; `block`: a block of payload differs; `framing`: bytes around the
+            payloads differ; `counts`: the marker's counts are not those of the index; `metadata`:
+            there is a `.metadata`, and it does not describe the checkpoint; `unreadable`: the
+            marker or the index is damaged, so nothing else can be looked at.
+        key: key of the tensor or value with the damaged block; otherwise empty.
+        block: number of the damaged 4 MiB block in its item; otherwise -1.
+        elements: what cannot be read any more: parts of tensors in the notation of slices, such as
+            `model.embed.weight[0:2097, 0:500]`, and keys of values. A part of a block is the
+            smallest box that holds all its elements.
+        text: description for people.
+    """
+
+    object_key: str
+    what: Literal["missing", "size", "block", "framing", "counts", "metadata", "unreadable"]
+    key: str = ""
+    block: int = -1
+    elements: tuple[str, ...] = ()
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        """Let no key in the text act on a terminal."""
+        object.__setattr__(self, "text", printable(self.text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """The result of a verification.
+
+    Attributes:
+        url: URL of the checkpoint.
+        commit_id: commit that was verified.
+        objects: number of data objects that were checked.
+        blocks: number of blocks of payload that were read and compared.
+        total_bytes: number of bytes read.
+        quick: whether only the existence and the sizes of the objects were checked.
+        deep: whether framing, padding, counts and `.metadata` were compared as well.
+        damaged: all damage that was found, ordered by object.
+    """
+
+    url: str
+    commit_id: str | None
+    objects: int
+    blocks: int
+    total_bytes: int
+    quick: bool
+    deep: bool
+    damaged: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damaged
 
 
 def _moved(url: str, size_bytes: int, seconds: float, objects: int) -> str:

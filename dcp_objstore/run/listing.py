@@ -33,9 +33,9 @@ from dcp_objstore.checkpoint.names import (
     parse_data_key,
 )
 from dcp_objstore.checkpoint.read import explain_absence, explain_object, named_keys, read_marker
-from dcp_objstore.run.steps import catalogue
+from dcp_objstore.config import check_number
+from dcp_objstore.run.steps import catalogue, step_number
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.transfer.interruptible import InterruptibleStore
 from dcp_objstore.transfer.workers import in_waves
 
 if TYPE_CHECKING:
@@ -129,6 +129,11 @@ class ListedCheckpoint:
     is_fence: bool = False
     leftovers: Leftovers | None = None
 
+    @property
+    def step(self) -> int | None:
+        """The number in the name `step-N`; None for any other name."""
+        return step_number(self.name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
@@ -179,7 +184,7 @@ def list_checkpoints(
         DcpObjstoreError: the store refused or failed.
     """
     spec = StoreSpec(url, storage_options, config)
-    store = InterruptibleStore(spec.open())
+    store = spec.open()
     base_above, stored = _base_above(spec), read_marker(store)
     itself = None if stored is None else Entry("", store, {}, stored)
     uploads: dict[str, list[UnfinishedUpload]] | None = None
@@ -246,9 +251,14 @@ def steps(
         RetryableError: other jobs kept claiming the run.
         DcpObjstoreError: the store refused or failed.
     """
-    if newest is not None and (not isinstance(newest, int) or newest < 1):
-        raise errors.ConfigError(f"newest must be a number of steps, at least 1, got {newest!r}")
-    listed = catalogue(StoreSpec(url, storage_options, config), newest)
+    if newest is not None:
+        check_number("newest", newest, 1)
+    return list_steps(StoreSpec(url, storage_options, config), newest)
+
+
+def list_steps(run: StoreSpec, newest: int | None = None) -> tuple[ListedCheckpoint, ...]:
+    """List the steps of a run as `steps` does."""
+    listed = catalogue(run, newest)
     return tuple(as_listed(step, listed.base) for step in listed.steps)
 
 

@@ -41,11 +41,12 @@ from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as run_claim, upkeep
 from dcp_objstore.run.housekeeping import Retainer
+from dcp_objstore.run.listing import ListedCheckpoint, list_steps
 from dcp_objstore.run.preemption import BY_SIGTERM, Preemption, PreemptionWatch
 from dcp_objstore.run.resume import ResumeReport, load_newest
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import Busy, RunSaves, check_busy
-from dcp_objstore.run.steps import as_step, check_step, newest_step, step_numbers, step_url
+from dcp_objstore.run.steps import as_step, check_step, newest_step, step_url
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.base import check_base
@@ -648,14 +649,18 @@ class CheckpointManager:
         """
         return self._asked(lambda: newest_step(self._run))
 
-    def steps(self) -> tuple[int, ...]:
-        """Return the committed steps, the newest last. A collective; rank 0 makes the requests.
+    def steps(self) -> tuple[ListedCheckpoint, ...]:
+        """List the committed steps `step-N` that count, the newest last. A collective.
 
-        Sends two requests, one for each 1,000 objects of the run, and one for each step. (Also one
-        for each step that was deleted, until a sweep has removed its objects.) Once the manager is
-        closed, each rank that calls it asks by itself.
+            saved = [listed.step for listed in run.steps()]
+
+        Rank 0 makes the requests: two, one for each 1,000 objects of the run, and one for each
+        step. (Also one for each step that was deleted, until a sweep has removed its objects.) Once
+        the manager is closed, each rank that calls it asks by itself.
         """
-        return self._asked(lambda: step_numbers(self._run))
+        return self._asked(
+            lambda: tuple(step for step in list_steps(self._run) if step.step is not None)
+        )
 
     def _asked(self, ask: Callable[[], T]) -> T:
         """Return what rank 0 learns, or this rank alone if the manager is closed."""

@@ -105,17 +105,17 @@ def works_long(rank: int, world: int, url: str) -> tuple[list[str], int]:
         if noted:
             store.set("looked", "1")
 
-    def listed(*_: object) -> tuple[int, ...]:
+    def newest(_: object) -> int:
         torch_private.default_store().wait(["looked"])
-        return (1,)
+        return 1
 
     with pytest.MonkeyPatch.context() as patch, dos.CheckpointManager(url) as run:
         patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 0.0)
         patch.setattr(arrivals, "_WARNED_AFTER_SECONDS", 0.0)
         patch.setattr(arrivals._Call, "look", look)
-        patch.setattr(manager, "step_numbers", listed)
+        patch.setattr(manager, "newest_step", newest)
         logging.getLogger("dcp_objstore").addHandler(handler)
-        assert run.steps() == (1,)
+        assert run.latest() == 1
         logging.getLogger("dcp_objstore").removeHandler(handler)
         # The first rank has removed the notes.
         while any("/calls/" in key for key in getattr(store, "list_keys", list)()):

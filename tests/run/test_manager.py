@@ -35,8 +35,9 @@ from dcp_objstore.run.steps import check_step
 from dcp_objstore.run.sweep import SweepReport
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
-from dcp_objstore.transfer.workers import run_into
+from dcp_objstore.threads import run_into
 from dcp_objstore.write import api, async_save as async_api
+from tests.support.checkpoints import numbers
 from tests.support.servers import Bucket
 from tests.support.wrapped_stores import RecordingStore, Request, Through
 
@@ -113,7 +114,7 @@ def test_saves_every_n_steps_and_the_next_job_goes_on(bucket: Bucket) -> None:
         assert loaded(run)[0] is None
         train(run, range(1, 8))
     with dos.CheckpointManager(bucket.url, save_every=3, storage_options=options) as run:
-        assert run.steps() == (3, 6, 7)
+        assert numbers(run) == (3, 6, 7)
         assert run.latest() == 7
 
         start, found = loaded(run)
@@ -140,7 +141,7 @@ def test_steps_that_are_not_called_one_by_one_are_saved_when_a_multiple_was_pass
         with dos.CheckpointManager(f"{url}-{first}", save_every=every, save_last=False) as run:
             assert run.step(first, state(first)) is is_due
     with dos.CheckpointManager(url, save_every=25) as run:
-        assert run.steps() == (30, 50, 80, 100, 110)
+        assert numbers(run) == (30, 50, 80, 100, 110)
         loaded(run, 50)
         # The first step after a load counts from there: 75 was passed.
         assert run.step(76, state(76))
@@ -362,7 +363,7 @@ def test_steps_later_than_the_one_gone_back_to_do_not_count_after_the_first_save
     ):
         assert loaded(run, 3)[1]["step"] == 3
         assert loaded(run, 5)[1]["step"] == 5
-        assert run.steps() == tuple(range(1, 9)), "looking at an old step changes nothing"
+        assert numbers(run) == tuple(range(1, 9)), "looking at an old step changes nothing"
         run.save(6, state(60))
         assert run.latest() == 6
         run.async_save(7, state(70))
@@ -370,8 +371,8 @@ def test_steps_later_than_the_one_gone_back_to_do_not_count_after_the_first_save
     with dos.CheckpointManager(url) as run:
         start, found = loaded(run)
         assert (start, found["step"]) == (7, 70)
-        assert set(run.steps()) <= {1, 2, 3, 4, 5, 6, 7}
-        assert {5, 6, 7} <= set(run.steps()), "where it came from, and what it has saved"
+        assert set(numbers(run)) <= {1, 2, 3, 4, 5, 6, 7}
+        assert {5, 6, 7} <= set(numbers(run)), "where it came from, and what it has saved"
     for step in (8, 6):  # what does not count is still there, what was replaced is replaced
         found = {"step": -1}
         dos.load(found, f"{url}/step-{step}", progress=False)
@@ -387,7 +388,7 @@ def test_one_job_goes_back_and_saves_the_same_steps_with_other_values(url: str) 
         with pytest.raises(dos.errors.CheckpointExistsError, match="this job"):
             run.save(40, state(1))
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == (30, 35, 40, 41)
+        assert numbers(run) == (30, 35, 40, 41)
         for step in (35, 40, 41):
             assert loaded(run, step)[1]["step"] == 10 * step
 
@@ -433,7 +434,7 @@ def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_f
         assert run.latest() == 7
         run.save(5, state(50))
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == (4, 5)
+        assert numbers(run) == (4, 5)
         start, found = loaded(run)
         assert (start, found["step"]) == (5, 50)
         assert run.last_resume is not None
@@ -483,13 +484,13 @@ def test_a_save_that_is_refused_after_going_back_leaves_the_later_steps(
                         handle.result()
                     else:
                         run.save(2, bad)
-                assert run.steps() == (1, 2, 3)
+                assert numbers(run) == (1, 2, 3)
             if mends:
                 if refused == "background":
                     with pytest.raises(dos.errors.DcpObjstoreError):
                         run.save(4, state(4))
                 run.save(4, state(4))
-                assert run.steps() == (1, 4)
+                assert numbers(run) == (1, 4)
         assert names(url) == (["step-1", "step-4"] if mends else ["step-1", "step-2", "step-3"])
     with dos.CheckpointManager(url, sweep=False) as run:
         assert loaded(run)[0] == 4
@@ -504,7 +505,7 @@ def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(
         run.pin(3, "paper")
         loaded(run, 1)
         run.save(2, state(20))
-        assert run.steps() == (1, 2)
+        assert numbers(run) == (1, 2)
         assert "step-3 is pinned (paper)" in caplog.text
         with pytest.raises(dos.errors.CheckpointExistsError, match="paper"):
             run.save(3, state(30))
@@ -525,7 +526,7 @@ def test_leaving_the_block_saves_the_last_step_unless_it_is_not_to(
         for step in range(1, 8):
             run.step(step, state(step), metrics={"loss": 1 / step})
     with dos.CheckpointManager(url, save_every=3, save_last=save_last) as run:
-        assert run.steps() == ((3, 6, 7) if save_last else (3, 6))
+        assert numbers(run) == ((3, 6, 7) if save_last else (3, 6))
         start, found = loaded(run)
         assert start == found["step"]
         if save_last:
@@ -536,7 +537,7 @@ def test_leaving_the_block_saves_the_last_step_unless_it_is_not_to(
         run.step(10, state(10))
         raise ZeroDivisionError
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == ((3, 6, 7) if save_last else (3, 6))
+        assert numbers(run) == ((3, 6, 7) if save_last else (3, 6))
 
 
 def test_the_last_step_is_saved_although_the_save_before_it_failed(
@@ -918,10 +919,10 @@ def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
     with dos.CheckpointManager(url, keep=dos.KeepLatest(1), save_every=5) as run:
         assert loaded(run, 3)[0] == 3
         run.async_save(5, state(5))
-        assert run.steps() == (1, 2, 3, 4), "nothing has been committed in its place"
+        assert numbers(run) == (1, 2, 3, 4), "nothing has been committed in its place"
         held.set()
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == (2, 3, 5)
+        assert numbers(run) == (2, 3, 5)
         run.unpin(2, "paper")
     with dos.CheckpointManager(url, keep=[dos.KeepLatest(1)]) as run:
         run.save(6, state(6))
@@ -985,7 +986,7 @@ def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(
         assert began.wait(60)
         run.save(2, state(2))
         assert loaded(run)[0] == 2
-        assert run.steps() == (2,)
+        assert numbers(run) == (2,)
     assert over == []
     go.set()
     end_of_upkeep(run)
@@ -1038,7 +1039,7 @@ def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
         for step, loss in losses.items():
             run.save(step, state(step), metrics={"loss": loss})
     with dos.CheckpointManager(url, keep=keep) as run:
-        assert run.steps() == (2, 5)
+        assert numbers(run) == (2, 5)
         run.save(6, state(6), metrics={"loss": 0.2})
     assert names(url) == ["step-2", "step-6"]
 
@@ -1124,7 +1125,7 @@ def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, b
             assert run.step(2, state(2))
         held.set()
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == (1, 2), "what was not saved then is saved on leaving"
+        assert numbers(run) == (1, 2), "what was not saved then is saved on leaving"
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip", "raise"])
@@ -1190,7 +1191,7 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
         assert caught.value is error
         assert not getattr(error, "__notes__", ()), "nothing else has failed"
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == (1, 2)
+        assert numbers(run) == (1, 2)
 
 
 def test_a_save_for_which_ctrl_c_ended_one_wait_is_waited_for_at_the_end(
@@ -1250,7 +1251,7 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
     assert not getattr(once.value, "__notes__", ())  # it is the error of that save
     monkeypatch.undo()
     with dos.CheckpointManager(url, save_every=1) as run:
-        assert run.steps() == ()
+        assert numbers(run) == ()
 
 
 @pytest.mark.parametrize("how", ["end", "abandon"])
@@ -1358,7 +1359,7 @@ def test_a_save_that_was_cut_off_is_not_taken_for_the_later_step_that_it_was_to_
             patch.setattr(api, "save", interrupted)
             run.save(3, state(30))
         run.save(4, state(4))
-        assert run.steps() == (1, 4)
+        assert numbers(run) == (1, 4)
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -1632,11 +1633,11 @@ def test_a_superseded_job_cannot_add_steps(url: str) -> None:
             # The run is the new job's from its load on, not only from its first save.
             with pytest.raises(dos.errors.SupersededError):
                 zombie.save(2, state(20))
-            assert run.steps() == (1,)
+            assert numbers(run) == (1,)
             run.save(2, state(2))
         zombie.save(3, state(3))
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == (1, 2)
+        assert numbers(run) == (1, 2)
         assert loaded(run)[1]["step"] == 2
 
 
@@ -1648,7 +1649,7 @@ def test_looking_at_a_run_changes_nothing(url: str) -> None:
             assert loaded(looker)[0] == 1
         run.save(2, state(2))
     with dos.CheckpointManager(url, claim_run=False) as looker:
-        assert looker.steps() == (1, 2)
+        assert numbers(looker) == (1, 2)
 
 
 def test_other_names_below_the_run_do_not_count(url: str) -> None:
@@ -1658,7 +1659,7 @@ def test_other_names_below_the_run_do_not_count(url: str) -> None:
             dos.save(state(99), f"{url}/{name}", claim=run.claim, progress=False)
     with dos.CheckpointManager(url) as run:
         assert run.latest() == 10
-        assert run.steps() == (10,)
+        assert numbers(run) == (10,)
         run.load(state(0))
         for step in (11, 12):
             run.save(step, state(step))
@@ -1954,7 +1955,7 @@ def test_after_the_block_the_manager_still_says_what_was_saved(url: str) -> None
         run.step(1, state(1))
         run.step(2, state(2))
     assert run.latest() == 2
-    assert run.steps() == (1, 2)
+    assert numbers(run) == (1, 2)
 
 
 def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(
@@ -1972,7 +1973,7 @@ def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(
         # A LIST is one here; on a server it is one for each 1,000 objects.
         assert sum(len(store.requests) for store in stores) == 2 + 1 + 1
         stores.clear()
-        assert run.steps() == tuple(range(1, 2001))
+        assert numbers(run) == tuple(range(1, 2001))
         assert sum(len(store.requests) for store in stores) == 2 + 1 + 2000
 
 
@@ -1989,7 +1990,7 @@ def test_steps_that_were_deleted_cost_no_requests(
         store.put(f"step-{step}/_COMMIT", tombstone)
     stores = recorded_stores(monkeypatch)
     with dos.CheckpointManager(url) as run:
-        assert run.steps() == (3, 4, 5)
+        assert numbers(run) == (3, 4, 5)
         assert sum(len(store.requests) for store in stores) == 2 + 1 + 3
         stores.clear()
         assert run.latest() == 5
@@ -2027,7 +2028,7 @@ def test_nothing_is_saved_as_what_is_no_number_of_a_step(url: str, step: Any) ->
         for save in (run.save, run.async_save):
             with pytest.raises(dos.errors.ConfigError, match="whole number"):
                 save(step, state(1))
-        assert run.steps() == ()
+        assert numbers(run) == ()
 
 
 @pytest.mark.parametrize(

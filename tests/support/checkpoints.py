@@ -105,3 +105,8 @@ def assert_nothing_visible(bucket: Bucket, name: str, *, uploads: bool = False) 
     assert ".metadata" not in keys
     if not uploads:
         assert bucket.uploads() == []
+
+
+def numbers(run: dos.CheckpointManager) -> tuple[int | None, ...]:
+    """The steps that a manager lists."""
+    return tuple(listed.step for listed in run.steps())
