@@ -12,12 +12,17 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
+from typing import Any, TypeVar
 
 from dcp_objstore.config import AUTO_MOST
 from dcp_objstore.errors import InputError
 from dcp_objstore.forking import PerProcess
+from dcp_objstore.waiting import in_main_thread, result_of
+
+T = TypeVar("T")
 
 # Enough for one upload over boto3 at its widest, beside the hashing and small requests.
 _STOCK = AUTO_MOST + 32
@@ -113,3 +118,30 @@ def spawn(function: Callable[[], object], name: str) -> Spawned:
                 " the background before the program ends"
             ) from None
     return task
+
+
+def run_in_thread(function: Callable[[], T], name: str) -> Future[T]:
+    """Run `function` in a daemon thread; the future gets its result or error."""
+    future: Future[T] = Future()
+    spawn(partial(run_into, future, function), name)
+    return future
+
+
+def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Run `function` and put its result or error into `future`."""
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the future
+        future.set_exception(error)
+        del future  # its error has this frame; together they would wait for the garbage collector
+
+
+def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
+    """Call `function` so that Ctrl-C can end the wait for it.
+
+    No call of obstore can be interrupted. So in the main thread the call runs in a daemon thread.
+    It cannot be ended itself: it goes on until the store answers or the request times out.
+    """
+    if not in_main_thread():
+        return function(*args, **settings)
+    return result_of(run_in_thread(partial(function, *args, **settings), "request"))

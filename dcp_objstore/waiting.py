@@ -67,7 +67,7 @@ def result_of(
     step_seconds: float | None = None,
 ) -> T:
     """Return `future.result(timeout_seconds)`; the arguments are those of `wait_in_steps`."""
-    ended = partial(_has_ended, future)
+    ended = partial(has_ended, future)
     try:
         if wait_in_steps(ended, timeout_seconds, look=look, step_seconds=step_seconds):
             return future.result(0)
@@ -76,7 +76,8 @@ def result_of(
     raise FutureTimeoutError
 
 
-def _has_ended(future: Future[T], timeout_seconds: float | None) -> bool:
+def has_ended(future: Future[T], timeout_seconds: float | None) -> bool:
+    """Wait for the end of a future, at most so long; return whether it came."""
     try:
         future.exception(timeout_seconds)
     except FutureTimeoutError:

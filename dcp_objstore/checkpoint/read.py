@@ -33,7 +33,6 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Version
-from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
@@ -299,7 +298,7 @@ def explain_object(spec: StoreSpec) -> str | None:
     if above is None:
         return None
     try:
-        meta = wait_for(above.open().head, name)
+        meta = above.open().head(name)
     except DcpObjstoreError:
         return None
     if _is_weights(name):

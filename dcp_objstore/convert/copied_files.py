@@ -29,7 +29,6 @@ from dcp_objstore.inspect.slabs import ahead
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
-from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
     from dcp_objstore.convert.files import TensorBytes
@@ -84,7 +83,7 @@ def _object(url: str, spec_of: Callable[[str], StoreSpec]) -> list[PlannedFile]:
     folder, _, name = url.rpartition("/")
     if folder.endswith("/"):  # a bucket
         return []
-    store = InterruptibleStore(spec_of(folder).open())
+    store = spec_of(folder).open()
     try:
         return [_copy_of(store, store.head(name))]
     except ObjectNotFoundError:
@@ -96,7 +95,7 @@ def _in_folder(
 ) -> list[PlannedFile]:
     """Return copies of what lies directly below a URL, without weights."""
     spec = spec_of(url)
-    store = InterruptibleStore(spec.open())
+    store = spec.open()
     names = [key for key in names_in(spec, store) if _is_wanted(key) and fnmatchcase(key, pattern)]
     return [_copy_of(store, store.head(name)) for name in names]
 

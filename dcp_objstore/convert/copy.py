@@ -64,7 +64,7 @@ from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
 from dcp_objstore.transfer.upload import Content, run_watched, upload_object
-from dcp_objstore.transfer.workers import DaemonPool, wait_for
+from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.write.session import Save
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class _Copy:
     def upload(self, save: Save) -> tuple[ix.Index, list[StoredObject]]:
         """Upload what is not there yet; return the index of the copy, and its objects."""
         channel, objects, config = save.channel, self._index.objects, self._config
-        copied = wait_for(self._arrived, save)
+        copied = self._arrived(save)
         unsent = [number for number in range(len(objects)) if number not in copied]
         self.sent_bytes = sum(objects[number].size_bytes for number in unsent)
         channel.emit(

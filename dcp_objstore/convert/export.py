@@ -72,7 +72,7 @@ from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Content, upload_object
-from dcp_objstore.transfer.workers import in_waves, wait_for
+from dcp_objstore.transfer.workers import in_waves
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -288,7 +288,7 @@ def _group(
 
 def _stem(target: StoreSpec) -> str:
     """Return what the names of shards begin with: another stem than those of an earlier export."""
-    names = wait_for(names_in, target, target.open())
+    names = names_in(target, target.open())
     return f"{STEM}-{new_nonce()[:8]}" if has_weights(names) else STEM
 
 
@@ -479,7 +479,7 @@ class _Export:
             if names.count(name) > 1:
                 raise InputError(f"two files would be called {name}", url=self._store.url)
         if has_weights(names):
-            names = tuple(replaced_by(names, wait_for(names_in, self._spec, self._store)))
+            names = tuple(replaced_by(names, names_in(self._spec, self._store)))
         earlier = {meta.key: meta for meta in in_waves(self._head, names) if meta}
         if earlier and not overwrite:
             text = f"{min(earlier)} exists there already; overwrite=True replaces or removes it"
@@ -512,7 +512,7 @@ class _Export:
     def _changed(self) -> str | None:
         """Return what makes weights count and was written since this export began; None if none."""
         for name in (INDEX, ONE_FILE) if has_weights(self._plan.names) else ():
-            now, earlier = wait_for(self._head, name), self._earlier.get(name)
+            now, earlier = self._head(name), self._earlier.get(name)
             if (now and now.version) != (earlier and earlier.version):
                 return name
         return None
@@ -560,7 +560,7 @@ class _Export:
         earlier = self._earlier.get(file.name)
         if earlier is not None and earlier.size_bytes <= _KEPT_MOST_BYTES:
             get = partial(self._store.get, max_size_bytes=_KEPT_MOST_BYTES)
-            self._replaced[file.name], _ = wait_for(get, file.name)
+            self._replaced[file.name], _ = get(file.name)
         source, tensors = self._plan.source, self._plan.tensors
         self._written[file.name] = None
         plan = plan_parts(file.size_bytes, self._spec.config.part_size_bytes)
@@ -635,5 +635,5 @@ class _Export:
     def _remove_earlier(self) -> None:
         """Remove the files of an earlier export that were not replaced."""
         for name in self._earlier.keys() - {*self._plan.names}:
-            wait_for(self._store.delete, name)
+            self._store.delete(name)
         self._remove_lock()

@@ -52,7 +52,6 @@ from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.errors import of_os
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.wrappers import PinnedStore
-from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write.api import run_save
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.upload_items import upload_order
@@ -291,7 +290,7 @@ def _downloaded(store: ObjectStore, name: str) -> Iterator[Path]:
     """Return the path of an object, downloaded to a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
-        size_bytes = wait_for(store.head, name).size_bytes
+        size_bytes = store.head(name).size_bytes
         pieces = ahead(
             range(0, size_bytes, _DOWNLOAD_BYTES),
             lambda start: read_range(store, name, start, min(size_bytes, start + _DOWNLOAD_BYTES)),

@@ -35,7 +35,6 @@ from dcp_objstore.integrations.install import (
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.steps import catalogue, step_number, step_numbers, step_url
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 
 class _AgreedSteps(NamedTuple):
@@ -186,7 +185,7 @@ def _isdir(spec: StoreSpec) -> bool:
     agreed = _agreed(spec)
     if agreed is not None:
         return agreed
-    return any(True for _ in InterruptibleStore(spec.open()).list())
+    return any(True for _ in spec.open().list())
 
 
 def _isfile(spec: StoreSpec) -> bool:
@@ -195,7 +194,7 @@ def _isfile(spec: StoreSpec) -> bool:
     if agreed is not None or folder is None:
         return bool(agreed)
     try:
-        InterruptibleStore(folder.open()).head(name)
+        folder.open().head(name)
     except ObjectNotFoundError:
         return False
     return True

@@ -59,7 +59,7 @@ from dcp_objstore.read.items import (
 )
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
 from dcp_objstore.stores.wrappers import PinnedStore, is_same_state
-from dcp_objstore.transfer.workers import concurrently, wait_for
+from dcp_objstore.transfer.workers import concurrently
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -223,7 +223,7 @@ def open_stored_checkpoint(
         InputError: there are several files of safetensors, and no index says which count.
     """
     try:
-        return wait_for(_open_at, spec, load_id, verify=verify)
+        return _open_at(spec, load_id, verify=verify)
     except CheckpointGoneError as error:
         name_next(error, spec)
         raise
@@ -253,7 +253,7 @@ def name_next(error: DcpObjstoreError, spec: StoreSpec) -> None:
     if run is None:
         return
     with suppress(DcpObjstoreError):
-        following = wait_for(next_step, run.open(), run.open_child, name)
+        following = next_step(run.open(), run.open_child, name)
         if following is not None:
             error.message += f"; the next step of the run is {following}"
 

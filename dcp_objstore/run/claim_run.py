@@ -16,7 +16,6 @@ from dcp_objstore.distributed.failures import capture, every_rank, meeting, on_f
 from dcp_objstore.distributed.groups import sync_group, world_group
 from dcp_objstore.run.steps import step_name, step_number
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -70,8 +69,8 @@ def claim_run(
             assert wrong is not None
             raise wrong
         run = spec.open()
-        wait_for(require_rewrites, run, "no run can be claimed")
-        return RunClaim(spec.url, wait_for(rule.claim_run, run, spec.open_child))
+        require_rewrites(run, "no run can be claimed")
+        return RunClaim(spec.url, rule.claim_run(run, spec.open_child))
 
     with meeting(named, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
         return on_first(make, named, sync_group(process_group, config))
@@ -99,10 +98,10 @@ def go_back(run: StoreSpec, claim: RunClaim, resumed: int, saves: int) -> RunCla
         return number is None or number <= resumed
 
     store, step = run.open(), step_name(saves)
-    number = wait_for(rule.go_back, store, run.open_child, claim.number, step, keeps)
+    number = rule.go_back(store, run.open_child, claim.number, step, keeps)
     return RunClaim(claim.url, number, goes_back=True)
 
 
 def finish(run: StoreSpec, claim: RunClaim) -> None:
     """Note in the run that this job has trained to the end. One rank calls it."""
-    wait_for(rule.finish, run.open(), claim.number)
+    rule.finish(run.open(), claim.number)

@@ -26,7 +26,6 @@ from dcp_objstore.run.steps import catalogue, step_number, step_url
 from dcp_objstore.run.sweep import sweep_below
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.threads import Spawned, spawn
-from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
@@ -105,7 +104,7 @@ class Deletions:
         """
         while self._due and self._due[0][0] <= time.monotonic():
             _, spec, commit_id = self._due.popleft()
-            remove_deleted(InterruptibleStore(spec.open()), commit_id)
+            remove_deleted(spec.open(), commit_id)
 
 
 class Retainer:

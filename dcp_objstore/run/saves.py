@@ -24,7 +24,6 @@ from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.run.claim_run import go_back
 from dcp_objstore.run.housekeeping import Retainer, after_commit
 from dcp_objstore.run.steps import check_step, described_by, newest_step, step_url
-from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.write import api, async_save as async_api
 from dcp_objstore.write.base import LATEST
 
@@ -274,7 +273,7 @@ class RunSaves:
         Its claim alone is no proof, because it has adopted the steps that were there. But what was
         committed with its claim, and not rewritten since, is its own.
         """
-        stored = wait_for(read_marker, self._run.at(step_url(self._url, step)).open())
+        stored = read_marker(self._run.at(step_url(self._url, step)).open())
         claim = self._retainer.claim
         if stored is None or claim is None:
             return False

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from dcp_objstore.checkpoint.catalogue import Catalogue, ReadEntry, list_run, read_entry
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     from dcp_objstore.stores import StoreSpec
@@ -30,7 +29,7 @@ def catalogue(
 ) -> Catalogue:
     """List a run and its steps that count, or the newest of them, as `list_run` does."""
     settings: dict[str, Any] = {"newest": newest, "read": read, "with_damaged": with_damaged}
-    return wait_for(list_run, run.open(), run.open_child, **settings)
+    return list_run(run.open(), run.open_child, **settings)
 
 
 def as_step(step: Any) -> Any:

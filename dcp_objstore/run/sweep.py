@@ -26,7 +26,6 @@ from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.uploads.open import open_uploads
-from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
@@ -130,7 +129,7 @@ def sweep_below(
     A checkpoint of which nothing is left but its marker costs no request: most are steps that were
     deleted long ago, and a run has ever more of them.
     """
-    store = InterruptibleStore(spec.open())
+    store = spec.open()
     places = list_places(store)
     prefixes = {
         prefix
@@ -187,7 +186,7 @@ def _sweep_one(
     dry_run: bool,
 ) -> CheckpointSweep:
     """Sweep one checkpoint; what is damaged or lost to another job is an outcome, not an error."""
-    store = InterruptibleStore(spec.open())
+    store = spec.open()
     try:
         return asked_again(
             partial(
@@ -214,7 +213,7 @@ def _base(run: StoreSpec | None) -> int:
     if run is None:
         return 0
     try:
-        claim = read_claim(InterruptibleStore(run.open()))
+        claim = read_claim(run.open())
     except (
         errors.CorruptDataError,
         errors.UnsupportedError,

@@ -28,7 +28,6 @@ from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.errors import InputError
 from dcp_objstore.run.steps import step_number
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.transfer.interruptible import InterruptibleStore
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
@@ -113,7 +112,7 @@ def delete_step(
         allow_newest: delete it even if it is the newest committed checkpoint of its run.
         dry_run: change nothing, but refuse what would be refused.
     """
-    store = InterruptibleStore(spec.open())
+    store = spec.open()
     stored = read_marker(store)
     if (
         stored is not None
@@ -139,7 +138,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
     """
     run, name = spec.parent()
     if run is not None:
-        store = InterruptibleStore(run.open())
+        store = run.open()
         places = list_places(store)
         is_claimed = CLAIM_KEY in places.get("", ())
         base = read_standing(store, run.open_child, expected=True).base if is_claimed else 0
@@ -201,7 +200,7 @@ def repair(
         RetryableError: no success before the deadline; repair it again.
         DcpObjstoreError: the store refused or failed.
     """
-    store = InterruptibleStore(StoreSpec(url, storage_options, config).open())
+    store = StoreSpec(url, storage_options, config).open()
     if not dry_run:
         can_rewrite(store)  # finds out how this server compares ETags; it need not be able to
     return repair_checkpoint(store, dot_metadata=StockDotMetadata(), dry_run=dry_run)
@@ -271,7 +270,7 @@ def unpin(
 def _pinnable(
     url: str, storage_options: Options | None, config: TransferConfig | None
 ) -> ObjectStore:
-    store = InterruptibleStore(StoreSpec(url, storage_options, config).open())
+    store = StoreSpec(url, storage_options, config).open()
     if read_marker(store) is not None:
         require_rewrites(store, "no pin can be set or removed")
     return store

@@ -1,4 +1,9 @@
-"""`BaseStore`: what all adapters share: arguments that are checked, errors that say where."""
+"""`BaseStore`: what all adapters share: arguments that are checked, errors that say where.
+
+Ctrl-C ends the wait for a request, and no other begins after it. Most calls of the transports
+cannot be interrupted, so the requests of the main thread are sent from another one. Uploads and
+ranges are not: `transfer/` sends them from threads of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from dcp_objstore import errors
@@ -28,6 +33,8 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.ranges import Range, RangeSource
 from dcp_objstore.stores.urls import StoreUrl, check_prefix
+from dcp_objstore.threads import wait_for
+from dcp_objstore.waiting import in_main_thread
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -38,6 +45,7 @@ Place = TypeVar("Place")
 
 logger = logging.getLogger("dcp_objstore")
 
+_PAGE_KEYS = 1000  # as on S3
 _NO_COPIES = (
     "this store copies nothing by itself, or not over this transport or with these credentials;"
     " s3:// does (with boto3, from 'dcp-objstore[s3]'), gs:// and az:// do (az:// with a key or an"
@@ -112,7 +120,7 @@ class BaseStore(ABC, Generic[Place]):
                 check_buffer(buffer)
             if precondition is not None and not isinstance(precondition, (IfAbsent, IfVersion)):
                 raise errors.InputError(f"not a precondition: {precondition!r}")
-            return self._put(place, buffers, precondition, retry=retry)
+            return wait_for(self._put, place, buffers, precondition, retry=retry)
 
     def put_stream(
         self,
@@ -165,7 +173,7 @@ class BaseStore(ABC, Generic[Place]):
     def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         """Read a small object, with its metadata."""
         with self._errors(key) as place:
-            body, meta = self._get(place, max_size_bytes)
+            body, meta = wait_for(self._get, place, max_size_bytes)
             if len(body) != meta.size_bytes:
                 raise errors.CorruptDataError(
                     f"the store announced {meta.size_bytes} bytes and sent {len(body)}"
@@ -175,11 +183,12 @@ class BaseStore(ABC, Generic[Place]):
     def head(self, key: str) -> ObjectMeta:
         """Return the metadata of an object."""
         with self._errors(key) as place:
-            return self._head(place)
+            return wait_for(self._head, place)
 
     def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """Iterate over the objects below a prefix."""
-        return self._without_repeats(check_prefix(prefix))
+        listed = self._without_repeats(check_prefix(prefix))
+        return _waited_for(listed) if in_main_thread() else listed
 
     def _without_repeats(self, folder: str) -> Iterator[ObjectMeta]:
         """Yield what is listed; raise where it repeats itself, as it then might for ever.
@@ -204,7 +213,7 @@ class BaseStore(ABC, Generic[Place]):
         """Remove an object; an absent one is no error."""
         with self._errors(key) as place:
             try:
-                self._delete(place)
+                wait_for(self._delete, place)
             except Exception as error:
                 # S3 says 204 for an absent object; GCS, Azure and some others say 404.
                 if not isinstance(self._translate(error), errors.ObjectNotFoundError):
@@ -294,6 +303,12 @@ class BaseStore(ABC, Generic[Place]):
         except Exception as error:
             _clear_frames(error, handled)
             raise self._translate(error).at(object_key=key, url=self.url) from error
+
+
+def _waited_for(listed: Iterator[ObjectMeta]) -> Iterator[ObjectMeta]:
+    """Yield what is listed; Ctrl-C can end the wait for each page."""
+    while page := wait_for(lambda: tuple(islice(listed, _PAGE_KEYS))):
+        yield from page
 
 
 def _clear_frames(error: BaseException, handled: int) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CorruptDataError, InputError, PreconditionFailedError
 from dcp_objstore.stores.protocol import RangeReading, Version
+from dcp_objstore.threads import wait_for
 
 if TYPE_CHECKING:
     from typing import Self
@@ -342,7 +343,11 @@ def check_came(came_bytes: int, start: int, end: int) -> None:
 
 def read_range(store: ObjectStore, key: str, start: int, end: int) -> bytearray:
     """Read bytes `[start, end)` of an object into new memory. See `ObjectStore.open_range`."""
-    with store.open_range(key, start, end) as body:
-        into = bytearray(end - start)
-        body.readinto(memoryview(into))
+    into = bytearray(end - start)
+
+    def read() -> None:
+        with store.open_range(key, start, end) as body:
+            body.readinto(memoryview(into))
+
+    wait_for(read)
     return into

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dcp_objstore.errors import StoreUnavailableError
-from dcp_objstore.threads import spawn
-from dcp_objstore.waiting import in_main_thread, result_of
+from dcp_objstore.threads import run_in_thread, run_into, spawn
+from dcp_objstore.waiting import has_ended, result_of, wait_in_steps
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -83,36 +83,10 @@ def concurrently(*calls: Callable[[], Any]) -> list[Any]:
     futures = [first, *(run_in_thread(call, "request") for call in calls[1:])]
     run_into(first, calls[0])
     for future in futures:
+        wait_in_steps(partial(has_ended, future))
         if isinstance(future.exception(), StoreUnavailableError):
             break
     return [future.result() for future in futures]
-
-
-def run_in_thread(function: Callable[[], T], name: str) -> Future[T]:
-    """Run `function` in a daemon thread; the future gets its result or error."""
-    future: Future[T] = Future()
-    spawn(partial(run_into, future, function), name)
-    return future
-
-
-def run_into(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Run `function` and put its result or error into `future`."""
-    try:
-        future.set_result(function())
-    except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for the future
-        future.set_exception(error)
-        del future  # its error has this frame; together they would wait for the garbage collector
-
-
-def wait_for(function: Callable[..., T], *args: Any, **settings: Any) -> T:
-    """Call `function` so that Ctrl-C can end the wait for it.
-
-    In the main thread the call runs in a daemon thread. It cannot be ended itself: it goes on until
-    the store answers or the request times out.
-    """
-    if not in_main_thread():
-        return function(*args, **settings)
-    return result_of(run_in_thread(partial(function, *args, **settings), "request"))
 
 
 def worker_number() -> int:

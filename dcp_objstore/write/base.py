@@ -60,7 +60,7 @@ from dcp_objstore.transfer.digests import (
 )
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded
-from dcp_objstore.transfer.workers import DaemonPool, wait_for
+from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.waiting import result_of
 from dcp_objstore.write.layout import SMALL_BYTES, planned_dtype
 
@@ -131,7 +131,7 @@ def open_base(base: str, spec: StoreSpec) -> Base:
     if not spec.open().capabilities.copies:
         return Base(base, None, "this store copies nothing by itself, or not over this transport")
     try:
-        return wait_for(_read_base, base, spec)
+        return _read_base(base, spec)
     except DcpObjstoreError as error:
         return Base(base, None, f"it cannot be read: {error}")
 

@@ -27,7 +27,6 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.events import Committed, Saved
 from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.transfer import workers
-from dcp_objstore.transfer.workers import wait_for
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
@@ -70,8 +69,7 @@ class Save:
     ) -> None:
         """Read the begin token, and check that this rank could commit."""
         store, number = self.open(), check_claim(claim, self.spec)
-        self.begin = wait_for(
-            commit.begin,
+        self.begin = commit.begin(
             store,
             overwrite=overwrite,
             claim=number or 0,
@@ -80,8 +78,7 @@ class Save:
             clock=clock,
         )
         try:
-            abilities = wait_for(
-                probe.require_fencing,
+            abilities = probe.require_fencing(
                 store,
                 replaces=self.begin.version is not None,
                 # A claim protects nothing without conditional writes.
@@ -89,7 +86,7 @@ class Save:
                 clock=clock,
             )
         except InputError:
-            wait_for(commit.remove_beacon, store, self.begin.beacon)
+            commit.remove_beacon(store, self.begin.beacon)
             raise
         self.fenced = abilities.conditional_create
 
@@ -133,8 +130,7 @@ class Save:
             run = self.spec.at(claim.url).open()
             goes_back = claim.goes_back
             last.append(partial(confirm, run, claim.number, goes_back=goes_back, clock=clock))
-        wait_for(
-            workers.concurrently,
+        workers.concurrently(
             partial(commit.remove_beacon, store, self.begin.beacon),
             *last,
         )
@@ -151,7 +147,7 @@ class Save:
             self.copies.give_up()
         if self.begin is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
             # If the store may not answer, a sweep removes the beacon.
-            wait_for(commit.remove_beacon, self.open(), self.begin.beacon)
+            commit.remove_beacon(self.open(), self.begin.beacon)
         self.channel.fail(error)
         self.channel.settle()
 
@@ -186,8 +182,7 @@ def _commit(
         text = f"{type(error).__name__}: {error}"
         save.channel.retried("commit", MARKER_KEY, attempt=attempt, error=text, began_at=first_at)
 
-    committed = wait_for(
-        commit.commit,
+    committed = commit.commit(
         store,
         save.begin,
         index=index_body,

@@ -35,7 +35,7 @@ from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 from dcp_objstore.transfer.upload import Content, upload_object
-from dcp_objstore.transfer.workers import DaemonPool, wait_for, worker_number
+from dcp_objstore.transfer.workers import DaemonPool, worker_number
 from dcp_objstore.write.base import Unchanged, find_unchanged
 from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, SizedItem, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
@@ -267,7 +267,7 @@ def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[Change
     """
     for mixed in changed:
         start, end = mixed.offset, mixed.offset + mixed.size_bytes
-        body = wait_for(read_range, store, object_key, start, end)
+        body = read_range(store, object_key, start, end)
         if block_digests(body) != mixed.digests.result():
             raise InputError(
                 "the tensor changed while it was being saved, so this checkpoint could not be"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
-import threading
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -33,7 +31,6 @@ from dcp_objstore.run import upkeep
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, ObjectMeta
 from dcp_objstore.stores.wrappers import WrappedStore
-from dcp_objstore.transfer.interruptible import InterruptibleStore
 from tests.support.checkpoints import memory_url
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
@@ -512,36 +509,3 @@ def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path: Pat
 
 
 # --- Ctrl-C, and what is imported
-
-
-@pytest.mark.parametrize("retry", [True, False])
-def test_a_request_that_can_be_interrupted_is_the_same_request(retry: bool) -> None:
-    store = MemoryStore()
-    InterruptibleStore(store).put("k", b"x", precondition=IfAbsent(), retry=retry)
-    (put,) = store.puts
-    assert (put.key, put.data, put.precondition, put.retry) == ("k", b"x", IfAbsent(), retry)
-
-
-@pytest.mark.usefixtures("usual_signals")
-def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other() -> None:
-    store = MemoryStore()
-    answer = threading.Event()
-    done: list[str] = []
-    interrupted: list[threading.Thread] = []
-
-    def slow(key: str) -> None:
-        # A wait here could be interrupted; a request of obstore cannot.
-        interrupted.append(threading.current_thread())
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        answer.wait(30)
-        done.append(key)
-
-    store.on_delete = slow
-    prompt = InterruptibleStore(store)
-    with pytest.raises(KeyboardInterrupt):
-        for key in ("a", "b", "c"):
-            prompt.delete(key)
-    assert done == []
-    assert threading.main_thread() not in interrupted
-    answer.set()
-    assert [key for verb, key in store.requests if verb == "delete"] == ["a"]

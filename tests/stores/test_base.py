@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +17,10 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, open_store
+from dcp_objstore.stores.local import LocalStore
+from dcp_objstore.stores.protocol import ObjectMeta, Version
 from dcp_objstore.stores.ranges import read_range
+from dcp_objstore.threads import spawn
 
 PART_BYTES = 5 << 20
 
@@ -109,3 +115,69 @@ def test_a_range_that_was_read_leaves_no_reference_cycle(scheme: str, tmp_path: 
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+VERBS: dict[str, Callable[[ObjectStore], object]] = {
+    "_put": lambda store: store.put("k", b"x"),
+    "_get": lambda store: store.get("k", max_size_bytes=9),
+    "_head": lambda store: store.head("k"),
+    "_list": lambda store: list(store.list()),
+    "_range_source": lambda store: read_range(store, "k", 0, 1),
+    "_delete": lambda store: store.delete("k"),
+}
+
+
+@pytest.mark.parametrize("inner", VERBS)
+def test_a_request_of_the_main_thread_is_sent_from_another(
+    store: ObjectStore, inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("k", b"x")
+    really, senders = getattr(LocalStore, inner), list[threading.Thread]()
+
+    def send(*args: Any, **settings: Any) -> Any:
+        senders.append(threading.current_thread())
+        return really(*args, **settings)
+
+    monkeypatch.setattr(LocalStore, inner, send)
+    spawn(lambda: VERBS[inner](store), "other").join()
+    assert [sender.name for sender in senders] == ["dcp_objstore-other"] * len(senders)
+    VERBS[inner](store)
+    assert threading.main_thread() not in senders
+    assert len(set(senders)) > 1
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, begun, done = threading.Event(), list[str](), list[str]()
+
+    def slow(_store: LocalStore, place: Path) -> None:
+        # A wait here could be interrupted; a request of obstore cannot.
+        begun.append(place.name)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        answer.wait(60)
+        done.append(place.name)
+
+    monkeypatch.setattr(LocalStore, "_delete", slow)
+    with pytest.raises(KeyboardInterrupt):
+        for key in ("a", "b", "c"):
+            store.delete(key)
+    assert (begun, done) == (["a"], [])
+    answer.set()
+
+
+def test_a_listing_of_several_pages_is_whole_and_its_errors_are_raised(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metas = [ObjectMeta(f"{number:04}", 0, Version(), datetime.now(UTC)) for number in range(1001)]
+    monkeypatch.setattr(LocalStore, "_list", lambda _store, _folder: iter(metas))
+    assert list(store.list()) == metas
+
+    def broken(_store: LocalStore, _folder: str) -> Iterator[ObjectMeta]:
+        yield from metas
+        raise StoreUnavailableError("the next page")
+
+    monkeypatch.setattr(LocalStore, "_list", broken)
+    with pytest.raises(StoreUnavailableError, match="next page"):
+        list(store.list())

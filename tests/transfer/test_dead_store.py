@@ -22,11 +22,11 @@ from dcp_objstore.errors import DcpObjstoreError, StoreUnavailableError
 from dcp_objstore.observe.events import AnyEvent, Failed, NoAnswer, PartUploaded, Retried
 from dcp_objstore.stores import open_store, retries
 from dcp_objstore.stores.retries import RetryPolicy, policies
+from dcp_objstore.threads import run_in_thread
 from dcp_objstore.transfer import progress as silence, upload
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import upload_object
-from dcp_objstore.transfer.workers import run_in_thread
 from tests.support.listening import Heard, heard_channel, of
 from tests.support.proxy import Asked, Cut, Fault, NetworkProxy, Refuse
 from tests.support.servers import BUCKET, Bucket

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dcp_objstore.threads import spawn
-from dcp_objstore.transfer.workers import DaemonPool, in_waves, run_into, wait_for, worker_number
+from dcp_objstore.threads import run_into, spawn, wait_for
+from dcp_objstore.transfer.workers import DaemonPool, in_waves, worker_number
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.peers.exchange import Share, needs_of
 from dcp_objstore.read.peers.plan import Held, plan_exchange
+from dcp_objstore.threads import wait_for
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
-from dcp_objstore.transfer.workers import wait_for
 from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
