@@ -71,7 +71,7 @@ from dcp_objstore.checkpoint.names import (
     index_key,
     new_nonce,
 )
-from dcp_objstore.checkpoint.publish import look
+from dcp_objstore.checkpoint.publish import if_metadata_unchanged
 from dcp_objstore.checkpoint.read import Stored, read_marker
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -166,7 +166,9 @@ def begin(
     """
     beacon = beacon_key(nonce or new_nonce())
     try:
-        *_, seen = workers.concurrently(check, partial(_light, store, beacon), partial(look, store))
+        *_, seen = workers.concurrently(
+            check, partial(_light, store, beacon), partial(if_metadata_unchanged, store)
+        )
         tries = clock.tries()
         marker, version = _take_token(store, seen, tries, overwrite=overwrite, claim=claim)
     except (InputError, LostRaceError, CorruptDataError):

@@ -93,7 +93,7 @@ def publish_dot_metadata(
     may_be_there = False
     while True:
         if seen is None:
-            seen = look(store)
+            seen = if_metadata_unchanged(store)
             stored = read_marker(store)
             if (
                 stored is None
@@ -117,7 +117,7 @@ def publish_dot_metadata(
             return not _take_back(store, read_marker(store))
 
 
-def look(store: ObjectStore) -> Precondition:
+def if_metadata_unchanged(store: ObjectStore) -> Precondition:
     """Return the condition that `.metadata` is still what it is now. One HEAD."""
     try:
         return if_version(store, store.head(DOT_METADATA_KEY).version)

@@ -90,7 +90,7 @@ def vet(body: bytes | memoryview) -> frozenset[str]:
         return None if record is None else record.size_bytes
 
     end, is_whole = scan(pickled, _DIALECT)
-    trial = _Trial(pickled[:end], archive.unpacked_bytes, size_of)
+    trial = _DryUnpickler(pickled[:end], archive.unpacked_bytes, size_of)
     trial.run()
     # Torch's own unpickler reads other protocols, too, as far as they have the same opcodes.
     is_known = is_whole and trial.is_known and pickled.startswith(b"\x80\x02")
@@ -115,7 +115,7 @@ def vet_old(body: bytes | mmap.mmap) -> None:
         end, is_whole = scan(pickled, _DIALECT)
         if not is_whole and len(pickled) == _MAX_OLD_BYTES:
             raise HostilePickleError(f"it has more than {_MAX_OLD_BYTES} bytes")
-        _Trial(pickled[:end], len(body)).run()
+        _DryUnpickler(pickled[:end], len(body)).run()
         if not is_whole:
             return  # nor does torch go on
         at += end
@@ -129,7 +129,7 @@ class _Result(Node):
     """The result of a call, which reports to its `trial` how it is used."""
 
     __slots__ = ()
-    trial: _Trial
+    trial: _DryUnpickler
 
     @classmethod
     def result(cls, args: _Arguments, *, is_new: bool) -> object:
@@ -140,19 +140,19 @@ class _Result(Node):
         # The first state may hold what is to be called with the second.
         super().__setstate__(state)
         form = _INERT_STATES.get(self.name)
-        self.trial.know(form is not None and self.trial.is_known and form(self, state))
+        self.trial.note_form(form is not None and self.trial.is_known and form(self, state))
 
     def append(self, _: object) -> None:
-        self.trial.know(self.name == _DEQUE)
+        self.trial.note_form(self.name == _DEQUE)
 
     extend = append
 
     def __setitem__(self, key: object, _: object) -> None:
         hash(key)
-        self.trial.know(self.name in _DICTIONARIES)
+        self.trial.note_form(self.name in _DICTIONARIES)
 
     def __hash__(self) -> int:
-        self.trial.know(self.name != _DECIMAL)
+        self.trial.note_form(self.name != _DECIMAL)
         return object.__hash__(self)
 
     def __call__(self, *_: object) -> None:
@@ -165,7 +165,7 @@ def _has_inert(value: object) -> bool:
     return isinstance(value, Global | Node) and value.name in _INERT
 
 
-class _Trial(pickle.Unpickler):
+class _DryUnpickler(pickle.Unpickler):
     """Unpickles a value with stand-ins, and checks how they are used.
 
     Args:
@@ -211,7 +211,7 @@ class _Trial(pickle.Unpickler):
             # Torch could go on where this unpickler does not, and what follows was not seen.
             raise HostilePickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
-    def know(self, is_known: bool) -> None:
+    def note_form(self, is_known: bool) -> None:
         """Record whether a part of the pickle has a known form."""
         self.is_known = self.is_known and is_known
 
@@ -236,10 +236,10 @@ class _Trial(pickle.Unpickler):
         self.check_call(name, args)
         if name in _INERT:
             form = (_INERT_NEW if is_new else _INERT_CALLS).get(name)
-            self.know(form is not None and self.is_known and form(args))
+            self.note_form(form is not None and self.is_known and form(args))
         else:
             # What torch allows may do more with such a value than torch had in mind.
-            self.know(not _has_inert(args))
+            self.note_form(not _has_inert(args))
             self.hashes_items |= name in _HASHING and bool(args)
 
     def check_call(self, name: str, args: _Arguments) -> None:

@@ -65,7 +65,7 @@ class _Call:
         self.is_over = False
         self.missing: list[int] = []
 
-    def look(self) -> None:
+    def note_or_warn(self) -> None:
         """Leave a note, or warn of missing ranks."""
         self.due, now = math.inf, time.monotonic()
         if self._store is None:
@@ -136,7 +136,7 @@ class _Watch:
                     self._changed.wait(max(0.0, seconds))
                     self._wakes_at = -math.inf
                 now = time.monotonic()
-                looks = [call.look for call in self._calls if call.due <= now]
+                looks = [call.note_or_warn for call in self._calls if call.due <= now]
                 clears, self._left = [call.clear for call in self._left], []
             tasks = looks + clears
             del looks, clears

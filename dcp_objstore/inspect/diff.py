@@ -280,7 +280,7 @@ class _Comparison:
                     sums[slab.key].add(a, b)
                     bar.advance(2 * slab.size_bytes)
         finally:
-            bar.settle()
+            bar.flush()
         for key, key_sum in sums.items():
             if key_sum.changed:
                 self._note(key, "changed", **key_sum.stats())

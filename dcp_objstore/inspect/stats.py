@@ -84,7 +84,7 @@ def tensor_stats(
                     sums.add(wide)
                 bar.advance(slab.size_bytes)
     finally:
-        bar.settle()
+        bar.flush()
     some = sums.finite > 0
     return TensorStats(
         key=key,

@@ -105,7 +105,7 @@ class Bar:
             )
             self._bar.refresh()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Replace the bar by a line that says how it ended, unless the log says that."""
         if self._bar is not None:
             self._bar.close()

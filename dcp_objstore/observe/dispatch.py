@@ -43,7 +43,7 @@ _PATIENCE_SECONDS = 10.0
 class _Listener(NamedTuple):
     take: OnEvent
     name: str
-    settle: Callable[[], object]
+    flush: Callable[[], object]
 
 
 class Channel:
@@ -86,7 +86,7 @@ class Channel:
         name: str,
         *,
         detailed: bool,
-        settle: Callable[[], object] = lambda: None,
+        flush: Callable[[], object] = lambda: None,
     ) -> None:
         """Add a listener, which receives the events from now on; what it raises is only logged.
 
@@ -94,17 +94,17 @@ class Channel:
             take: a function that is called with each event, one call at a time.
             name: the listener's name in the log.
             detailed: whether it wants the events of each part and range.
-            settle: a function that is called when no more events are queued, at least once after
+            flush: a function that is called when no more events are queued, at least once after
                 the last event.
         """
-        self._listeners.append(_Listener(take, name, settle))
+        self._listeners.append(_Listener(take, name, flush))
         self.detailed = self.detailed or detailed
 
     def show(self, *, bar: bool, summary: bool) -> None:
         """Add a progress bar, if standard error is a terminal, and the line in the log."""
         if bar and Bar.is_seen():
             shown = Bar(self.operation)
-            self.add(shown.take, "the progress bar", detailed=True, settle=shown.settle)
+            self.add(shown.take, "the progress bar", detailed=True, flush=shown.flush)
         if summary:
             self.add(log_summary, "the log line", detailed=False)
 
@@ -209,14 +209,14 @@ class Channel:
             self.fail(error)
             raise
         finally:
-            self.settle()
+            self.flush()
 
     def _open(self) -> None:
         if self.detailed and self._thread is None:
             # Only listeners can raise there: Ctrl-C comes to the main thread.
             self._thread = spawn(lambda: self._deliver(BaseException), "events")
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until all events so far were delivered; not for ever, if a listener hangs."""
         if not self._queue.empty():
             self._open()
@@ -237,7 +237,7 @@ class Channel:
                 )
         for listener in listeners:
             with self._guarded(listener, Exception):
-                listener.settle()
+                listener.flush()
 
     def _deliver(self, harmless: type[BaseException]) -> None:
         for event in iter(self._queue.get, None):
@@ -324,7 +324,7 @@ class EventSettings:
         channel = Channel(operation, url, rank)
         if self.trace is not None:
             file = TraceFile(trace_path(self.trace, url, rank, world_size))
-            channel.add(file.take, "trace", detailed=True, settle=file.settle)
+            channel.add(file.take, "trace", detailed=True, flush=file.flush)
         if self.on_event is not None:
             channel.add(self.on_event, "on_event", detailed=True)
         return channel

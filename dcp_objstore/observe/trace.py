@@ -117,7 +117,7 @@ class TraceFile:
         """Keep the event."""
         self._events.append(event)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write the file. Log a failure: it must not make the save fail."""
         taken = list(self._events)
         if len(taken) == self._written:

@@ -341,7 +341,7 @@ class ObjectStoreReader(StorageReader):
         else:
             channel = load.channel
         channel.fail(error)
-        channel.settle()
+        channel.flush()
 
     def _opened(self) -> _Load:
         """Return this thread's current load: DCP makes all calls of a load from one thread."""

@@ -246,7 +246,7 @@ class CheckpointManager:
         )
         self._saves: RunSaves | None = None
         self._consensus: StepConsensus | None = None
-        self._group: dist.ProcessGroup | None  # set by `_begin`
+        self._group: dist.ProcessGroup | None  # set by `_set_up`
         self._closed = False
         self._last_step: int | None = None
         self._saves_last = save_last
@@ -282,7 +282,7 @@ class CheckpointManager:
 
     def __enter__(self) -> CheckpointManager:
         """Start to catch signals. A collective."""
-        self._begin()
+        self._set_up()
         self._preemption.install()
         return self
 
@@ -367,7 +367,7 @@ class CheckpointManager:
         finally:
             self._end()  # last, so that no signal cuts the save short
 
-    def _begin(self) -> RunSaves:
+    def _set_up(self) -> RunSaves:
         """On the first call, make the means to agree on a step. A collective."""
         if self._closed:
             raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
@@ -432,7 +432,7 @@ class CheckpointManager:
                 raised by the next save, unless `max_failed_saves` allows it.
         """
         step = as_step(step)
-        saves = self._begin()
+        saves = self._set_up()
         assert self._consensus is not None
         due = self._is_due(step)
         described: dict[str, Any] = {"metrics": metrics, "user_metadata": user_metadata}
@@ -546,7 +546,7 @@ class CheckpointManager:
 
     def _own_run(self) -> RunSaves:
         """Claim the run, on the first call, before anything is loaded or saved. A collective."""
-        saves = self._begin()
+        saves = self._set_up()
         if self._claims_run and self._retainer.claim is None:
             # The manager's own group: without it, each rank would claim the run for itself.
             self._retainer.claim = run_claim.claim_run(
@@ -609,7 +609,7 @@ class CheckpointManager:
             DcpObjstoreError: the load failed for another reason; raised at once.
         """
         step = as_step(step)
-        self._begin().end()  # waits for deletions, too: none may take the step that is loaded
+        self._set_up().end()  # waits for deletions, too: none may take the step that is loaded
         _, refused = capture(lambda: None if step is None else check_step(step))
         raise_on_all(refused, self._url, self._group, same={"step": step})
         self._own_run()
@@ -666,7 +666,7 @@ class CheckpointManager:
         """Return what rank 0 learns, or this rank alone if the manager is closed."""
         if self._closed:
             return ask()
-        self._begin()
+        self._set_up()
         return on_first(ask, self._url, self._group)
 
     def pin(self, step: int, name: str = "pinned") -> tuple[str, ...]:
@@ -704,7 +704,7 @@ class CheckpointManager:
     def _change_pins(
         self, change: Callable[..., tuple[str, ...]], step: int, name: str
     ) -> tuple[str, ...]:
-        self._begin()
+        self._set_up()
         url = step_url(self._url, step)
         return on_first(lambda: change(url, name, **self._access), self._url, self._group)
 

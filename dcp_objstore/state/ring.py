@@ -61,11 +61,11 @@ class Slot:
         self.array: ByteArray = memory.numpy()
         self.tickets: list[Ticket] = []
 
-    def is_settled(self) -> bool:
+    def has_copied(self) -> bool:
         """Whether all copies from and to the slot are complete."""
         return all(ticket.query() for ticket in self.tickets)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies from and to the slot are complete."""
         for ticket in self.tickets:
             ticket.synchronize()
@@ -106,12 +106,12 @@ class Ring:
             slot = self._idle.get_nowait()
         except queue.Empty:
             return self._make()
-        if not slot.is_settled():
+        if not slot.has_copied():
             another = self._make()
             if another is not None:
                 self._idle.put(slot)
                 return another
-        slot.settle()
+        slot.wait_for_copies()
         return slot
 
     def acquire(self, check_stopped: Callable[[], None]) -> Slot:
@@ -124,7 +124,7 @@ class Ring:
         if slot is None:
             check_stopped()
             slot = take(self._idle, look=check_stopped, step_seconds=STEP_SECONDS)
-            slot.settle()
+            slot.wait_for_copies()
         return slot
 
     def release(self, slot: Slot) -> None:

@@ -96,7 +96,7 @@ class RangeSource(ABC):
         Called where `ask_ahead` has sent nothing.
         """
 
-    def failed(
+    def wait_to_ask_again(
         self,
         error: Exception,
         asked_at: float,  # noqa: ARG002
@@ -215,7 +215,9 @@ class Range:
         except Exception as error:  # noqa: BLE001  raised there, if it is not to be asked again
             self._drop()
             self._check_open()  # a request that was cancelled has not failed
-            self._source.failed(error, self._asked_at, had_begun=self._at > self._asked_from)
+            self._source.wait_to_ask_again(
+                error, self._asked_at, had_begun=self._at > self._asked_from
+            )
             return 0
         if came_bytes and self._check_version is not None:
             version = self._answer.version()
@@ -255,7 +257,7 @@ class RetriedSource(RangeSource):
         """Ask for bytes `[start, end)`, or for the first part of them."""
         return self._requests.run(self._tries, partial(self._ask_once, start, end))
 
-    def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
+    def wait_to_ask_again(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Wait until the rest may be asked for, or raise."""
         if had_begun:
             self._tries.restart_clock()

@@ -137,7 +137,7 @@ class Silence:
             self.progress.check_stopped()
             time.sleep(STEP_SECONDS)
 
-    def look(self, parts: int, *, is_open: bool) -> None:
+    def check(self, parts: int, *, is_open: bool) -> None:
         """Ask the store, tell the user, or give up, when it is time to.
 
         Args:

@@ -178,7 +178,7 @@ class _Tracked:
             StoreUnavailableError: it does not, and no part is under way any more.
         """
         parts = sum(part.is_whole for part in list(self._under_way.values()))
-        self._silence.look(parts, is_open=parts > 0 or not self._is_asked)
+        self._silence.check(parts, is_open=parts > 0 or not self._is_asked)
 
     def end(self) -> None:
         """Report the parts that are not reported yet: the object is uploaded."""

@@ -149,7 +149,7 @@ class Save:
             # If the store may not answer, a sweep removes the beacon.
             commit.remove_beacon(self.open(), self.begin.beacon)
         self.channel.fail(error)
-        self.channel.settle()
+        self.channel.flush()
 
     def report(self, objects: Sequence[StoredObject], commit_id: str | None) -> SaveReport:
         """Report on all ranks' objects (on the coordinator) or on this rank's objects."""

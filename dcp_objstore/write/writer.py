@@ -355,7 +355,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             "save", str(self.checkpoint_id), *rank_and_world_size()
         )
         channel.fail(error)
-        channel.settle()
+        channel.flush()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Refuse what cannot be saved, before anything is sent.

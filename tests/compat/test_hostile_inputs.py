@@ -111,7 +111,7 @@ UNPICKLES = {
     "compat.foreign._Unpickler: Unpickler": "`scan`; all globals are stand-ins",
     "compat.values._unsafe_globals: torch.serialization.get_unsafe_globals_in_checkpoint": "`vet`",
     "compat.values.unpickled: torch.load": "`vet`, `vet_old` or `check_safe`; see below",
-    "compat.vet._Trial: Unpickler": "`scan`; all globals are stand-ins",
+    "compat.vet._DryUnpickler: Unpickler": "`scan`; all globals are stand-ins",
     "inspect.plain_values._Plain: Unpickler": "`scan`; no globals",
     "read.planner.load_bytes: torch.load": "`check_safe`, by `ItemRead.finish`",
     "write.staging.state._copied: torch.load": "this process has just written it",

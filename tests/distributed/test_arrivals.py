@@ -91,7 +91,7 @@ def test_every_call_names_the_ranks_that_do_not_make_it_and_goes_on_when_they_co
 def works_long(rank: int, world: int, url: str) -> tuple[list[str], int]:
     """Rank 0 works for all until one rank, once both are in the call, has looked who is missing."""
     store: Any = torch_private.default_store().clone()
-    really = arrivals._Call.look
+    really = arrivals._Call.note_or_warn
     handler = Warned("", "warned")
     looks = 0
 
@@ -112,7 +112,7 @@ def works_long(rank: int, world: int, url: str) -> tuple[list[str], int]:
     with pytest.MonkeyPatch.context() as patch, dos.CheckpointManager(url) as run:
         patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 0.0)
         patch.setattr(arrivals, "_WARNED_AFTER_SECONDS", 0.0)
-        patch.setattr(arrivals._Call, "look", look)
+        patch.setattr(arrivals._Call, "note_or_warn", look)
         patch.setattr(manager, "newest_step", newest)
         logging.getLogger("dcp_objstore").addHandler(handler)
         assert run.latest() == 1
@@ -137,7 +137,7 @@ def short_calls(rank: int, world: int, url: str) -> tuple[int, str]:
     looks: list[arrivals._Call] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrivals, "_NOTED_AFTER_SECONDS", 600.0)
-        patch.setattr(arrivals._Call, "look", looks.append)
+        patch.setattr(arrivals._Call, "note_or_warn", looks.append)
         dos.save({"w": torch.ones(2)}, f"{url}/step", progress=False)
         dos.load({"w": torch.ones(2)}, f"{url}/step", progress=False)
     with (

@@ -592,7 +592,7 @@ def test_bars_are_drawn_from_the_events_on_a_terminal_alone(
 def test_a_bar_counts_what_parts_and_ranges_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     channel, bar = Channel("load", "memory://x"), Bar("load")
-    channel.add(bar.take, "bar", detailed=True, settle=bar.settle)
+    channel.add(bar.take, "bar", detailed=True, flush=bar.flush)
     shared: dict[str, Any] = {"operation": "load", "items": 1, "objects": 1, "requests": 2}
     channel.emit(events.Planned, 0.0, size_bytes=100, **shared)
     for size_bytes in (30, 50):

@@ -74,7 +74,7 @@ def settled(heard: Heard, kind: type[Event], reader: dos.ObjectStoreReader) -> l
     """The events of a kind, once the reader's listeners have heard all."""
     load = getattr(reader._of_thread, "load", None)
     assert load is not None
-    load.channel.settle()
+    load.channel.flush()
     return list(of(kind, heard))
 
 

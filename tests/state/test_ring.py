@@ -147,11 +147,11 @@ def test_there_are_as_many_slots_as_asked_for(count: int) -> None:
 def test_a_slot_is_settled_when_all_of_its_copies_are_complete() -> None:
     lane = LateLane()
     slot = Slot(plain_memory(4))
-    assert slot.is_settled()
+    assert slot.has_copied()
     slot.tickets += [lane.queue(lambda: None) for _ in range(2)]
     slot.tickets[0].synchronize()
-    assert not slot.is_settled()
-    slot.settle()
+    assert not slot.has_copied()
+    slot.wait_for_copies()
     assert lane.copied == 2
     assert slot.tickets == []
 

@@ -383,7 +383,7 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
     slot.begin("another")
     clock.now += 1.5
     if under_way:
-        slot.look()
+        slot.judge_ages()
         assert limiter.window.is_throttled
     cut_at = limiter.window.cut_at
     slot.end("slow", answered=True)
@@ -403,7 +403,7 @@ def test_a_part_is_judged_again_that_has_the_number_of_one_that_was_slow() -> No
     for is_sign in (False, True):  # one alone is none
         slot.begin("slow")
         clock.now += 1.5
-        slot.look()
+        slot.judge_ages()
         assert limiter.window.is_throttled is is_sign
         slot.end("slow", answered=True)
 
@@ -456,7 +456,7 @@ def test_a_slow_request_counts_once_however_often_it_is_looked_at() -> None:
     slot.begin("x")
     clock.now += 1.5
     for _ in range(3):
-        slot.look()
+        slot.judge_ages()
     slot.end("x", answered=True)
     assert not limiter.window.is_throttled
     assert list(slot._verdicts).count(True) == 1
@@ -648,7 +648,7 @@ def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -
         lambda limiter, slot: slot.begin(0),
         lambda limiter, slot: slot.moved(1),
         lambda limiter, slot: slot.end(0, answered=True),
-        lambda limiter, slot: slot.look(),
+        lambda limiter, slot: slot.judge_ages(),
         lambda limiter, slot: slot.close(),
     ],
 )

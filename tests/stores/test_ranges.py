@@ -74,7 +74,7 @@ class Source(RangeSource):
         self.open.append(Piecemeal(self, start, self.limit(end - start), ends=self.ends))
         return self.open[0]
 
-    def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
+    def wait_to_ask_again(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         self.failures -= 1
         if self.failures < 0:
             raise StoreUnavailableError("too often") from error
@@ -154,7 +154,7 @@ def test_what_comes_of_a_library_after_a_range_was_cancelled_is_not_written(wait
                 wait()
             return ReceivedChunks(chunks())
 
-        def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
+        def wait_to_ask_again(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
             pytest.fail("asked again")
 
     into = bytearray(len(BODY))
@@ -210,9 +210,9 @@ def test_only_bytes_that_have_come_begin_the_time_for_retries_anew() -> None:
     requests.tries.return_value = tries
     source = RetriedSource(requests, "k", Mock())
     error = BrokenOffError("planned")
-    source.failed(error, 1.0, had_begun=False)
+    source.wait_to_ask_again(error, 1.0, had_begun=False)
     tries.restart_clock.assert_not_called()
-    source.failed(error, 2.0, had_begun=True)
+    source.wait_to_ask_again(error, 2.0, had_begun=True)
     tries.restart_clock.assert_called_once_with()
     assert [call.args for call in requests.again.call_args_list] == [
         (tries, error, 1.0),

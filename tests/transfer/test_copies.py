@@ -132,7 +132,7 @@ def test_each_part_counts_as_bytes_that_moved_and_as_a_request_that_was_answered
     channel, heard = heard_channel()
     progress = Progress(60, channel)
     copied(store, {"o": sources(5, 6)}, progress)
-    channel.settle()
+    channel.flush()
     assert progress.moved_bytes == 11
     told = [(one.object_key, one.size_bytes) for one in of(PartCopied, heard)]
     assert told == [("o", 5), ("o", 6)]

@@ -65,7 +65,7 @@ def save_parts(
         progress = Progress(60, channel)
         with channel.current(), pytest.raises(DcpObjstoreError) as caught:
             upload_object(store, "o", pieces, plan_parts(8 * PART, PART), config, progress)
-        channel.settle()
+        channel.flush()
         proxy.plan = lambda asked: None
         assert progress.moved_bytes == sum(part.size_bytes for part in of(PartUploaded, heard))
     assert list(bucket.sizes()) == ["warm"]

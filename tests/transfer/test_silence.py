@@ -65,10 +65,10 @@ class Scene:
 
     def look(self, seconds: float, parts: int = 2, *, is_open: bool = True) -> None:
         self.clock.now += seconds
-        self.silence.look(parts, is_open=is_open)
+        self.silence.check(parts, is_open=is_open)
 
     def told(self) -> list[NoAnswer]:
-        self.channel.settle()
+        self.channel.flush()
         return of(NoAnswer, self.heard)
 
 

@@ -449,7 +449,7 @@ def test_a_request_is_asked_for_again_twice_at_most(
     channel, heard = heard_channel()
     with channel.current(), pytest.raises(TransferStalledError):
         Load(holding).run(stall_timeout_seconds=3.0)
-    channel.settle()
+    channel.flush()
     assert holding.asked.count(HELD) == 3
     assert [one.attempt for one in of(Retried, heard)] == [2, 3]
     assert limiter_of(Load(holding).store)._budget == RETRY_BUDGET - 2

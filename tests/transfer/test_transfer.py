@@ -424,7 +424,7 @@ def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
     config = TransferConfig(download_concurrency=8)
     for _ in fetch_ranges(store, ["x"], requests, lambda *_: None, config, progress):
         pass
-    channel.settle()
+    channel.flush()
     rows: dict[int, list[tuple[int, int]]] = {}
     for read in of(RangeRead, heard):
         rows.setdefault(read.worker, []).append((read.start_ns, read.end_ns))
@@ -495,7 +495,7 @@ def test_an_upload_of_any_size_arrives_whole_and_reports_its_parts(size_bytes, t
     channel, heard = heard_channel()
     progress = Progress(60, channel)
     done = upload_object(store, "o", pieces, plan(), config(), progress)
-    channel.settle()
+    channel.flush()
     assert store.get("o", max_size_bytes=100 * MIB)[0] == body.tobytes()
     assert done.size_bytes == size_bytes
     assert done.parts == part_count(size_bytes, PART)
@@ -667,7 +667,7 @@ def test_a_part_under_way_has_the_lowest_number_that_is_free():
     channel, heard = heard_channel()
     pieces = (random_bytes(PART) for _ in range(4))
     upload_object(Holding(), "o", pieces, plan(), config(), Progress(60, channel))
-    channel.settle()
+    channel.flush()
     workers = {part.part: part.worker for part in of(PartUploaded, heard)}
     assert workers == {0: 0, 1: 1, 2: 2, 3: 1}
     assert of(PartUploaded, heard)[0].part == 1  # the first that ended
@@ -769,7 +769,7 @@ def test_a_buffer_is_cut_where_a_part_ends_and_every_part_of_a_whole_object_is_r
     assert body == b"".join(piece.tobytes() for piece in pieces)
     tracked.end()
     held.clear()
-    channel.settle()
+    channel.flush()
     told = [(one.part, one.size_bytes, one.object_key) for one in of(PartUploaded, heard)]
     assert told == [(number, size, "o") for number, size in enumerate(parts)]
     workers = {one.worker for one in of(PartUploaded, heard)}
@@ -796,7 +796,7 @@ def test_of_the_parts_that_ended_only_those_count_that_later_ones_vouch_for() ->
     # While the 7th buffer is asked for, 3 parts were handed over, and one of them must be there.
     assert counts == [0, 0, 0, 0, 0, 0, 10, 10, 20, 20]
     held.clear()  # the transport gives up
-    channel.settle()
+    channel.flush()
     assert [part.part for part in of(PartUploaded, heard)] == [1, 0]
     assert progress.moved_bytes == 20
 
@@ -861,7 +861,7 @@ def test_an_upload_that_is_lost_is_begun_again_and_no_part_is_counted_twice() ->
     progress = Progress(60, channel)
     with channel.current():
         upload_object(store, "o", np.split(body, 15), plan(), config(), progress)
-    channel.settle()
+    channel.flush()
     assert inner.get("o", max_size_bytes=3 * PART)[0] == body.tobytes()
     assert store.streams == 3
     assert [part.part for part in of(PartUploaded, heard)] == [0, 1, 2]
@@ -1354,7 +1354,7 @@ def test_a_damaged_copy_on_this_machine_is_followed_by_two_answers_of_the_store(
             requests = requests_of(100, 100)
             settings, progress = config(), Progress(60)
             list(fetch_ranges(store, ["o"], requests, damaged, settings, progress, local=local))
-        channel.settle()
+        channel.flush()
         assert consumed == most_tries
         told = of(Retried, heard)
         assert [one.attempt for one in told] == list(range(2, most_tries + 1))

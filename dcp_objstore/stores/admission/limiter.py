@@ -148,7 +148,7 @@ class Limiter:
                 if not wait:
                     return False
                 check()
-                slot.look()
+                slot.judge_ages()
                 self._changed.wait(STEP_SECONDS)
             self.in_flight += 1
             self.window = self.window.begun(self._clock(), self.in_flight)
@@ -258,7 +258,7 @@ class AdmissionSlot:
         limiter = self._limiter
         if request in self._begun:
             return True
-        self.look()
+        self.judge_ages()
         if not limiter._take_place(self, check, wait=wait):
             return False
         with limiter._changed:
@@ -317,7 +317,7 @@ class AdmissionSlot:
             if size_bytes:
                 self._moved(size_bytes, in_flight)
 
-    def look(self) -> None:
+    def judge_ages(self) -> None:
         """Judge the requests in flight by their age."""
         with self._limiter._changed:
             now = self._limiter._clock()

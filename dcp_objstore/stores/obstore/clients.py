@@ -24,11 +24,11 @@ from dcp_objstore.stores.obstore.errors import (
     refusal_of,
 )
 from dcp_objstore.stores.obstore.makers import (
-    Maker,
-    azure_maker,
-    gcs_maker,
-    memory_maker,
-    s3_maker,
+    ClientFactory,
+    azure_factory,
+    gcs_factory,
+    memory_factory,
+    s3_factory,
 )
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests, Tries
 
@@ -49,7 +49,11 @@ _BACKOFF = {
     "base": 3,
 }
 Use = Literal["stream", "write", "small", "read", "range", "list"]
-_MAKERS: dict[str, Callable[..., Maker]] = {"s3": s3_maker, "gs": gcs_maker, "az": azure_maker}
+_FACTORIES: dict[str, Callable[..., ClientFactory]] = {
+    "s3": s3_factory,
+    "gs": gcs_factory,
+    "az": azure_factory,
+}
 
 T = TypeVar("T")
 
@@ -74,7 +78,7 @@ class Clients(Requests):
     def __init__(
         self,
         url: StoreUrl,
-        maker: Maker,
+        factory: ClientFactory,
         config: TransferConfig,
         *,
         trust: Callable[[], ssl.SSLContext] = ssl.create_default_context,
@@ -84,13 +88,13 @@ class Clients(Requests):
         super().__init__(
             config,
             judge_obstore,
-            endpoint_url=maker.endpoint_url,
+            endpoint_url=factory.endpoint_url,
             scheme=url.scheme,
             bucket=url.bucket,
         )
-        self._maker = maker
-        self.ordered, self.copier = maker.ordered, maker.copier
-        self.is_secure = not (maker.endpoint_url or "").startswith("http:")
+        self._factory = factory
+        self.ordered, self.copier = factory.ordered, factory.copier
+        self.is_secure = not (factory.endpoint_url or "").startswith("http:")
         self._credentials = credentials
         self._trust = trust
         self._renewals = 0
@@ -126,7 +130,7 @@ class Clients(Requests):
             "retry_timeout": timedelta(seconds=self._policy.patience_seconds),
             "backoff": dict(_BACKOFF),
         }
-        return self._maker.make(
+        return self._factory.new_client(
             {name: timedelta(seconds=value) for name, value in seconds.items()}, retries
         )
 
@@ -245,7 +249,7 @@ class Clients(Requests):
         return super()._judged(tries, error)
 
     def _new_lane(self) -> DirectLane | None:
-        sign = self._maker.sign
+        sign = self._factory.sign
         if sign is None:
             return None
         seconds = min(READ_PROGRESS_SECONDS, self._config.request_timeout_seconds)
@@ -271,8 +275,8 @@ def make_clients(
         ConfigError: an endpoint or certificate that we cannot use.
     """
     if url.scheme == "memory":
-        return Clients(url, memory_maker(url), config)
+        return Clients(url, memory_factory(url), config)
     settings, credentials = find_credentials(url.scheme, options, stripped)
     trust = cache(partial(tls_context, settings.verify))
-    maker = _MAKERS[url.scheme](url, settings, credentials)
-    return Clients(url, maker, config, trust=trust, credentials=credentials)
+    factory = _FACTORIES[url.scheme](url, settings, credentials)
+    return Clients(url, factory, config, trust=trust, credentials=credentials)

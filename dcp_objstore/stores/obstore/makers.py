@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
 # A function that makes a store of obstore from time-outs and the retry configuration.
-Make = Callable[[dict[str, Any], dict[str, Any]], Any]
+NewClient = Callable[[dict[str, Any], dict[str, Any]], Any]
 # A function that makes the GET of a key in the bucket, which a client of obstore may sign.
 Sign = Callable[[Any, str], SignedGet]
 
@@ -61,11 +61,11 @@ _LEAST_LEFT_SECONDS = 60.0
 _memory: PerProcess[dict[str, MemoryStore]] = PerProcess(dict)
 
 
-class Maker(NamedTuple):
+class ClientFactory(NamedTuple):
     """How requests to a bucket are made.
 
     Attributes:
-        make: a function that makes a client; they differ in their time-outs and retries.
+        new_client: a function that makes a client; they differ in their time-outs and retries.
         endpoint_url: the server; None for the provider's own.
         sign: a function that makes a GET for the direct lane; None if it takes more than that.
         ordered: whether a listing may begin behind a key. Directory buckets and Azure's
@@ -73,14 +73,14 @@ class Maker(NamedTuple):
         copier: what asks for copies of whole objects; None where there are none.
     """
 
-    make: Make
+    new_client: NewClient
     endpoint_url: str | None = None
     sign: Sign | None = None
     ordered: bool = True
     copier: Copier | None = None
 
 
-def memory_maker(url: StoreUrl) -> Maker:
+def memory_factory(url: StoreUrl) -> ClientFactory:
     """The memory store of a name: the same one in the whole process."""
 
     def make(_timeouts: dict[str, Any], _retry: dict[str, Any]) -> MemoryStore:
@@ -88,11 +88,11 @@ def memory_maker(url: StoreUrl) -> Maker:
 
         return _memory.here.setdefault(url.bucket, MemoryStore())
 
-    return Maker(make)
+    return ClientFactory(make)
 
 
-def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Maker:
-    """Return the maker for an S3 bucket.
+def s3_factory(url: StoreUrl, settings: S3Options, credentials: Credentials) -> ClientFactory:
+    """Return the factory for an S3 bucket.
 
     Raises:
         ConfigError: an endpoint or a region that cannot be used.
@@ -141,7 +141,7 @@ def s3_maker(url: StoreUrl, settings: S3Options, credentials: Credentials) -> Ma
     if not (settings.requester_pays or config["s3_express"]):
         sign = _unsigned(of_bucket) if settings.anon else _signed_url
     make = _make(S3Store, config, credentials, endpoint=endpoint, verify=settings.verify)
-    return Maker(make, endpoint, sign, ordered=not is_directory_bucket(url.bucket))
+    return ClientFactory(make, endpoint, sign, ordered=not is_directory_bucket(url.bucket))
 
 
 def _is_express(bucket: str, endpoint: str | None) -> bool:
@@ -164,8 +164,8 @@ def _is_express(bucket: str, endpoint: str | None) -> bool:
     return True
 
 
-def gcs_maker(url: StoreUrl, options: GcsOptions, credentials: Credentials) -> Maker:
-    """Return the maker for a GCS bucket.
+def gcs_factory(url: StoreUrl, options: GcsOptions, credentials: Credentials) -> ClientFactory:
+    """Return the factory for a GCS bucket.
 
     Raises:
         ConfigError: an endpoint that cannot be used.
@@ -193,11 +193,11 @@ def gcs_maker(url: StoreUrl, options: GcsOptions, credentials: Credentials) -> M
     make = _make(
         GCSStore, config, credentials, endpoint=endpoint, verify=options.verify, headers=headers
     )
-    return Maker(make, endpoint, signs, copier=copier)
+    return ClientFactory(make, endpoint, signs, copier=copier)
 
 
-def azure_maker(url: StoreUrl, options: AzureOptions, credentials: Credentials) -> Maker:
-    """Return the maker for an Azure container.
+def azure_factory(url: StoreUrl, options: AzureOptions, credentials: Credentials) -> ClientFactory:
+    """Return the factory for an Azure container.
 
     Raises:
         ConfigError: an endpoint that cannot be used.
@@ -232,7 +232,7 @@ def azure_maker(url: StoreUrl, options: AzureOptions, credentials: Credentials) 
     if provider is not None and (credentials.renew is not None or "sas_token" not in provider()):
         copier = Copier(server, partial(azure_headers, account, provider), azure_steps)
     make = _make(AzureStore, config, credentials, endpoint=endpoint, verify=options.verify)
-    return Maker(make, endpoint, signs, ordered=False, copier=copier)
+    return ClientFactory(make, endpoint, signs, ordered=False, copier=copier)
 
 
 def _make(
@@ -243,7 +243,7 @@ def _make(
     endpoint: str | None,
     verify: bool | str,
     headers: Mapping[str, str] | None = None,
-) -> Make:
+) -> NewClient:
     """Return what makes a store of obstore, of the configuration that all clients share."""
     client: dict[str, Any] = {}
     proxies = urllib.request.getproxies()

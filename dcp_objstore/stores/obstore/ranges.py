@@ -85,7 +85,7 @@ class ObstoreSource(RetriedSource):
         except Exception as error:  # noqa: BLE001  raised again, if no other is to be asked
             return self._other(self._path, error).ask(start, end)
 
-    def failed(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
+    def wait_to_ask_again(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:
         """Wait until the rest may be asked for, or raise.
 
         What the lane does not give, obstore is asked for. A store that is throttling throttles
@@ -96,7 +96,7 @@ class ObstoreSource(RetriedSource):
             if not error.broke_off:
                 emit_retry(self._path, 2, str(error), asked_at)
                 return
-        super().failed(error, asked_at, had_begun=had_begun)
+        super().wait_to_ask_again(error, asked_at, had_begun=had_begun)
 
 
 def _ask_obstore(clients: Clients, path: str, in_memory: bool, start: int, end: int) -> Answer:
