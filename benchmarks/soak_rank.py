@@ -28,7 +28,7 @@ from dcp_objstore.checkpoint import sweep
 from dcp_objstore.checkpoint.names import MARKER_KEY
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, StoreUnavailableError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.uploads.open import open_uploads
+from dcp_objstore.stores.spec import open_uploads
 from tests.support.launcher import say
 
 # Shorter than a real job may have it, so that what dead saves leave is removed within the run.

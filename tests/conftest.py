@@ -26,7 +26,7 @@ from hypothesis import settings
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.stores import ObjectStore, StoreSpec, spec
 from dcp_objstore.stores.admission import limiter
-from dcp_objstore.stores.obstore import makers
+from dcp_objstore.stores.obstore import factory
 from dcp_objstore.stores.retries import RetryPolicy
 from tests.support import campaign
 from tests.support.azurite import AzureBucket, Azurite
@@ -176,7 +176,7 @@ def memory_is_given_back() -> Iterator[None]:
     """What a module put into `memory://` stores goes with it, some gigabytes in all."""
     yield
     spec._clients.here.clear()
-    makers._memory.here.clear()
+    factory._memory.here.clear()
     # glibc keeps what it was given back: half of what a process here holds.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -18,7 +18,7 @@ from dcp_objstore.errors import (
     RankFailedError,
     UnsupportedError,
 )
-from dcp_objstore.stores.options.schemes import are_known, public_options
+from dcp_objstore.stores.schemes import are_known, public_options
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 
 _NO_GROUP_TEXT = "torch.distributed is disabled"

@@ -28,8 +28,8 @@ from dcp_objstore.stores.ranges import read_range
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
+    from dcp_objstore.stores.s3.unfinished import S3Uploads
     from dcp_objstore.stores.spec import StoreSpec
-    from dcp_objstore.stores.uploads.s3 import S3Uploads
 
 logger = logging.getLogger("dcp_objstore")
 

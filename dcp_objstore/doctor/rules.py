@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from dcp_objstore.doctor.checks import Verdict, not_made, ok, warning
 from dcp_objstore.observe.report import counted, size_text
-from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dcp_objstore.stores.uploads.s3 import S3Uploads
+    from dcp_objstore.stores.s3.unfinished import S3Uploads
     from dcp_objstore.stores.urls import StoreUrl
 
 # No save takes longer, so an older upload will hardly be finished.
 _OLD = timedelta(hours=24)
+LIFECYCLE_DAYS: Final = 2
+_RULE_ID: Final = "dcp-objstore-incomplete-uploads"
 
 
 def lifecycle(uploads: Callable[[], S3Uploads], url: StoreUrl) -> Verdict:
@@ -73,3 +74,60 @@ def unfinished(uploads: S3Uploads, url: StoreUrl) -> Verdict:
         )
     young = f"{len(listed)} of the last day ({size_text(all_bytes)}), perhaps of running saves"
     return ok(young if listed else "none below the URL", **details)
+
+
+def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None:
+    """Return the days after which rules remove unfinished uploads below a prefix; None: never.
+
+    Args:
+        rules: the bucket's rules, in the form of S3.
+        prefix: a prefix with a slash at its end; empty for the whole bucket.
+    """
+    days = [
+        rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"]
+        for rule in rules
+        if rule.get("Status") == "Enabled"
+        and "DaysAfterInitiation" in rule.get("AbortIncompleteMultipartUpload", {})
+        and prefix.startswith(_rule_prefix(rule))
+    ]
+    return min(days, default=None)
+
+
+def _rule_prefix(rule: Mapping[str, Any]) -> str:
+    """Return the prefix of an S3 rule, in its old or new form.
+
+    They are in "Elements to describe lifecycle actions".
+    """
+    scope = rule.get("Filter", {})
+    inner = scope.get("And", scope)
+    return str(inner.get("Prefix", rule.get("Prefix", "")))
+
+
+def lifecycle_configuration(
+    scheme: str, prefix: str, rules: Sequence[Mapping[str, Any]] = (), days: int = LIFECYCLE_DAYS
+) -> str:
+    """The lifecycle configuration that removes unfinished uploads below a prefix, as JSON.
+
+    Args:
+        scheme: `s3`: for `aws s3api put-bucket-lifecycle-configuration`, which replaces all rules
+            of the bucket; `gs`: for `gcloud storage buckets update --lifecycle-file`, as well,
+            whose other rules are not known here.
+        prefix: a prefix with a slash at its end; empty for the whole bucket.
+        rules: the rules that the bucket has, which are kept.
+        days: the number of days after the upload was begun. It must be longer than the longest
+            save.
+    """
+    if scheme == "gs":
+        condition: dict[str, object] = {"age": days}
+        if prefix:
+            condition["matchesPrefix"] = [prefix]
+        advised = {"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": condition}
+        return json.dumps({"rule": [advised]})
+    advised = {
+        "ID": _RULE_ID,
+        "Status": "Enabled",
+        "Filter": {"Prefix": prefix},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": days},
+    }
+    others = [rule for rule in rules if rule.get("ID") != _RULE_ID]
+    return json.dumps({"Rules": [*others, advised]}, default=str)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import DcpObjstoreError, InputError
-from dcp_objstore.stores.uploads.open import open_bucket_uploads
-from dcp_objstore.stores.uploads.s3 import S3Uploads
+from dcp_objstore.stores.s3.unfinished import S3Uploads
+from dcp_objstore.stores.spec import open_bucket_uploads
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore

@@ -190,7 +190,7 @@ def list_checkpoints(
     uploads: dict[str, list[UnfinishedUpload]] | None = None
     unseen = None
     if everything:
-        from dcp_objstore.stores.uploads.open import open_uploads
+        from dcp_objstore.stores.spec import open_uploads
 
         uploads = defaultdict(list)
         try:

@@ -25,12 +25,12 @@ from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_
 from dcp_objstore.compat.derived import StockDotMetadata
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.uploads.open import open_uploads
+from dcp_objstore.stores.spec import open_uploads
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.local import LocalUploads
-    from dcp_objstore.stores.uploads.s3 import S3Uploads
+    from dcp_objstore.stores.s3.unfinished import S3Uploads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -345,11 +345,11 @@ def check_came(came_bytes: int, start: int, end: int) -> None:
 
 def read_range(store: ObjectStore, key: str, start: int, end: int) -> bytearray:
     """Read bytes `[start, end)` of an object into new memory. See `ObjectStore.open_range`."""
-    into = bytearray(end - start)
 
-    def read() -> None:
+    def read() -> bytearray:
         with store.open_range(key, start, end) as body:
+            into = bytearray(end - start)
             body.readinto(memoryview(into))
+        return into
 
-    wait_for(read)
-    return into
+    return wait_for(read)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import ConfigError
+from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.options.schemes import (
+from dcp_objstore.stores.schemes import (
     check_options,
     is_foreign,
     protocols,
@@ -29,8 +30,10 @@ from dcp_objstore.stores.options.schemes import (
 from dcp_objstore.stores.urls import StoreUrl, parse_url
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.boto3 import Boto3Clients, Boto3Store
+    from dcp_objstore.stores.local import LocalUploads
     from dcp_objstore.stores.protocol import ObjectStore
+    from dcp_objstore.stores.s3.boto3 import Boto3Clients, Boto3Store
+    from dcp_objstore.stores.s3.unfinished import S3Uploads
 
 C = TypeVar("C")
 
@@ -135,7 +138,7 @@ class StoreSpec:
         Raises:
             ConfigError, CredentialsError: see `Boto3Clients`.
         """
-        from dcp_objstore.stores.boto3 import Boto3Clients
+        from dcp_objstore.stores.s3.boto3 import Boto3Clients
 
         return self._shared(Boto3Clients)
 
@@ -215,7 +218,7 @@ def _open_local(spec: StoreSpec) -> ObjectStore:
 def _open_obstore(spec: StoreSpec) -> ObjectStore:
     import obstore.store  # noqa: F401  now, not in the thread of a request: a fork may come then
 
-    from dcp_objstore.stores.obstore.clients import make_clients
+    from dcp_objstore.stores.clients import make_clients
     from dcp_objstore.stores.obstore.store import ObstoreStore, guard_fork
 
     guard_fork()
@@ -226,20 +229,20 @@ def _open_obstore(spec: StoreSpec) -> ObjectStore:
 
 
 def _open_boto3(spec: StoreSpec) -> Boto3Store:
-    from dcp_objstore.stores.boto3 import Boto3Store
+    from dcp_objstore.stores.s3.boto3 import Boto3Store
 
     return Boto3Store(spec.parsed, spec.boto3_clients())
 
 
 def _open_fsspec(spec: StoreSpec) -> ObjectStore:
-    from dcp_objstore.stores.errors import is_of
-    from dcp_objstore.stores.fsspec.filesystems import S3FS, make_filesystems
-    from dcp_objstore.stores.fsspec.s3 import S3fsStore
+    from dcp_objstore.stores.clients import make_filesystems
     from dcp_objstore.stores.fsspec.store import FsspecStore
+    from dcp_objstore.stores.s3.s3fs import S3Filesystems, S3fsStore
 
     filesystems = spec._shared(make_filesystems)
-    is_s3fs = is_of(type(filesystems.read), S3FS)
-    return (S3fsStore if is_s3fs else FsspecStore)(spec.parsed, filesystems)
+    if isinstance(filesystems, S3Filesystems):
+        return S3fsStore(spec.parsed, filesystems)
+    return FsspecStore(spec.parsed, filesystems)
 
 
 # What carries the requests to which store; fsspec carries them to any.
@@ -321,3 +324,49 @@ def _frozen(value: object) -> object:
     except TypeError:
         return id(value)
     return value
+
+
+def open_uploads(spec: StoreSpec) -> S3Uploads | LocalUploads:
+    """Open the unfinished uploads below a URL; on `file://` the temporary objects.
+
+    Raises:
+        As `open_bucket_uploads`.
+    """
+    from dcp_objstore.stores.local import LocalUploads
+
+    if spec.parsed.scheme == "file":
+        return LocalUploads(Path(spec.parsed.prefix))
+    return open_bucket_uploads(spec)
+
+
+def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
+    """Open the multipart uploads below a URL, and what the bucket does with them.
+
+    Raises:
+        UnsupportedError: it is not S3, or boto3 is not installed; says what to do instead.
+        ConfigError, CredentialsError: as for the store.
+    """
+    from dcp_objstore.stores.s3.unfinished import S3Uploads, boto_errors
+
+    url = spec.parsed
+    if url.scheme in ("file", "memory"):
+        raise UnsupportedError(f"{url.scheme}:// has no multipart uploads")
+    if url.scheme == "az":
+        raise UnsupportedError(
+            "unfinished uploads to az:// cannot be listed; Azure removes their blocks by itself, a"
+            " week after the last one"
+        )
+    if url.scheme != "s3":
+        raise UnsupportedError(
+            f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"
+            " bucket removes them"
+        )
+    if importlib.util.find_spec("boto3") is None:
+        raise UnsupportedError(
+            "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"
+        )
+    with boto_errors(spec.url):
+        clients = spec.boto3_clients()
+        client = clients.get("write")
+    root = f"{url.prefix}/" if url.prefix else ""
+    return S3Uploads(client, clients, bucket=url.bucket, root=root, extra=clients.payer)

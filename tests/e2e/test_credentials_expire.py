@@ -20,8 +20,8 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.credentials.aws import of_botocore
-from dcp_objstore.stores.credentials.base import Renewing
+from dcp_objstore.stores.credentials import Renewing
+from dcp_objstore.stores.s3.credentials import of_botocore
 from tests.support.proxy import Asked, Fault, Refuse
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.slow_sink import SlowSink

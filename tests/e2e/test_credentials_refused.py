@@ -143,7 +143,8 @@ def test_gcs_a_save_that_is_refused_in_a_part_can_be_tried_again_with_the_same_w
 def test_gcs_a_listing_that_is_refused_in_its_midst_goes_on_where_it_was(
     bucket: Bucket, gcs_server: MotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_objstore.stores.obstore.store._PAGE_KEYS", 60)
+    for adapter in ("obstore.store", "base"):
+        monkeypatch.setattr(f"dcp_objstore.stores.{adapter}._PAGE_KEYS", 60)
     tokens = ShortLived(gcs_server, HOUR_SECONDS)
     gcs_server.create_bucket("in-pages")
     post(f"{gcs_server.gcs_endpoint_url}/o/pages?bucket=in-pages&keys=60")
@@ -259,9 +260,9 @@ def test_azure_a_key_that_is_refused_says_that_nobody_can_renew_it(azurite: Azur
 def test_the_end_of_a_signature_is_told() -> None:
     from azure.storage.blob import generate_container_sas
 
-    from dcp_objstore.stores.credentials.azure import find_azure_credentials
-    from dcp_objstore.stores.options.azure import AzureOptions
-    from dcp_objstore.stores.options.schema import parse
+    from dcp_objstore.stores.azure.credentials import find_azure_credentials
+    from dcp_objstore.stores.azure.options import AzureOptions
+    from dcp_objstore.stores.options import parse
 
     end = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
     sas = generate_container_sas(ACCOUNT, BUCKET, KEY, permission="r", expiry=end)

@@ -399,7 +399,7 @@ def test_uploads_that_cannot_be_listed_hide_nothing_else(
     def fail(_: object) -> None:
         raise error
 
-    monkeypatch.setattr("dcp_objstore.stores.uploads.open.open_uploads", fail)
+    monkeypatch.setattr("dcp_objstore.stores.spec.open_uploads", fail)
     found = dos.list_checkpoints(run, everything=True)
     assert [one.name for one in found.checkpoints] == ["step-1"]
     assert found.uploads_unseen == error.message

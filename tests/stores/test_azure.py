@@ -21,9 +21,9 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.credentials.azure import find_azure_credentials
-from dcp_objstore.stores.options.azure import AzureOptions
-from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.azure.credentials import find_azure_credentials
+from dcp_objstore.stores.azure.options import AzureOptions
+from dcp_objstore.stores.options import parse
 from tests.contract import PART, ExpectedError, StoreContract, put_broken
 from tests.support.azurite import ACCOUNT, KEY, Azurite
 from tests.support.servers import BUCKET, Bucket

@@ -31,8 +31,8 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.boto3 import JoinedBuffers
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, CopySource, IfAbsent, Version
+from dcp_objstore.stores.s3.boto3 import JoinedBuffers
 from dcp_objstore.stores.s3.upload import MultipartUpload
 from tests.contract import PART, BucketContract, StoreContract
 from tests.contract.buckets import S3_LACKS

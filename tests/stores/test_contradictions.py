@@ -8,8 +8,8 @@ import pytest
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.options import parse
+from dcp_objstore.stores.s3.options import S3Options
 
 KEYS = {"key": "KEYOFMINE", "secret": "SECRETOFMINE"}
 

@@ -12,9 +12,9 @@ import pytest
 
 from dcp_objstore.errors import ConfigError, CredentialsError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.credentials.google import find_gcs_credentials
-from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
+from dcp_objstore.stores.gcs.options import GcsOptions
+from dcp_objstore.stores.options import parse
 from tests.support.scripted import Answer, ScriptedServer
 from tests.support.servers import Bucket, MotoServer
 

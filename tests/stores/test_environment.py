@@ -7,10 +7,10 @@ import pytest
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import StoreSpec, open_store
-from dcp_objstore.stores.fsspec.filesystems import make_filesystems
-from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.clients import make_filesystems
+from dcp_objstore.stores.gcs.options import GcsOptions
+from dcp_objstore.stores.options import parse
+from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.urls import parse_url
 from tests.support.proxy import Asked
 from tests.support.scripted import Answer, ScriptedServer

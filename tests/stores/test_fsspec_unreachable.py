@@ -11,7 +11,7 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, PermissionDeniedError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, open_store
-from dcp_objstore.stores.fsspec.errors import judge_fsspec
+from dcp_objstore.stores.s3.s3fs import judge_s3fs
 from tests.support.scripted import RawServer, refusing
 
 S3 = {"key": "a", "secret": "b"}
@@ -95,6 +95,6 @@ def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(
 def test_a_connection_that_was_never_made_is_no_wrong_setting() -> None:
     from botocore.exceptions import EndpointConnectionError
 
-    found = judge_fsspec(EndpointConnectionError(endpoint_url="http://x")).error
+    found = judge_s3fs(EndpointConnectionError(endpoint_url="http://x")).error
     assert type(found) is StoreUnavailableError
     assert "check endpoint_url and that the server runs" in found.message

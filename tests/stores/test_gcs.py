@@ -23,8 +23,8 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import IfVersion, ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.credentials.google import find_gcs_credentials
-from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
+from dcp_objstore.stores.gcs.options import GcsOptions
 from tests.contract import PART, ExpectedError, put_broken
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.servers import Bucket, MotoServer

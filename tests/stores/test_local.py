@@ -46,7 +46,7 @@ from dcp_objstore.stores import (
     local,
     open_store,
 )
-from dcp_objstore.stores.uploads.open import open_uploads
+from dcp_objstore.stores.spec import open_uploads
 from tests.contract import ExpectedError, keys, read
 
 

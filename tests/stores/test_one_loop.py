@@ -15,7 +15,7 @@ from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.ranges import read_range
-from dcp_objstore.stores.uploads.open import open_uploads
+from dcp_objstore.stores.spec import open_uploads
 from tests.support.scripted import Answer, RawServer, ScriptedServer
 from tests.support.verbs import VERBS
 

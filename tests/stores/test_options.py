@@ -10,7 +10,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.options.schemes import SCHEMAS
+from dcp_objstore.stores.schemes import SCHEMAS
 
 # Of HTTP clients in general, not of S3: obstore takes them elsewhere.
 OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}

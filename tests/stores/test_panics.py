@@ -20,7 +20,7 @@ UNUSED = "http://127.0.0.1:1"  # nothing is sent
 # No header can hold the line break: obstore panics when it signs a request. Such variables are
 # refused, so the tests of what becomes of a panic switch that off.
 PANICKING = {"AWS_ACCESS_KEY_ID": "a\nb", "AWS_SECRET_ACCESS_KEY": "SECRET"}
-CHECK = "dcp_objstore.stores.credentials.base.cannot_be_sent"
+CHECK = "dcp_objstore.stores.credentials.cannot_be_sent"
 KEYS = {"key": "a", "secret": "b"}
 
 

@@ -12,11 +12,11 @@ import pytest
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
-from dcp_objstore.stores.endpoint import s3_checksum
-from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.protocol import IfAbsent
 from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
+from dcp_objstore.stores.s3.endpoint import s3_checksum
+from dcp_objstore.stores.s3.options import S3Options
 from tests.support.s3_requests import carrying, requests_of
 from tests.support.scripted import Answer, RawServer, ScriptedServer
 from tests.support.servers import Bucket

@@ -11,6 +11,7 @@ import pytest
 
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.config import TransferConfig
+from dcp_objstore.doctor.rules import covering_days, lifecycle_configuration
 from dcp_objstore.errors import (
     BucketNotFoundError,
     CredentialsError,
@@ -20,8 +21,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import UnfinishedUpload
-from dcp_objstore.stores.uploads.lifecycle import covering_days, lifecycle_configuration
-from dcp_objstore.stores.uploads.open import open_uploads
+from dcp_objstore.stores.spec import open_uploads
 from tests.support.bucket_rules import incomplete_upload_rule, versioning
 from tests.support.scripted import Scripted
 from tests.support.servers import READ_ONLY, Bucket

@@ -12,9 +12,9 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError
 from dcp_objstore.stores import open_store
-from dcp_objstore.stores.endpoint import s3_checksum
-from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.options import parse
+from dcp_objstore.stores.s3.endpoint import s3_checksum
+from dcp_objstore.stores.s3.options import S3Options
 from tests.support.ranks import run_alone
 from tests.support.servers import Bucket
 from tests.support.verbs import VERBS

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+from dcp_objstore.doctor.rules import covering_days
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.uploads.lifecycle import covering_days
-from dcp_objstore.stores.uploads.open import open_bucket_uploads
+from dcp_objstore.stores.spec import open_bucket_uploads
 
 
 def incomplete_upload_rule(spec: StoreSpec) -> int | None:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from dcp_objstore.stores.options.schemes import options_table
+from dcp_objstore.stores.schemes import options_table
 
 ROOT: Final = Path(__file__).parents[2]
 OPTIONS_PAGE: Final = ROOT / "docs" / "options.md"

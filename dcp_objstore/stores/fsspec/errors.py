@@ -2,7 +2,7 @@
 
 fsspec has no errors of its own but one for time-outs; its filesystems raise builtin ones, and those
 of whatever library they stand on. Those carry the status of the answer under a few names, which are
-looked for here. s3fs raises builtin ones from botocore's, which `s3.errors` translates.
+looked for here. s3fs raises builtin ones from botocore's, which `s3.s3fs` reads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import errors
 from dcp_objstore.stores.errors import Facts, Meaning
-from dcp_objstore.stores.s3.errors import read_botocore
 
 # What the errors mean that libraries raise without a status.
 _BY_NAME: dict[str, type[DcpObjstoreError]] = {
@@ -43,13 +42,11 @@ def read_fsspec(error: Exception) -> Facts:
 
     The status of the store's answer counts first, then a library's type, errno and builtin type.
     """
-    if is_of_botocore(error):
-        return read_botocore(error)
     status = _http_status(error)
     kind = errors.kind_of_answer(status, None) or _kind(error)
     text: str = str(error)
     words: str | None = type(error).__name__
-    connected, timed_out = not _is_from(error, *_UNREACHED), _is_from(error, _LATE)
+    connected, timed_out = not is_from(error, *_UNREACHED), is_from(error, _LATE)
     if kind is StoreFullError:
         text, words = getattr(error, "strerror", None) or text, None
     elif kind is StoreUnavailableError and status is None and (timed_out or not connected):
@@ -66,12 +63,7 @@ def read_fsspec(error: Exception) -> Facts:
 judge_fsspec = partial(errors.judge, read=read_fsspec)
 
 
-def is_of_botocore(error: BaseException) -> bool:
-    """Whether an error is botocore's, or was raised from one, as those of s3fs are."""
-    return _is_from(error, "botocore")
-
-
-def _is_from(error: BaseException, *names: str) -> bool:
+def is_from(error: BaseException, *names: str) -> bool:
     """Whether an error or one of its causes is of these types; see `is_of`."""
     return any(errors.is_of(type(cause), *names) for cause in errors.causes(error))
 
@@ -97,5 +89,5 @@ def _kind(error: BaseException) -> type[DcpObjstoreError]:
     """Return the type for an error without a status."""
     if type(error) is OSError and str(error).startswith("Forbidden"):
         return PermissionDeniedError  # what gcsfs makes of a 403
-    kinds = (kind for name, kind in _BY_NAME.items() if _is_from(error, name))
+    kinds = (kind for name, kind in _BY_NAME.items() if is_from(error, name))
     return next(kinds, None) or errors.kind_of_builtin(error)

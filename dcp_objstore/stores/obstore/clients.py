@@ -5,30 +5,21 @@ from __future__ import annotations
 import http.client
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS
-from dcp_objstore.stores.credentials.base import Credentials
-from dcp_objstore.stores.credentials.find import find_credentials
-from dcp_objstore.stores.endpoint import answer_to, tls_context
+from dcp_objstore.stores.credentials import Credentials
+from dcp_objstore.stores.endpoint import answer_to
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.obstore.errors import (
     RefusedError,
     http_code,
     judge_obstore,
     refusal_of,
-)
-from dcp_objstore.stores.obstore.makers import (
-    ClientFactory,
-    azure_factory,
-    gcs_factory,
-    memory_factory,
-    s3_factory,
 )
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests, Tries
 
@@ -37,6 +28,7 @@ if TYPE_CHECKING:
     from urllib.request import Request
 
     from dcp_objstore.stores.errors import Failure
+    from dcp_objstore.stores.obstore.factory import ClientFactory
     from dcp_objstore.stores.urls import StoreUrl
 
 # The pauses of the parts of uploads, which only obstore itself can send again. It has a jitter of
@@ -49,11 +41,6 @@ _BACKOFF = {
     "base": 3,
 }
 Use = Literal["stream", "write", "small", "read", "range", "list"]
-_FACTORIES: dict[str, Callable[..., ClientFactory]] = {
-    "s3": s3_factory,
-    "gs": gcs_factory,
-    "az": azure_factory,
-}
 
 T = TypeVar("T")
 
@@ -254,29 +241,3 @@ class Clients(Requests):
             return None
         seconds = min(READ_PROGRESS_SECONDS, self._config.request_timeout_seconds)
         return DirectLane(lambda path: sign(self.get("range"), path), seconds, self._trust)
-
-
-def make_clients(
-    url: StoreUrl,
-    options: Mapping[str, Any],
-    config: TransferConfig,
-    stripped: tuple[str, ...] = (),
-) -> Clients:
-    """Clients for the bucket of a URL.
-
-    Args:
-        url: a URL of the bucket; its prefix is not used.
-        options: the options that `check_options` has checked.
-        config: time-outs and retries.
-        stripped: names of options that were left behind when the spec was pickled.
-
-    Raises:
-        CredentialsError: there are none.
-        ConfigError: an endpoint or certificate that we cannot use.
-    """
-    if url.scheme == "memory":
-        return Clients(url, memory_factory(url), config)
-    settings, credentials = find_credentials(url.scheme, options, stripped)
-    trust = cache(partial(tls_context, settings.verify))
-    factory = _FACTORIES[url.scheme](url, settings, credentials)
-    return Clients(url, factory, config, trust=trust, credentials=credentials)

@@ -7,15 +7,11 @@ is sent again copies the same bytes once more, so it does not matter if an answe
 
 from __future__ import annotations
 
-import base64
-import hmac
-import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from email.message import Message
-from email.utils import formatdate
-from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import parse_qsl, quote, urlsplit
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
 from urllib.request import Request
 
 from dcp_objstore.errors import (
@@ -36,8 +32,6 @@ Ask = Callable[[str, str, Mapping[str, str]], tuple[Message, bytes]]
 # What yields the bytes that are copied so far, and whether there is something under the key.
 Steps = Generator[tuple[int, bool]]
 
-# The first version of Azure's REST API with access tokens is of 2017.
-AZURE_VERSION = "2023-11-03"
 # The patience with a copy that has begun and does not go on.
 _PENDING = RetryPolicy(None, 60.0)
 
@@ -92,7 +86,7 @@ def copy_object(
 
         return send(f"{method} in a copy of {source.url}", make)
 
-    head, _ = ask("HEAD", _path(origin), {})
+    head, _ = ask("HEAD", path_of(origin), {})
     size_bytes = int(head["Content-Length"])
     if head["ETag"] != source.version.e_tag:
         raise PreconditionFailedError(f"{source.url} was changed by another writer")
@@ -116,65 +110,6 @@ def copy_object(
         raise
 
 
-def _path(url: StoreUrl) -> str:
+def path_of(url: StoreUrl) -> str:
+    """Return the path of an object in the URLs of requests."""
     return f"/{url.bucket}/{quote(url.prefix)}"
-
-
-def gcs_steps(_: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message) -> Steps:
-    """Copy by "Objects: rewrite" of the JSON API; what takes long takes several requests."""
-    places = [f"b/{url.bucket}/o/{quote(url.prefix, safe='')}" for url in (source, target)]
-    path = f"/storage/v1/{'/rewriteTo/'.join(places)}"
-    path += f"?ifSourceGenerationMatch={head['x-goog-generation']}"
-    token, done = "", False
-    while not done:
-        _headers, body = ask("POST", path + token, {})
-        answer = json.loads(body)
-        done = answer["done"]
-        token = f"&rewriteToken={quote(answer.get('rewriteToken', ''), safe='')}"
-        yield int(answer["totalBytesRewritten"]), done
-
-
-def azure_steps(
-    copier: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message
-) -> Steps:
-    """Copy by "Copy Blob"; wait where Azure has only begun, and abort what is given up."""
-    condition = {"x-ms-source-if-match": head["ETag"]}
-    url = copier.server + _path(source)
-    answer, _ = ask("PUT", _path(target), {"x-ms-copy-source": url, **condition})
-    try:
-        while (status := answer["x-ms-copy-status"]) != "success":
-            yield int(answer.get("x-ms-copy-progress", "0").partition("/")[0]), True
-            if status != "pending":
-                raise StoreUnavailableError(f"Azure's copy is not a success: {status}")
-            answer, _ = ask("HEAD", _path(target), {})
-    except BaseException:
-        with suppress(Exception):
-            query = f"comp=copy&copyid={answer['x-ms-copy-id']}"
-            ask("PUT", f"{_path(target)}?{query}", {"x-ms-copy-action": "abort"})
-        raise
-    yield int(head["Content-Length"]), True
-
-
-def azure_headers(
-    account: str | None,
-    provider: Callable[[], Any],
-    method: str,
-    url: str,
-    asked: Mapping[str, str],
-) -> Mapping[str, str]:
-    """Sign a request to Azure with the account's key or an access token.
-
-    Both hold for the source of a copy in the same account, too. ("Authorize with Shared Key"; of
-    the headers that would be signed, only Azure's own are sent.)
-    """
-    credentials = provider()
-    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": AZURE_VERSION, **asked}
-    if "access_key" not in credentials:
-        return {**headers, "Authorization": f"Bearer {credentials['token']}"}
-    parts = urlsplit(url)
-    named = "".join(f"{name}:{value}\n" for name, value in sorted(headers.items()))
-    query = "".join(f"\n{name}:{value}" for name, value in sorted(parse_qsl(parts.query)))
-    text = method + 12 * "\n" + f"{named}/{account}{parts.path}{query}"
-    digest = hmac.digest(base64.b64decode(credentials["access_key"]), text.encode(), "sha256")
-    signature = base64.b64encode(digest).decode()
-    return {**headers, "Authorization": f"SharedKey {account}:{signature}"}

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.endpoint import s3_checksum
+from dcp_objstore.stores.s3.endpoint import s3_checksum
 
 if TYPE_CHECKING:
-    from dcp_objstore.stores.options.s3 import S3Options
+    from dcp_objstore.stores.s3.options import S3Options
 
 _Crc = Callable[[memoryview, int], int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.schema import (
+from dcp_objstore.stores.options import (
     Schema,
     check_certificates,
     check_endpoint,

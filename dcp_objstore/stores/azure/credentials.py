@@ -17,7 +17,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from dcp_objstore.errors import ConfigError, CredentialsError
-from dcp_objstore.stores.credentials.base import (
+from dcp_objstore.stores.azure.options import AzureOptions
+from dcp_objstore.stores.credentials import (
     ANONYMOUS,
     Credentials,
     Renewing,
@@ -27,7 +28,6 @@ from dcp_objstore.stores.credentials.base import (
     lost,
     metadata_answers,
 )
-from dcp_objstore.stores.options.azure import AzureOptions
 
 _INSTALL = "pip install 'dcp-objstore[azure]'"
 # Account, key and endpoint of the storage emulators; the key is public knowledge, part of the
@@ -186,7 +186,6 @@ def _of_azure_identity(credential: Any) -> Callable[[bool], Mapping[str, Any]]:
     A new default chain has no cached tokens. The user's own object has no call that clears its
     cache, so it gives what it believes is valid.
     """
-    from azure.core.exceptions import ClientAuthenticationError
     from obstore.auth.azure import AzureCredentialProvider
 
     provider: Any = None
@@ -197,8 +196,8 @@ def _of_azure_identity(credential: Any) -> Callable[[bool], Mapping[str, Any]]:
             if others or provider is None:
                 provider = AzureCredentialProvider(credential)
             token: Mapping[str, Any] = provider()
-        except ClientAuthenticationError as error:
-            raise CredentialsError(error.message) from error
+        except Exception as error:
+            raise CredentialsError(str(error)) from error
         return token
 
     return ask

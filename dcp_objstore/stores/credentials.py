@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from dcp_objstore.errors import CredentialsError
-from dcp_objstore.stores.options.schema import cannot_be_sent
+from dcp_objstore.stores.options import cannot_be_sent
 
 logger = logging.getLogger("dcp_objstore")
 

@@ -1,4 +1,4 @@
-"""Which schema a URL's scheme has, and what may be shown of its options.
+"""What each scheme of URLs has: a schema of its options, and where its credentials come from.
 
 The names are those of s3fs, gcsfs and adlfs, so that options move over unchanged; their names that
 only tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are errors here. The
@@ -7,15 +7,19 @@ options of schemes that have no schema are known to their filesystem alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.azure import AzureOptions
-from dcp_objstore.stores.options.gcs import GcsOptions
-from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schema import Schema, check_by
+from dcp_objstore.stores.azure.credentials import find_azure_credentials
+from dcp_objstore.stores.azure.options import AzureOptions
+from dcp_objstore.stores.credentials import Credentials
+from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
+from dcp_objstore.stores.gcs.options import GcsOptions
+from dcp_objstore.stores.options import Schema, check_by, parse
+from dcp_objstore.stores.s3.credentials import find_s3_credentials
+from dcp_objstore.stores.s3.options import S3Options
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -199,3 +203,28 @@ def _foreign(options: object, scheme: str) -> dict[str, object]:
         for name, value in options.items()
         if value is not None
     }
+
+
+_FIND: dict[str, Callable[..., Credentials]] = {
+    "s3": find_s3_credentials,
+    "gs": find_gcs_credentials,
+    "az": find_azure_credentials,
+}
+
+
+def find_credentials(
+    scheme: str, options: object, stripped: tuple[str, ...]
+) -> tuple[Any, Credentials]:
+    """Return the parsed options of `s3`, `gs` or `az`, and the credentials.
+
+    Args:
+        scheme: the scheme of the URL.
+        options: the options that `check_options` has checked.
+        stripped: names of options that were left behind when the spec was pickled.
+
+    Raises:
+        CredentialsError: there are none.
+        ConfigError: see `parse`.
+    """
+    settings = parse(SCHEMAS[scheme], options)
+    return settings, _FIND[scheme](settings, stripped)

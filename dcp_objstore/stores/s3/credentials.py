@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcp_objstore.errors import CredentialsError
-from dcp_objstore.stores.credentials.base import (
+from dcp_objstore.stores.credentials import (
     ANONYMOUS,
     Credentials,
     Renewing,
@@ -28,7 +28,7 @@ from dcp_objstore.stores.credentials.base import (
     without_text,
 )
 from dcp_objstore.stores.errors import NO_S3_CREDENTIALS
-from dcp_objstore.stores.options.s3 import S3Options
+from dcp_objstore.stores.s3.options import S3Options
 
 _NEEDS_BOTO3 = "is read by boto3, which is not installed: pip install 'dcp-objstore[s3]'"
 # Settings of a profile that hold or lead to credentials.

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.schema import (
+from dcp_objstore.stores.options import (
     Schema,
     check_certificates,
     check_endpoint,

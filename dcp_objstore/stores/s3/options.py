@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.stores.options.schema import (
+from dcp_objstore.stores.options import (
     Schema,
     check_certificates,
     check_endpoint,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_objstore.errors import ConfigError, CredentialsError
-from dcp_objstore.stores.credentials.base import (
+from dcp_objstore.stores.credentials import (
     ANONYMOUS,
     Credentials,
     Renewing,
@@ -26,7 +26,7 @@ from dcp_objstore.stores.credentials.base import (
     lost,
     without_text,
 )
-from dcp_objstore.stores.options.gcs import GcsOptions
+from dcp_objstore.stores.gcs.options import GcsOptions
 
 _INSTALL = "pip install 'dcp-objstore[gcs]'"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"

@@ -27,18 +27,17 @@ from typing import TYPE_CHECKING, Any
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.credentials.aws import no_s3_credentials, session_of
-from dcp_objstore.stores.credentials.base import Credentials
-from dcp_objstore.stores.endpoint import is_virtual, s3_server
-from dcp_objstore.stores.options.s3 import S3Options
-from dcp_objstore.stores.options.schema import parse
+from dcp_objstore.stores.credentials import Credentials
+from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.protocol import RangeReading, Version
 from dcp_objstore.stores.ranges import Answer, BrokenOffError, RetriedSource
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
 from dcp_objstore.stores.s3.checksums import checksums_for
+from dcp_objstore.stores.s3.credentials import no_s3_credentials, session_of
+from dcp_objstore.stores.s3.endpoint import is_virtual, s3_server
 from dcp_objstore.stores.s3.errors import judge_botocore
-from dcp_objstore.stores.s3.settings import botocore_settings
-from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
+from dcp_objstore.stores.s3.options import S3Options
+from dcp_objstore.stores.s3.store import S3Store, Use, botocore_settings, check_range_answer
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl

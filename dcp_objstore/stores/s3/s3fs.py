@@ -1,4 +1,4 @@
-"""`ObjectStore` over the client of aiobotocore that s3fs makes (`set_session`).
+"""`ObjectStore` over the client of aiobotocore that s3fs makes (`set_session`), and its making.
 
 s3fs's own verbs have no conditional update, and send parts one after the other.
 """
@@ -10,24 +10,60 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import MIB
-from dcp_objstore.stores.fsspec.errors import is_of_botocore, read_fsspec
+from dcp_objstore.stores import errors
+from dcp_objstore.stores.credentials import Credentials
+from dcp_objstore.stores.fsspec.errors import is_from, read_fsspec
+from dcp_objstore.stores.fsspec.filesystems import Filesystems
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
-from dcp_objstore.stores.s3.store import S3Store, Use, check_range_answer
+from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS
+from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
+from dcp_objstore.stores.s3.credentials import keys_of_environment
+from dcp_objstore.stores.s3.endpoint import s3_server
+from dcp_objstore.stores.s3.errors import read_botocore
+from dcp_objstore.stores.s3.options import S3Options
+from dcp_objstore.stores.s3.store import S3Store, Use, botocore_settings, check_range_answer
 from dcp_objstore.stores.urls import StoreUrl
 from dcp_objstore.waiting import STEP_SECONDS, result_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
+    from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.errors import Facts
-    from dcp_objstore.stores.fsspec.filesystems import Filesystems
+
+S3FS = "s3fs.S3FileSystem"  # others call themselves `s3` as well
+
+
+def is_of_botocore(error: BaseException) -> bool:
+    """Whether an error is botocore's, or was raised from one, as those of s3fs are."""
+    return is_from(error, "botocore")
+
+
+def read_s3fs(error: Exception) -> Facts:
+    """Read what s3fs raised: an error of botocore, of aiohttp, or a builtin one."""
+    return read_botocore(error) if is_of_botocore(error) else read_fsspec(error)
+
+
+judge_s3fs = partial(errors.judge, read=read_s3fs)
+
+
+class S3Filesystems(Filesystems):
+    """The filesystems of s3fs that carry the requests to one bucket.
+
+    Attributes:
+        checksums: the checksums that go with bodies.
+    """
+
+    def __init__(self, *args: Any, checksums: Checksums, **settings: Any) -> None:
+        super().__init__(*args, judge=judge_s3fs, **settings)
+        self.checksums = checksums
 
 
 class S3fsStore(S3Store):
     """A store rooted at one URL, over s3fs."""
 
-    def __init__(self, url: StoreUrl, filesystems: Filesystems) -> None:
+    def __init__(self, url: StoreUrl, filesystems: S3Filesystems) -> None:
         fs = filesystems.read
         super().__init__(
             url,
@@ -119,3 +155,47 @@ class S3fsStore(S3Store):
 async def _ask(fs: Any, operation: str, arguments: Mapping[str, Any]) -> Any:
     client = await fs.set_session()
     return await getattr(client, operation)(**arguments)
+
+
+def make_s3fs(
+    cls: Any, url: StoreUrl, settings: S3Options, config: TransferConfig
+) -> S3Filesystems:
+    """Make two filesystems of s3fs, which differ in how long they wait for the next bytes."""
+    if not (settings.anon or settings.key or settings.profile):
+        keys_of_environment()  # may not be fit to be sent
+    # What is not given here, botocore looks up in the profile.
+    endpoint_url, _ = s3_server(settings, Credentials("fsspec"))
+    filesystems = [
+        sending_once(
+            cls,
+            endpoint_url=endpoint_url,
+            anon=settings.anon,
+            key=settings.key,
+            secret=settings.secret,
+            token=settings.token,
+            profile=settings.profile,
+            use_ssl=settings.use_ssl,
+            requester_pays=settings.requester_pays,
+            s3_additional_kwargs=settings.encryption,
+            client_kwargs={
+                "verify": None if settings.verify is True else settings.verify,
+                "region_name": settings.region,
+            },
+            config_kwargs=botocore_settings(
+                config, settings.addressing_style, seconds, sign_payload=settings.sign_payload
+            ),
+        )
+        for seconds in (
+            min(READ_PROGRESS_SECONDS, config.request_timeout_seconds),
+            config.request_timeout_seconds,
+        )
+    ]
+    checksums = checksums_for(settings, endpoint_url)
+    return S3Filesystems(url, config, *filesystems, endpoint_url=endpoint_url, checksums=checksums)
+
+
+def sending_once(cls: Any, /, *args: Any, **options: Any) -> Any:
+    """Make a filesystem of our own, whose botocore sends each request once."""
+    config = {**(options.pop("config_kwargs", None) or {}), "retries": {"total_max_attempts": 1}}
+    options["skip_instance_cache"] = True
+    return cls(*args, config_kwargs=config, **options)

@@ -1,1 +1,0 @@
-"""Where credentials come from, for each provider; nothing here prints one."""

@@ -1,0 +1,97 @@
+"""How the clients of a GCS bucket are made, obstore's and gcsfs's, and how it copies objects."""
+
+from __future__ import annotations
+
+import json
+from email.message import Message
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.endpoint import server_url
+from dcp_objstore.stores.fsspec.filesystems import Filesystems
+from dcp_objstore.stores.obstore.copies import Ask, Copier, Steps
+from dcp_objstore.stores.obstore.direct import SignedGet
+from dcp_objstore.stores.obstore.factory import (
+    ClientFactory,
+    new_client_of,
+    quoted,
+    unsigned,
+    with_token,
+)
+
+if TYPE_CHECKING:
+    from dcp_objstore.config import TransferConfig
+    from dcp_objstore.stores.credentials import Credentials
+    from dcp_objstore.stores.gcs.options import GcsOptions
+    from dcp_objstore.stores.urls import StoreUrl
+
+
+def gcs_factory(url: StoreUrl, options: GcsOptions, credentials: Credentials) -> ClientFactory:
+    """Return the factory for a GCS bucket.
+
+    Raises:
+        ConfigError: an endpoint that cannot be used.
+    """
+    from obstore.store import GCSStore
+
+    config = {"bucket": url.bucket}
+    endpoint = options.endpoint_url and server_url(options.endpoint_url, use_ssl=True)
+    if endpoint is not None:
+        config["base_url"] = endpoint
+    # "HTTP headers" of the XML API: the project that is billed.
+    headers = {"x-goog-user-project": options.payer} if options.payer else {}
+    server = endpoint or "https://storage.googleapis.com"
+    place = f"{server}/{url.bucket}"
+    provider, copier = credentials.provider, None
+
+    def sign(_client: Any, key: str) -> SignedGet:
+        # A token, because a signed URL takes a private key or another request.
+        assert provider is not None
+        return with_token(f"{place}/{quoted(key)}", provider(), headers)
+
+    signs = sign if provider is not None else unsigned(place) if credentials.anonymous else None
+    if provider is not None:
+        copier = Copier(server, lambda *_: with_token("", provider(), headers).headers, gcs_steps)
+    make = new_client_of(
+        GCSStore, config, credentials, endpoint=endpoint, verify=options.verify, headers=headers
+    )
+    return ClientFactory(make, endpoint, signs, copier=copier)
+
+
+def gcs_steps(_: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message) -> Steps:
+    """Copy by "Objects: rewrite" of the JSON API; what takes long takes several requests."""
+    places = [f"b/{url.bucket}/o/{quote(url.prefix, safe='')}" for url in (source, target)]
+    path = f"/storage/v1/{'/rewriteTo/'.join(places)}"
+    path += f"?ifSourceGenerationMatch={head['x-goog-generation']}"
+    token, done = "", False
+    while not done:
+        _headers, body = ask("POST", path + token, {})
+        answer = json.loads(body)
+        done = answer["done"]
+        token = f"&rewriteToken={quote(answer.get('rewriteToken', ''), safe='')}"
+        yield int(answer["totalBytesRewritten"]), done
+
+
+def make_gcsfs(url: StoreUrl, options: GcsOptions, config: TransferConfig) -> Filesystems:
+    """Make a filesystem of gcsfs."""
+    if options.verify is not True:
+        raise ConfigError("gcsfs has no 'verify'; use the native transport")
+    import aiohttp
+
+    # The registered class asks Google over gRPC what kind of bucket it is, for verbs that are not
+    # used here: a minute of waiting for each bucket where the server is another.
+    from gcsfs.core import GCSFileSystem
+
+    endpoint_url = options.endpoint_url and server_url(options.endpoint_url, use_ssl=True)
+    fs = GCSFileSystem(
+        endpoint_url=endpoint_url,
+        token="anon" if options.anon else options.token,
+        requester_pays=options.payer or False,
+        requests_timeout=aiohttp.ClientTimeout(
+            total=config.request_timeout_seconds, sock_connect=config.connect_timeout_seconds
+        ),
+        skip_instance_cache=True,
+        **({} if options.project is None else {"project": options.project}),
+    )
+    return Filesystems(url, config, fs, endpoint_url=endpoint_url)

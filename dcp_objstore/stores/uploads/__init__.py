@@ -1,1 +1,0 @@
-"""Unfinished multipart uploads, and what the bucket does with them by itself."""
