@@ -2,7 +2,7 @@
 
 from . import errors as errors, measure as measure, observe as observe, reports as reports
 from .checkpoint.claim import RunClaim as RunClaim
-from .config import TransferConfig as TransferConfig
+from .config import Local as Local, TransferConfig as TransferConfig
 from .convert.copy import copy_checkpoint as copy_checkpoint
 from .convert.export import export_checkpoint as export_checkpoint
 from .convert.import_checkpoint import import_checkpoint as import_checkpoint
@@ -18,7 +18,6 @@ from .integrations.install import (
     install as install,
     uninstall as uninstall,
 )
-from .local.settings import Local as Local
 from .read.api import load as load
 from .read.reader import ObjectStoreReader as ObjectStoreReader
 from .run.claim_run import claim_run as claim_run

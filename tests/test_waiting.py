@@ -11,8 +11,7 @@ from concurrent.futures import Future
 import pytest
 
 from dcp_objstore.forking import PerProcess, in_forked_child
-from dcp_objstore.threads import run_into, spawn
-from dcp_objstore.waiting import STEP_SECONDS, result_of, take, wait_in_steps
+from dcp_objstore.threads import STEP_SECONDS, result_of, run_into, spawn, take, wait_in_steps
 
 
 def in_background(function: Callable[[], object]) -> object:

@@ -58,8 +58,8 @@ def diagnose(
     of memory and speed, with 64 MiB that it writes there and that vanish with the command.
     Exits with status 1 if a check failed; a warning is not a failure.
     """
+    from dcp_objstore.config import Local
     from dcp_objstore.doctor import check_folder, check_up
-    from dcp_objstore.local.settings import Local
     from dcp_objstore.stores import StoreSpec
 
     if url is None and local is None:

@@ -120,7 +120,7 @@ def _print_plan(
 
 
 def _dtype(entry: _Entry) -> str:
-    from dcp_objstore.inspect.modules import dtype_name
+    from dcp_objstore.inspect.selection import dtype_name
 
     return dtype_name(entry)
 

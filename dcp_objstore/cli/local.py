@@ -14,7 +14,7 @@ from dcp_objstore.errors import InputError
 from dcp_objstore.observe.report import counted, size_text
 
 if TYPE_CHECKING:
-    from dcp_objstore.local.runs import Files, LocalRun
+    from dcp_objstore.local.folder import Files, LocalRun
 
 Folder: TypeAlias = Annotated[
     str,
@@ -32,8 +32,8 @@ def print_runs(folder: Folder, as_json: _JsonLines = False) -> None:
     Shows their checkpoints, the copies that a save is writing or a killed one has left, and whether
     a process that has used them is alive. Nothing is changed.
     """
-    from dcp_objstore.local.runs import local_runs
-    from dcp_objstore.local.settings import Local
+    from dcp_objstore.config import Local
+    from dcp_objstore.local.folder import local_runs
 
     local = Local(folder)
     runs = local_runs(local)
@@ -61,8 +61,8 @@ def remove_runs(
     The store has everything, so no checkpoint is lost: the next job reads it from there. The copies
     of a run that a process uses are refused.
     """
-    from dcp_objstore.local.runs import remove_local_runs
-    from dcp_objstore.local.settings import Local
+    from dcp_objstore.config import Local
+    from dcp_objstore.local.folder import remove_local_runs
     from dcp_objstore.stores import StoreSpec
 
     url = None if run_url is None else StoreSpec(run_url, chosen()).url

@@ -18,7 +18,6 @@ import xxhash
 
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.config import COPIED_MOST_BYTES, MIB, check_number
-from dcp_objstore.convert.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_folder
 from dcp_objstore.convert.copied_files import named_files, names_in, trainer_files
 from dcp_objstore.convert.files import (
     INDEX,
@@ -33,9 +32,20 @@ from dcp_objstore.convert.files import (
     tensor_bytes,
     torch_file,
 )
-from dcp_objstore.convert.lightning_file import META_KEY, nest_for_lightning
-from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
-from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
+from dcp_objstore.convert.frameworks import (
+    CONFIG_FILE,
+    META_KEY,
+    WEIGHTS_FILE,
+    adapter_folder,
+    nest_for_lightning,
+)
+from dcp_objstore.convert.sources import (
+    TORCH_SUFFIXES,
+    CheckpointSource,
+    TensorInfo,
+    folder_and_name,
+    options_of_other,
+)
 from dcp_objstore.distributed.arrivals import watching
 from dcp_objstore.distributed.failures import (
     capture,
@@ -62,8 +72,8 @@ from dcp_objstore.inspect.slabs import cut, read_ahead, stop
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Planned
 from dcp_objstore.observe.report import counted, size_text
+from dcp_objstore.read.items import Rename, renamed
 from dcp_objstore.read.peers.meeting import open_once
-from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.stores import StoreSpec

@@ -32,8 +32,15 @@ from dcp_objstore.compat.values import unpickled
 from dcp_objstore.compat.vet import vet, vet_old
 from dcp_objstore.config import MIB
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
-from dcp_objstore.convert.sources import CheckpointSource, Source, TensorInfo, TorchSource
+from dcp_objstore.convert.sources import (
+    TORCH_SUFFIXES,
+    CheckpointSource,
+    Source,
+    TensorInfo,
+    TorchSource,
+    folder_and_name,
+    options_of_other,
+)
 from dcp_objstore.distributed.plugin import reporting_failures
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -47,7 +54,7 @@ from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.selection import matching
 from dcp_objstore.inspect.slabs import Slab, ahead, cut, read_ahead, stop
 from dcp_objstore.read.geometry import Box
-from dcp_objstore.read.renaming import Rename, renamed
+from dcp_objstore.read.items import Rename, renamed
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.errors import of_os
 from dcp_objstore.stores.ranges import read_range

@@ -38,8 +38,7 @@ from dcp_objstore.distributed.groups import count_ranks
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import RankFailedError
 from dcp_objstore.observe.report import logger
-from dcp_objstore.threads import spawn
-from dcp_objstore.waiting import wait_in_steps
+from dcp_objstore.threads import spawn, wait_in_steps
 
 LOOK_EVERY_SECONDS = 0.25
 _LONGEST_PAUSE_SECONDS = 10.0  # between polls, while the store does not answer

@@ -26,7 +26,7 @@ from dcp_objstore.local.room import IN_MEMORY, free_memory_bytes, mount_of, room
 from dcp_objstore.observe.report import size_text
 
 if TYPE_CHECKING:
-    from dcp_objstore.local.settings import Local
+    from dcp_objstore.config import Local
 
 _SHM_OF_CONTAINERS_BYTES = 64 * MIB
 _TESTED_BYTES = 64 * MIB

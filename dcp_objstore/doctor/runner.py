@@ -14,7 +14,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.doctor.access import Access, versions, working_directory
+from dcp_objstore.doctor.access import (
+    Access,
+    lifecycle,
+    unfinished,
+    versioning,
+    versions,
+    working_directory,
+)
 from dcp_objstore.doctor.checks import (
     BLOBS,
     TO_LIST,
@@ -25,12 +32,10 @@ from dcp_objstore.doctor.checks import (
     findings,
 )
 from dcp_objstore.doctor.objects import ObjectChecks
-from dcp_objstore.doctor.rules import lifecycle, unfinished, versioning
 from dcp_objstore.doctor.scratch import Stop
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores.spec import StoreSpec
-from dcp_objstore.threads import run_in_thread
-from dcp_objstore.waiting import take
+from dcp_objstore.threads import run_in_thread, take
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

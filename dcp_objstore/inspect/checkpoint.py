@@ -27,16 +27,23 @@ from dcp_objstore.errors import (
     StateMismatchError,
     printable,
 )
-from dcp_objstore.inspect.modules import Module, module_tree
 from dcp_objstore.inspect.plain_values import read_plain_values
-from dcp_objstore.inspect.selection import Patterns, box_of, matching, nested, whole
+from dcp_objstore.inspect.selection import (
+    Module,
+    Patterns,
+    box_of,
+    matching,
+    module_tree,
+    nested,
+    whole,
+)
 from dcp_objstore.inspect.slabs import Slab, cut
 from dcp_objstore.inspect.verify import verify_at, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import first_few, size_text
 from dcp_objstore.read.geometry import Box
-from dcp_objstore.read.nearest import nearest
+from dcp_objstore.read.mismatch import nearest
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.stored import known_dtype
 from dcp_objstore.stores import StoreSpec
@@ -53,7 +60,7 @@ if TYPE_CHECKING:
     from dcp_objstore.inspect.stats import TensorStats
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport, VerifyReport
-    from dcp_objstore.read.renaming import Rename
+    from dcp_objstore.read.items import Rename
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from dcp_objstore.config import MIB
 from dcp_objstore.read.geometry import Box
+from dcp_objstore.threads import WATCH_SECONDS, result_of
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.workers import DaemonPool
-from dcp_objstore.waiting import WATCH_SECONDS, result_of
 
 if TYPE_CHECKING:
     import torch

@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from dcp_objstore.config import Local, LocalFolder, local_of
 from dcp_objstore.distributed.groups import DCP_SAVES, own_group
 from dcp_objstore.errors import ConfigError, UnsupportedError
-from dcp_objstore.local.settings import Local, LocalFolder, local_of
 from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.stores.spec import StoreSpec, checked_config
 from dcp_objstore.stores.urls import parse_url

@@ -26,12 +26,12 @@ from dcp_objstore import errors
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.values import check_safe, unpickled
-from dcp_objstore.convert.lightning_file import META_KEY
+from dcp_objstore.config import LocalFolder, local_of
+from dcp_objstore.convert.frameworks import META_KEY
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.integrations.install import SCHEMES, url_in
-from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.housekeeping import Deletions, Retainer, after_commit
@@ -42,8 +42,7 @@ from dcp_objstore.write.api import save
 from dcp_objstore.write.async_save import AsyncSaveHandle, async_save
 
 if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.local.settings import Local
+    from dcp_objstore.config import Local, TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.threads import Spawned
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from dcp_objstore.convert.adapters import (
+from dcp_objstore.convert.frameworks import (
     CONFIG_FILE,
     DESCRIPTION_KEY,
     MODULE_KEY,

@@ -32,7 +32,7 @@ from dcp_objstore.stores.ranges import Range
 from dcp_objstore.stores.wrappers import WrappedStore
 
 if TYPE_CHECKING:
-    from dcp_objstore.local.settings import Local
+    from dcp_objstore.config import Local
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.stores.protocol import RangeBody

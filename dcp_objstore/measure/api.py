@@ -31,10 +31,9 @@ from dcp_objstore.observe.events import AnyEvent, PartUploaded, RangeRead
 from dcp_objstore.observe.report import GIB, counted
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.spec import StoreSpec
-from dcp_objstore.threads import run_in_thread
+from dcp_objstore.threads import result_of, run_in_thread
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
 from dcp_objstore.transfer.workers import DaemonPool, in_waves
-from dcp_objstore.waiting import result_of
 from dcp_objstore.write.api import save
 
 if TYPE_CHECKING:

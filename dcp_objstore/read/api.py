@@ -30,12 +30,11 @@ from dcp_objstore.state.state_dict import ConvertedState
 if TYPE_CHECKING:
     import os
 
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.local.settings import LocalFolder
+    from dcp_objstore.config import LocalFolder, TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport
+    from dcp_objstore.read.items import Rename
     from dcp_objstore.read.mismatch import OnDtype
-    from dcp_objstore.read.renaming import Rename
 
 _PARTLY = (
     "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"

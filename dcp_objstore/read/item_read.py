@@ -29,8 +29,8 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.read.geometry import Box, fits, narrow
 from dcp_objstore.state.memory import copy_elements, values_of
+from dcp_objstore.threads import STEP_SECONDS, wait_in_steps
 from dcp_objstore.torch_private import is_wrapper
-from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import KeysView, Sequence
+import re
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.compat.transforms import check_archive, undo
-from dcp_objstore.read.renaming import Rename, renamed
+from dcp_objstore.errors import ConfigError, StateMismatchError
 from dcp_objstore.state.stored import constant_name, known_dtype
 
 if TYPE_CHECKING:
@@ -269,3 +270,39 @@ class RenamedItems:
 
 
 Items: TypeAlias = IndexItems | StockItems | RenamedItems
+
+
+# Pairs of a regular expression and its replacement.
+Rename: TypeAlias = Sequence[tuple[str, str]]
+
+
+def renamed(keys: Iterable[str], rename: Rename) -> dict[str, str]:
+    """Return the new name of each key.
+
+    Raises:
+        ConfigError: a rule is not a regular expression, or its replacement does not fit it.
+        StateMismatchError: two keys get the same name.
+    """
+    names: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    try:
+        if isinstance(rename, Iterator):
+            raise TypeError("pass a list, for an iterator could be used only once")
+        pairs = [*rename]
+        if any(isinstance(pair, str) for pair in pairs):  # of two letters, one could be unpacked
+            raise TypeError(f"write [('^module.', 'model.')], not {rename!r}")
+        rules = [(re.compile(pattern), replacement) for pattern, replacement in pairs]
+        for key in keys:
+            name = key
+            for pattern, replacement in rules:
+                name = pattern.sub(replacement, name)
+            if key and not name:
+                raise StateMismatchError("the rules of rename= leave no name for this key", key=key)
+            if (other := taken.setdefault(name, key)) != key:
+                raise StateMismatchError(f"{other!r} and {key!r} both become {name!r}")
+            names[key] = name
+    except (re.error, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"rename= takes pairs of a regular expression and its replacement: {error}"
+        ) from None
+    return names

@@ -1,7 +1,10 @@
-"""The errors for a state that does not fit a checkpoint, with all keys concerned."""
+"""The errors for a state that does not fit a checkpoint, with all keys concerned or the nearest."""
 
 from __future__ import annotations
 
+import difflib
+import heapq
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -49,3 +52,27 @@ def refuse_other_dtypes(tensors: Iterable[tuple[str, str, torch.dtype]]) -> None
         raise mismatch(
             'the checkpoint has another dtype than the state (on_dtype="warn" converts)', lines
         )
+
+
+# Comparing two names takes some 50 microseconds, so only the likely ones are compared.
+_COMPARED = 200
+
+
+def nearest(key: str, saved: list[str]) -> list[str]:
+    """Return up to three saved names that are most like `key`."""
+    inside = [name for name in saved if name.startswith(f"{key}.")]
+    if inside:
+        return inside[:3]
+    # Names with one prefix more or less, such as `model.` or `module.`; shortest prefix first.
+    shifted = [name for name in saved if name.endswith(f".{key}") or key.endswith(f".{name}")]
+    shifted.sort(key=lambda name: abs(len(name) - len(key)))
+
+    def in_common(name: str) -> int:
+        """Count the equal characters at the start and at the end."""
+        start = os.path.commonprefix((key, name))  # noqa: RUF071 - by character on purpose
+        end = os.path.commonprefix((key[::-1], name[::-1]))  # noqa: RUF071 - as above
+        return len(start) + len(end)
+
+    likely = heapq.nlargest(_COMPARED, saved, key=in_common)
+    alike = [name for name in difflib.get_close_matches(key, likely) if name not in shifted]
+    return [*shifted, *alike][:3]

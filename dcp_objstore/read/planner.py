@@ -21,8 +21,7 @@ from dcp_objstore import torch_private
 from dcp_objstore.distributed.plugin import same_url
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.observe.report import counted, first_few, logger
-from dcp_objstore.read.mismatch import SHOWN_KEYS, OnDtype, mismatch, refuse_other_dtypes
-from dcp_objstore.read.nearest import nearest
+from dcp_objstore.read.mismatch import SHOWN_KEYS, OnDtype, mismatch, nearest, refuse_other_dtypes
 from dcp_objstore.state.memory import same_memory
 from dcp_objstore.state.per_rank import own_name
 from dcp_objstore.state.record import Path, Place, Record

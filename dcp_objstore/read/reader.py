@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey
+from dcp_objstore.config import LocalFolder, local_of
 from dcp_objstore.distributed.failures import without_frames
 from dcp_objstore.distributed.groups import exchange_group
 from dcp_objstore.distributed.plugin import Target, plugin_errors
@@ -36,16 +37,15 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.local.copies import LoadCopies
-from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.events import Opened
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.item_read import Destination
+from dcp_objstore.read.items import Rename, renamed
 from dcp_objstore.read.mismatch import OnDtype
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
 from dcp_objstore.read.plan import PlannedLoad, plan_load
-from dcp_objstore.read.renaming import Rename, renamed
 from dcp_objstore.read.session import report_loaded, run_load
 from dcp_objstore.read.stored_checkpoint import (
     StoredCheckpoint,

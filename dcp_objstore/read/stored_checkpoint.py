@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from dcp_objstore.checkpoint.marker import Marker
-    from dcp_objstore.read.renaming import Rename
+    from dcp_objstore.read.items import Rename
     from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.stores.protocol import ObjectMeta, Version
 

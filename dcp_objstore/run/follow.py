@@ -25,7 +25,7 @@ from dcp_objstore.run import upkeep
 from dcp_objstore.run.listing import ListedCheckpoint, as_listed
 from dcp_objstore.run.steps import as_step, catalogue, check_step, step_name
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.waiting import wait_until
+from dcp_objstore.threads import wait_until
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig

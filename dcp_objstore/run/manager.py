@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from dcp_objstore.checkpoint.marker import check_user_metadata
-from dcp_objstore.config import check_number
+from dcp_objstore.config import LocalFolder, check_number, local_of
 from dcp_objstore.distributed.failures import (
     capture,
     meeting,
@@ -35,7 +35,6 @@ from dcp_objstore.distributed.groups import (
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from dcp_objstore.forking import in_forked_child
 from dcp_objstore.observe.report import logger
-from dcp_objstore.threads import spawn
-from dcp_objstore.waiting import in_main_thread
+from dcp_objstore.threads import in_main_thread, spawn
 
 _CHECK_EVERY_SECONDS = 0.25
 _SLOW_CHECK_SECONDS = 30.0  # a check that takes longer is mentioned once

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dcp_objstore.state.memory import lend
-from dcp_objstore.waiting import STEP_SECONDS, take
+from dcp_objstore.threads import STEP_SECONDS, take
 
 if TYPE_CHECKING:
     from dcp_objstore.transfer.upload import ByteArray

@@ -22,17 +22,16 @@ from dcp_objstore.stores.azure.client import azure_factory
 from dcp_objstore.stores.credentials import lost
 from dcp_objstore.stores.endpoint import tls_context
 from dcp_objstore.stores.errors import is_of
-from dcp_objstore.stores.fsspec.errors import judge_fsspec
-from dcp_objstore.stores.fsspec.filesystems import Filesystems
+from dcp_objstore.stores.fsspec.filesystems import Filesystems, judge_fsspec
 from dcp_objstore.stores.gcs.client import gcs_factory, make_gcsfs
 from dcp_objstore.stores.gcs.options import GcsOptions
 from dcp_objstore.stores.obstore.clients import Clients
 from dcp_objstore.stores.obstore.factory import ClientFactory, memory_factory
 from dcp_objstore.stores.options import parse
-from dcp_objstore.stores.s3.checksums import Checksums
 from dcp_objstore.stores.s3.client import s3_factory
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.s3.s3fs import S3FS, S3Filesystems, judge_s3fs, make_s3fs, sending_once
+from dcp_objstore.stores.s3.upload import Checksums
 from dcp_objstore.stores.schemes import FILESYSTEM, find_credentials, is_foreign, is_secret
 
 if TYPE_CHECKING:

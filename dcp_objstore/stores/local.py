@@ -40,8 +40,7 @@ from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.forking import close_here, open_here
 from dcp_objstore.observe.report import size_text
-from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, cut_range
+from dcp_objstore.stores.base import BaseStore, WatchedBuffers, cut_range
 from dcp_objstore.stores.errors import kind_of_builtin, of_os
 from dcp_objstore.stores.protocol import (
     Capabilities,

@@ -16,7 +16,7 @@ from dcp_objstore.config import MIB, at_most
 from dcp_objstore.errors import DcpObjstoreError, TransferStalledError
 from dcp_objstore.observe.events import PartCopied
 from dcp_objstore.stores.admission.limiter import limiter_of
-from dcp_objstore.stores.buffers import cut_range
+from dcp_objstore.stores.base import cut_range
 from dcp_objstore.transfer.parts import MAX_PARTS
 from dcp_objstore.transfer.upload import Uploaded, run_watched
 from dcp_objstore.transfer.workers import DaemonPool

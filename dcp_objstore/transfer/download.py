@@ -45,13 +45,12 @@ from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
-from dcp_objstore.threads import Spawned, spawn
+from dcp_objstore.threads import STEP_SECONDS, Spawned, spawn, take
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.pages import new_memory
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
-from dcp_objstore.waiting import STEP_SECONDS, take
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

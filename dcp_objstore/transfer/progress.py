@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from dcp_objstore.errors import StoreUnavailableError, TransferStalledError
 from dcp_objstore.observe.events import NoAnswer
 from dcp_objstore.observe.report import counted, logger
-from dcp_objstore.threads import run_in_thread
-from dcp_objstore.waiting import STEP_SECONDS
+from dcp_objstore.threads import STEP_SECONDS, run_in_thread
 
 if TYPE_CHECKING:
     from dcp_objstore.observe.dispatch import Channel

@@ -42,10 +42,9 @@ from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
 from dcp_objstore.stores.retries import RetryPolicy, Tries
-from dcp_objstore.threads import run_in_thread
+from dcp_objstore.threads import WATCH_SECONDS, result_of, run_in_thread
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress, Silence
-from dcp_objstore.waiting import WATCH_SECONDS, result_of
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig

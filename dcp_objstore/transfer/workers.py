@@ -16,8 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dcp_objstore.errors import StoreUnavailableError
-from dcp_objstore.threads import run_in_thread, run_into, spawn
-from dcp_objstore.waiting import has_ended, result_of, wait_in_steps
+from dcp_objstore.threads import has_ended, result_of, run_in_thread, run_into, spawn, wait_in_steps
 
 T = TypeVar("T")
 R = TypeVar("R")

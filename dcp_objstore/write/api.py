@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     import os
 
     from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.local.settings import LocalFolder
+    from dcp_objstore.config import LocalFolder, TransferConfig
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import SaveReport
 

@@ -38,8 +38,7 @@ from dcp_objstore.forking import PerProcess
 from dcp_objstore.observe.dispatch import staged_event
 from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
-from dcp_objstore.threads import ready_for_program_end
-from dcp_objstore.waiting import result_of, wait_until
+from dcp_objstore.threads import ready_for_program_end, result_of, wait_until
 from dcp_objstore.write.api import run_save
 from dcp_objstore.write.program_end import TOO_LATE, at_program_end, has_ended, show_lost
 from dcp_objstore.write.staging.state import Staging, staging_memory
@@ -49,8 +48,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.local.settings import LocalFolder
+    from dcp_objstore.config import LocalFolder, TransferConfig
     from dcp_objstore.observe.events import OnEvent
 
 T = TypeVar("T")

@@ -52,6 +52,7 @@ from dcp_objstore.state.device import Outbound
 from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name, known_dtype
 from dcp_objstore.stores.protocol import CopySource, Version
 from dcp_objstore.stores.urls import parse_url
+from dcp_objstore.threads import result_of
 from dcp_objstore.transfer.copies import LEAST_PART_BYTES, copied_parts, copy_objects
 from dcp_objstore.transfer.digests import (
     BLOCK_SIZE_BYTES,
@@ -61,7 +62,6 @@ from dcp_objstore.transfer.digests import (
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded
 from dcp_objstore.transfer.workers import DaemonPool
-from dcp_objstore.waiting import result_of
 from dcp_objstore.write.layout import SMALL_BYTES, planned_dtype
 
 if TYPE_CHECKING:

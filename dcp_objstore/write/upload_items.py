@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.local.settings import Local
+    from dcp_objstore.config import Local, TransferConfig
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.stores import ObjectStore
     from dcp_objstore.transfer.parts import PartPlan

@@ -21,6 +21,7 @@ from torch.futures import Future
 from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.config import LocalFolder, local_of
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.plugin import (
@@ -30,7 +31,6 @@ from dcp_objstore.distributed.plugin import (
 )
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import ConfigError, UnsupportedError
-from dcp_objstore.local.settings import LocalFolder, local_of
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import describe

@@ -21,8 +21,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.convert import import_checkpoint
+from dcp_objstore.convert.files import plan_file
 from dcp_objstore.convert.sources import TensorInfo
-from dcp_objstore.convert.torch_file import plan_file
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,

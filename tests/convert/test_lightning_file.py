@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcp_objstore as dos
-from dcp_objstore.convert.lightning_file import META_KEY
+from dcp_objstore.convert.frameworks import META_KEY
 from dcp_objstore.errors import UntrustedPickleError
 
 WEIGHTS = {"net.weight": torch.arange(6.0).view(2, 3)}

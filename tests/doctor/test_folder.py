@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from dcp_objstore.config import Local
 from dcp_objstore.doctor import Finding, check_folder
 from dcp_objstore.local import room
 from dcp_objstore.local.folder import home_of
-from dcp_objstore.local.settings import Local
 from tests.support.command_line import run, run_here
 
 CHECKS = [

@@ -21,8 +21,7 @@ from dcp_objstore.errors import (
     StateMismatchError,
     UnsupportedError,
 )
-from dcp_objstore.read.items import IndexItems, ItemLocation, RenamedItems, StockItems
-from dcp_objstore.read.renaming import renamed
+from dcp_objstore.read.items import IndexItems, ItemLocation, RenamedItems, StockItems, renamed
 from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.digests import block_digest

@@ -14,7 +14,7 @@ from torch import nn
 
 import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError
-from dcp_objstore.read.nearest import nearest
+from dcp_objstore.read.mismatch import nearest
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks

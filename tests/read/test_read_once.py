@@ -40,7 +40,7 @@ from dcp_objstore.read import reader as reader_module
 from dcp_objstore.read.peers import exchange, shared_memory
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, group_digest, open_once, share_out
 from dcp_objstore.read.peers.plan import NEED
-from dcp_objstore.waiting import in_main_thread
+from dcp_objstore.threads import in_main_thread
 from tests.support.campaign import cases
 from tests.support.checkpoints import cause, causes
 from tests.support.listening import Heard, of

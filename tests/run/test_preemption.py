@@ -12,7 +12,7 @@ import pytest
 
 from dcp_objstore.run import preemption
 from dcp_objstore.run.preemption import Preemption, PreemptionWatch
-from dcp_objstore.waiting import wait_in_steps
+from dcp_objstore.threads import wait_in_steps
 
 pytestmark = pytest.mark.usefixtures("usual_signals")
 

@@ -14,9 +14,9 @@ from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.stores import ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.protocol import IfAbsent
-from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 from dcp_objstore.stores.s3.endpoint import s3_checksum
 from dcp_objstore.stores.s3.options import S3Options
+from dcp_objstore.stores.s3.upload import Checksums, checksums_for
 from tests.support.s3_requests import carrying, requests_of
 from tests.support.scripted import Answer, RawServer, ScriptedServer
 from tests.support.servers import Bucket

@@ -11,7 +11,7 @@ import pytest
 
 from dcp_objstore.checkpoint.names import data_key, new_nonce
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.doctor.rules import covering_days, lifecycle_configuration
+from dcp_objstore.doctor.access import covering_days, lifecycle_configuration
 from dcp_objstore.errors import (
     BucketNotFoundError,
     CredentialsError,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dcp_objstore.doctor.rules import covering_days
+from dcp_objstore.doctor.access import covering_days
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import open_bucket_uploads
 

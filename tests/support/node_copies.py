@@ -11,8 +11,8 @@ from urllib.parse import unquote
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.config import LocalFolder
 from dcp_objstore.local import copies, folder
-from dcp_objstore.local.settings import LocalFolder
 from dcp_objstore.observe.events import Event, LocalUnused
 from dcp_objstore.stores.local import TEMPORARY
 from tests.support.states import same_bits, seeded

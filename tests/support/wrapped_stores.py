@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dcp_objstore.stores.buffers import WatchedBuffers, as_buffers
+from dcp_objstore.stores.base import WatchedBuffers, as_buffers
 from dcp_objstore.stores.protocol import (
     CopySource,
     ObjectMeta,

@@ -46,7 +46,7 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.stores.wrappers import WrappedStore
-from dcp_objstore.threads import spawn, wait_for
+from dcp_objstore.threads import result_of, spawn, wait_for, wait_until
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
 from dcp_objstore.transfer.download import (
     _depth,
@@ -69,7 +69,6 @@ from dcp_objstore.transfer.ranges import (
 from dcp_objstore.transfer.stragglers import Stragglers
 from dcp_objstore.transfer.upload import _Tracked, run_watched, upload_object
 from dcp_objstore.transfer.workers import concurrently
-from dcp_objstore.waiting import result_of, wait_until
 from tests.support.listening import heard_channel, of
 from tests.support.wrapped_stores import ChangingStore, RecordingStore
 

@@ -35,9 +35,9 @@ from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, Sha
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
 from dcp_objstore.read.plan import blocks_at
 from dcp_objstore.read.tensor_read import TensorRead
+from dcp_objstore.threads import STEP_SECONDS, result_of, wait_in_steps
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.workers import DaemonPool
-from dcp_objstore.waiting import STEP_SECONDS, result_of, wait_in_steps
 
 if TYPE_CHECKING:
     from dcp_objstore.read.plan import PlannedLoad

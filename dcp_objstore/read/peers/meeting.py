@@ -25,10 +25,9 @@ from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.peers.exchange import Share, needs_of
 from dcp_objstore.read.peers.plan import Held, plan_exchange
-from dcp_objstore.threads import wait_for
+from dcp_objstore.threads import STEP_SECONDS, wait_for, wait_in_steps
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
-from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 
 if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig

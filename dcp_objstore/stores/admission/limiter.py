@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.admission.window import Window
-from dcp_objstore.waiting import STEP_SECONDS
+from dcp_objstore.threads import STEP_SECONDS
 
 if TYPE_CHECKING:
     from dcp_objstore.config import Concurrency, TransferConfig

@@ -1,14 +1,26 @@
-"""`Filesystems`: the filesystems of fsspec that carry the requests to one bucket."""
+"""`Filesystems` of fsspec that carry the requests to a bucket, and how their errors are read.
+
+fsspec has no errors of its own but one for time-outs; its filesystems raise builtin ones, and those
+of whatever library they stand on. Those carry the status of the answer under a few names, which are
+looked for here. s3fs raises builtin ones from botocore's, which `s3.s3fs` reads.
+"""
 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.errors import (
+    CredentialsError,
+    DcpObjstoreError,
     ForkedProcessError,
+    PermissionDeniedError,
+    StoreFullError,
+    StoreUnavailableError,
 )
-from dcp_objstore.stores.fsspec.errors import judge_fsspec
+from dcp_objstore.stores import errors
+from dcp_objstore.stores.errors import Facts, Meaning
 from dcp_objstore.stores.retries import Requests
 
 if TYPE_CHECKING:
@@ -17,6 +29,78 @@ if TYPE_CHECKING:
     from dcp_objstore.config import TransferConfig
     from dcp_objstore.stores.errors import Failure
     from dcp_objstore.stores.urls import StoreUrl
+
+# What the errors mean that libraries raise without a status.
+_BY_NAME: dict[str, type[DcpObjstoreError]] = {
+    "google.TransportError": StoreUnavailableError,
+    "google.GoogleAuthError": CredentialsError,
+    "aiohttp.ClientError": StoreUnavailableError,
+    "urllib3.HTTPError": StoreUnavailableError,
+    "paramiko.AuthenticationException": CredentialsError,
+    "paramiko.SSHException": StoreUnavailableError,
+}
+_UNREACHED = (
+    "builtins.ConnectionRefusedError",
+    "aiohttp.ClientConnectorError",
+    "aiohttp.ConnectionTimeoutError",
+)
+_LATE = "builtins.TimeoutError"
+
+
+def read_fsspec(error: Exception) -> Facts:
+    """Read what a filesystem raised.
+
+    The status of the store's answer counts first, then a library's type, errno and builtin type.
+    """
+    status = _http_status(error)
+    kind = errors.kind_of_answer(status, None) or _kind(error)
+    text: str = str(error)
+    words: str | None = type(error).__name__
+    connected, timed_out = not is_from(error, *_UNREACHED), is_from(error, _LATE)
+    if kind is StoreFullError:
+        text, words = getattr(error, "strerror", None) or text, None
+    elif kind is StoreUnavailableError and status is None and (timed_out or not connected):
+        text += "; check endpoint_url, that the server runs, and any proxy or firewall"
+    return Facts(
+        text=text,
+        status=status,
+        meaning=Meaning(kind, words),
+        connected=connected,
+        timed_out=timed_out,
+    )
+
+
+judge_fsspec = partial(errors.judge, read=read_fsspec)
+
+
+def is_from(error: BaseException, *names: str) -> bool:
+    """Whether an error or one of its causes is of these types; see `is_of`."""
+    return any(errors.is_of(type(cause), *names) for cause in errors.causes(error))
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The HTTP status in an error or what caused it, where it is."""
+    for cause in errors.causes(error):
+        if type(cause).__module__ == "aiohttp.http_exceptions":
+            continue  # its codes are its own: 400 for a body that was cut off
+        answer: Any = getattr(cause, "response", None)
+        for value in (
+            getattr(cause, "status", None),  # aiohttp
+            getattr(cause, "status_code", None),  # azure
+            getattr(cause, "code", None),  # gcsfs
+            getattr(answer, "status_code", None),  # requests, huggingface_hub
+        ):
+            if isinstance(value, int) and 300 <= value < 600:
+                return value
+    return None
+
+
+def _kind(error: BaseException) -> type[DcpObjstoreError]:
+    """Return the type for an error without a status."""
+    if type(error) is OSError and str(error).startswith("Forbidden"):
+        return PermissionDeniedError  # what gcsfs makes of a 403
+    kinds = (kind for name, kind in _BY_NAME.items() if is_from(error, name))
+    return next(kinds, None) or errors.kind_of_builtin(error)
 
 
 class Filesystems(Requests):

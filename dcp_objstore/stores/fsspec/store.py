@@ -27,11 +27,9 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.forking import PerProcess
-from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts
+from dcp_objstore.stores.base import BaseStore, WatchedBuffers, cut_parts
 from dcp_objstore.stores.errors import is_of
-from dcp_objstore.stores.fsspec.errors import judge_fsspec
-from dcp_objstore.stores.fsspec.filesystems import Filesystems
+from dcp_objstore.stores.fsspec.filesystems import Filesystems, judge_fsspec
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers
+from dcp_objstore.stores.base import BaseStore, WatchedBuffers
 from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (

@@ -32,12 +32,12 @@ from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.protocol import RangeReading, Version
 from dcp_objstore.stores.ranges import Answer, BrokenOffError, RetriedSource
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests
-from dcp_objstore.stores.s3.checksums import checksums_for
 from dcp_objstore.stores.s3.credentials import no_s3_credentials, session_of
 from dcp_objstore.stores.s3.endpoint import is_virtual, s3_server
 from dcp_objstore.stores.s3.errors import judge_botocore
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.s3.store import S3Store, Use, botocore_settings, check_range_answer
+from dcp_objstore.stores.s3.upload import checksums_for
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl

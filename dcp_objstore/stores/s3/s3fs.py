@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 from dcp_objstore.config import MIB
 from dcp_objstore.stores import errors
 from dcp_objstore.stores.credentials import Credentials
-from dcp_objstore.stores.fsspec.errors import is_from, read_fsspec
-from dcp_objstore.stores.fsspec.filesystems import Filesystems
+from dcp_objstore.stores.fsspec.filesystems import Filesystems, is_from, read_fsspec
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS
-from dcp_objstore.stores.s3.checksums import Checksums, checksums_for
 from dcp_objstore.stores.s3.credentials import keys_of_environment
 from dcp_objstore.stores.s3.endpoint import s3_server
 from dcp_objstore.stores.s3.errors import read_botocore
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.s3.store import S3Store, Use, botocore_settings, check_range_answer
+from dcp_objstore.stores.s3.upload import Checksums, checksums_for
 from dcp_objstore.stores.urls import StoreUrl
-from dcp_objstore.waiting import STEP_SECONDS, result_of
+from dcp_objstore.threads import STEP_SECONDS, result_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence

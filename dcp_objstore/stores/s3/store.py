@@ -24,8 +24,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import errors
-from dcp_objstore.stores.base import BaseStore
-from dcp_objstore.stores.buffers import WatchedBuffers, cut_parts, cut_range
+from dcp_objstore.stores.base import BaseStore, WatchedBuffers, cut_parts, cut_range
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
@@ -36,9 +35,8 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.retries import SMALL_BYTES
-from dcp_objstore.stores.s3.checksums import Checksums
 from dcp_objstore.stores.s3.errors import read_botocore, status_of
-from dcp_objstore.stores.s3.upload import CopiedPart, MultipartUpload
+from dcp_objstore.stores.s3.upload import Checksums, CopiedPart, MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe.dispatch import staged_event
 from dcp_objstore.observe.report import log_failure
-from dcp_objstore.threads import ready_for_program_end
+from dcp_objstore.threads import STEP_SECONDS, ready_for_program_end, wait_in_steps
 from dcp_objstore.torch_private import StagesAtOnce
-from dcp_objstore.waiting import STEP_SECONDS, wait_in_steps
 from dcp_objstore.write.program_end import TOO_LATE, has_ended, show_lost
 from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
 
