@@ -235,7 +235,8 @@ class Access:
 
 # No save takes longer, so an older upload will hardly be finished.
 _OLD = timedelta(hours=24)
-LIFECYCLE_DAYS: Final = 2
+# Longer than the longest save.
+_LIFECYCLE_DAYS: Final = 2
 _RULE_ID: Final = "dcp-objstore-incomplete-uploads"
 
 
@@ -322,7 +323,7 @@ def _rule_prefix(rule: Mapping[str, Any]) -> str:
 
 
 def lifecycle_configuration(
-    scheme: str, prefix: str, rules: Sequence[Mapping[str, Any]] = (), days: int = LIFECYCLE_DAYS
+    scheme: str, prefix: str, rules: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """The lifecycle configuration that removes unfinished uploads below a prefix, as JSON.
 
@@ -332,11 +333,9 @@ def lifecycle_configuration(
             whose other rules are not known here.
         prefix: a prefix with a slash at its end; empty for the whole bucket.
         rules: the rules that the bucket has, which are kept.
-        days: the number of days after the upload was begun. It must be longer than the longest
-            save.
     """
     if scheme == "gs":
-        condition: dict[str, object] = {"age": days}
+        condition: dict[str, object] = {"age": _LIFECYCLE_DAYS}
         if prefix:
             condition["matchesPrefix"] = [prefix]
         advised = {"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": condition}
@@ -345,7 +344,7 @@ def lifecycle_configuration(
         "ID": _RULE_ID,
         "Status": "Enabled",
         "Filter": {"Prefix": prefix},
-        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": days},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": _LIFECYCLE_DAYS},
     }
     others = [rule for rule in rules if rule.get("ID") != _RULE_ID]
     return json.dumps({"Rules": [*others, advised]}, default=str)

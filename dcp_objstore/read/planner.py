@@ -128,10 +128,15 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             local = _LocalItems(self._url, len(self.missing), len(self._items), self._unasked())
             return _OwnPlan(self._items, planner_data=local)
 
-    def _unasked(self) -> bytes:
+    @property
+    def _saved(self) -> Metadata:
+        """The metadata of the checkpoint, which DCP sets before it asks for a plan."""
         assert self.metadata is not None
+        return self.metadata
+
+    def _unasked(self) -> bytes:
         unexpected = set(self.unexpected)
-        bits = [key in unexpected for key in self.metadata.state_dict_metadata]
+        bits = [key in unexpected for key in self._saved.state_dict_metadata]
         return np.packbits(np.array(bits, bool)).tobytes()
 
     def _unasked_by_all(
@@ -141,11 +146,10 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
 
         A pipeline's stage does not ask for what another one has.
         """
-        assert self.metadata is not None
         places = tuple(places)
         masks = [np.frombuffer(local.unasked, np.uint8) for local in of_ranks]
         unasked = np.unpackbits(np.bitwise_and.reduce(masks))
-        saved = zip(self.metadata.state_dict_metadata, unasked, strict=False)
+        saved = zip(self._saved.state_dict_metadata, unasked, strict=False)
         return [key for key, is_unasked in saved if is_unasked and self._is_below(key, places)]
 
     def _is_below(self, key: str, places: Iterable[Place]) -> bool:
@@ -153,8 +157,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
 
         `model.ema.w` may be `state["model"]["ema.w"]` or `state["model.ema"]["w"]`.
         """
-        assert self.metadata is not None
-        path = tuple(map(str, (self.metadata.planner_data or {}).get(key, ())))
+        path = tuple(map(str, (self._saved.planner_data or {}).get(key, ())))
         return any(
             key.startswith(".".join((*place, ""))) if len(path) < 2 else path[: len(place)] == place
             for place in places
@@ -162,21 +165,20 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
 
     def _fitting_plan(self) -> LoadPlan:
         """Return DCP's plan; note which keys are missing, and which the state does not ask for."""
-        assert self.metadata is not None
-        others = self._choose_per_rank(self.metadata)
+        others = self._choose_per_rank(self._saved)
         # An optimizer has asked for the settings that it needs; the others are another rank's.
         settings = tuple(
             ".".join((*place, kind, ""))
             for place in self._converted.optimizers
             for kind in ("groups", "param_groups")
         )
-        self._take_extra_states(self.metadata)
-        problems = _mismatches(self.state_dict, self.metadata)
+        self._take_extra_states(self._saved)
+        problems = _mismatches(self.state_dict, self._saved)
         if problems:
             raise mismatch("the checkpoint does not fit the state", problems)
         if self._on_dtype == "error":
-            refuse_other_dtypes(_dtypes(self.state_dict, self.metadata))
-        saved = self.metadata.state_dict_metadata
+            refuse_other_dtypes(_dtypes(self.state_dict, self._saved))
+        saved = self._saved.state_dict_metadata
         for key in _tied(self.state_dict, saved):
             del self.state_dict[key]
         before, asked = self.state_dict, dict(self.state_dict)
@@ -185,11 +187,11 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             # exist. It then replaces `state_dict` by a new dict. It also does so, by mistake, if
             # this rank has no shard of a ShardedTensor (FSDP1) and so does not ask for its key.
             if self.state_dict.keys() <= saved.keys():
-                plan = create_default_local_load_plan(self.state_dict, self.metadata)
+                plan = create_default_local_load_plan(self.state_dict, self._saved)
             else:
                 plan = super().create_local_plan()
         except Exception:
-            missing = _missing(self.state_dict, self.metadata)
+            missing = _missing(self.state_dict, self._saved)
             if missing:
                 advice = _OF_TORCH if self._asks_by_number(missing) else _renaming(asked, saved)
                 error = mismatch(

@@ -18,14 +18,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager, led_to
-from dcp_objstore.errors import InputError
 from dcp_objstore.stores.errors import SAME_PAGE
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
     Capabilities,
     CopySource,
-    IfAbsent,
-    IfVersion,
     ObjectMeta,
     Precondition,
     RangeReading,
@@ -114,12 +111,7 @@ class BaseStore(ABC, Generic[Place]):
     ) -> Version:
         """Write an object in one request."""
         with self._errors(key) as place:
-            buffers = as_buffers(data)
-            for buffer in buffers:
-                check_buffer(buffer)
-            if precondition is not None and not isinstance(precondition, (IfAbsent, IfVersion)):
-                raise errors.InputError(f"not a precondition: {precondition!r}")
-            return wait_for(self._put, place, buffers, precondition, retry=retry)
+            return wait_for(self._put, place, as_buffers(data), precondition, retry=retry)
 
     def put_stream(
         self,
@@ -130,7 +122,7 @@ class BaseStore(ABC, Generic[Place]):
         max_concurrency: int,
     ) -> Version:
         """Write an object from an iterator of buffers."""
-        source = WatchedBuffers(buffers, check_buffer)
+        source = WatchedBuffers(buffers)
         try:
             with self._errors(key) as place:
                 return self._put_stream(place, source, part_size_bytes, max_concurrency)
@@ -354,21 +346,6 @@ def as_buffers(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
     return [cast("Buffer", data)]
 
 
-def check_buffer(buffer: Buffer) -> None:
-    """Raise `InputError` unless it is a 1-D, contiguous buffer of bytes.
-
-    obstore alone would take a 2-D one.
-    """
-    try:
-        view = memoryview(buffer)
-    except (TypeError, BufferError) as error:
-        raise InputError(f"not a buffer: {type(buffer).__name__}") from error
-    if view.ndim != 1 or view.itemsize != 1 or not view.c_contiguous:
-        raise InputError(
-            f"a buffer must be 1-D, contiguous and of bytes; got {view.ndim}-D of {view.format!r}"
-        )
-
-
 class WatchedBuffers:
     """Hands buffers through, and remembers what the iterator raised.
 
@@ -380,11 +357,8 @@ class WatchedBuffers:
         left_parts: whether the writer could not remove what it had sent before it failed.
     """
 
-    def __init__(
-        self, buffers: Iterator[Buffer], on_buffer: Callable[[Buffer], None] | None = None
-    ) -> None:
+    def __init__(self, buffers: Iterator[Buffer]) -> None:
         self._buffers = iter(buffers)
-        self._on_buffer = on_buffer
         self.error: BaseException | None = None
         self.left_parts = False
 
@@ -393,16 +367,12 @@ class WatchedBuffers:
 
     def __next__(self) -> Buffer:
         try:
-            if self._on_buffer is None:
-                return next(self._buffers)
-            buffer = next(self._buffers)
-            self._on_buffer(buffer)
+            return next(self._buffers)
         except StopIteration:
             raise
         except BaseException as error:
             self.error = error
             raise
-        return buffer
 
 
 def cut_parts(buffers: Iterator[Buffer], part_size_bytes: int) -> Iterator[list[memoryview]]:

@@ -192,8 +192,6 @@ class Range:
 
     def _check(self, into: memoryview) -> None:
         self._check_open()
-        if into.readonly or into.ndim != 1 or into.itemsize != 1 or not into.contiguous:
-            raise InputError("a range is read into memory that is writable, 1-D and of bytes")
         if len(into) > self._end - self._at:
             raise InputError(
                 f"{len(into)} bytes asked for, but the range has {self._end - self._at} left"

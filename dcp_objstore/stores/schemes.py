@@ -152,27 +152,6 @@ def public_options(
     return shown
 
 
-def options_table(scheme: str) -> str:
-    """The options of a scheme as a Markdown table."""
-    rows = SCHEMAS[scheme].options().values()
-    if not rows:
-        return f"`{scheme}://` has no options."
-    lines = [
-        "| `storage_options` | what it does | environment | also taken | obstore's name |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| `{row.name}` | {row.meaning} | {_code(row.environment)} | {_code(row.also)} |"
-        f" {_code(row.native[:1])} |"
-        for row in rows
-    ]
-    return "\n".join(lines)
-
-
-def _code(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
 def _filesystem(options: Mapping[str, object], scheme: str) -> dict[str, object]:
     from fsspec import AbstractFileSystem
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from dcp_objstore.errors import (
-    InputError,
     InvalidUrlError,
     ObjectNotFoundError,
     StoreUnavailableError,
@@ -226,24 +225,6 @@ class ObjectsContract(Endpoint):
         data[:] = 1
         assert read(store, "k") == read(store, "s") == bytes(1000)
         assert read(store, "list") == bytes(2000)
-
-    def test_buffers_of_another_shape_are_refused(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
-        for wrong in (
-            np.zeros((2, 2), dtype=np.uint8),
-            np.zeros(8, dtype=np.uint8)[::2],
-            np.zeros(2, dtype=np.float32),
-        ):
-            with pytest.raises(InputError):
-                store.put("k", wrong)
-            with pytest.raises(InputError):
-                store.put("k", [b"x", wrong])
-            with pytest.raises(InputError):
-                store.put_stream("s", iter([wrong]), part_size_bytes=PART, max_concurrency=1)
-        allowed = set() if capabilities.atomic_put else {"s"}
-        assert set(keys(store)) <= allowed
-        assert set(side_door.sizes()) <= allowed
 
     def test_many_threads_share_a_store(self, store: ObjectStore) -> None:
         def work(number: int) -> bool:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from dcp_objstore.stores.schemes import options_table
+from dcp_objstore.stores.schemes import SCHEMAS
 
 ROOT: Final = Path(__file__).parents[2]
 OPTIONS_PAGE: Final = ROOT / "docs" / "options.md"
@@ -30,6 +30,27 @@ def replaced(text: str, mark: str, table: str) -> str:
     before, begin, rest = text.partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition(f"<!-- /{mark} -->")
     return f"{before}{begin}{table}\n{end}{after}"
+
+
+def options_table(scheme: str) -> str:
+    """The options of a scheme as a Markdown table."""
+    rows = SCHEMAS[scheme].options().values()
+    if not rows:
+        return f"`{scheme}://` has no options."
+    lines = [
+        "| `storage_options` | what it does | environment | also taken | obstore's name |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{row.name}` | {row.meaning} | {_code(row.environment)} | {_code(row.also)} |"
+        f" {_code(row.native[:1])} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _code(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def write_options() -> None:

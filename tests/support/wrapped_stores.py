@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dcp_objstore.stores.base import WatchedBuffers, as_buffers
+from dcp_objstore.stores.base import as_buffers
 from dcp_objstore.stores.protocol import (
     CopySource,
     ObjectMeta,
@@ -84,13 +84,14 @@ class WatchedStore(WrappedStore):
         """Write an object from an iterator of buffers."""
         request = Request("put_stream", key)
 
-        def seen(buffer: Buffer) -> None:
+        def seen(buffer: Buffer) -> Buffer:
             request.bytes += memoryview(buffer).nbytes
+            return buffer
 
         with self._around(request):
             return self.inner.put_stream(
                 key,
-                WatchedBuffers(buffers, seen),
+                map(seen, buffers),
                 part_size_bytes=part_size_bytes,
                 max_concurrency=max_concurrency,
             )
