@@ -236,7 +236,12 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_wrapper(value: object) -> bool:
     """Return whether it is a wrapper. torch 2.9 to 2.15."""
-    return hasattr(type(value), "__tensor_flatten__") and not getattr(value, "is_nested", False)
+    cls = type(value)
+    return (
+        cls is not torch.Tensor  # as most are
+        and hasattr(cls, "__tensor_flatten__")
+        and not getattr(value, "is_nested", False)
+    )
 
 
 def parts(value: Any) -> list[Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -51,11 +52,11 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
     regions: list[_Region] = []
     for key, of_key in tensors.items():
         for of_part in zip(*map(parts, of_key), strict=True):
-            if held := [tensor for tensor in of_part if tensor.numel()]:
+            if held := [*filter(methodcaller("numel"), of_part)]:
                 regions.append(_region(key, len(regions), held))
     pairs: list[list[_Region]] = []
     begun: list[_Region] = []
-    for region in sorted(regions, key=lambda region: (region.device, region.start)):
+    for region in sorted(regions, key=attrgetter("device", "start")):
         begun = [r for r in begun if r.device == region.device and r.end > region.start]
         others = [r for r in begun if r.key != region.key]
         pairs += [sorted((r, region), key=attrgetter("number")) for r in others]
@@ -73,13 +74,14 @@ def fill_order(tensors: Mapping[str, Sequence[torch.Tensor]]) -> tuple[set[str],
 
 
 def _region(key: str, number: int, tensors: Sequence[torch.Tensor]) -> _Region:
+    starts = [*map(methodcaller("data_ptr"), tensors)]
     return _Region(
         key=key,
         number=number,
         device=str(tensors[0].device),
-        start=min(tensor.data_ptr() for tensor in tensors),
-        end=max(tensor.data_ptr() + reach(tensor) for tensor in tensors),
-        size_bytes=sum(tensor.nbytes for tensor in tensors),
+        start=min(starts),
+        end=max(map(operator.add, starts, map(reach, tensors))),
+        size_bytes=sum(map(attrgetter("nbytes"), tensors)),
         tensors=tensors,
     )
 

@@ -51,6 +51,8 @@ from dcp_objstore.state.record import (
 )
 from dcp_objstore.state.trainable import Trainable, count_left_out
 
+_MODULES = torch.nn.Module, Trainable
+
 
 @dataclass(slots=True)
 class _Leaf:
@@ -127,6 +129,9 @@ class ConvertedState:
         self._leaves: list[_Leaf] = []
         self.state_dict: dict[str, Any] = {}
         for path, value in found:
+            if type(value) is torch.Tensor:  # the most by far
+                self._leaves.append(_Leaf(path, value, value))
+                continue
             with _named_errors(value, path, "state_dict"):
                 self._leaves.append(self._convert(path, value, modules))
         if loading:
@@ -153,7 +158,7 @@ class ConvertedState:
         self, path: Path, value: Any, modules: Mapping[Path, torch.nn.Module | Trainable]
     ) -> _Leaf:
         place = _place(path)
-        if isinstance(value, torch.nn.Module | Trainable):
+        if isinstance(value, _MODULES):
             return self._convert_module(path, value)
         if isinstance(value, PerRank):
             return _Leaf(path, value, self._convert_per_rank(path, value))
@@ -258,7 +263,7 @@ class ConvertedState:
     def _check_names_of_ranks(self) -> None:
         """Refuse a value whose name is also that of a rank's value of a `PerRank`."""
         places = {_name(place): place for place in self.per_rank}
-        for leaf in self._leaves:
+        for leaf in self._leaves if places else ():
             above, _, rank = _name(leaf.path).rpartition(".")
             if above in places and rank.isdecimal():
                 per_rank = f"rank {rank}'s value of the PerRank at {_shown(places[above])}"
@@ -314,8 +319,11 @@ class ConvertedState:
             StateMismatchError: a value does not take what was saved of it.
         """
         for leaf in self._leaves:
+            loaded = _at(self.state_dict, leaf.path)
+            if isinstance(loaded, torch.Tensor) and loaded is leaf.value:
+                continue  # it was loaded into
             with _named_errors(leaf.value, leaf.path, "load_state_dict"):
-                self._restore_one(leaf, _at(self.state_dict, leaf.path))
+                self._restore_one(leaf, loaded)
 
     def _restore_one(self, leaf: _Leaf, loaded: Any) -> None:
         if isinstance(leaf.value, PerRank):
@@ -350,8 +358,9 @@ class ConvertedState:
 
 def _rank_of(value: Any) -> int:
     """Return where a value stands in the order of conversions and of restoring."""
-    kinds = torch.nn.Module | Trainable, torch.optim.Optimizer
-    return next((rank for rank, kind in enumerate(kinds) if isinstance(value, kind)), len(kinds))
+    if isinstance(value, _MODULES):
+        return 0
+    return 1 if isinstance(value, torch.optim.Optimizer) else 2
 
 
 @contextmanager
