@@ -118,29 +118,6 @@ def run_load(
         planned.reads, devices, requests, config=config, budget_bytes=budget_bytes
     )
 
-    def take_in(request: RangeRequest[Block], body: Buffer) -> bool:
-        completed.wait_for_room(progress)
-        with nullcontext() if inbound is None else inbound.taking(request):
-            consume(request, body)
-        if exchange is not None:
-            exchange.keep(request, progress)
-        return completed.is_full
-
-    def admit(request: RangeRequest[Block], progress: Progress) -> memoryview | None:
-        memory = None if exchange is None else exchange.admit(request, progress)
-        if memory is None and inbound is not None and _is_sent(request):
-            memory = inbound.admit(request, progress)
-        return memory
-
-    def go_on() -> None:
-        if exchange is not None:
-            exchange.advance()
-        completed.drain(partial(ItemRead.finish, trust_pickle=trust_pickle))
-        progress.alive()  # workers may have waited for this call, which is no stall
-
-    def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
-        return _explained(planned.checkpoint, store, request, error)
-
     objects = len({request.object_number for request in requests})
     channel.emit(
         Planned,
@@ -153,24 +130,25 @@ def run_load(
     )
     with nullcontext() if inbound is None else inbound:
         progress = Progress(config.stall_timeout_seconds, channel)
+        intake = _Intake(exchange, inbound, completed, progress, trust_pickle=trust_pickle)
         arriving = fetch_ranges(
             local or store,
             planned.checkpoint.object_keys,
             requests,
-            take_in,
+            intake.take_in,
             config=config,
             progress=progress,
             local=() if copies is None else copies.numbers,
             budget_bytes=budget_bytes,
-            admit=None if exchange is None and inbound is None else admit,
+            admit=None if exchange is None and inbound is None else intake.admit,
             may_begin=exchange.may_begin if exchange is not None and inbound is None else None,
             in_place=memory_for,
-            explain=explain,
+            explain=partial(_explained, planned.checkpoint, store),
         )
         with closing(arriving):
-            go_on()  # items without bytes, and rounds in which only others fetch
+            intake.go_on()  # items without bytes, and rounds in which only others fetch
             for _ in arriving:
-                go_on()
+                intake.go_on()
     for read in planned.reads:
         if isinstance(read, TensorRead):
             read.finish()
@@ -192,6 +170,51 @@ def run_load(
         local_bytes=0 if local is None else local.local_bytes,
         unverified=any(span.tag.digest is None for span in planned.spans),
     )
+
+
+class _Intake:
+    """What becomes of the ranges of a load: memory for them, their destinations, other ranks.
+
+    Workers call `admit` and `take_in`, the thread of the load `go_on`.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange | None,
+        inbound: Inbound | None,
+        completed: CompletionQueue,
+        progress: Progress,
+        *,
+        trust_pickle: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._inbound = inbound
+        self._completed = completed
+        self._progress = progress
+        self._trust_pickle = trust_pickle
+
+    def take_in(self, request: RangeRequest[Block], body: Buffer) -> bool:
+        """Bring a range to its destinations; return whether the queue of items is full."""
+        self._completed.wait_for_room(self._progress)
+        with nullcontext() if self._inbound is None else self._inbound.taking(request):
+            consume(request, body)
+        if self._exchange is not None:
+            self._exchange.keep(request, self._progress)
+        return self._completed.is_full
+
+    def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
+        """Wait for memory for a range, and return it; None if it takes none of its own."""
+        memory = None if self._exchange is None else self._exchange.admit(request, progress)
+        if memory is None and self._inbound is not None and _is_sent(request):
+            memory = self._inbound.admit(request, progress)
+        return memory
+
+    def go_on(self) -> None:
+        """Exchange what has arrived, and finish items."""
+        if self._exchange is not None:
+            self._exchange.advance()
+        self._completed.drain(partial(ItemRead.finish, trust_pickle=self._trust_pickle))
+        self._progress.alive()  # workers may have waited for this call, which is no stall
 
 
 def report_loaded(channel: Channel, report: LoadReport) -> None:

@@ -50,27 +50,28 @@ def azure_factory(url: StoreUrl, options: AzureOptions, credentials: Credentials
     server = endpoint or f"https://{account}.blob.core.windows.net"
     place = f"{server}/{url.bucket}"
     provider, copier = credentials.provider, None
-
-    def sign(client: Any, key: str) -> SignedGet:
-        assert provider is not None
-        token, name = provider(), quoted(key)
-        if "access_key" in token:
-            if name != key:
-                # obstore 0.12 signs the key as it is in the URL; Azure checks it as it is.
-                raise LaneError("a key with such characters is not signed as Azure does")
-            return signed_url(client, key)
-        if "sas_token" in token:
-            return SignedGet(f"{place}/{name}?{token['sas_token']}")
-        return with_token(f"{place}/{name}", token, {"x-ms-version": AZURE_VERSION})
-
     # Without a provider obstore finds credentials of its own.
-    signs = sign if provider is not None else unsigned(place) if credentials.anonymous else None
+    sign = unsigned(place) if credentials.anonymous else None
+    if provider is not None:
+        sign = partial(_signed, place, provider)
     # A shared access signature would have to be in the URL of the source, which is kept among the
     # properties of the copy. (To look at what cannot be renewed asks nobody.)
     if provider is not None and (credentials.renew is not None or "sas_token" not in provider()):
         copier = Copier(server, partial(azure_headers, account, provider), azure_steps)
     make = new_client_of(AzureStore, config, credentials, endpoint=endpoint, verify=options.verify)
-    return ClientFactory(make, endpoint, signs, ordered=False, copier=copier)
+    return ClientFactory(make, endpoint, sign, ordered=False, copier=copier)
+
+
+def _signed(place: str, provider: Callable[[], Any], client: Any, key: str) -> SignedGet:
+    token, name = provider(), quoted(key)
+    if "access_key" in token:
+        if name != key:
+            # obstore 0.12 signs the key as it is in the URL; Azure checks it as it is.
+            raise LaneError("a key with such characters is not signed as Azure does")
+        return signed_url(client, key)
+    if "sas_token" in token:
+        return SignedGet(f"{place}/{name}?{token['sas_token']}")
+    return with_token(f"{place}/{name}", token, {"x-ms-version": AZURE_VERSION})
 
 
 def azure_steps(

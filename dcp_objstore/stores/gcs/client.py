@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from email.message import Message
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -44,19 +46,21 @@ def gcs_factory(url: StoreUrl, options: GcsOptions, credentials: Credentials) ->
     server = endpoint or "https://storage.googleapis.com"
     place = f"{server}/{url.bucket}"
     provider, copier = credentials.provider, None
-
-    def sign(_client: Any, key: str) -> SignedGet:
-        # A token, because a signed URL takes a private key or another request.
-        assert provider is not None
-        return with_token(f"{place}/{quoted(key)}", provider(), headers)
-
-    signs = sign if provider is not None else unsigned(place) if credentials.anonymous else None
+    sign = unsigned(place) if credentials.anonymous else None
     if provider is not None:
+        sign = partial(_with_token, place, provider, headers)
         copier = Copier(server, lambda *_: with_token("", provider(), headers).headers, gcs_steps)
     make = new_client_of(
         GCSStore, config, credentials, endpoint=endpoint, verify=options.verify, headers=headers
     )
-    return ClientFactory(make, endpoint, signs, copier=copier)
+    return ClientFactory(make, endpoint, sign, copier=copier)
+
+
+def _with_token(
+    place: str, provider: Callable[[], Any], headers: Mapping[str, str], _client: Any, key: str
+) -> SignedGet:
+    """Make a GET with a token: a signed URL takes a private key or another request."""
+    return with_token(f"{place}/{quoted(key)}", provider(), headers)
 
 
 def gcs_steps(_: Copier, ask: Ask, source: StoreUrl, target: StoreUrl, head: Message) -> Steps:
