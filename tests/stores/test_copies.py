@@ -29,6 +29,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.events import NotCopied
 from dcp_objstore.stores import ObjectStore, Version, open_store
+from dcp_objstore.stores.gcs.client import gcs_steps
 from dcp_objstore.stores.obstore import copies
 from dcp_objstore.stores.protocol import CopySource
 from dcp_objstore.stores.retries import RetryPolicy
@@ -318,7 +319,7 @@ def test_another_server_of_gcs_takes_the_same_request(fake_gcs: FakeGcsServer) -
     found = Message()
     found["x-goog-generation"] = "1"
     ends = [parse_url(f"gs://{BUCKET}/{key}") for key in ("a/b c", "d/é")]
-    assert list(copies.gcs_steps(copies.Copier("", dict, None), ask, *ends, found)) == [(10, True)]  # type: ignore[arg-type]
+    assert list(gcs_steps(copies.Copier("", dict, None), ask, *ends, found)) == [(10, True)]  # type: ignore[arg-type]
     assert fake_gcs.keys("d/") == ["é"]
 
 

@@ -232,7 +232,7 @@ def _ask(credentials: Any, others: bool) -> Mapping[str, Any]:
         try:
             credentials.refresh(Request())
         except GoogleAuthError as error:
-            raise CredentialsError(str(error)) from error
+            raise CredentialsError(f"{type(error).__name__}: {error}") from error
     # google-auth's times are UTC and do not say so.
     expires_at = credentials.expiry and credentials.expiry.replace(tzinfo=UTC)
     return {"token": credentials.token, "expires_at": expires_at}
