@@ -57,9 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Set in many containers. Each of the processes would compile all tests and all of the package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # torch logs every call of a collective and of the planner: pages of it for a failed test.
-    for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
     settings.register_profile("few", max_examples=50)  # others in the next run
     settings.load_profile("few")
     campaign.is_left_out = config.getoption("markexpr") == "not campaign"
@@ -131,6 +128,10 @@ def pytest_collectstart() -> None:
 
 def pytest_collection_finish() -> None:
     """The garbage collector need not visit them each time, nor a forked child copy them."""
+    # torch logs every call of a collective and of the planner: pages of it for a failed test, and
+    # a tenth of a small save.
+    for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()
     gc.enable()
