@@ -9,7 +9,6 @@ a bucket of your own; credentials then come from your environment.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import logging
 import os
@@ -31,6 +30,7 @@ from dcp_objstore.stores.retries import RetryPolicy
 from tests.support import campaign
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.ceph import CephServer
+from tests.support.quick_clients import AUTHORITY, share_what_is_read
 from tests.support.servers import (
     BUCKET,
     READ_ONLY_IDENTITY,
@@ -55,6 +55,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # As torchrun does. Teams of threads only wait for each other where processes share two cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not config.getoption("bucket_url"):
+        os.environ["SSL_CERT_FILE"] = str(AUTHORITY)
     # Set in many containers. Each of the processes would compile all tests and all of the package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     settings.register_profile("few", max_examples=50)  # others in the next run
@@ -185,13 +187,9 @@ def memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def services_are_described_once() -> Iterator[None]:
-    """botocore parses a megabyte of JSON for each session, two thirds of what a client takes."""
-    from botocore.loaders import JSONFileLoader
-
-    load_file = functools.cache(JSONFileLoader().load_file)
+def clients_are_made_quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(JSONFileLoader, "load_file", lambda _loader, path: load_file(path))
+        share_what_is_read(patched)
         yield
 
 
