@@ -1,4 +1,4 @@
-"""Fixtures: real stores, started once per session and only when a test asks for them.
+"""Fixtures: real stores, started once for all processes and only when a test asks for them.
 
 `bucket` is a fresh prefix on SeaweedFS and, in the campaign, on moto and Ceph's gateway. With
 `@pytest.mark.backends("gcs", "azure", …)` a test chooses others; unless stores are the matter, all
@@ -41,6 +41,7 @@ from tests.support.servers import (
     MotoServer,
     RcloneServer,
 )
+from tests.support.shared_servers import shared
 from tests.support.wrapped_stores import RecordingStore, Request, Through
 
 DEFAULT_BACKENDS = ("seaweed", "moto", "ceph")
@@ -121,6 +122,11 @@ LONGEST = (
     "tests/read/test_loading.py",
     "tests/stores/test_s3_settings.py",
 )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores for each two: hardly a test waits, and each collects all."""
+    return min(8, max(2, (os.cpu_count() or 1) * 3 // 2))
 
 
 def pytest_collectstart() -> None:
@@ -222,16 +228,22 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def azurite() -> Iterator[Azurite]:
-    with Azurite() as server:
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    with shared(tmp_path_factory, Azurite, "endpoint_url", "_certificate") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def seaweed() -> Iterator[SeaweedServer]:
-    with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY, WRITE_ONLY_IDENTITY]) as server:
-        server.create_bucket(BUCKET)
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    known = "access_key", "secret_key", "_ports"
+    with shared(tmp_path_factory, start_seaweed, *known) as server:
         yield server
+
+
+def start_seaweed() -> SeaweedServer:
+    server = SeaweedServer(extra_identities=[READ_ONLY_IDENTITY, WRITE_ONLY_IDENTITY])
+    server.create_bucket(BUCKET)
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +261,9 @@ def ceph() -> Iterator[CephServer]:
 
 
 @pytest.fixture(scope="session")
-def moto_server() -> Iterator[MotoServer]:
-    with MotoServer() as server:
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    known = "endpoint_url", "gcs_endpoint_url"
+    with shared(tmp_path_factory, MotoServer, *known) as server:
         yield server
 
 

@@ -90,7 +90,7 @@ def test_ddp_resumes_on_one_rank(run: Run, bucket: Bucket) -> None:
 @pytest.mark.backends("seaweed")
 def test_what_fsdp_saved_on_two_ranks_loads_alone(run: Run, bucket: Bucket, tmp_path: Path) -> None:
     save, _, export = commands("fsdp_save_load_reshard.py")
-    total = re.findall(r"sum up to (\S+?)[,\n]", run(save, warm=True) + run(export))
+    total = re.findall(r"sum up to (\S+?)[,\n]", run(save, warm=True) + run(export, warm=True))
     assert len(total) == 2
     assert total[0] == total[1]
     assert_whole(bucket, "step-1")
@@ -139,7 +139,7 @@ def test_an_evaluator_follows_a_trainer_that_deletes_its_old_steps(
 ) -> None:
     train, evaluate = commands("follow_run.py")
     with ThreadPoolExecutor() as pool:
-        evaluated = pool.submit(run, evaluate)
+        evaluated = pool.submit(run, evaluate, warm=True)
         run(train, warm=True)
         printed = evaluated.result()
     found = re.findall(r"step-(\d+): loss (\S+), (\S+) when", printed)
