@@ -51,8 +51,8 @@ CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * M
 
 
 def state() -> dict[str, Any]:
-    parts = {str(number): seeded(f"part{number}", (MIB // 2,)) for number in range(4)}
-    return {"wide": seeded("wide", (1000, 1500)), "parts": parts, "half": torch.ones(3), "step": 7}
+    parts = {str(number): seeded(f"part{number}", (3 * MIB // 4,)) for number in range(4)}
+    return {"wide": seeded("wide", (1000, 2900)), "parts": parts, "half": torch.ones(3), "step": 7}
 
 
 def save(url: str, options: Mapping[str, object] | None = None) -> None:
