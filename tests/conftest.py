@@ -114,13 +114,20 @@ LONGEST = (
     "tests/stores/test_direct.py",
     "tests/transfer/test_stragglers.py",
     "tests/distributed/test_arrivals.py",
-    "tests/integrations/test_install.py",
     "tests/run/test_follow.py",
     "tests/e2e/test_writer.py",
     "tests/stores/test_fsspec_unreachable.py",
     "tests/cli/test_upkeep_cli.py",
     "tests/read/test_loading.py",
     "tests/stores/test_s3_settings.py",
+)
+
+
+# The hooks of `dos.install` stay in a process for good, so hardly a test comes after these.
+LAST = (
+    "tests/integrations/test_local.py",
+    "tests/integrations/test_install.py",
+    "tests/test_public_names.py",
 )
 
 
@@ -146,8 +153,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    places = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
+    places |= {name: place for place, name in enumerate(LAST, 1)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], 0))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
