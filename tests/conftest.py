@@ -2,8 +2,8 @@
 
 `bucket` is a fresh prefix on SeaweedFS and, in the campaign, on moto and Ceph's gateway. With
 `@pytest.mark.backends("gcs", "azure", …)` a test chooses others; unless stores are the matter, all
-but the first are for the campaign. `pytest --bucket-url s3://…` runs the same tests once, against
-a bucket of your own; credentials then come from your environment.
+but the first (or the `default=`) are for the campaign. `pytest --bucket-url s3://…` runs the same
+tests once, against a bucket of your own; credentials then come from your environment.
 """
 
 from __future__ import annotations
@@ -167,6 +167,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # A test that names one of our servers needs something of that server: it is skipped.
         kinds = ("user",) if set(DEFAULT_BACKENDS) <= set(kinds) else ()
     default = _default_kinds(metafunc.module, kinds)
+    if chosen and "default" in chosen.kwargs:
+        default = [kind for kind in kinds if kind == chosen.kwargs["default"]]
     if campaign.is_left_out and default:
         kinds = default
     chosen_kinds = [
