@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 from urllib.parse import unquote, urlsplit
 
 _CHUNK_BYTES = 256 * 1024
@@ -338,7 +338,7 @@ class _Flow:
     """One direction of a connection: how much of the present request, or answer, has passed."""
 
     passed_bytes: int = 0
-    fault: Fault | None = None
+    fault: Cut | Hold | None = None
 
 
 @dataclass
@@ -432,7 +432,7 @@ class _Connection:
         writer.write(data)
         await writer.drain()
 
-    def _cut(self, how: How) -> None:
+    def _cut(self, how: How) -> NoReturn:
         self.proxy.cuts += 1
         for _, writer in (self.client, self.server):
             if how == "rst":
