@@ -1,15 +1,14 @@
-"""Fixtures: real stores, started once per session and only when a test asks for them.
+"""Fixtures: real stores, started once for all processes and only when a test asks for them.
 
 `bucket` is a fresh prefix on SeaweedFS and, in the campaign, on moto and Ceph's gateway. With
 `@pytest.mark.backends("gcs", "azure", …)` a test chooses others; unless stores are the matter, all
-but the first are for the campaign. `pytest --bucket-url s3://…` runs the same tests once, against
-a bucket of your own; credentials then come from your environment.
+but the first (or the `default=`) are for the campaign. `pytest --bucket-url s3://…` runs the same
+tests once, against a bucket of your own; credentials then come from your environment.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import logging
 import os
@@ -31,6 +30,7 @@ from dcp_objstore.stores.retries import RetryPolicy
 from tests.support import campaign
 from tests.support.azurite import AzureBucket, Azurite
 from tests.support.ceph import CephServer
+from tests.support.quick_clients import AUTHORITY, share_what_is_read
 from tests.support.servers import (
     BUCKET,
     READ_ONLY_IDENTITY,
@@ -41,6 +41,7 @@ from tests.support.servers import (
     MotoServer,
     RcloneServer,
 )
+from tests.support.shared_servers import shared
 from tests.support.wrapped_stores import RecordingStore, Request, Through
 
 DEFAULT_BACKENDS = ("seaweed", "moto", "ceph")
@@ -55,11 +56,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # As torchrun does. Teams of threads only wait for each other where processes share two cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not config.getoption("bucket_url"):
+        os.environ["SSL_CERT_FILE"] = str(AUTHORITY)
     # Set in many containers. Each of the processes would compile all tests and all of the package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # torch logs every call of a collective and of the planner: pages of it for a failed test.
-    for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
-        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
     settings.register_profile("few", max_examples=50)  # others in the next run
     settings.load_profile("few")
     campaign.is_left_out = config.getoption("markexpr") == "not campaign"
@@ -70,6 +70,9 @@ def pytest_configure(config: pytest.Config) -> None:
 # that no process is left alone with one of them at the end.
 LONGEST = (
     "tests/faults/test_network_faults.py",
+    "tests/state/test_optimizers_resume.py",
+    "tests/stores/test_azure.py",
+    "tests/stores/test_copies.py",
     "tests/stores/test_contract.py",
     "tests/stores/test_fsspec.py",
     "tests/doctor/test_doctor.py",
@@ -96,14 +99,11 @@ LONGEST = (
     "tests/e2e/test_tensor_kinds.py",
     "tests/read/test_weights.py",
     "tests/compat/test_hostile_inputs.py",
-    "tests/stores/test_azure.py",
     "tests/observe/test_events.py",
     "tests/run/test_manager_ranks.py",
     "tests/e2e/test_credentials_expire.py",
     "tests/convert/test_copy.py",
     "tests/doctor/test_permissions.py",
-    "tests/state/test_optimizers_resume.py",
-    "tests/stores/test_copies.py",
     "tests/test_docs.py",
     "tests/transfer/test_transfer.py",
     "tests/cli/test_follow_cli.py",
@@ -114,7 +114,6 @@ LONGEST = (
     "tests/stores/test_direct.py",
     "tests/transfer/test_stragglers.py",
     "tests/distributed/test_arrivals.py",
-    "tests/integrations/test_install.py",
     "tests/run/test_follow.py",
     "tests/e2e/test_writer.py",
     "tests/stores/test_fsspec_unreachable.py",
@@ -124,6 +123,19 @@ LONGEST = (
 )
 
 
+# The hooks of `dos.install` stay in a process for good, so hardly a test comes after these.
+LAST = (
+    "tests/integrations/test_local.py",
+    "tests/integrations/test_install.py",
+    "tests/test_public_names.py",
+)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores for each two: hardly a test waits, and each collects all."""
+    return min(8, max(2, (os.cpu_count() or 1) * 3 // 2))
+
+
 def pytest_collectstart() -> None:
     """Millions of objects, of torch and of what is collected, live to the end."""
     gc.disable()
@@ -131,14 +143,19 @@ def pytest_collectstart() -> None:
 
 def pytest_collection_finish() -> None:
     """The garbage collector need not visit them each time, nor a forked child copy them."""
+    # torch logs every call of a collective and of the planner: pages of it for a failed test, and
+    # a tenth of a small save.
+    for name in ("c10d-NullHandler-default", "c10d-NullHandler-dcp_logger"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+    places = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
+    places |= {name: place for place, name in enumerate(LAST, 1)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], 0))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -150,6 +167,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # A test that names one of our servers needs something of that server: it is skipped.
         kinds = ("user",) if set(DEFAULT_BACKENDS) <= set(kinds) else ()
     default = _default_kinds(metafunc.module, kinds)
+    if chosen and "default" in chosen.kwargs:
+        default = [kind for kind in kinds if kind == chosen.kwargs["default"]]
     if campaign.is_left_out and default:
         kinds = default
     chosen_kinds = [
@@ -184,13 +203,9 @@ def memory_is_given_back() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def services_are_described_once() -> Iterator[None]:
-    """botocore parses a megabyte of JSON for each session, two thirds of what a client takes."""
-    from botocore.loaders import JSONFileLoader
-
-    load_file = functools.cache(JSONFileLoader().load_file)
+def clients_are_made_quickly() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(JSONFileLoader, "load_file", lambda _loader, path: load_file(path))
+        share_what_is_read(patched)
         yield
 
 
@@ -223,16 +238,22 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def azurite() -> Iterator[Azurite]:
-    with Azurite() as server:
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    with shared(tmp_path_factory, Azurite, "endpoint_url", "_certificate") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def seaweed() -> Iterator[SeaweedServer]:
-    with SeaweedServer(extra_identities=[READ_ONLY_IDENTITY, WRITE_ONLY_IDENTITY]) as server:
-        server.create_bucket(BUCKET)
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
+    known = "access_key", "secret_key", "_ports"
+    with shared(tmp_path_factory, start_seaweed, *known) as server:
         yield server
+
+
+def start_seaweed() -> SeaweedServer:
+    server = SeaweedServer(extra_identities=[READ_ONLY_IDENTITY, WRITE_ONLY_IDENTITY])
+    server.create_bucket(BUCKET)
+    return server
 
 
 @pytest.fixture(scope="module")
@@ -250,8 +271,9 @@ def ceph() -> Iterator[CephServer]:
 
 
 @pytest.fixture(scope="session")
-def moto_server() -> Iterator[MotoServer]:
-    with MotoServer() as server:
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    known = "endpoint_url", "gcs_endpoint_url"
+    with shared(tmp_path_factory, MotoServer, *known) as server:
         yield server
 
 

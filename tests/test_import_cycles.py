@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import dcp_objstore
 PACKAGE = Path(dcp_objstore.__file__).parent
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in PACKAGE.rglob("*.py"):
@@ -22,7 +23,9 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: Mapping[str, Path]) -> set[str]:
+@functools.cache
+def imports(path: Path) -> set[str]:
+    known = modules()
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -50,7 +53,7 @@ def test_neighbours_do_not_import_each_other(folder: str) -> None:
             child = name.removeprefix(below).partition(".")[0]
             others = {
                 other.removeprefix(below).partition(".")[0]
-                for other in imports(path, known)
+                for other in imports(path)
                 if other.startswith(below)
             }
             graph.setdefault(child, set()).update(others - {child})

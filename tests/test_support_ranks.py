@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+import dcp_objstore as dos
 from tests.support.launcher import Ranks, say
 from tests.support.ranks import PRELOAD, RanksFailedError, run_ranks, try_ranks
 
@@ -110,3 +113,28 @@ def test_what_a_rank_said_arrives_even_if_it_dies_right_after() -> None:
         job = ranks.start(1, say_and_die)
         assert [one.message for one in job.messages()] == [("last words",)]
         assert job.end()[0].exit_signal == signal.SIGKILL
+
+
+def leave_much_behind(rank: int, world: int, folder: str) -> int:
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir(folder)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == 1:
+        dos.install()
+        dos.uninstall()
+    return os.getpid()
+
+
+def what_is_left(rank: int, world: int) -> tuple[int, bool, str, bool]:
+    ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    hooked = dcp.FileSystemWriter.__new__ is not object.__new__
+    return os.getpid(), "LEFT_BEHIND" in os.environ or ignored, str(Path.cwd()), hooked
+
+
+def test_a_rank_meets_nothing_of_the_call_before(tmp_path: Path) -> None:
+    *_, (_, _, folder, _) = run_ranks(2, what_is_left)
+    pids = run_ranks(2, leave_much_behind, str(tmp_path))
+    first, second = run_ranks(2, what_is_left)
+    assert first == (pids[0], False, folder, False)
+    assert second[0] != pids[1], "hooks stay, so it has ended"
+    assert second[1:] == (False, folder, False)

@@ -146,9 +146,8 @@ class StoreSpec:
         """The clients that `make` made for this bucket, options, settings and environment."""
         url, options = self.parsed, self.storage_options
         # The environment is part of the key: credentials in it may have been renewed.
-        environment = tuple(
-            sorted(item for item in os.environ.items() if item[0].startswith(_VARIABLES))
-        )
+        names = sorted(name for name in os.environ if name.startswith(_VARIABLES))
+        environment = tuple((name, os.environ.get(name)) for name in names)
         key = (make, url.scheme, url.bucket, _frozen(options), self.config, environment)
         with _clients_lock.here:
             clients = _clients.here

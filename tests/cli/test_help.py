@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import dcp_objstore as dos
 from dcp_objstore.cli.app import app
 from dcp_objstore.stores import open_store
+from tests.support.campaign import cases
 from tests.support.command_line import environment, examples
 from tests.support.left_copies import leave_copies
 from tests.support.servers import Bucket
@@ -152,7 +153,7 @@ def complete(shell: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", cases(["bash", "zsh", "fish"], default=["bash"]))
 def test_the_shell_completes_commands_and_options(shell: str, tmp_path: Path) -> None:
     shown = complete(f"--show-completion {shell}")
     assert shown.returncode == 0, shown.stderr
@@ -164,7 +165,11 @@ def test_the_shell_completes_commands_and_options(shell: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"), [("ver", {"verify"}), ("verify --qu", {"--quick"}), ("ls --a", {"--all"})]
+    ("typed", "offered"),
+    cases(
+        [("ver", {"verify"}), ("verify --qu", {"--quick"}), ("ls --a", {"--all"})],
+        default=[("ver", {"verify"}), ("verify --qu", {"--quick"})],
+    ),
 )
 def test_what_the_shell_asks_for_is_offered(typed: str, offered: set[str]) -> None:
     words = f"dcp-objstore {typed}"

@@ -11,7 +11,6 @@ import pytest
 from dcp_objstore.checkpoint.probe import probe
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import Capabilities
-from tests.contract.common import CROWD
 from tests.contract.suite import StoreContract
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import Bucket
@@ -59,7 +58,7 @@ class BucketContract(StoreContract):
         if server not in _crowds:
             store = open_store(f"{bucket.url}/crowd", bucket.storage_options)  # the quickest
             with ThreadPoolExecutor(16) as pool:
-                list(pool.map(lambda key: store.put(key, b""), CROWD))
+                list(pool.map(lambda key: store.put(key, b""), self.crowd_keys))
             _crowds[server] = bucket.prefix
         url = f"{urlsplit(bucket.url).scheme}://{bucket.name}/{_crowds[server]}crowd"
         return self.open(url, bucket.storage_options)

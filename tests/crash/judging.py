@@ -96,8 +96,19 @@ class Verdict:
     orphans: list[str] = field(default_factory=list)
 
 
-def cuts(scene: Scene, bucket: Bucket) -> list[Where]:
-    """Every place at which the operation can be cut, from a rehearsal. The bucket is changed."""
+# Requests that leave the bucket as it is.
+_READS = {"get", "head", "list", "list uploads"}
+
+
+def cuts(scene: Scene, bucket: Bucket, *, every: bool = True) -> list[Where]:
+    """Every place at which the operation can be cut, from a rehearsal. The bucket is changed.
+
+    Args:
+        scene: the operation.
+        bucket: on which it is rehearsed.
+        every: also where a process leaves what it would have left at its last change: after a read,
+            and before any request but the first.
+    """
     rehearsal = [Process() for _ in range(scene.ranks)]
     ended = scene.run(bucket, rehearsal)
     assert ended == [None] * scene.ranks, ended
@@ -118,13 +129,15 @@ def cuts(scene: Scene, bucket: Bucket) -> list[Where]:
         for rank, process in enumerate(rehearsal)
         for number in range(1, len(process.requests) + 1)
         for when in ("before", "after")
+        if every
+        or (number == 1 if when == "before" else process.requests[number - 1][0] not in _READS)
     ]
 
 
-def verdicts(scene: Scene) -> Iterator[tuple[Where, Verdict]]:
-    """Every cut of a scene, and what was found wrong after it."""
+def verdicts(scene: Scene, *, every: bool = True) -> Iterator[tuple[Where, Verdict]]:
+    """Every cut of a scene, or all that differ (see `cuts`), and what was found wrong after it."""
     first = scene.begin()
-    for where in cuts(scene, first.copy()):
+    for where in cuts(scene, first.copy(), every=every):
         yield where, judge(scene, where, first.copy())
 
 

@@ -6,6 +6,7 @@ has to give, whichever way the tensor was saved and whichever tensor it is loade
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
 from dcp_objstore.errors import StateMismatchError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.stores import open_store
+from tests.support.campaign import cases
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
 from tests.support.wrappers import (
@@ -177,7 +179,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         return values.copy_(held)
 
 
-@pytest.mark.parametrize("save", SAVES)
+@pytest.mark.parametrize("save", cases(SAVES, default=["async_save", "dcp.save"]))
 def test_every_kind_of_tensor_comes_back_bit_for_bit(save: str) -> None:
     state = all_kinds()
     expected = {key: by_torch(local(tensor)) for key, tensor in state.items()}
@@ -236,8 +238,17 @@ ADVICE = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("save", SAVES)
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(
+    ("kind", "save"),
+    cases(
+        itertools.product(REFUSED, SAVES),
+        # Each kind at one save, and what we and what DCP's planner refuses at each.
+        default=[
+            *itertools.product(REFUSED, ["save"]),
+            *itertools.product(["opaque", "partial"], ["async_save", "dcp.save", "dcp.async_save"]),
+        ],
+    ),
+)
 def test_what_could_not_be_loaded_is_refused_at_the_save_by_its_key(kind: str, save: str) -> None:
     url = memory_url()
     state = {"fine": torch.ones(2), "deep": {"odd": REFUSED[kind]()}}

@@ -93,7 +93,7 @@ def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, statu
 
 @pytest.mark.parametrize("status", [pytest.param(503, marks=pytest.mark.campaign), 429])
 def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
-    saved = torch.randint(0, 256, (256 * MIB,), dtype=torch.uint8)
+    saved = torch.randint(0, 256, (128 * MIB,), dtype=torch.uint8)
     counts: list[int | None] = []
     heard: list[dos.observe.events.AnyEvent] = []
     with SlowSink(keep=True) as sink:

@@ -16,6 +16,7 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from tests.support.campaign import cases
 from tests.support.programs import run_in_forks, run_in_processes
 from tests.support.servers import Bucket
 
@@ -87,10 +88,13 @@ def test_ddp_resumes_on_one_rank(run: Run, bucket: Bucket) -> None:
     assert_whole(bucket, "run")
 
 
+@pytest.mark.parametrize("warm", cases([True, False], default=[True]))
 @pytest.mark.backends("seaweed")
-def test_what_fsdp_saved_on_two_ranks_loads_alone(run: Run, bucket: Bucket, tmp_path: Path) -> None:
+def test_what_fsdp_saved_on_two_ranks_loads_alone(
+    run: Run, bucket: Bucket, tmp_path: Path, warm: bool
+) -> None:
     save, _, export = commands("fsdp_save_load_reshard.py")
-    total = re.findall(r"sum up to (\S+?)[,\n]", run(save, warm=True) + run(export))
+    total = re.findall(r"sum up to (\S+?)[,\n]", run(save, warm=warm) + run(export, warm=warm))
     assert len(total) == 2
     assert total[0] == total[1]
     assert_whole(bucket, "step-1")
@@ -133,14 +137,15 @@ def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run: Run, buck
     assert_whole(bucket, *(f"run/step-{stage}" for stage in held))
 
 
+@pytest.mark.parametrize("warm", cases([True, False], default=[True]))
 @pytest.mark.backends("seaweed")
 def test_an_evaluator_follows_a_trainer_that_deletes_its_old_steps(
-    run: Run, bucket: Bucket
+    run: Run, bucket: Bucket, warm: bool
 ) -> None:
     train, evaluate = commands("follow_run.py")
     with ThreadPoolExecutor() as pool:
-        evaluated = pool.submit(run, evaluate)
-        run(train, warm=True)
+        evaluated = pool.submit(run, evaluate, warm=warm)
+        run(train, warm=warm)
         printed = evaluated.result()
     found = re.findall(r"step-(\d+): loss (\S+), (\S+) when", printed)
     steps = [int(step) for step, _, _ in found]

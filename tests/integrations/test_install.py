@@ -224,6 +224,8 @@ def save_while_training(rank: int, world: int, url: str, way: str) -> tuple[list
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dos.ObjectStoreWriter, "storage_meta", storage_meta)
         if way == "writer":
+            with dos.install(schemes=["file"]):
+                pass  # what was installed has ended, and its hooks stay
             torchs_own = inspect.unwrap(torch_private.ThreadExecutor.execute_save)
             patch.setattr(torch_private.ThreadExecutor, "execute_save", torchs_own)
         else:

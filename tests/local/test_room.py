@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import secrets
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -232,28 +233,29 @@ def test_an_error_at_any_call_of_a_save_leaves_the_same_checkpoint(
     for_good: bool,
 ) -> None:
     """In the first save, which makes the folders, and in one that writes files over."""
-    node = Node(tmp_path / "node", "")
+    node = Node(tmp_path / "first", f"memory://{secrets.token_hex(6)}/run")
+    node.folder.mkdir()
+    for step in range(1, saved_before + 1):
+        node.save(step)
     disk = Disk(monkeypatch, node)
     for at in itertools.count(1):
         node.folder = tmp_path / f"node-{at}"
-        node.folder.mkdir()
-        node.run = f"memory://{secrets.token_hex(6)}/run"
-        for step in range(1, saved_before + 1):
-            node.save(step)
+        shutil.copytree(tmp_path / "first", node.folder)
+        step = 10 * at
         restart()
         caplog.clear()
         node.unused.clear()
         disk.fail(at, error, for_good=for_good)
-        node.save(9)
+        node.save(step)
         reached = disk.calls >= at
         disk.fail(0, 0, for_good=False)
         assert warnings(caplog) <= 1
         assert len(node.unused) <= 1
-        node.load(9, local=None)
-        node.load(9)
-        node.save(10)
-        node.save(11)
-        assert node.load(11).fetched_bytes == 0
+        node.load(step, local=None)
+        node.load(step)
+        node.save(step + 1)
+        node.save(step + 2)
+        assert node.load(step + 2).fetched_bytes == 0
         assert len(node.files) == 2
         if not reached:
             break

@@ -296,7 +296,7 @@ def _told(stage: Stage, why: str, path: Path | None = None) -> str:
 
 
 def test_what_the_code_does_is_a_path_in_the_model() -> None:
-    for seed in range(200):
+    for seed in range(120):
         run(seed)
 
 
@@ -490,7 +490,7 @@ def play(seed: int) -> Stage:
 
 
 def test_drawn_faults_of_every_kind_are_answered_truly_and_heal() -> None:
-    for seed in range(150):
+    for seed in range(100):
         play(seed)
 
 
@@ -566,9 +566,9 @@ def in_any_order(seed: int, steps: int) -> Counter[str]:
 
 def test_any_order_of_operations_crashes_and_faults_does_what_the_reference_says() -> None:
     done = Counter[str]()
-    for seed in range(100):
+    for seed in range(60):
         done += in_any_order(seed, 40)
-    assert min(done.values()) > 300, done
+    assert min(done.values()) > 180, done
 
 
 @pytest.mark.campaign

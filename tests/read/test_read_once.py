@@ -51,7 +51,7 @@ from tests.support.states import same_bits, seeded
 Options = Mapping[str, object]
 # Rounds of at most one block each, so that there are many.
 SMALL = TransferConfig(memory_budget_bytes=8 * MIB, request_size_bytes=4 * MIB)
-SHAPES = {"wide": (1024, 3000), "tall": (5000, 700), "norm": (999,), "scale": ()}
+SHAPES = {"wide": (512, 3000), "tall": (2500, 700), "norm": (999,), "scale": ()}
 PAYLOAD_BYTES = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
@@ -407,12 +407,10 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
         ("fewer", UnsupportedError, "read_once=False"),
     ],
 )
-@pytest.mark.backends("seaweed")
 def test_a_rank_that_fails_fails_all_and_none_waits_for_it(
-    bucket: Bucket, how: str, kind: type[BaseException], text: str
+    sink: Sink, saved: str, how: str, kind: type[BaseException], text: str
 ) -> None:
-    url, options = bucket.at("step-1"), bucket.storage_options
-    run_ranks(2, save_sharded, url, options)
+    url, options = saved, sink.storage_options
     outcomes = try_ranks(3, load_failing, url, options, how)
     for outcome in outcomes:
         assert set(outcome.error.failures) == {1}  # no other has failed
@@ -480,7 +478,7 @@ def load_interrupted(rank: int, world: int, url: str, options: Options, number: 
 def test_ctrl_c_while_ranks_wait_for_each_other_ends_all_of_them(sink: Sink, saved: str) -> None:
     arguments = (saved, sink.storage_options)
     often, *_ = run_ranks(2, load_interrupted, *arguments, 0)
-    assert often > 5
+    assert often > 3
     for number in (1, 2, often):  # the first round, another, the last one
         outcomes = try_ranks(2, load_interrupted, *arguments, number)
         assert isinstance(outcomes[1].error, KeyboardInterrupt), outcomes[1]

@@ -24,7 +24,7 @@ from dcp_objstore.stores import IfAbsent, ObjectStore, StoreSpec, open_store
 from dcp_objstore.stores.azure.credentials import find_azure_credentials
 from dcp_objstore.stores.azure.options import AzureOptions
 from dcp_objstore.stores.options import parse
-from tests.contract import PART, ExpectedError, StoreContract, put_broken
+from tests.contract import PART, SMALL_CROWD, ExpectedError, StoreContract, put_broken
 from tests.support.azurite import ACCOUNT, KEY, Azurite
 from tests.support.servers import BUCKET, Bucket
 from tests.support.side_doors import BucketDoor
@@ -39,6 +39,7 @@ class TestAzure(StoreContract):
     lacks = frozenset({"clean_abort", "range_copies"})
     dialect = "azure"
     below = "pre fix #1"
+    crowd_keys = SMALL_CROWD
 
     @pytest.fixture
     def store(self, bucket: Bucket) -> ObjectStore:

@@ -13,7 +13,7 @@ from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ObjectNotFoundError, StoreUnavailableError, UnsupportedError
 from dcp_objstore.stores import ObjectStore, Precondition, open_store
 from dcp_objstore.stores.protocol import Capabilities
-from tests.contract import BucketContract, StoreContract
+from tests.contract import SMALL_CROWD, BucketContract, StoreContract
 from tests.contract.buckets import S3_LACKS
 from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, FolderDoor, SideDoor
@@ -34,6 +34,7 @@ class TestMemory(StoreContract):
 class TestFile(StoreContract):
     endpoint = "`file://`"
     lacks = frozenset({"multipart"})
+    crowd_keys = SMALL_CROWD
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> ObjectStore:
@@ -78,6 +79,7 @@ class TestGcs(BucketContract):
     lacks = frozenset({"listed_versions", "range_copies"})
     dialect = "gcs-xml"
     below = "pre fix"
+    crowd_keys = SMALL_CROWD
 
     def store_at(self, endpoint_url: str) -> ObjectStore:
         options = {"token": "dummy", "endpoint_url": endpoint_url}

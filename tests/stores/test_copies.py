@@ -46,6 +46,9 @@ from tests.support.verbs import ONCE
 from tests.support.wrapped_stores import Request as Recorded
 
 whole = pytest.mark.backends("gcs", "azure")
+# Of what is the same above both stores, whose own copies the other tests look at.
+by_gcs = pytest.mark.backends("gcs", "azure", default="gcs")
+by_azure = pytest.mark.backends("gcs", "azure", default="azure")
 DATA = b"the object"
 
 
@@ -355,7 +358,7 @@ def body_bytes(asked: Sequence[Asked]) -> int:
     return sum(int(one.headers.get("content-length", 0)) for one in asked)
 
 
-@whole
+@by_gcs
 def test_a_save_has_whole_objects_copied_that_hold_nothing_else(
     bucket: Bucket, proxy: TamperingProxy
 ) -> None:
@@ -379,7 +382,7 @@ def test_a_save_has_whole_objects_copied_that_hold_nothing_else(
     assert_holds(bucket, 4)
 
 
-@whole
+@by_gcs
 def test_a_little_that_has_not_changed_gets_no_object_of_its_own(bucket: Bucket) -> None:
     for step in (1, 2):
         state = {"changes": torch.full((7,), float(step)), "stays": torch.ones(MIB)}
@@ -388,7 +391,7 @@ def test_a_little_that_has_not_changed_gets_no_object_of_its_own(bucket: Bucket)
     assert report.objects == 1
 
 
-@whole
+@by_azure
 def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(
     bucket: Bucket, proxy: TamperingProxy
 ) -> None:
@@ -410,7 +413,7 @@ def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(
     assert save(bucket, 4).copied_bytes > 6 * MIB
 
 
-@whole
+@by_azure
 def test_between_urls_of_one_store_no_byte_of_data_comes_here(
     bucket: Bucket, proxy: TamperingProxy, requests: list[Recorded]
 ) -> None:

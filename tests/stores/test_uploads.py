@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -88,9 +88,20 @@ def test_stores_that_have_none_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the bucket's lifecycle rule
 
 
+@pytest.fixture
+def ruled(bucket: Bucket) -> Iterator[StoreSpec]:
+    """In a bucket that no other test looks at."""
+    client = bucket.client()
+    client.create_bucket(Bucket="with-rules")
+    yield StoreSpec("s3://with-rules/run", bucket.storage_options)
+    client.delete_bucket_lifecycle(Bucket="with-rules")
+
+
 @pytest.mark.backends("moto")
-def test_the_rule_that_is_advised_is_taken_and_found_and_others_stay(bucket: Bucket) -> None:
-    uploads = open_uploads(StoreSpec(bucket.url, bucket.storage_options))
+def test_the_rule_that_is_advised_is_taken_and_found_and_others_stay(
+    bucket: Bucket, ruled: StoreSpec
+) -> None:
+    uploads = open_uploads(ruled)
     client = bucket.client()
     other = {
         "ID": "logs",
@@ -99,22 +110,20 @@ def test_the_rule_that_is_advised_is_taken_and_found_and_others_stay(bucket: Buc
         "Expiration": {"Days": 3},
     }
     client.put_bucket_lifecycle_configuration(
-        Bucket=bucket.name, LifecycleConfiguration={"Rules": [other]}
+        Bucket="with-rules", LifecycleConfiguration={"Rules": [other]}
     )
-    try:
-        rules = uploads.lifecycle_rules()
-        assert covering_days(rules, uploads.prefix) is None
-        text = lifecycle_configuration("s3", uploads.prefix, rules)
-        client.put_bucket_lifecycle_configuration(
-            Bucket=bucket.name, LifecycleConfiguration=json.loads(text)
-        )
-        rules = uploads.lifecycle_rules()
-        assert covering_days(rules, uploads.prefix) == 2
-        assert covering_days(rules, "elsewhere/") is None
-        assert {rule["ID"] for rule in rules} == {"logs", "dcp-objstore-incomplete-uploads"}
-        assert lifecycle_configuration("s3", uploads.prefix, rules).count("incomplete-uploads") == 1
-    finally:
-        client.delete_bucket_lifecycle(Bucket=bucket.name)
+    rules = uploads.lifecycle_rules()
+    assert covering_days(rules, uploads.prefix) is None
+    text = lifecycle_configuration("s3", uploads.prefix, rules)
+    client.put_bucket_lifecycle_configuration(
+        Bucket="with-rules", LifecycleConfiguration=json.loads(text)
+    )
+    rules = uploads.lifecycle_rules()
+    assert covering_days(rules, uploads.prefix) == 2
+    assert covering_days(rules, "elsewhere/") is None
+    assert {rule["ID"] for rule in rules} == {"logs", "dcp-objstore-incomplete-uploads"}
+    assert lifecycle_configuration("s3", uploads.prefix, rules).count("incomplete-uploads") == 1
+    client.delete_bucket_lifecycle(Bucket="with-rules")
     assert uploads.lifecycle_rules() == ()
 
 
@@ -151,19 +160,16 @@ def test_rule_for_gcs_is_in_its_own_form() -> None:
 
 
 @pytest.mark.backends("moto")
-def test_days_after_which_the_bucket_removes_uploads_are_those_of_its_rule(bucket: Bucket) -> None:
-    spec = StoreSpec(bucket.url, bucket.storage_options)
-    assert incomplete_upload_rule(spec) is None
-    client = bucket.client()
-    client.put_bucket_lifecycle_configuration(
-        Bucket=bucket.name,
-        LifecycleConfiguration=json.loads(lifecycle_configuration("s3", bucket.prefix)),
+def test_days_after_which_the_bucket_removes_uploads_are_those_of_its_rule(
+    bucket: Bucket, ruled: StoreSpec
+) -> None:
+    assert incomplete_upload_rule(ruled) is None
+    bucket.client().put_bucket_lifecycle_configuration(
+        Bucket="with-rules",
+        LifecycleConfiguration=json.loads(lifecycle_configuration("s3", "run/")),
     )
-    try:
-        assert incomplete_upload_rule(spec) == 2
-        assert incomplete_upload_rule(spec.at(f"s3://{bucket.name}/elsewhere")) is None
-    finally:
-        client.delete_bucket_lifecycle(Bucket=bucket.name)
+    assert incomplete_upload_rule(ruled) == 2
+    assert incomplete_upload_rule(ruled.at("s3://with-rules/elsewhere")) is None
 
 
 @pytest.mark.backends("moto")

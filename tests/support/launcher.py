@@ -46,6 +46,8 @@ _server_output: IO[bytes] | None = None
 # In a rank, the connection to which `say` sends. Threads of the rank may speak at the same time.
 _launcher: Connection | None = None
 _speaking = threading.Lock()
+# In a rank, whether it takes no other call.
+_retires = threading.Event()
 
 
 def warm_up(preload: Sequence[str]) -> None:
@@ -78,6 +80,11 @@ def say(*message: object) -> None:
     assert _launcher is not None, "only a rank can say something"
     with _speaking:
         _launcher.send(("said", message))
+
+
+def retire() -> None:
+    """In a rank: let this process end after the call, because the call has changed it for good."""
+    _retires.set()
 
 
 @dataclass(frozen=True)
@@ -433,8 +440,8 @@ def _run(call: _Call) -> tuple[bool, bool, bytes, str]:
         # A process that ends leaves its group open, because closing can wait for a dead rank.
         if reuse and dist.is_initialized():
             dist.destroy_process_group()
-        return reuse, False, _pickled(error), text
-    return True, True, value, ""
+        return reuse and not _retires.is_set(), False, _pickled(error), text
+    return not _retires.is_set(), True, value, ""
 
 
 def _meet(call: _Call, meeting: str) -> None:

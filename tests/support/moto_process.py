@@ -7,6 +7,7 @@ conditional puts atomic here.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -24,6 +25,7 @@ class QuietHandler(WSGIRequestHandler):
 
 
 def main() -> None:
+    os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = "100"  # 1,000 objects take moto seconds
     app = DomainDispatcherApplication(create_backend_app)
     lock = threading.RLock()
     ports = []

@@ -30,22 +30,35 @@ def run_in_processes(words: list[str], cwd: Path, env: dict[str, str], succeeds:
 
 
 def run_in_forks(words: list[str], cwd: Path, env: dict[str, str], succeeds: bool) -> str:
-    """What `torchrun` does, but the processes have imported torch already, which takes longest."""
-    program, option, ranks, *script = words
-    assert (program, option) == ("torchrun", "--nproc-per-node")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    """What `torchrun` and `python` do, in processes that have imported torch already.
+
+    That takes longest.
+    """
+    program, *script = words
+    ranks, run = 1, run_alone
+    if program == "torchrun":
+        option, count, *script = script
+        assert option == "--nproc-per-node"
+        ranks, run = int(count), run_script
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     with start_workers() as crew:
-        ended = crew.start(int(ranks), run_script, script, cwd, env, grouped=False).end()
+        ended = crew.start(ranks, run, script, cwd, env, grouped=False).end()
     assert any(one.failed for one in ended) != succeeds, ended
     return "".join(one.value for one in ended if not one.failed)
 
 
 def run_script(rank: int, world_size: int, words: list[str], cwd: Path, env: dict[str, str]) -> str:
-    """In a process of its own: run it as its main program; what it printed."""
+    """In a process of its own: run it as its main program, one of the ranks; what it printed."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    os.environ |= env | {name: str(value) for name, value in ranks.items()}
+    env |= {name: str(value) for name, value in ranks.items()}
+    return run_alone(rank, world_size, words, cwd, env)
+
+
+def run_alone(rank: int, world_size: int, words: list[str], cwd: Path, env: dict[str, str]) -> str:
+    """In a process of its own: run it as its main program; what it printed."""
+    os.environ |= env
     os.chdir(cwd)
     sys.argv = words
     with contextlib.redirect_stdout(io.StringIO()) as printed:

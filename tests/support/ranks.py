@@ -14,15 +14,17 @@ The workers of `run_ranks` live as long as pytest. Each run has a gloo group of 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.launcher import Job, Outcome, Ranks, Said
+from dcp_objstore.integrations.install import _installed
+from tests.support.launcher import Job, Outcome, Ranks, Said, retire
 
 MAX_WORKERS = 8
 PRELOAD = [
@@ -143,10 +145,28 @@ def _state(task: Path) -> str:
 
 
 def _call(rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    try:
+    with _nothing_left():
         return fn(rank, world_size, *args)
+
+
+@contextlib.contextmanager
+def _nothing_left() -> Iterator[None]:
+    """The next call in this process meets nothing of this one's."""
+    environment, folder = dict(os.environ), Path.cwd()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
         _end_checkpoint_child()
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        os.chdir(folder)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        # The hooks of `dos.install` stay for good.
+        if _installed.has_hooks:
+            retire()
 
 
 def _call_alone(_rank: int, _world: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
