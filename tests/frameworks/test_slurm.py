@@ -1,0 +1,193 @@
+"""Slurm's own daemons on this machine: examples/slurm, preempted, requeued, cut off, resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import dcp_objstore as dos
+from tests.support import elastic
+from tests.support.elastic import EXAMPLES, assert_only_whole_steps, environment, newest_of
+from tests.support.servers import Bucket
+from tests.support.slurm import Slurm
+
+SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
+# The example, with a pause at each step.
+TRAIN = f"""
+import runpy
+from tests.support import elastic
+elastic.train_slowly()
+elastic.tell_what_is_fetched()
+runpy.run_path("{EXAMPLES / "slurm" / "train.py"}", run_name="__main__")
+"""
+GO_ON = r"attempt (\d+): (\d+) ranks go on after step (\d+)"
+LAST = r"this job must end; step (\d+) is its last one"
+FOREVER = "1000000"
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
+
+
+class Job:
+    """A job of the example's batch script, and its output, that of all attempts."""
+
+    def __init__(self, slurm: Slurm, bucket: Bucket, cwd: Path, *words: str) -> None:
+        self.slurm, self.bucket, self.cwd = slurm, bucket, cwd
+        self.url = bucket.at("run")
+        (cwd / "train.py").write_text(TRAIN)
+        env = environment(bucket) | {elastic.PAUSE_SECONDS: "0.02"}
+        options = [word for word in words if word.startswith("-")]
+        folders = [word for word in words if not word.startswith("-")]
+        command = ["sbatch", "--parsable", *options, str(SCRIPT), self.url, FOREVER, *folders]
+        self.id = slurm.call(*command, cwd=cwd, env=env)
+
+    @property
+    def output(self) -> str:
+        log = self.cwd / f"train-{self.id}.out"
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def wait_until(self, holds: Callable[[], bool], what: str) -> None:
+        try:
+            self.slurm.wait_until(holds, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+
+    def wait_for_steps(self, more_than: int = 0) -> int:
+        """Wait for a step after this one; the newest."""
+        self.wait_until(lambda: newest_of(self.bucket, self.url) > more_than, "a step")
+        return newest_of(self.bucket, self.url)
+
+    def starts(self) -> list[tuple[str, ...]]:
+        """Of each attempt that has begun: its number, ranks and the step after which it goes on."""
+        return re.findall(GO_ON, self.output)
+
+    def wait_for_start(self, attempt: int) -> int:
+        """Wait until this attempt trains; the step after which it goes on."""
+        self.wait_until(
+            lambda: any(start[0] == str(attempt) for start in self.starts()), f"attempt {attempt}"
+        )
+        (step,) = [int(start[2]) for start in self.starts() if start[0] == str(attempt)]
+        return step
+
+    def last_step(self) -> int:
+        """Wait until the ranks have agreed on the last step of an attempt; its number."""
+        self.wait_until(lambda: bool(re.findall(LAST, self.output)), "the last step")
+        return int(re.findall(LAST, self.output)[-1])
+
+    def cancel(self) -> None:
+        self.slurm.call("scancel", self.id)
+        self.slurm.wait_for(self.id, "CANCELLED")
+        self.wait_until(
+            lambda: not any(self.slurm.tasks(node) for node in self.slurm.nodes), "the end of ranks"
+        )
+
+    def assert_whole(self) -> list[int]:
+        """Nothing but whole steps is in the run, and no upload is left; their numbers."""
+        return assert_only_whole_steps(self.bucket, self.url, self.cwd)
+
+
+@pytest.mark.backends("file", "seaweed")
+@pytest.mark.parametrize("grace_seconds", [0, 120])
+def test_a_job_that_another_displaces_saves_its_last_step_and_goes_on_after_it(
+    bucket: Bucket, tmp_path: Path, grace_seconds: int
+) -> None:
+    with Slurm(2, grace_seconds=grace_seconds) as slurm:
+        job = Job(slurm, bucket, tmp_path)
+        assert job.wait_for_start(0) == 0
+        saved = job.wait_for_steps()
+        urgent = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"]
+        other = slurm.call("sbatch", "--parsable", *urgent, "--wrap=sleep 3", cwd=tmp_path)
+        last = job.last_step()
+        slurm.wait_for(other, "COMPLETED")
+        assert job.wait_for_start(1) == last >= saved
+        assert slurm.job(job.id)["Restarts"] == "1"
+        job.wait_for_steps(last)
+        job.cancel()
+    assert [start[1] for start in job.starts()] == ["4", "4"]
+    job.assert_whole()
+
+
+@pytest.mark.backends("seaweed", "file")
+def test_a_job_that_is_requeued_goes_on_after_its_last_step(bucket: Bucket, tmp_path: Path) -> None:
+    with Slurm(2) as slurm:
+        job = Job(slurm, bucket, tmp_path)
+        saved = job.wait_for_steps()
+        slurm.call("scontrol", "requeue", job.id)
+        last = job.last_step()
+        assert job.wait_for_start(1) == last >= saved
+        job.cancel()
+    assert job.assert_whole()[-1] >= last
+
+
+@pytest.mark.backends("file", "seaweed")
+def test_a_job_at_its_time_limit_saves_and_queues_itself_again(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    with Slurm(2) as slurm:
+        # Slurm may send the signal a minute earlier.
+        job = Job(slurm, bucket, tmp_path, "--time=2", "--signal=B:USR1@60")
+        assert job.wait_for_start(0) == 0
+        last = job.last_step()
+        assert job.wait_for_start(1) == last
+        assert "time limit" not in job.output.lower(), "Slurm itself has ended the job"
+        job.cancel()
+    assert job.assert_whole()[-1] >= last
+
+
+@pytest.mark.backends("seaweed", "file")
+def test_scancel_saves_the_last_step_and_the_next_job_goes_on_after_it(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    with Slurm(2) as slurm:
+        job = Job(slurm, bucket, tmp_path)
+        job.wait_for_steps()
+        job.cancel()
+        last = job.last_step()
+        assert job.assert_whole()[-1] == last
+        assert slurm.job(job.id)["Restarts"] == "0"
+        after = Job(slurm, bucket, tmp_path)
+        assert after.wait_for_start(0) == last
+        after.cancel()
+    after.assert_whole()
+
+
+@pytest.mark.backends("seaweed", "file")
+def test_a_job_that_loses_a_node_goes_on_with_another_after_its_newest_step(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    with Slurm(3) as slurm:
+        job = Job(slurm, bucket, tmp_path)
+        job.wait_for_steps()
+        slurm.kill_node("n1")
+        saved = newest_of(bucket, job.url)
+        assert job.wait_for_start(1) >= saved
+        assert slurm.job(job.id)["NodeList"] == "n[0,2]"
+        job.wait_for_steps(saved)
+        job.cancel()
+    job.assert_whole()
+
+
+@pytest.mark.backends("seaweed", "file")
+def test_the_steps_of_an_attempt_that_slurm_cannot_reach_do_not_count(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    with Slurm(4) as slurm:
+        job = Job(slurm, bucket, tmp_path)
+        job.wait_for_steps()
+        for node in ("n0", "n1"):
+            slurm.kill_daemon(node)
+        resumed = job.wait_for_start(1)
+        assert slurm.tasks("n0") and slurm.tasks("n1"), "the first attempt still runs"
+        job.wait_until(lambda: "SupersededError" in job.output, "the end of the first attempt")
+        job.wait_for_steps(resumed)
+        assert slurm.job(job.id)["JobState"] == "RUNNING"
+        claims = {step.claim for step in dos.steps(job.url, storage_options=bucket.storage_options) }
+        print(claims)
+        for node in ("n0", "n1"):
+            slurm.start_node(node)
+        job.cancel()
+    job.assert_whole()
