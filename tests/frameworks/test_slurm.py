@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,10 +50,13 @@ class Job:
         return log.read_text(errors="replace") if log.exists() else ""
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
-        try:
-            self.slurm.wait_until(holds, what)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.output}") from None
+        """Wait until something holds; fail if the job ends before."""
+
+        def held_or_ended() -> bool:
+            return holds() or self.slurm.job(self.id)["JobState"] in {"COMPLETED", "FAILED"}
+
+        self.slurm.wait_until(held_or_ended, what)
+        assert holds(), f"the job ended before: {what}\n{self.output}"
 
     def wait_for_steps(self, more_than: int = 0) -> int:
         """Wait for a step after this one; the newest."""
@@ -185,8 +187,10 @@ def test_the_steps_of_an_attempt_that_slurm_cannot_reach_do_not_count(
         job.wait_until(lambda: "SupersededError" in job.output, "the end of the first attempt")
         job.wait_for_steps(resumed)
         assert slurm.job(job.id)["JobState"] == "RUNNING"
-        claims = {step.claim for step in dos.steps(job.url, storage_options=bucket.storage_options) }
-        print(claims)
+        owner = json.loads(bucket.get("run/_CLAIM"))["number"]
+        steps = dos.steps(job.url, storage_options=bucket.storage_options)
+        markers = [json.loads(bucket.get(f"run/{step.name}/_COMMIT")) for step in steps]
+        assert {marker["claim"] for marker in markers} == {owner} == {2}
         for node in ("n0", "n1"):
             slurm.start_node(node)
         job.cancel()

@@ -42,13 +42,17 @@ def environment(bucket: Bucket) -> dict[str, str]:
     options = bucket.storage_options  # none for a folder
     names = {"endpoint_url": "ENDPOINT_URL", "key": "ACCESS_KEY_ID", "secret": "SECRET_ACCESS_KEY"}
     given = {f"AWS_{names[key]}": str(value) for key, value in options.items()}
-    return os.environ | given | {
-        "AWS_REGION": "us-east-1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    return (
+        os.environ
+        | given
+        | {
+            "AWS_REGION": "us-east-1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+    )
 
 
 class Program:

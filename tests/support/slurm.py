@@ -205,7 +205,9 @@ class Slurm:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
-    def call(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    def call(
+        self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> str:
         """Run one of Slurm's commands; what it printed."""
         done = subprocess.run(
             command,
