@@ -79,7 +79,9 @@ def run_demo(
         crew = Crew(ranks, device)
         server = None
         if url is not None:
-            run = stack.enter_context(in_bucket(url, keep=keep, crew=crew))
+            run = new_run(url, crew.share("run", secrets.token_hex(4))[0])
+            if crew.is_first:
+                stack.enter_context(in_bucket(run, keep=keep))
         elif crew.launcher:
             raise InputError(f"under {crew.launcher} the demo needs a store: --url s3://bucket/x")
         else:
@@ -149,30 +151,27 @@ def failure_told() -> Iterator[None]:
         fail(f"the demo failed: {error}")
 
 
-@contextmanager
-def in_bucket(url: str, *, keep: bool, crew: Crew) -> Iterator[StoreSpec]:
-    """Choose a new run below the user's URL, with credentials from the environment.
+def new_run(url: str, token: str) -> StoreSpec:
+    """Return the run of this demo below the user's URL, with credentials from the environment."""
+    spec = StoreSpec(url)
+    if spec.parsed.scheme == "memory":
+        raise InputError("memory:// exists in one process only; the demo has many", url=url)
+    return spec.child(f"dcp-objstore-demo-{token}")
 
-    The bucket must allow to list, put conditionally and delete; this checks it. At the end the
-    run is removed, unless `keep`.
+
+@contextmanager
+def in_bucket(run: StoreSpec, *, keep: bool) -> Iterator[None]:
+    """Check that the bucket can list, put conditionally and delete; at the end remove the run.
 
     Raises:
         InputError: the store refused: no such bucket, no credentials, no permission, ….
         StoreUnavailableError: the store does not answer.
     """
-    spec = StoreSpec(url)
-    if spec.parsed.scheme == "memory":
-        raise InputError("memory:// exists in one process only; the demo has many", url=url)
-    name, *_ = crew.share("name", f"dcp-objstore-demo-{secrets.token_hex(4)}")
-    run = spec.child(name)
-    if not crew.is_first:
-        yield run
-        return
     store = replace(run, config=_IMPATIENT).open()
     next(iter(store.list()), None)  # first, because the probe waits longer for a store that is away
     require_fencing(store, replaces=True, allow_unfenced=False)
     try:
-        yield run
+        yield
     finally:
         if not keep:
             try:

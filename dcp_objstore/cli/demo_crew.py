@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import TCPStore
 
 from dcp_objstore.errors import DcpObjstoreError, InputError
 from dcp_objstore.stores import StoreSpec

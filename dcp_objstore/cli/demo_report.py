@@ -91,7 +91,7 @@ def text(
             for title, proofs in phases.items()
         ),
         "**Speed**",
-        f"{counted(len(speeds), 'process')} at the same time, {size_text(speeds[0].size_bytes)} each,"
+        f"{counted(len(speeds), 'process')} at the same time, {size_text(speeds[0].size_bytes)},"
         " in turns; medians. The plain loop sends as many requests at a time, of the same size,"
         " without digests.",
         "| | GiB/s | plain loop | |\n|---|---|---|---|\n"

@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -236,7 +235,7 @@ class Slurm:
         self.wait_until(lambda: self.job(job_id)["JobState"] in states, f"{job_id}: {states}")
 
     def wait_until(
-        self, holds: Callable[[], bool], what: str, timeout_seconds: float = 150
+        self, holds: Callable[[], bool], what: str, timeout_seconds: float = 400
     ) -> None:
         """Wait until something holds; fail after a time."""
         deadline = time.monotonic() + timeout_seconds
