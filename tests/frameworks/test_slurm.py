@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,3 +207,57 @@ def test_the_steps_of_an_attempt_that_slurm_cannot_reach_do_not_count(
             slurm.start_node(node)
         job.cancel()
     job.assert_whole()
+
+
+@pytest.mark.backends("file", "seaweed")
+def test_a_requeued_job_reads_the_scratch_of_its_nodes_and_nothing_else(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with Slurm(2) as slurm:
+        job = Job(slurm, bucket, tmp_path, str(scratch))
+        job.wait_for_steps()
+        slurm.call("scontrol", "requeue", job.id)
+        last = job.last_step()
+        assert job.wait_for_start(1) == last
+        fetched = re.findall(rf"fetched (\d+) of (\d+) bytes of step {last}\n", job.output)
+        assert [bytes_fetched for bytes_fetched, _ in fetched] == ["0"] * 4
+        assert all(int(total) > 0 for _, total in fetched)
+        job.cancel()
+    job.assert_whole()
+
+
+SAVE = """
+import sys, torch
+import dcp_objstore as dos
+from dcp_objstore.local.room import free_memory_bytes
+
+url, folder = sys.argv[1:]
+dos.save({"w": torch.ones(1)}, f"{url}/warm-up")  # what it imports takes memory, too
+free = min(free_memory_bytes())
+print("free", free)
+for name, share in (("fits", 0.3), ("too-large", 0.7)):
+    state = {"w": torch.ones(int(free * share) // 4)}
+    report = dos.save(state, f"{url}/{name}", local=folder)
+    print(name, report.total_bytes)
+    del state
+"""
+
+
+@pytest.mark.backends("file")
+def test_copies_in_memory_leave_room_below_the_limit_that_slurm_sets_for_the_job(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    (tmp_path / "save.py").write_text(SAVE)
+    with Slurm(1) as slurm, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        if not slurm.has_cgroups:
+            pytest.skip(
+                "here is no folder for cgroups of version 1 that Slurm could limit memory by"
+            )
+        command = ["srun", "--mem=900M", sys.executable, "save.py", bucket.url, folder]
+        printed = slurm.call(*command, cwd=tmp_path, env=environment(bucket))
+        kept = [path.name for path in Path(folder).rglob("*.distcp")]
+    free = int(re.findall(r"free (\d+)", printed)[0])
+    assert free < 900 << 20
+    assert len(kept) == 1, kept

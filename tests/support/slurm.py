@@ -27,6 +27,7 @@ _START_SECONDS = 60
 # A credential lives this long. A job that Slurm has put back into the queue starts a second later;
 # Slurm's own default is 120.
 _CREDENTIAL_SECONDS = 5
+_CGROUPS = Path("/sys/fs/cgroup")
 _SETTINGS = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -39,12 +40,12 @@ SlurmctldPidFile={root}/slurmctld.pid
 SlurmdPidFile={root}/slurmd-%n.pid
 SlurmctldLogFile={root}/slurmctld.log
 SlurmdLogFile={root}/slurmd-%n.log
-ProctrackType={proctrack}
-TaskPlugin={task}
+ProctrackType=proctrack/{tracking}
+TaskPlugin=task/{limits}
 MailProg=/bin/true
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
-DefMemPerNode=1024
+DefMemPerNode=3072
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
@@ -73,7 +74,10 @@ class Slurm:
         nodes: number of nodes, `n0`, `n1`, …: each has two processors and 4 GiB.
         kill_wait_seconds: from SIGTERM to SIGKILL when a job has to end.
         grace_seconds: from SIGTERM to the end of a job that is displaced.
-        cgroups: limit the memory of jobs by cgroups.
+
+    Attributes:
+        has_cgroups: whether Slurm tracks jobs by cgroups, version 1, and limits their memory so, as
+            clusters do. Otherwise a process whose parent has ended outlives its job.
     """
 
     def __init__(
@@ -82,13 +86,15 @@ class Slurm:
         *,
         kill_wait_seconds: int = 60,
         grace_seconds: int = 0,
-        cgroups: bool = False,
     ) -> None:
         missing = [name for name in _PROGRAMS if shutil.which(name) is None]
         if missing:
             pytest.skip(f"Slurm is not installed here (slurm-wlm, munge): there is no {missing[0]}")
         if os.geteuid() != 0:
             pytest.skip("only root can run Slurm's daemons here")
+        self.has_cgroups = all(
+            os.access(_CGROUPS / kind, os.W_OK) for kind in ("freezer", "memory")
+        )
         self.nodes = [f"n{number}" for number in range(nodes)]
         host = socket.gethostname().partition(".")[0]
         ports = _free_ports(nodes + 1)
@@ -104,8 +110,8 @@ class Slurm:
                 credential_seconds=_CREDENTIAL_SECONDS,
                 kill_wait_seconds=kill_wait_seconds,
                 grace_seconds=grace_seconds,
-                proctrack="proctrack/cgroup" if cgroups else "proctrack/linuxproc",
-                task="task/cgroup" if cgroups else "task/none",
+                tracking="cgroup" if self.has_cgroups else "linuxproc",
+                limits="cgroup" if self.has_cgroups else "none",
                 nodes="\n".join(
                     f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
                     " CPUs=2 RealMemory=4096"
@@ -113,7 +119,7 @@ class Slurm:
                 ),
             )
         )
-        (self._root / "cgroup.conf").write_text(_CGROUP_SETTINGS if cgroups else "")
+        (self._root / "cgroup.conf").write_text(_CGROUP_SETTINGS if self.has_cgroups else "")
         # Jobs find each other by the names of nodes.
         hosts = Path("/etc/hosts").read_text() + f"127.0.0.1 {' '.join(self.nodes)}\n"
         (self._root / "hosts").write_text(hosts)
@@ -154,6 +160,10 @@ class Slurm:
         with contextlib.suppress(BrokenPipeError):
             self._shell.stdin.close()  # the shell ends, and with it the namespace
         self._shell.wait(30)
+        for name in self.nodes:
+            for folder in sorted(_CGROUPS.glob(f"*/slurm_{name}/**/"), reverse=True):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _run(self, command: str) -> None:
