@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dcp_objstore as dos
 from tests.support import elastic
-from tests.support.elastic import EXAMPLES, assert_only_whole_steps, environment, newest_of
+from tests.support.elastic import (
+    EXAMPLES,
+    assert_only_whole_steps,
+    assert_quotes,
+    environment,
+    newest_of,
+)
+from tests.support.programs import run_in_forks
 from tests.support.servers import Bucket
 from tests.support.slurm import Slurm
 
@@ -22,6 +31,7 @@ SCRIPT = EXAMPLES / "slurm" / "train.sbatch"
 TRAIN = f"""
 import os, runpy
 from pathlib import Path
+from typing import Any
 from tests.support import elastic
 elastic.train_slowly()
 elastic.tell_what_is_fetched()
@@ -36,7 +46,10 @@ GO_ON = r"attempt (\d+): (\d+) ranks go on after step (\d+)"
 LAST = r"this job must end; step (\d+) is its last one"
 FOREVER = "1000000"
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1200)]
+
+def campaign(test: Any) -> Any:
+    """Mark a test of the daemons: each takes one to five minutes."""
+    return pytest.mark.campaign(pytest.mark.timeout(1200)(test))
 
 
 class Job:
@@ -104,6 +117,7 @@ class Job:
         return assert_only_whole_steps(self.bucket, self.url, self.cwd)
 
 
+@campaign
 @pytest.mark.backends("file", "seaweed")
 @pytest.mark.parametrize("grace_seconds", [0, 120])
 def test_a_job_that_another_displaces_saves_its_last_step_and_goes_on_after_it(
@@ -125,7 +139,8 @@ def test_a_job_that_another_displaces_saves_its_last_step_and_goes_on_after_it(
     job.assert_whole()
 
 
-@pytest.mark.backends("seaweed", "file")
+@campaign
+@pytest.mark.backends("file", "seaweed")
 def test_a_job_that_is_requeued_goes_on_after_its_last_step(bucket: Bucket, tmp_path: Path) -> None:
     with Slurm(2) as slurm:
         job = Job(slurm, bucket, tmp_path)
@@ -137,6 +152,7 @@ def test_a_job_that_is_requeued_goes_on_after_its_last_step(bucket: Bucket, tmp_
     assert job.assert_whole()[-1] >= last
 
 
+@campaign
 @pytest.mark.backends("file", "seaweed")
 def test_a_job_at_its_time_limit_saves_and_queues_itself_again(
     bucket: Bucket, tmp_path: Path
@@ -152,7 +168,8 @@ def test_a_job_at_its_time_limit_saves_and_queues_itself_again(
     assert job.assert_whole()[-1] >= last
 
 
-@pytest.mark.backends("seaweed", "file")
+@campaign
+@pytest.mark.backends("file", "seaweed")
 def test_scancel_saves_the_last_step_and_the_next_job_goes_on_after_it(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -169,7 +186,8 @@ def test_scancel_saves_the_last_step_and_the_next_job_goes_on_after_it(
     after.assert_whole()
 
 
-@pytest.mark.backends("seaweed", "file")
+@campaign
+@pytest.mark.backends("file", "seaweed")
 def test_a_job_that_loses_a_node_goes_on_with_another_after_its_newest_step(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -185,7 +203,8 @@ def test_a_job_that_loses_a_node_goes_on_with_another_after_its_newest_step(
     job.assert_whole()
 
 
-@pytest.mark.backends("seaweed", "file")
+@campaign
+@pytest.mark.backends("file", "seaweed")
 def test_the_steps_of_an_attempt_that_slurm_cannot_reach_do_not_count(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -209,6 +228,7 @@ def test_the_steps_of_an_attempt_that_slurm_cannot_reach_do_not_count(
     job.assert_whole()
 
 
+@campaign
 @pytest.mark.backends("file", "seaweed")
 def test_a_requeued_job_reads_the_scratch_of_its_nodes_and_nothing_else(
     bucket: Bucket, tmp_path: Path
@@ -245,6 +265,7 @@ for name, share in (("fits", 0.3), ("too-large", 0.7)):
 """
 
 
+@campaign
 @pytest.mark.backends("file")
 def test_copies_in_memory_leave_room_below_the_limit_that_slurm_sets_for_the_job(
     bucket: Bucket, tmp_path: Path
@@ -261,3 +282,24 @@ def test_copies_in_memory_leave_room_below_the_limit_that_slurm_sets_for_the_job
     free = int(re.findall(r"free (\d+)", printed)[0])
     assert free < 900 << 20
     assert len(kept) == 1, kept
+
+
+def test_the_batch_script_is_what_bash_and_the_page_take_it_for() -> None:
+    subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
+    assert_quotes("how-to/slurm.md", "slurm/train.py")
+    page = (EXAMPLES.parent / "docs" / "how-to" / "slurm.md").read_text()
+    script = SCRIPT.read_text()
+    for named in re.findall(r"`(--[\w-]+(?:[= ][\w:@]+)?|trap [^`]+|most_\w+|TORCH_\w+)`", page):
+        assert named in script or named in {"--signal=B:USR1@SECONDS", "--mem"}, named
+
+
+@pytest.mark.backends("file")
+def test_the_program_of_the_batch_script_trains_on_two_ranks_and_ends_the_run(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    program = str(EXAMPLES / "slurm" / "train.py")
+    words = ["torchrun", "--nproc-per-node", "2", program, bucket.at("run"), "10"]
+    env = {"OMP_NUM_THREADS": "1"}
+    assert "attempt 0: 2 ranks go on after step 0" in run_in_forks(words, tmp_path, env, True)
+    assert assert_only_whole_steps(bucket, bucket.at("run"), tmp_path) == [10]
+    assert json.loads(bucket.get("run/_CLAIM"))["finished"] is True

@@ -155,12 +155,12 @@ def assert_only_whole_steps(bucket: Bucket, url: str, cwd: Path) -> list[int]:
 
 
 def assert_quotes(page: str, example: str) -> None:
-    """The ```py blocks of a page of docs/frameworks are in an example, but for indentation."""
+    """The ```py blocks of a page of docs/ are in an example, but for indentation."""
 
     def lines(text: str) -> str:
         return "\n".join(line.strip() for line in text.splitlines())
 
-    text = (ROOT / "docs" / "frameworks" / page).read_text()
+    text = (ROOT / "docs" / page).read_text()
     blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert blocks
     assert all(lines(block) in lines((EXAMPLES / example).read_text()) for block in blocks)
