@@ -66,7 +66,6 @@ def text(
         "gib_per_second": {name: round(speed, 3) for name, speed in ways.items()},
         "processes": len(speeds),
         "requests": requests,
-        "phases": phases,
     }
     store = place or _store_of(demo)
     started = f"started by {demo.crew.launcher}" if demo.crew.launcher else "on one machine"
@@ -91,9 +90,9 @@ def text(
             for title, proofs in phases.items()
         ),
         "**Speed**",
-        f"{counted(len(speeds), 'process')} at the same time, {size_text(speeds[0].size_bytes)},"
-        " in turns; medians. The plain loop sends as many requests at a time, of the same size,"
-        " without digests.",
+        f"{size_text(speeds[0].size_bytes)} in each of {counted(len(speeds), 'process')}, in turns;"
+        " medians. The plain loop sends as many requests at a time, of the same size, without"
+        " digests.",
         "| | GiB/s | plain loop | |\n|---|---|---|---|\n"
         + "\n".join(
             f"| {name} | {ways[name]:.3f} | {ways[plain]:.3f} | {ways[name] / ways[plain]:.0%} |"
@@ -102,8 +101,8 @@ def text(
         "**Cost**",
         f"{', '.join(f'{number} {verbs}' for verbs, number in requests.items())}, without those of"
         f" the killed rank and with an upload in parts as one: {100 * billed:.1f} US cents at S3's"
-        f" list price. The measurement sent {size_text(sum(one.sent_bytes for one in speeds))}. "
-        + ("It was kept." if keep else "All objects were removed: a listing shows none."),
+        f" list price. The measurement sent"
+        f" {size_text(sum(one.sent_bytes for one in speeds))}. " + _left(place, keep=keep),
     ]
     return "\n\n".join(lines) + "\n"
 
@@ -116,6 +115,16 @@ def _versions() -> dict[str, str]:
 
 def _memory_gib() -> int:
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
+
+
+def _left(place: str | None, *, keep: bool) -> str:
+    if keep:
+        return "What the demo wrote was kept."
+    return (
+        "All objects were removed: a listing shows none."
+        if place is None
+        else "The server is gone."
+    )
 
 
 def _store_of(demo: Demo) -> str:

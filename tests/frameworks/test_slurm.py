@@ -284,6 +284,26 @@ def test_copies_in_memory_leave_room_below_the_limit_that_slurm_sets_for_the_job
     assert len(kept) == 1, kept
 
 
+@campaign
+@pytest.mark.backends("seaweed")
+def test_under_srun_the_demo_uses_the_tasks_that_are_there(bucket: Bucket, tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+    command = [sys.executable, "-m", "dcp_objstore", "demo", "--url", bucket.url]
+    with Slurm(2) as slurm:
+        printed = slurm.call(
+            *("srun", "--nodes=2", "--ntasks=3", "--kill-on-bad-exit=1"),
+            *(*command, "--report", str(report)),
+            cwd=tmp_path,
+            env=environment(bucket),
+            timeout_seconds=600,
+        )
+    assert printed.count("All 11 proofs hold") == 1
+    assert "typed error (RankFailedError) on 2 of 2 surviving ranks" in printed
+    assert "3 ranks started by srun" in report.read_text()
+    assert bucket.keys() == []
+    assert bucket.uploads() == []
+
+
 def test_the_batch_script_is_what_bash_and_the_page_take_it_for() -> None:
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     assert_quotes("how-to/slurm.md", "slurm/train.py")

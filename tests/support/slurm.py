@@ -215,7 +215,11 @@ class Slurm:
                     yield process
 
     def call(
-        self, *command: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        *command: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        timeout_seconds: float = 300,
     ) -> str:
         """Run one of Slurm's commands; what it printed."""
         done = subprocess.run(
@@ -224,7 +228,7 @@ class Slurm:
             cwd=cwd,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=timeout_seconds,
             check=False,
         )
         assert done.returncode == 0, f"{command}: {done.stderr}\n{self.log}"
