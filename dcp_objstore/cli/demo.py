@@ -89,14 +89,14 @@ def run_demo(
             server = stack.enter_context(SeaweedServer())
             run = StoreSpec(f"{server.create_bucket('demo')}/run", server.storage_options)
         demo = Demo(run, crew, resume_ranks)
-        if crew.is_first:
-            tell("dcp-objstore demo: train, kill a rank in mid-save, resume, prove", "")
-            tell(f"saving to {run.url}" if server is None else "saving to a SeaweedFS server")
-            with failure_told():
+        with failure_told():
+            if crew.is_first:
+                tell("dcp-objstore demo: train, kill a rank in mid-save, resume, prove", "")
+                tell(f"saving to {run.url}" if server is None else "saving to a SeaweedFS server")
                 demo.run()
-        else:
-            demo.job(demo.ranks, torn=True)
-            demo.job(demo.resume_ranks, torn=False)
+            else:
+                demo.job(demo.ranks, torn=True)
+                demo.job(demo.resume_ranks, torn=False)
         speeds = [] if report is None else demo.measure()
         # Nobody leaves before, because one of them has the store of the group.
         for others in crew.share("end", requests)[1:]:
@@ -351,10 +351,18 @@ class Demo:
         self.prove_preempted(resumed)
 
     def job(self, ranks: int, *, torn: bool) -> list[Ended]:
-        """Run a job of the demo; return how its ranks have ended. All starters call it alike."""
+        """Run a job of the demo; return how its ranks have ended. All starters call it alike.
+
+        Raises:
+            DemoFailedError: a rank has failed otherwise than by the kill of another.
+        """
         ended = self.crew.run(ranks, train, self.spec, self._sequences, torn, hear=self._hear)
-        for one in ended:
+        for rank, one in enumerate(ended):
             self.requests.update(one.requests)
+            if isinstance(one.how, str) or not (torn or one.how is None):
+                error = DemoFailedError(f"rank {rank} ended with {one.how!r}")
+                error.add_note(one.log)
+                raise error
         return ended
 
     def _hear(self, rank: int, name: str, value: Any) -> bool:
@@ -436,11 +444,6 @@ class Demo:
 
     def prove_resumed(self, torn: Ended, resumed: Sequence[Ended]) -> None:
         """Prove that all ranks have loaded what was saved, and went on as the killed job did."""
-        for rank, one in enumerate(resumed):
-            if one.how is not None:
-                error = DemoFailedError(f"rank {rank} ended with {one.how!r}")
-                error.add_note(one.log)
-                raise error
         loaded = [one.said.get(f"loaded-{_COMMITTED}") for one in resumed]
         self.prove_identical(f"step-{_COMMITTED}", torn.said[f"saved-{_COMMITTED}"], loaded)
         names = [f"loss-{step}" for step in range(_COMMITTED + 1, _DOOMED + 1)]

@@ -256,7 +256,7 @@ def test_states_that_differ_are_not_called_identical(
     assert fails(told.prove_identical, "x", {}, [{}])
 
 
-def test_losses_that_do_not_go_on_and_ranks_that_fail_are_no_resume(told: Demo) -> None:
+def test_losses_that_do_not_go_on_are_no_resume(told: Demo) -> None:
     losses = {f"loss-{step}": 2.0 for step in range(9, 13)}
     torn = ended(-9, **{"saved-8": STATE}, **losses)
     right = ended(None, **{"loaded-8": STATE}, **losses)
@@ -264,9 +264,27 @@ def test_losses_that_do_not_go_on_and_ranks_that_fail_are_no_resume(told: Demo) 
     assert not fails(told.prove_resumed, torn, [right, right])
     assert fails(told.prove_resumed, torn, [off])
     assert fails(told.prove_resumed, torn, [right, ended(None, **losses)])
-    with pytest.raises(DemoFailedError, match="rank 1 ended with 1") as caught:
-        told.prove_resumed(torn, [right, ended(1, **{"loaded-8": STATE})])
-    assert caught.value.__notes__ == ["the end of its output"]
+
+
+def test_a_rank_that_fails_otherwise_than_by_the_kill_ends_the_demo_with_its_output(
+    told: Demo,
+) -> None:
+    typed, killed = RankFailedError("rank 1 has ended"), -signal.SIGKILL
+    crew = cast(Any, told.crew)
+    for hows, torn, failed in (
+        ([typed, killed], True, None),
+        ([None, None], False, None),
+        ([typed, "ImportError('x')"], True, 1),
+        ([None, 1], False, 1),
+        ([typed, None], False, 0),
+    ):
+        crew.run = lambda *_, hows=hows, **__: [ended(how) for how in hows]
+        if failed is None:
+            assert [one.how for one in told.job(2, torn=torn)] == hows
+            continue
+        with pytest.raises(DemoFailedError, match=f"rank {failed} ended with") as caught:
+            told.job(2, torn=torn)
+        assert caught.value.__notes__ == ["the end of its output"]
 
 
 def test_only_a_torn_save_counts_as_torn(told: Demo) -> None:
