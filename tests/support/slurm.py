@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import shutil
 import socket
 import subprocess
@@ -23,6 +24,7 @@ import psutil
 import pytest
 
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "unshare")
+_NAMESPACE = ("unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
 _START_SECONDS = 60
 # A credential lives this long. A job that Slurm has put back into the queue starts a second later;
 # Slurm's own default is 120.
@@ -49,7 +51,7 @@ DefMemPerNode=3072
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
-KillWait={kill_wait_seconds}
+KillWait=60
 OverTimeLimit=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -71,31 +73,29 @@ class Slurm:
     Jobs of the partition `high` displace those of `low`, the default.
 
     Args:
-        nodes: number of nodes, `n0`, `n1`, …: each has two processors and 4 GiB.
-        kill_wait_seconds: from SIGTERM to SIGKILL when a job has to end.
+        nodes: number of nodes: each has two processors and 4 GiB.
         grace_seconds: from SIGTERM to the end of a job that is displaced.
 
     Attributes:
+        nodes: their names.
         has_cgroups: whether Slurm tracks jobs by cgroups, version 1, and limits their memory so, as
             clusters do. Otherwise a process whose parent has ended outlives its job.
     """
 
-    def __init__(
-        self,
-        nodes: int,
-        *,
-        kill_wait_seconds: int = 60,
-        grace_seconds: int = 0,
-    ) -> None:
+    def __init__(self, nodes: int, *, grace_seconds: int = 0) -> None:
         missing = [name for name in _PROGRAMS if shutil.which(name) is None]
         if missing:
             pytest.skip(f"Slurm is not installed here (slurm-wlm, munge): there is no {missing[0]}")
         if os.geteuid() != 0:
             pytest.skip("only root can run Slurm's daemons here")
+        if subprocess.run([*_NAMESPACE, "true"], stderr=subprocess.DEVNULL, check=False).returncode:
+            pytest.skip("root cannot make a PID namespace here, so nothing would end the daemons")
         self.has_cgroups = all(
             os.access(_CGROUPS / kind, os.W_OK) for kind in ("freezer", "memory")
         )
-        self.nodes = [f"n{number}" for number in range(nodes)]
+        # Slurm names cgroups by nodes, and another cluster may run on this machine.
+        prefix = f"n{secrets.token_hex(2)}x"
+        self.nodes = [f"{prefix}{number}" for number in range(nodes)]
         host = socket.gethostname().partition(".")[0]
         ports = _free_ports(nodes + 1)
         self._root = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -108,7 +108,6 @@ class Slurm:
                 host=host,
                 ports=ports,
                 credential_seconds=_CREDENTIAL_SECONDS,
-                kill_wait_seconds=kill_wait_seconds,
                 grace_seconds=grace_seconds,
                 tracking="cgroup" if self.has_cgroups else "linuxproc",
                 limits="cgroup" if self.has_cgroups else "none",
@@ -125,7 +124,7 @@ class Slurm:
         (self._root / "hosts").write_text(hosts)
         # The first process of the namespace is a shell that runs what it reads.
         self._shell = subprocess.Popen(
-            ["unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc", "sh"],
+            [*_NAMESPACE, "sh"],
             stdin=subprocess.PIPE,
             stdout=(self._root / "output").open("wb"),
             stderr=subprocess.STDOUT,
