@@ -36,6 +36,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthInfo=socket={root}/munge/socket,cred_expire={credential_seconds}
+FirstJobId={first_job_id}
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool-%n
 SlurmctldPidFile={root}/slurmctld.pid
@@ -109,6 +110,8 @@ class Slurm:
                 ports=ports,
                 credential_seconds=_CREDENTIAL_SECONDS,
                 grace_seconds=grace_seconds,
+                # A job chooses its port by its number.
+                first_job_id=secrets.randbelow(9000) + 1,
                 tracking="cgroup" if self.has_cgroups else "linuxproc",
                 limits="cgroup" if self.has_cgroups else "none",
                 nodes="\n".join(
