@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -72,13 +72,31 @@ def _options(
 
 
 def demo(
-    ranks: Annotated[int, typer.Option(min=2, max=16, help="Ranks that train first.")] = 8,
-    resume_ranks: Annotated[int, typer.Option(min=1, max=16, help="Ranks that resume.")] = 4,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=2, max=16, help="Ranks that train first. Default: 8; under torchrun or srun, all."
+        ),
+    ] = None,
+    resume_ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks that resume. Default: half of them.")
+    ] = None,
     url: Annotated[
         str | None,
         typer.Option(
             help="Save below this URL (s3://bucket/prefix), with credentials from the environment."
             " At the end the demo removes what it wrote. Default: a SeaweedFS server on loopback."
+        ),
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Where the model is. A GPU for each rank.")
+    ] = "cpu",
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.md",
+            help="Measure saves and loads, too, and write what was proved into this file, in the"
+            " form of the issue 'Benchmark results'.",
         ),
     ] = None,
     keep: Annotated[
@@ -92,14 +110,19 @@ def demo(
 ) -> None:
     """Train, kill a rank in mid-save, resume; prove that nothing is lost.
 
-    A language model is trained with FSDP2 on 8 ranks and saved on the way. One rank is killed in
-    the middle of a save. The torn checkpoint is invisible, training resumes on 4 ranks from the
-    last committed checkpoint, bit for bit and from copies on this node, and stock torch reads what
-    was written. Takes less than a minute on 2 cores.
+    A language model is trained with FSDP2 and saved on the way. One rank is killed in the middle of
+    a save. The torn checkpoint is invisible, training resumes on half of the ranks from the last
+    committed checkpoint, bit for bit, and saves its last step when it gets SIGTERM. Stock torch
+    reads what was written. Takes less than a minute on 2 cores.
+
+    Under torchrun or srun it uses the ranks that are there: each starts a process for each phase,
+    so that one can be killed and the launcher does not miss it.
     """
     from dcp_objstore.cli.demo import run_demo
 
-    run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep)
+    run_demo(
+        ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep, device=device, report=report
+    )
 
 
 # Their parameters are the options, their docstrings the help. To show it must stay quick, so their

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
+import json
 import os
 import re
 import signal
@@ -11,34 +11,29 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch
 
 import dcp_objstore as dos
+from dcp_objstore.cli import demo_crew, demo_report
 from dcp_objstore.cli.demo import (
-    CONTEXT,
-    ByteTransformer,
     Demo,
-    DemoFailedError,
-    Ranks,
-    State,
-    choose_batch,
-    describe,
+    digests,
     failure_told,
     in_bucket,
-    next_byte_loss,
-    read_text,
+    new_run,
     run_demo,
     tell,
 )
+from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended, counted_requests
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError
-from dcp_objstore.reports import LoadReport
 from dcp_objstore.stores import StoreSpec, open_store
 from tests.support import launcher
 from tests.support.command_line import environment, examples, run_here
@@ -48,21 +43,17 @@ from tests.support.servers import BUCKET
 
 COMMAND = [sys.executable, "-m", "dcp_objstore", "demo"]
 PROMISED = [
-    r"step-4 committed: .* 4 objects",
-    r"step-8 committed: .* 4 objects",
-    r"typed error \(RankFailedError\) on 3 of 3 surviving ranks in ",
-    r"the torn save left 3 data objects and no _COMMIT marker",
-    r"so it does not exist: dos.load raises CheckpointNotFoundError",
-    r"step-8, saved by 4 ranks: state bit-identical: all \d+ SHA-256 digests agree",
-    r"loss on the same batch: (\d\.\d+) when it was saved, \1 after the load",
-    r"the job that starts again reads its bytes from this node: \d.* MiB from its copies, 0 B from",
-    r"step-12 committed: .* 2 objects",
-    r"loss goes on falling: .* at step 8, .* at step 12",
+    r"step-4 is committed: .* of 4 ranks",
+    r"step-8 is committed: .* of 4 ranks",
+    r"typed error \(RankFailedError\) on 3 of 3 surviving ranks",
+    r"the torn save left objects of 3 ranks, no _COMMIT marker",
+    r"so it does not exist: a load raises CheckpointNotFoundError, and the newest step is 8",
+    r"step-8: state bit-identical: all \d+ SHA-256 digests agree",
     r"steps 9 to 12 have the losses that they had before the kill",
-    r"step-12, saved by 2 ranks: state bit-identical",
-    r"loss on the same batch: (\d\.\d+) when it was saved, \1 after the load",
-    r"FileSystemReader: state bit-identical",
-    r"dcp_to_torch_save: state bit-identical",
+    r"step-12 is committed: .* of 2 ranks",
+    r"all ranks ended after step \d+, saved it, and it is the newest committed step",
+    r"one process, without a group: state bit-identical",
+    r"stock torch, dcp_to_torch_save: state bit-identical",
 ]
 
 
@@ -115,7 +106,7 @@ def test_the_demo_keeps_its_promises_and_leaves_nothing(scratch: Path) -> None:
     assert len(shown) == len(PROMISED), output
     for line, promised in zip(shown, PROMISED, strict=True):
         assert re.match(promised, line), (line, promised)
-    assert "All 15 proofs hold" in output.splitlines()[-1]
+    assert "All 11 proofs hold" in output.splitlines()[-1]
     assert_gone(process.pid)
     assert left_in(scratch) == []
 
@@ -197,13 +188,14 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
 
 def test_keep_leaves_the_users_objects(tmp_path: Path) -> None:
     for keep in (True, False):
-        with in_bucket(f"file://{tmp_path}/{keep}", keep=keep) as run:
+        run = new_run(f"file://{tmp_path}/{keep}", "a")
+        with in_bucket(run, keep=keep):
             run.child("step-8").open().put("object", b"x")
         left = [meta.key for meta in open_store(f"file://{tmp_path}/{keep}").list()]
         assert [key.endswith("/step-8/object") for key in left] == ([True] if keep else [])
 
 
-STATE = State(step=8, recorded_loss=3.0, fixed_loss=3.0, digests={"a": "1", "b": "2"})
+STATE = {"a": "1", "b": "2"}
 
 
 def test_what_the_demo_wrote_is_removed_from_a_slow_bucket_with_as_many_retries_as_elsewhere(
@@ -218,7 +210,8 @@ def test_what_the_demo_wrote_is_removed_from_a_slow_bucket_with_as_many_retries_
     with NetworkProxy(seaweed.storage_options) as proxy:
         for name, value in environment(proxy.storage_options).items():
             monkeypatch.setenv(name, value)
-        with in_bucket(f"s3://{BUCKET}/demo-slow", keep=False) as run:
+        run = new_run(f"s3://{BUCKET}/demo-slow", "a")
+        with in_bucket(run, keep=False):
             run.open().put("step-1/object", b"body")
             proxy.plan = slow_down
     assert next(asked_to_wait, None) is None
@@ -234,126 +227,238 @@ def fails(prove: Callable[..., None], *args: object) -> bool:
     return False
 
 
+def ended(how: Any, **said: Any) -> Ended:
+    return Ended(how, Counter(), said, "the end of its output")
+
+
+class Alone:
+    """A crew that runs nothing."""
+
+    ranks, device, launcher, is_first = 4, "cpu", None, True
+
+
 @pytest.fixture
-def told() -> Demo:
-    """A demo that has nothing to prove yet."""
-    return Demo(StoreSpec("memory://demo"), 4, 2, "/tmp")
+def told(tmp_path: Path) -> Demo:
+    """A demo of four ranks that has nothing to prove yet."""
+    demo = Demo(StoreSpec(f"file://{tmp_path}"), cast(Crew, Alone()), None)
+    demo.phases.append(("a phase", []))
+    return demo
 
 
 @pytest.mark.parametrize(
-    "digests", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}]
+    "loaded", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}, None]
 )
-def test_states_that_differ_are_not_called_identical(told: Demo, digests: dict[str, str]) -> None:
-    loaded = dataclasses.replace(STATE, digests=digests)
-    empty = dataclasses.replace(STATE, digests={})
+def test_states_that_differ_are_not_called_identical(
+    told: Demo, loaded: dict[str, str] | None
+) -> None:
     assert not fails(told.prove_identical, "x", STATE, [STATE, STATE])
     assert fails(told.prove_identical, "x", STATE, [STATE, loaded])
-    assert fails(told.prove_identical, "x", empty, [empty])
+    assert fails(told.prove_identical, "x", {}, [{}])
 
 
-def test_bytes_from_the_bucket_fail_the_proof_of_a_restart(told: Demo) -> None:
-    def loaded(total_bytes: int, local_bytes: int) -> LoadReport:
-        given: Any = dict.fromkeys(("needed_bytes", "seconds", "objects", "requests"), 1)
-        return LoadReport(url="x", total_bytes=total_bytes, local_bytes=local_bytes, **given)
+def test_losses_that_do_not_go_on_are_no_resume(told: Demo) -> None:
+    losses = {f"loss-{step}": 2.0 for step in range(9, 13)}
+    torn = ended(-9, **{"saved-8": STATE}, **losses)
+    right = ended(None, **{"loaded-8": STATE}, **losses)
+    off = ended(None, **{"loaded-8": STATE}, **{**losses, "loss-12": 2.1})
+    assert not fails(told.prove_resumed, torn, [right, right])
+    assert fails(told.prove_resumed, torn, [off])
+    assert fails(told.prove_resumed, torn, [right, ended(None, **losses)])
 
-    prove, none = told.prove_from_the_node, loaded(0, 0)
-    assert not fails(prove, [loaded(10, 10), none])
-    assert fails(prove, [loaded(10, 9)])
-    assert fails(prove, [none])
 
-
-def test_losses_that_do_not_go_on_fail_the_proof(told: Demo) -> None:
-    off, none = (dataclasses.replace(STATE, fixed_loss=loss) for loss in (3.001, None))
-    assert not fails(told.prove_same_loss, STATE, [STATE])
-    assert all(fails(told.prove_same_loss, STATE, [STATE, other]) for other in (off, none))
-    assert fails(told.prove_falling, STATE, STATE)
-    assert not fails(told.prove_falling, STATE, dataclasses.replace(STATE, recorded_loss=2.9))
-    assert not fails(told.prove_same_path, {1: 9.0, 2: 2.0}, {2: 2.0001})
-    assert all(fails(told.prove_same_path, {1: 9.0, 2: 2.0}, other) for other in ({2: 2.1}, {}))
+def test_a_rank_that_fails_otherwise_than_by_the_kill_ends_the_demo_with_its_output(
+    told: Demo,
+) -> None:
+    typed, killed = RankFailedError("rank 1 has ended"), -signal.SIGKILL
+    crew = cast(Any, told.crew)
+    for hows, torn, failed in (
+        ([typed, killed], True, None),
+        ([None, None], False, None),
+        ([typed, "ImportError('x')"], True, 1),
+        ([None, 1], False, 1),
+        ([typed, None], False, 0),
+    ):
+        crew.run = lambda *_, hows=hows, **__: [ended(how) for how in hows]
+        if failed is None:
+            assert [one.how for one in told.job(2, torn=torn)] == hows
+            continue
+        with pytest.raises(DemoFailedError, match=f"rank {failed} ended with") as caught:
+            told.job(2, torn=torn)
+        assert caught.value.__notes__ == ["the end of its output"]
 
 
 def test_only_a_torn_save_counts_as_torn(told: Demo) -> None:
     keys = [f"__{rank}_0.{'a' * 24}.distcp" for rank in range(4)]
-    assert not fails(told.prove_torn, keys[:3], keys[3])
+    assert not fails(told.prove_torn, keys[:3])
     for wrong in (keys, keys[:2], [*keys[:3], "_COMMIT"]):
-        assert fails(told.prove_torn, wrong, keys[3])
+        assert fails(told.prove_torn, wrong)
 
 
 def test_survivors_without_a_typed_error_fail_the_proof(told: Demo) -> None:
-    typed, killed = RankFailedError("rank 3 has ended"), -signal.SIGKILL
-    assert not fails(told.prove_ended_cleanly, [typed, typed, killed], 1.0)
-    for other in ("RuntimeError('gloo')", 1, 0):
-        assert fails(told.prove_ended_cleanly, [typed, other, killed], 1.0)
-        assert fails(told.prove_ended_cleanly, [typed, typed, other], 1.0)
+    typed, killed = ended(RankFailedError("rank 3 has ended")), ended(-signal.SIGKILL)
+    assert not fails(told.prove_ended_cleanly, [typed, typed, killed])
+    for other in (ended("RuntimeError('gloo')"), ended(1), ended(None)):
+        assert fails(told.prove_ended_cleanly, [typed, other, killed])
+        assert fails(told.prove_ended_cleanly, [typed, typed, other])
 
 
-def test_a_torn_checkpoint_that_loads_or_fails_otherwise_fails_the_proof(told: Demo) -> None:
-    assert not fails(told.prove_invisible, CheckpointNotFoundError("none"))
-    for other in (None, RankFailedError("of a rank")):
-        assert fails(told.prove_invisible, other)
+def test_a_step_that_is_not_there_or_not_the_newest_fails_the_proofs(told: Demo) -> None:
+    for step in (4, 8):
+        dos.save({"w": torch.ones(1)}, f"{told.spec.url}/step-{step}", progress=False)
+    assert not fails(told.prove_committed, 8, 1)
+    assert fails(told.prove_committed, 8, 4)
+    assert fails(told.prove_committed, 12, 1)
+    torn = told.spec.child("step-12")
+    assert not fails(told.prove_invisible, torn)
+    assert fails(told.prove_invisible, told.spec.child("step-8"))
+    for last in (None, 4, 8, 20):
+        assert fails(told.prove_preempted, [ended(None, last=last)])
+    dos.save({"w": torch.ones(1)}, torn.url, progress=False)
+    assert fails(told.prove_invisible, torn)
 
 
 def test_digests_see_every_bit_and_every_value() -> None:
-    progress = {"progress": {"step": 8, "loss": 3.0}}
-
-    def digests(value: float = 0.0, lr: float = 0.1, shape: tuple[int, ...] = (4,)) -> Any:
+    def of(value: float = 0.0, lr: float = 0.1, shape: tuple[int, ...] = (4,)) -> Any:
         weights = torch.zeros(4)
         weights[3] = value
         model = {"w": weights.reshape(shape), "b": torch.tensor(1)}
-        return describe({"model": model, "groups": [{"lr": lr}], **progress}).digests
+        return digests({"model": model, "groups": [{"lr": lr}]})
 
-    plain = digests()
-    named = ["groups.0.lr", "model.b", "model.w", "progress.loss", "progress.step"]
+    plain = of()
+    named = ["groups.0.lr", "model.b", "model.w"]
     assert sorted(plain) == named
-    for changed, key in (
-        (digests(-0.0), "model.w"),
-        (digests(lr=0.2), "groups.0.lr"),
-        (digests(shape=(2, 2)), "model.w"),
-    ):
+    for changed, key in ((of(-0.0), "model.w"), (of(lr=0.2), "groups.0.lr")):
         assert [name for name in named if changed[name] != plain[name]] == [key]
+    assert of(shape=(2, 2))["model.w"] != plain["model.w"]
 
 
-def test_how_a_rank_ended_is_known_whatever_ended_it(tmp_path: Path) -> None:
-    """It raises an error of Python or of the library, or ends without a word."""
+def fail_as(device: torch.device, speak: Callable[..., None], errors: list[BaseException]) -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    speak("rank", (rank, str(device)))
+    if rank == 2:
+        threading.Event().wait()
+    raise errors[rank]
+
+
+def test_how_a_rank_ended_is_known_whatever_ended_it() -> None:
+    """It raises an error of Python or of the library, or is killed."""
     launcher.warm_up(PRELOAD)  # all ranks of this process are forked from one server
-    with Ranks(1) as job, pytest.raises(DemoFailedError, match="TypeError") as caught:
-        list(job.successful())
-    assert "Traceback" in caught.value.__notes__[0]
-    nowhere = (f"file://{tmp_path}", {}), dos.Local(str(tmp_path)), 4, (8,), None
-    with Ranks(1, *nowhere) as job, pytest.raises(CheckpointNotFoundError):
-        list(job.successful())
-    with Ranks(2, *nowhere) as job:
-        assert job.kill(1)[1] == -signal.SIGKILL
+    crew, errors = Crew(3, "cpu"), [TypeError("a"), CheckpointNotFoundError("b")]
+    first, second, third = crew.run(3, fail_as, errors, hear=lambda rank, *_: rank == 2)
+    assert first.how == "TypeError('a')"
+    assert "Traceback" in first.log
+    assert isinstance(second.how, CheckpointNotFoundError)
+    assert third.how == -signal.SIGKILL
+    assert [one.said["rank"] for one in (first, second)] == [(0, "cpu"), (1, "cpu")]
 
 
-def test_the_model_reads_real_text_and_learns_from_it() -> None:
-    text = read_text()
-    assert b"Python" in bytes(text.to(torch.uint8).tolist())
-    torch.manual_seed(0)
-    model = ByteTransformer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batch = choose_batch(text, 0, 2)
-    assert batch.shape == (2, CONTEXT + 1)
-    losses = []
-    for _ in range(4):
-        loss = next_byte_loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert model(batch[:1, :5]).shape == (1, 5, 256)
+@pytest.mark.parametrize(
+    ("env", "launcher_name", "rank"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "torchrun", "1"),
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_PROCID": "3",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+                "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+                "SLURM_JOB_ID": "12345",
+            },
+            "srun",
+            "3",
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, None),  # a batch script, without srun
+    ],
+)
+def test_the_ranks_of_an_allocation_are_found(
+    env: dict[str, str],
+    launcher_name: str | None,
+    rank: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "RANK", "WORLD_SIZE"))]:
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    found, variables = demo_crew._allocation()
+    assert (found, variables.get("RANK")) == (launcher_name, rank)
+    if found == "srun":
+        assert variables["MASTER_PORT"] == "22345"
+        assert (variables["LOCAL_WORLD_SIZE"], variables["LOCAL_RANK"]) == ("2", "1")
 
 
-def test_no_position_of_the_model_sees_the_bytes_after_it() -> None:
-    model = ByteTransformer().eval()
-    tokens = choose_batch(read_text(), 0, 1)[:, :16]
-    changed = tokens.clone()
-    changed[0, 10] = (changed[0, 10] + 1) % 256
-    with torch.no_grad():
-        before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :10], after[:, :10])
-    assert not torch.allclose(before[:, 10:], after[:, 10:])
+def test_what_the_demo_cannot_do_is_said_before_any_rank_starts(tmp_path: Path) -> None:
+    url = ["--url", tmp_path.as_uri()]
+    if not torch.cuda.is_available():
+        done = run_here("demo", "--device", "cuda", *url)
+        assert done.returncode == 2
+        assert "torch sees no GPU here" in done.stderr
+    done = run_here("demo", "--ranks", "2", "--resume-ranks", "3", *url)
+    assert done.returncode == 2
+    assert "at most --ranks 2" in done.stderr
+    under_torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = run_here("demo", *url, **under_torchrun)
+    assert done.returncode == 2
+    assert "torchrun has started 1 rank" in done.stderr
+    assert list(open_store(tmp_path.as_uri()).list()) == []
+
+
+@pytest.mark.campaign  # a minute
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_under_torchrun_the_demo_uses_the_ranks_that_are_there(
+    ranks: int, seaweed: SeaweedServer, tmp_path: Path
+) -> None:
+    url, report = f"s3://{BUCKET}/demo-torchrun", tmp_path / "report.md"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", "-m", "dcp_objstore", "demo"]
+    done = subprocess.run(
+        [*command, "--url", url, "--report", str(report)],
+        env=environment_of(seaweed),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("All 11 proofs hold") == 1
+    assert f"on {ranks - 1} of {ranks - 1} surviving ranks" in done.stdout
+    assert f"{ranks} ranks started by torchrun" in report.read_text()
+    assert list(open_store(url, seaweed.storage_options).list()) == []
+
+
+def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(
+    told: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = (Path(__file__).parents[2] / ".github/ISSUE_TEMPLATE/benchmark-results.yml").read_text()
+    url = "s3://secret-bucket/prefix"
+    monkeypatch.setattr(sys, "argv", ["dcp-objstore", "demo", "--url", url, "--report", "x.md"])
+    told.prove(True, "it was shown")
+    told.requests.update({"put": 1000, "put_stream": 1000, "get": 10_000, "delete": 7})
+    speeds = dos.measure.bench(told.spec.url, size_bytes=1 << 20, seconds=0.1, progress=False)
+    text = demo_report.text(told, [speeds, speeds], 12.0, None, keep=False)
+    fields = re.findall(r"^### (.*)$", text, re.M)
+    labels = re.findall(r"^      label: (.*)$", form, re.M)
+    assert fields == [label for label in labels if label in fields]
+    assert {"Machine", "Store", "Command", "results.json"} <= set(fields)
+    results = json.loads(re.findall(r"^```json\n(.*?)^```", text, re.M | re.S)[0])
+    assert "**a phase**\n\n- it was shown\n" in text
+    assert results["versions"]["torch"] == torch.__version__
+    assert results["requests"] == {"PUT, COPY, LIST": 2000, "GET, HEAD": 10_000, "DELETE": 7}
+    assert "1.4 US cents" in text
+    assert "secret-bucket" not in text
+
+
+def test_each_request_is_counted_and_only_in_the_block(tmp_path: Path) -> None:
+    spec = StoreSpec(tmp_path.as_uri())
+    with counted_requests() as requests:
+        store = spec.open()
+        store.put("a", b"x")
+        store.get("a", max_size_bytes=1)
+        list(store.list())
+    spec.open().put("b", b"x")
+    assert requests == {"put": 1, "get": 1, "list": 1}
 
 
 class Terminal(io.StringIO):
@@ -365,28 +470,22 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("columns", [40, 60, 100])
 def test_no_line_is_wider_than_the_terminal(
-    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    columns: int, told: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    demo = Demo(StoreSpec("memory://demo"), 8, 4, str(tmp_path))
     tell("A headline that says what happens in this phase of the whole demo", "")
-    demo.prove(True, "something was shown that needs more than forty columns to be told")
-    demo.add_row("save, killed", 8, 24, 2**25, 0.5)
-    demo.print_table()
+    told.prove(True, "something was shown that needs more than forty columns to be told")
     lines = re.sub(r"\x1b\[\d+m", "", terminal.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
-    table = " ".join(" ".join(lines).split())
-    for cell in ("save, killed", "32.0", "0.50"):
-        assert cell in table
 
 
 def test_a_stream_without_unicode_gets_plain_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: Demo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     with pytest.raises(SystemExit), failure_told():
-        Demo(StoreSpec("memory://demo"), 8, 4, str(tmp_path)).prove(True, "shown")
+        told.prove(True, "shown")
         raise DemoFailedError("not shown …")
     assert raw.getvalue().decode() == "  ok shown\n  FAILED not shown ?\n"

@@ -68,4 +68,4 @@ def test_workers_go_on_after_the_newest_step_when_one_is_killed_and_when_there_a
 
 
 def test_the_page_quotes_the_example() -> None:
-    assert_quotes("ray.md", "ray_train.py")
+    assert_quotes("frameworks/ray.md", "ray_train.py")

@@ -67,4 +67,4 @@ def test_a_killed_replica_group_is_healed_and_the_bucket_outlives_all_of_them(
 
 
 def test_the_page_quotes_the_example() -> None:
-    assert_quotes("torchft.md", "torchft_train.py")
+    assert_quotes("frameworks/torchft.md", "torchft_train.py")

@@ -93,4 +93,4 @@ def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the
 
 
 def test_the_page_quotes_the_example() -> None:
-    assert_quotes("torchrun.md", "torchrun_elastic.py")
+    assert_quotes("frameworks/torchrun.md", "torchrun_elastic.py")

@@ -39,17 +39,20 @@ LOCAL = "DCP_OBJSTORE_TEST_LOCAL"
 
 def environment(bucket: Bucket) -> dict[str, str]:
     """The environment of a job that saves to the bucket, on this machine alone."""
-    options = bucket.storage_options
-    return os.environ | {
-        "AWS_ENDPOINT_URL": str(options["endpoint_url"]),
-        "AWS_ACCESS_KEY_ID": str(options["key"]),
-        "AWS_SECRET_ACCESS_KEY": str(options["secret"]),
-        "AWS_REGION": "us-east-1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    options = bucket.storage_options  # none for a folder
+    names = {"endpoint_url": "ENDPOINT_URL", "key": "ACCESS_KEY_ID", "secret": "SECRET_ACCESS_KEY"}
+    given = {f"AWS_{names[key]}": str(value) for key, value in options.items()}
+    return (
+        os.environ
+        | given
+        | {
+            "AWS_REGION": "us-east-1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+    )
 
 
 class Program:
@@ -152,12 +155,12 @@ def assert_only_whole_steps(bucket: Bucket, url: str, cwd: Path) -> list[int]:
 
 
 def assert_quotes(page: str, example: str) -> None:
-    """The ```py blocks of a page of docs/frameworks are in an example, but for indentation."""
+    """The ```py blocks of a page of docs/ are in an example, but for indentation."""
 
     def lines(text: str) -> str:
         return "\n".join(line.strip() for line in text.splitlines())
 
-    text = (ROOT / "docs" / "frameworks" / page).read_text()
+    text = (ROOT / "docs" / page).read_text()
     blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert blocks
     assert all(lines(block) in lines((EXAMPLES / example).read_text()) for block in blocks)
@@ -207,10 +210,18 @@ def keep_copies() -> None:
     folder = os.environ.get(LOCAL)
     if folder is None:
         return
-    make, load = dos.CheckpointManager.__init__, dos.CheckpointManager.load
+    make = dos.CheckpointManager.__init__
 
     def make_with_copies(run: dos.CheckpointManager, *args: Any, **keywords: Any) -> None:
         make(run, *args, local=folder, **keywords)
+
+    dos.CheckpointManager.__init__ = make_with_copies  # type: ignore[method-assign]
+    tell_what_is_fetched()
+
+
+def tell_what_is_fetched() -> None:
+    """Print how much each rank fetches from the bucket when it resumes."""
+    load = dos.CheckpointManager.load
 
     def load_and_tell(run: dos.CheckpointManager, *args: Any, **keywords: Any) -> int | None:
         step = load(run, *args, **keywords)
@@ -219,7 +230,6 @@ def keep_copies() -> None:
             print(line, flush=True)
         return step
 
-    dos.CheckpointManager.__init__ = make_with_copies  # type: ignore[method-assign]
     dos.CheckpointManager.load = load_and_tell  # type: ignore[method-assign]
 
 
