@@ -18,7 +18,7 @@ import numpy as np
 
 from dcp_objstore.convert.files import PlannedFile
 from dcp_objstore.convert.frameworks import DESCRIPTION_KEY
-from dcp_objstore.convert.sources import folder_and_name
+from dcp_objstore.convert.names import folder_and_name
 from dcp_objstore.errors import (
     InputError,
     ObjectNotFoundError,

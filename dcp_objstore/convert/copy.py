@@ -37,7 +37,7 @@ from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.names import data_key, new_nonce, parse_data_key
 from dcp_objstore.config import at_most
-from dcp_objstore.convert.sources import options_of_other
+from dcp_objstore.convert.names import options_of_other
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (

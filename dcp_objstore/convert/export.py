@@ -39,13 +39,8 @@ from dcp_objstore.convert.frameworks import (
     adapter_folder,
     nest_for_lightning,
 )
-from dcp_objstore.convert.sources import (
-    TORCH_SUFFIXES,
-    CheckpointSource,
-    TensorInfo,
-    folder_and_name,
-    options_of_other,
-)
+from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
+from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.distributed.arrivals import watching
 from dcp_objstore.distributed.failures import (
     capture,

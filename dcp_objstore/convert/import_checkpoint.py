@@ -32,15 +32,8 @@ from dcp_objstore.compat.values import unpickled
 from dcp_objstore.compat.vet import vet, vet_old
 from dcp_objstore.config import MIB
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.convert.sources import (
-    TORCH_SUFFIXES,
-    CheckpointSource,
-    Source,
-    TensorInfo,
-    TorchSource,
-    folder_and_name,
-    options_of_other,
-)
+from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
+from dcp_objstore.convert.sources import CheckpointSource, Source, TensorInfo, TorchSource
 from dcp_objstore.distributed.plugin import reporting_failures
 from dcp_objstore.errors import (
     CheckpointCorruptError,

@@ -13,7 +13,7 @@ from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, is_ours
 from dcp_objstore.checkpoint.publish import (
     Aligned,
     align_dot_metadata,
-    look,
+    if_metadata_unchanged,
     publish_dot_metadata,
 )
 from dcp_objstore.checkpoint.read import Stored, open_committed, read_marker
@@ -68,7 +68,7 @@ def test_it_is_put_on_what_was_there_between_two_looks_at_the_marker(
     done = save(store, publish=False)
     if before is not None:
         store.put(DOT_METADATA_KEY, before)
-    seen = look(store)
+    seen = if_metadata_unchanged(store)
     assert seen == (IfVersion(store.head(DOT_METADATA_KEY).version) if before else IfAbsent())
     assert publish(store, done.commit_id, fenced=fenced) == (True, LOOK + PUT)
     put = store.puts[-1]

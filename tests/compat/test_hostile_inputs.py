@@ -107,7 +107,8 @@ def test_it_is_refused_and_nothing_else_happens(case_id: str, worker: Worker) ->
 
 # Each place of the package that unpickles, and what its bytes have passed before.
 UNPICKLES = {
-    "cli.demo._load_with_stock: torch.load": "torch has just written it",
+    "cli.demo.prove_preempted: torch.load": "torch has just written it",
+    "cli.demo_crew.share: pickle.loads": "the demo's own processes wrote it to their TCPStore",
     "compat.foreign._Unpickler: Unpickler": "`scan`; all globals are stand-ins",
     "compat.values._unsafe_globals: torch.serialization.get_unsafe_globals_in_checkpoint": "`vet`",
     "compat.values.unpickled: torch.load": "`vet`, `vet_old` or `check_safe`; see below",
@@ -118,7 +119,7 @@ UNPICKLES = {
     # What calls the one function that has torch unpickle what comes from a store.
     "compat.values._test_load: unpickled": "`vet`",
     "convert.import_checkpoint._loaded: unpickled": "`vet` or `vet_old`, by `_is_mappable`",
-    "convert.lightning_file.nest_for_lightning: unpickled": "`check_safe`",
+    "convert.frameworks.nest_for_lightning: unpickled": "`check_safe`",
     "inspect.fill.destination_of: unpickled": "`check_safe`, by `ItemRead.finish`",
     "integrations.hf._load_optimizer_and_scheduler: unpickled": "`vet`, by `_write_files`",
     "integrations.lightning.load_state_dict: unpickled": "`check_safe`",

@@ -146,7 +146,7 @@ def test_loading_leaves_a_tensors_storage_as_resizable_as_it_was(
         url = stock_checkpoint(tmp_path / "step-1", {"t": saved})
     tensor = torch.zeros(1000)
     load({"t": tensor}, url)
-    assert same_bits(tensor, saved)
+    assert same_bits(tensor.clone(), saved)  # a storage whose memory NumPy has cannot be resized
     tensor.untyped_storage().resize_(0)
     tensor.untyped_storage().resize_(4000)
 

@@ -117,7 +117,7 @@ def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come()
     source = Source(limits := iter([300, 0, 0, 1000]).__next__)
     told: list[bool] = []
     source.limit = lambda _: limits()
-    source.failed = lambda error, asked_at, *, had_begun: told.append(had_begun)  # type: ignore[method-assign]
+    source.wait_to_ask_again = lambda error, asked_at, *, had_begun: told.append(had_begun)  # type: ignore[method-assign]
     with Range(source, 0, 1000, nullcontext) as body:
         body.readinto(memoryview(bytearray(1000)))
     assert told == [True, False, False]
@@ -220,27 +220,6 @@ def test_only_bytes_that_have_come_begin_the_time_for_retries_anew() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "into",
-    [
-        memoryview(bytes(4)),
-        memoryview(bytearray(4)).cast("B", (2, 2)),
-        memoryview(bytearray(4)).cast("H"),
-        memoryview(bytearray(8))[::2],
-        memoryview(bytearray(901)),
-    ],
-)
-def test_memory_that_cannot_take_the_bytes_is_refused_before_anything_is_asked(
-    into: memoryview,
-) -> None:
-    source = Source(lambda left: left)
-    body = opened(source, 100, 1000)
-    with pytest.raises(InputError):
-        body.readinto(into)
-    assert not source.asked
-    assert read(body, 900) == BODY[100:]
-
-
 def test_what_a_read_raises_is_translated() -> None:
     @contextmanager
     def errors() -> Iterator[None]:
@@ -250,7 +229,7 @@ def test_what_a_read_raises_is_translated() -> None:
             raise StoreUnavailableError("translated") from error
 
     class Final(Source):
-        failed = RangeSource.failed
+        wait_to_ask_again = RangeSource.wait_to_ask_again
 
     body = Range(Final(lambda left: 0), 0, 1000, errors)
     with pytest.raises(StoreUnavailableError, match="translated"):
@@ -261,7 +240,9 @@ def test_an_answer_that_was_asked_for_ahead_and_breaks_off_at_once_had_not_begun
     limits = iter([0, 1000])
     source = Source(lambda _: next(limits))
     told: list[tuple[float, bool]] = []
-    source.failed = lambda error, asked_at, *, had_begun: told.append((asked_at, had_begun))  # type: ignore[method-assign]
+    source.wait_to_ask_again = lambda error, asked_at, *, had_begun: told.append(
+        (asked_at, had_begun)
+    )  # type: ignore[method-assign]
     began_at = time.monotonic()
     body = Range(source, 0, 1000, nullcontext, source.ask(0, 1000))
     opened_at = time.monotonic()
