@@ -76,11 +76,14 @@ def concurrently(*calls: Callable[[], Any]) -> list[Any]:
 
     The first of them runs in this thread. If some fail, the error of the first of these is raised.
     If that is that the store does not answer, the calls after it are not waited for: they go on,
-    and what comes of them is not known.
+    and what comes of them is not known. So it is after Ctrl-C.
     """
     first: Future[Any] = Future()
     futures = [first, *(run_in_thread(call, "request") for call in calls[1:])]
-    run_into(first, calls[0])
+    try:
+        first.set_result(calls[0]())
+    except Exception as error:  # noqa: BLE001 - raised below; Ctrl-C is raised at once
+        first.set_exception(error)
     for future in futures:
         wait_in_steps(partial(has_ended, future))
         if isinstance(future.exception(), StoreUnavailableError):

@@ -1878,6 +1878,24 @@ def test_a_store_that_does_not_answer_is_not_waited_for_twice() -> None:
         left.set()
 
 
+def test_an_interrupt_is_raised_before_the_other_calls_have_ended() -> None:
+    left, ended = threading.Event(), []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def hanging() -> None:
+        left.wait(60)
+        ended.append("hanging")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            concurrently(interrupted, hanging)
+        assert not ended
+    finally:
+        left.set()
+
+
 def broken():
     raise CorruptDataError("planned")
 
