@@ -156,7 +156,7 @@ class SaveCopies(_Copies):
             with self._excused():
                 if not self._is_over:
                     path = self._folder / key
-                    copy = _CopyWriter(path, *self._create(key, size_bytes), self)
+                    copy = _Beside(path, *self._create(key, size_bytes), self)
                     stack.callback(copy.close)
                     self._written.append(path)
                     self.reserve(copy.file, size_bytes)
@@ -208,7 +208,7 @@ class SaveCopies(_Copies):
         at.remove(self._written)
 
 
-class _CopyWriter:
+class _Beside:
     """Writes an object's buffers to a file. It keeps no reference to them.
 
     The thread that uploads writes, and another one may close it.

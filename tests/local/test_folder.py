@@ -268,13 +268,13 @@ def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
 def test_a_folder_that_is_removed_during_a_save_costs_its_copies(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = copies._CopyWriter._finish
+    finish = copies._Beside._finish
 
-    def removing(copy: copies._CopyWriter) -> None:
+    def removing(copy: copies._Beside) -> None:
         shutil.rmtree(node.home)
         finish(copy)
 
-    monkeypatch.setattr(copies._CopyWriter, "_finish", removing)
+    monkeypatch.setattr(copies._Beside, "_finish", removing)
     node.save(1)
     assert len(node.unused) == 1
     monkeypatch.undo()
@@ -286,7 +286,7 @@ def test_a_write_that_hangs_does_not_hold_up_who_gives_the_copy_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copies, "LOCK_POLICY", replace(LOCK_POLICY, patience_seconds=0.01))
-    copy = copies._CopyWriter(Path("copy"), -1, Path("temporary"), None)  # type: ignore[arg-type]
+    copy = copies._Beside(Path("copy"), -1, Path("temporary"), None)  # type: ignore[arg-type]
     with copy._lock:
         copy.close()
     assert copy._is_open
@@ -329,10 +329,10 @@ def test_between_saves_and_loads_no_file_is_open_and_no_lock_is_held(node: Node)
 
 def test_a_forked_child_holds_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A DataLoader's worker that is forked in a save, and lives on."""
-    finish = copies._CopyWriter._finish
+    finish = copies._Beside._finish
     seen: list[list[str]] = []
 
-    def fork_first(copy: copies._CopyWriter) -> None:
+    def fork_first(copy: copies._Beside) -> None:
         reading, writing = os.pipe()
         if not (child := os.fork()):
             os.write(writing, b".")
@@ -343,7 +343,7 @@ def test_a_forked_child_holds_nothing(node: Node, monkeypatch: pytest.MonkeyPatc
         os.waitpid(child, 0)
         finish(copy)
 
-    monkeypatch.setattr(copies._CopyWriter, "_finish", fork_first)
+    monkeypatch.setattr(copies._Beside, "_finish", fork_first)
     node.save(1)
     assert [len(places) for places in seen] == [1, 0]
     assert node.load(1).fetched_bytes == 0
@@ -424,11 +424,11 @@ def test_what_nobody_has_used_for_a_day_is_removed_though_there_is_room(node: No
 def write_and_wait(rank: int, world: int, node: Node) -> None:
     """Another job, which is killed in the middle of a save."""
 
-    def wait(_: copies._CopyWriter) -> None:
+    def wait(_: copies._Beside) -> None:
         say("ready")
         threading.Event().wait()
 
-    copies._CopyWriter._finish = wait  # type: ignore[method-assign]
+    copies._Beside._finish = wait  # type: ignore[method-assign]
     node.save(1)
 
 
