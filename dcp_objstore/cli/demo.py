@@ -270,7 +270,8 @@ class Training:
         """Do one step, whose sequences depend on its number alone; return the mean loss of all."""
         generator = torch.Generator().manual_seed(step)
         last = len(self._text) - _CONTEXT - 1
-        starts = torch.randint(last, (self._sequences,), generator=generator).tolist()
+        shape = (self._sequences,)
+        starts = torch.randint(last, shape, generator=generator, device="cpu").tolist()
         own = starts[dist.get_rank() :: dist.get_world_size()]
         batch = torch.stack([self._text[start : start + _CONTEXT + 1] for start in own])
         batch = batch.long().to(self._device)

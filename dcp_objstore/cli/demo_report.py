@@ -12,7 +12,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,7 +21,10 @@ from dcp_objstore.config import processors
 from dcp_objstore.observe.report import GIB, counted, size_text
 
 if TYPE_CHECKING:
-    from dcp_objstore.cli.demo import Demo
+    from collections import Counter
+
+    from dcp_objstore.cli.demo_crew import Crew
+    from dcp_objstore.stores import StoreSpec
 
 _WRITES = {"put", "put_stream", "copy", "list"}
 _READS = {"get", "head", "open_range"}
@@ -29,8 +32,19 @@ _READS = {"get", "head", "open_range"}
 _PUT_PRICE, _GET_PRICE = 0.005e-3, 0.0004e-3
 
 
+class Shown(Protocol):
+    """A demo that has ended: what it proved, in phases, and what it sent."""
+
+    crew: Crew
+    spec: StoreSpec
+    ranks: int
+    resume_ranks: int
+    phases: list[tuple[str, list[str]]]
+    requests: Counter[str]
+
+
 def text(
-    demo: Demo,
+    demo: Shown,
     speeds: Sequence[dos.measure.BenchReport],
     seconds: float,
     place: str | None,
@@ -127,7 +141,7 @@ def _left(place: str | None, *, keep: bool) -> str:
     )
 
 
-def _store_of(demo: Demo) -> str:
+def _store_of(demo: Shown) -> str:
     own = demo.spec.open().endpoint_url is not None
     where = "an endpoint of its own" if own else "the provider's endpoint"
     return f"{demo.spec.parsed.scheme}:// at {where}. Which provider, storage class and region?"
