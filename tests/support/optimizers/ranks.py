@@ -203,6 +203,11 @@ def _rows(case: Case, layout: str, warm: int, url: str) -> Iterator[Row]:
     def make(scene: str, outcome: str, note: str) -> Row:
         return Row(case.library, case.name, scene, outcome, " ".join(note.split()))
 
+    if layout == "uneven" and case.name == "ZeroRedundancyOptimizer":
+        # Its own `consolidate_state_dict` fails or hangs then: each rank sends its share of groups
+        # that are taken to be the same on all.
+        yield make(place, NOT_RUN, "its ranks need the same groups of parameters")
+        return
     try:
         found = run_ranks(2, job, case.library, case.name, layout, warm, url)
     except RanksFailedError as error:
