@@ -12,11 +12,11 @@ from typing import Annotated, TypeAlias
 import typer
 
 import dcp_objstore as dos
+from dcp_objstore.checkpoint.left_out import left_out_of
 from dcp_objstore.cli.options import Checkpoint, Json, chosen
 from dcp_objstore.cli.terminal import aligned, columns, json_text, say
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import counted, size_text
-from dcp_objstore.state.left_out import left_out_of
 
 _Entry: TypeAlias = "dos.reports.TensorEntry | dos.reports.ValueEntry"
 _Module: TypeAlias = "dos.reports.Module[_Entry]"

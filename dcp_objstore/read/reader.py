@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey
+from dcp_objstore.checkpoint.left_out import LeftOut, left_out_of
 from dcp_objstore.config import LocalFolder, local_of
 from dcp_objstore.distributed.failures import without_frames
 from dcp_objstore.distributed.groups import exchange_group
@@ -53,7 +54,6 @@ from dcp_objstore.read.stored_checkpoint import (
     open_stored_checkpoint,
 )
 from dcp_objstore.read.tensor_read import is_value
-from dcp_objstore.state.left_out import LeftOut, left_out_of
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.torch_private import is_wrapper, parts
 

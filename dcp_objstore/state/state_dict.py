@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey, is_literal
+from dcp_objstore.checkpoint.left_out import LeftOut
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
@@ -34,7 +35,6 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.report import first_few
 from dcp_objstore.state.fsdp1 import FlatOptimizer
-from dcp_objstore.state.left_out import LeftOut
 from dcp_objstore.state.optimizers import NamedOptimizer
 from dcp_objstore.state.per_rank import PerRank, is_stateful, own_name
 from dcp_objstore.state.record import (

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from dcp_objstore import torch_private
+from dcp_objstore.checkpoint.left_out import LeftOut
 from dcp_objstore.errors import ConfigError, UnsupportedError
-from dcp_objstore.state.left_out import LeftOut
 
 T = TypeVar("T")
 

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from dcp_objstore.checkpoint.claim import check_claim
 from dcp_objstore.checkpoint.clock import Clock
+from dcp_objstore.checkpoint.left_out import LEFT_OUT
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import LocalFolder, local_of
 from dcp_objstore.contexts import contextmanager
@@ -34,7 +35,6 @@ from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import describe
-from dcp_objstore.state.left_out import LEFT_OUT
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.torch_private import is_in_default_group
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
