@@ -59,7 +59,7 @@ def _parts(count: int, size_bytes: int) -> list[bytes]:
     return [bytes([number + 1]) * size_bytes for number in range(count)]
 
 
-def test_what_is_saved_through_a_keeping_sink_loads_bit_identical(keeping: Sink) -> None:
+def test_what_is_saved_through_a_keeping_sink_loads_bit_identical(keeping):
     torch.manual_seed(1)
     state = {f"w{i}": torch.randn(3 * MIB) for i in range(4)}
     state["half"] = torch.randn(7, 11).half()
@@ -74,7 +74,7 @@ def test_what_is_saved_through_a_keeping_sink_loads_bit_identical(keeping: Sink)
     assert keeping.stats()["open_uploads"] == 0
 
 
-def test_a_save_goes_through_a_discarding_sink(discarding: Sink) -> None:
+def test_a_save_goes_through_a_discarding_sink(discarding):
     state = {"w": torch.ones(5 * MIB), "b": torch.ones(3)}
     writer = dos.ObjectStoreWriter(
         "s3://bench/gone/step-1", storage_options=discarding.storage_options, progress=False
@@ -85,7 +85,7 @@ def test_a_save_goes_through_a_discarding_sink(discarding: Sink) -> None:
     assert sum(names.values()) > 20 * MIB
 
 
-def test_discarded_objects_keep_their_size_and_refuse_to_be_read(discarding: Sink) -> None:
+def test_discarded_objects_keep_their_size_and_refuse_to_be_read(discarding):
     store = _store(discarding, "sizes")
     store.put("single", b"x" * (2 * MIB))
     store.put_stream("parts", iter(_parts(3, 5 * MIB)), part_size_bytes=5 * MIB, max_concurrency=2)
@@ -96,7 +96,7 @@ def test_discarded_objects_keep_their_size_and_refuse_to_be_read(discarding: Sin
         read_range(open_store(store.url, discarding.storage_options, at_once), "parts", 0, 10)
 
 
-def test_ranges_cross_the_parts_they_were_sent_in(keeping: Sink) -> None:
+def test_ranges_cross_the_parts_they_were_sent_in(keeping):
     store = _store(keeping, "ranges")
     parts = _parts(3, 5 * MIB)
     store.put_stream("o", iter(parts), part_size_bytes=5 * MIB, max_concurrency=3)
@@ -105,16 +105,14 @@ def test_ranges_cross_the_parts_they_were_sent_in(keeping: Sink) -> None:
         assert read_range(store, "o", start, end) == whole[start:end]
 
 
-def test_listing_goes_on_past_a_thousand_keys(keeping: Sink) -> None:
+def test_listing_goes_on_past_a_thousand_keys(keeping):
     store = _store(keeping, "many")
     for number in range(1001):
         store.put(f"{number:04d}", b"")
     assert [meta.key for meta in store.list()] == [f"{number:04d}" for number in range(1001)]
 
 
-def test_chunked_bodies_with_trailing_checksums_are_stored_without_their_framing(
-    keeping: Sink,
-) -> None:
+def test_chunked_bodies_with_trailing_checksums_are_stored_without_their_framing(keeping):
     body = b"5\r\nhello\r\n6;chunk-signature=0\r\n world\r\n0\r\nx-amz-checksum-crc32:AA==\r\n\r\n"
     connection = http.client.HTTPConnection(keeping.endpoint_url.removeprefix("http://"))
     headers = {"Content-Encoding": "aws-chunked", "x-amz-decoded-content-length": "11"}
@@ -124,7 +122,7 @@ def test_chunked_bodies_with_trailing_checksums_are_stored_without_their_framing
     assert _store(keeping, "chunked").get("o", max_size_bytes=100)[0] == b"hello world"
 
 
-def test_a_request_may_name_the_whole_url(keeping: Sink) -> None:
+def test_a_request_may_name_the_whole_url(keeping):
     """As the AWS SDK for C++ does."""
     _store(keeping, "named").put("o", b"body")
     connection = http.client.HTTPConnection(keeping.endpoint_url.removeprefix("http://"))
@@ -133,7 +131,7 @@ def test_a_request_may_name_the_whole_url(keeping: Sink) -> None:
     connection.close()
 
 
-def test_the_sink_ends_with_its_process() -> None:
+def test_the_sink_ends_with_its_process():
     code = "from benchmarks.sink import Sink; import os; sink = Sink(); os._exit(3)"
     # The sink holds the pipe of standard error too: this returns only once both have ended.
     done = subprocess.run(
@@ -143,7 +141,7 @@ def test_the_sink_ends_with_its_process() -> None:
 
 
 @pytest.mark.campaign  # .ci/run starts it
-def test_the_save_benchmark_prints_its_table() -> None:
+def test_the_save_benchmark_prints_its_table():
     sizes = ["--gib", "0.05", "--rounds", "1", "--peers", "dcp_objstore"]
     table = printed_by_benchmark("save", *sizes)
     assert "CPU-s/GiB" in table
@@ -151,7 +149,7 @@ def test_the_save_benchmark_prints_its_table() -> None:
 
 
 @pytest.mark.campaign
-def test_the_load_benchmark_checks_what_it_loads() -> None:
+def test_the_load_benchmark_checks_what_it_loads():
     sizes = ["--gib", "0.05", "--rounds", "1", "--peers", "raw", "dcp_objstore"]
     table = printed_by_benchmark("load", *sizes)
     assert "requests/GiB" in table
@@ -159,7 +157,7 @@ def test_the_load_benchmark_checks_what_it_loads() -> None:
 
 
 @pytest.mark.campaign
-def test_the_weights_benchmark_loads_the_same_with_each_reader() -> None:
+def test_the_weights_benchmark_loads_the_same_with_each_reader():
     peers = ["--peers", "dcp_objstore", "own checkpoint", "HuggingFaceStorageReader", "load_file"]
     table = printed_by_benchmark(
         "weights", "--gib", "0.03", "--ranks", "2", "--rounds", "1", *peers
@@ -175,7 +173,7 @@ def test_the_weights_benchmark_loads_the_same_with_each_reader() -> None:
         (["incremental", "--tensors", "20"], {"all of it", "base, 95 % frozen"}),
     ],
 )
-def test_steps_that_follow_one_another_are_compared(command: list[str], steps: set[str]) -> None:
+def test_steps_that_follow_one_another_are_compared(command, steps):
     small = ["--gib", "0.03", "--rounds", "1", "--json"]
     result = json.loads(printed_by_benchmark(*command, *small))
     assert result["problems"] == {}
@@ -184,7 +182,7 @@ def test_steps_that_follow_one_another_are_compared(command: list[str], steps: s
 
 
 @pytest.mark.campaign  # ten ranks import torch
-def test_the_export_benchmark_compares_one_rank_with_several() -> None:
+def test_the_export_benchmark_compares_one_rank_with_several():
     small = ["--gib", "0.03", "--rounds", "1", "--ranks", "2", "--json"]
     rows = json.loads(printed_by_benchmark("export", *small))["rows"]
     assert [row.partition(",")[0] for row in rows] == ["1 ranks", "2 ranks"] * 2
@@ -192,14 +190,14 @@ def test_the_export_benchmark_compares_one_rank_with_several() -> None:
 
 
 @pytest.mark.campaign  # torchrun's two ranks import torch, twice
-def test_the_killed_benchmark_loads_what_the_killed_ranks_saved() -> None:
+def test_the_killed_benchmark_loads_what_the_killed_ranks_saved():
     small = ["--gib", "0.01", "--tensors", "4", "--rounds", "1", "--ranks", "2", "--json"]
     rows = json.loads(printed_by_benchmark("killed", *small))["rows"]
     assert set(rows) == {"from the bucket", "from the node"}
 
 
 @pytest.mark.campaign  # four processes import torch
-def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
+def test_the_index_benchmark_loads_a_shard_of_each_tensor():
     scale = ["--ranks", "64", "--tensors", "80", "--rounds", "1"]
     sizes = json.loads(printed_by_benchmark("index", *scale, "--json"))["sizes"]
     assert [one["chunks"] for one in sizes] == [640, 1280, 2560, 5120]
@@ -208,15 +206,13 @@ def test_the_index_benchmark_loads_a_shard_of_each_tensor() -> None:
 
 
 @pytest.mark.campaign
-def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu() -> None:
+def test_the_gpu_benchmark_measures_or_says_that_there_is_no_gpu():
     table = printed_by_benchmark("gpu", "--gib", "0.25", "--rounds", "1", "--tensors", "4")
     assert ("to floor" if torch.cuda.is_available() else "no GPU here") in table
 
 
 @pytest.mark.campaign
-def test_an_environment_of_a_peer_sees_this_one_and_what_it_has_itself_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_of_a_peer_sees_this_one_and_what_it_has_itself_first(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))  # where the environments of peers stand
     peer = PEERS["s3torchconnector"]
     assert peer.python == sys.executable
@@ -231,13 +227,13 @@ def test_an_environment_of_a_peer_sees_this_one_and_what_it_has_itself_first(
     assert peer.versions(here=True) != peer.versions()
 
 
-def test_requests_are_priced_by_what_a_bucket_charges_for_them() -> None:
+def test_requests_are_priced_by_what_a_bucket_charges_for_them():
     prices = Prices.read(DEFAULT)
     verbs = {"PART": 900, "BEGIN": 50, "COMPLETE": 50, "GET": 1500, "HEAD": 500, "DELETE": 9999}
     assert prices.usd_of(verbs) == pytest.approx(0.005 + 2 * 0.0004)
 
 
-def test_the_bars_of_a_condition_have_one_scale_that_begins_at_zero() -> None:
+def test_the_bars_of_a_condition_have_one_scale_that_begins_at_zero():
     speeds = {"save": {"raw": 4.0, "dcp_objstore": 3.0}, "load": {"raw": 1.0}}
     found = {
         "results": [
@@ -263,7 +259,7 @@ ALL = ["all", "--gib", "0.03", "--tensors", "2", "--rounds", "1", "--peers", "dc
 
 @pytest.mark.campaign  # a dozen processes import torch
 @pytest.mark.timeout(900)
-def test_all_measures_each_condition_and_draws_what_it_found(tmp_path: Path) -> None:
+def test_all_measures_each_condition_and_draws_what_it_found(tmp_path):
     table = printed_by_benchmark(*ALL, "--out", str(tmp_path / "found.json"))
     assert "US dollars" in table
     found = json.loads((tmp_path / "found.json").read_text())
@@ -273,9 +269,7 @@ def test_all_measures_each_condition_and_draws_what_it_found(tmp_path: Path) -> 
 
 
 @pytest.mark.campaign
-def test_the_results_of_a_bucket_do_not_name_it(
-    keeping: Sink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_results_of_a_bucket_do_not_name_it(keeping, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", keeping.endpoint_url)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "sink")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "sink")
@@ -288,7 +282,7 @@ def test_the_results_of_a_bucket_do_not_name_it(
 
 
 @pytest.mark.campaign
-def test_a_timeline_shows_the_parts_of_a_save(tmp_path: Path) -> None:
+def test_a_timeline_shows_the_parts_of_a_save(tmp_path):
     sizes = ["--gib", "0.06", "--tensors", "2", "--out", str(tmp_path / "save.svg")]
     spans = json.loads(printed_by_benchmark("timeline", *sizes, "--json"))["spans"]
     names = [{name for name, *_ in own} for own in spans.values()]
@@ -302,7 +296,7 @@ RESUME = ["resume", "--gib", str(1 / 32), "--tensors", "2", "--rounds", "1", "--
 
 @pytest.mark.campaign  # 20 s each
 @pytest.mark.parametrize("action", ["save", "load"])
-def test_the_link_benchmark_tells_what_each_process_moved(action: str) -> None:
+def test_the_link_benchmark_tells_what_each_process_moved(action):
     sizes = ["--gib", str(1 / 32), "--tensors", "2", "--processes", "2", "--seconds", "10"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "link", action, *sizes, "--json"],
@@ -319,7 +313,7 @@ def test_the_link_benchmark_tells_what_each_process_moved(action: str) -> None:
 
 
 @pytest.mark.campaign
-def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
+def test_the_resume_benchmark_counts_what_all_ranks_fetched_together():
     peers = ["dcp_objstore", "dcp_objstore-alone"]
     ranks = ["--saved-by", "2", "--loaded-by", "3", "--layout", "replicated"]
     result = json.loads(printed_by_benchmark(*RESUME, *ranks, "--peers", *peers))
@@ -337,7 +331,7 @@ def test_the_resume_benchmark_counts_what_all_ranks_fetched_together() -> None:
 
 
 @pytest.mark.campaign  # half a minute: a dozen processes import torch
-def test_the_resume_benchmark_loads_a_model_and_its_optimizer_under_fully_shard() -> None:
+def test_the_resume_benchmark_loads_a_model_and_its_optimizer_under_fully_shard():
     ranks = ["--saved-by", "3", "--loaded-by", "2", "--layout", "fsdp2"]
     result = json.loads(printed_by_benchmark(*RESUME, *ranks, "--peers", "dcp_objstore"))
     # 12 blocks of 12 parameters and the last norm's 2: each with two moments and a step count.
@@ -348,7 +342,7 @@ def test_the_resume_benchmark_loads_a_model_and_its_optimizer_under_fully_shard(
     assert 1 <= result["peers"]["dcp_objstore"]["fetched_to_saved"] < 1.4
 
 
-def test_the_resume_benchmark_finds_a_tensor_that_differs_in_one_bit() -> None:
+def test_the_resume_benchmark_finds_a_tensor_that_differs_in_one_bit():
     state = {"one": torch.empty(7, 5), "two": {"deep": torch.empty(3), "count": torch.empty(())}}
     fill(state)
     expected = expected_digests(state)
@@ -360,9 +354,7 @@ def test_the_resume_benchmark_finds_a_tensor_that_differs_in_one_bit() -> None:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_peer_that_fails_on_a_server_is_a_row_and_the_others_are_measured(
-    left: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_fails_on_a_server_is_a_row_and_the_others_are_measured(left, monkeypatch):
     """Also where it leaves what cannot be removed."""
     fine = Measured(
         seconds=2.0,
@@ -409,7 +401,7 @@ def test_a_peer_that_fails_on_a_server_is_a_row_and_the_others_are_measured(
 
 
 @pytest.mark.campaign
-def test_a_peer_that_fails_to_resume_is_reported() -> None:
+def test_a_peer_that_fails_to_resume_is_reported():
     # 5 MiB is the least size of a part that is valid.
     wrong = ["--saved-by", "2", "--peers", "dcp_objstore", "--part-size-bytes", "1"]
     result = json.loads(printed_by_benchmark(*RESUME, *wrong, status=1))

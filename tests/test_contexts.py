@@ -53,9 +53,7 @@ def kept_by(guarded: Callable[[], AbstractContextManager[None, bool | None]]) ->
 
 
 @pytest.mark.parametrize("guarded", [swallowing, turning, turning_in_two])
-def test_an_error_that_was_handled_keeps_no_variables_of_the_callers(
-    guarded: Callable[[], AbstractContextManager[None, bool | None]],
-) -> None:
+def test_an_error_that_was_handled_keeps_no_variables_of_the_callers(guarded):
     gc.collect()
     gc.disable()
     try:
@@ -64,7 +62,7 @@ def test_an_error_that_was_handled_keeps_no_variables_of_the_callers(
         gc.enable()
 
 
-def test_an_error_passes_unchanged_and_with_its_traceback() -> None:
+def test_an_error_passes_unchanged_and_with_its_traceback():
     with pytest.raises(KeyError) as caught, turning():
         raise KeyError("passed")
     assert caught.traceback[-1].name == "test_an_error_passes_unchanged_and_with_its_traceback"
@@ -73,7 +71,7 @@ def test_an_error_passes_unchanged_and_with_its_traceback() -> None:
     assert isinstance(turned.value.__cause__, OSError)
 
 
-def test_every_context_manager_of_the_library_is_of_this_kind() -> None:
+def test_every_context_manager_of_the_library_is_of_this_kind():
     """Those of the command line may stay: their process ends."""
     others = [
         f"{path.relative_to(_PACKAGE)}:{node.lineno}"

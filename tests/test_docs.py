@@ -98,14 +98,12 @@ def run_snippets(page: Path) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("page", [one for one in PAGES if blocks(one, "python")], ids=name_of)
-def test_every_snippet_of_a_page_runs_one_after_the_other(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_snippet_of_a_page_runs_one_after_the_other(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_snippets(page)
 
 
-def test_the_recipes_hear_of_each_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipes_hear_of_each_part(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Counted.calls.clear()
     names = run_snippets(DOCS / "observability.md")
@@ -117,7 +115,7 @@ def test_the_recipes_hear_of_each_part(tmp_path: Path, monkeypatch: pytest.Monke
         assert names["moved"].labels("PartUploaded", "0")._value.get() >= 12
 
 
-def test_the_quick_start_trains_and_resumes(tmp_path: Path) -> None:
+def test_the_quick_start_trains_and_resumes(tmp_path):
     (tmp_path / "train.py").write_text(QUICK_START)
     twice = "import runpy, sys\n" + "".join(
         f"sys.argv = ['train.py', '{tmp_path.as_uri()}/run', '{steps}']\n"
@@ -142,7 +140,7 @@ def test_the_quick_start_trains_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-def test_the_quick_start_resumes_on_other_ranks_as_the_readme_says(tmp_path: Path) -> None:
+def test_the_quick_start_resumes_on_other_ranks_as_the_readme_says(tmp_path):
     (tmp_path / "train.py").write_text(QUICK_START)
     (commands,) = [block for block in blocks(PAGES[0], "sh") if "torchrun" in block]
     bin_of = Path(sys.executable).parent
@@ -160,7 +158,7 @@ def test_the_quick_start_resumes_on_other_ranks_as_the_readme_says(tmp_path: Pat
     assert "step-40" in ran.stdout
 
 
-def test_the_two_commands_are_those_that_install_and_run_everything() -> None:
+def test_the_two_commands_are_those_that_install_and_run_everything():
     (commands,) = [block for block in blocks(PAGES[0], "sh") if "pytest" in block]
     lines = [line.partition("#")[0].strip() for line in commands.splitlines()]
     assert lines == [
@@ -170,7 +168,7 @@ def test_the_two_commands_are_those_that_install_and_run_everything() -> None:
     assert "pip install -e '.[test]' && pytest\n" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_commands_that_the_pages_name_exist() -> None:
+def test_commands_that_the_pages_name_exist():
     known = set(get_command(app).commands)  # type: ignore[attr-defined]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = set(project["optional-dependencies"])
@@ -187,12 +185,12 @@ def test_commands_that_the_pages_name_exist() -> None:
             assert set("".join(extra).split(",")) <= extras, (page, extra)
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
+def test_links_of_the_readme_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", PAGES[0].read_text()):
         assert (ROOT / target).exists(), target
 
 
-def test_every_page_is_in_the_navigation_or_in_the_index_of_the_decisions() -> None:
+def test_every_page_is_in_the_navigation_or_in_the_index_of_the_decisions():
     site = (ROOT / "zensical.toml").read_text()
     named = set(re.findall(r'"([\w/-]+\.md)"', site))
     decisions = re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "design" / "index.md").read_text())
@@ -200,7 +198,7 @@ def test_every_page_is_in_the_navigation_or_in_the_index_of_the_decisions() -> N
     assert named == {str(page.relative_to(DOCS)) for page in PAGES[1:]}
 
 
-def test_the_table_of_torchs_tests_names_each_of_ours_that_stands_for_one() -> None:
+def test_the_table_of_torchs_tests_names_each_of_ours_that_stands_for_one():
     text = (DOCS / "torch-tests.md").read_text().partition("## Out of scope")[0]
     shown = re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*) \|$", text, re.M)
     named = {name for cell in shown for name in re.findall(r"`([^`]+)`", cell)}
@@ -215,13 +213,13 @@ def test_the_table_of_torchs_tests_names_each_of_ours_that_stands_for_one() -> N
     assert {one for one in defined if one.startswith(home)} <= found
 
 
-def test_the_code_that_a_decision_names_exists() -> None:
+def test_the_code_that_a_decision_names_exists():
     for page in sorted((DOCS / "design").glob("*.md")):
         for path in re.findall(r"`([a-z0-9_/]+\.py)`", page.read_text()):
             assert (ROOT / path).exists() or (ROOT / "dcp_objstore" / path).exists(), (page, path)
 
 
-def test_the_reference_has_every_public_name_once() -> None:
+def test_the_reference_has_every_public_name_once():
     text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     modules = {name: getattr(dos, name) for name in ("reports", "measure", "observe", "errors")}
     names = set(dos.__all__) - set(modules)
@@ -229,7 +227,7 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert sorted(re.findall(r"^::: dcp_objstore\.([\w.]+)$", text, re.M)) == sorted(names)
 
 
-def test_the_table_of_errors_is_the_tree() -> None:
+def test_the_table_of_errors_is_the_tree():
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (DOCS / "errors.md").read_text(), re.M)
     written = {group: set(re.findall(r"`(\w+)`", listed)) for group, listed in rows}
     tree = {name: one for name, one in vars(errors).items() if isinstance(one, type)}
@@ -242,6 +240,6 @@ def test_the_table_of_errors_is_the_tree() -> None:
 
 
 @pytest.mark.parametrize("scheme", doc_tables.SCHEMES)
-def test_the_tables_of_options_are_what_the_stores_take(scheme: str) -> None:
+def test_the_tables_of_options_are_what_the_stores_take(scheme):
     written = doc_tables.between(doc_tables.OPTIONS_PAGE.read_text(), f"options {scheme}")
     assert written == doc_tables.options_table(scheme), "run `python -m tests.support.doc_tables`"

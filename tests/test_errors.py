@@ -18,14 +18,14 @@ def family(root: type[DcpObjstoreError]) -> list[type[DcpObjstoreError]]:
 ALL = sorted(set(family(DcpObjstoreError)), key=lambda kind: kind.__name__)
 
 
-def test_every_error_of_the_module_is_in_the_family() -> None:
+def test_every_error_of_the_module_is_in_the_family():
     here = {value for value in vars(errors).values() if isinstance(value, type)}
     assert here <= set(ALL)
     assert len(ALL) >= 25
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_error_survives_pickling(kind: type[DcpObjstoreError]) -> None:
+def test_error_survives_pickling(kind):
     try:
         raise kind("what", 3, "model.weight", "__3_0.x.distcp", "s3://b/k") from OSError("cause")
     except DcpObjstoreError as caught:
@@ -40,7 +40,7 @@ def test_error_survives_pickling(kind: type[DcpObjstoreError]) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_error_says_where_it_happened(kind: type[DcpObjstoreError]) -> None:
+def test_error_says_where_it_happened(kind):
     bare = kind("what")
     assert str(bare) == "what"
     bare.at(rank=1).at(rank=2, object_key="k")
@@ -63,9 +63,7 @@ def test_error_says_where_it_happened(kind: type[DcpObjstoreError]) -> None:
         (errors.AbsentKeyError, KeyError),
     ],
 )
-def test_an_error_is_also_the_one_that_python_raises(
-    ours: type[DcpObjstoreError], builtin: type[Exception]
-) -> None:
+def test_an_error_is_also_the_one_that_python_raises(ours, builtin):
     error = ours("it is not there", 2, "model.w", "a/b", "s3://bucket/run")
     assert isinstance(error, builtin)
     assert str(error).startswith("it is not there [rank 2, key model.w, object a/b, url 's3://")

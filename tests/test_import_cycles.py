@@ -44,7 +44,7 @@ def folders() -> list[str]:
 
 
 @pytest.mark.parametrize("folder", folders())
-def test_neighbours_do_not_import_each_other(folder: str) -> None:
+def test_neighbours_do_not_import_each_other(folder):
     known = modules()
     below = f"{folder}."
     graph: dict[str, set[str]] = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -25,9 +23,7 @@ from dcp_objstore.errors import ConfigError
         ),
     ],
 )
-def test_every_option_is_passed_on_under_its_name(
-    function: Callable[..., Any], target: str, own: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_option_is_passed_on_under_its_name(function, target, own, monkeypatch):
     options = [
         name
         for name, parameter in inspect.signature(function).parameters.items()

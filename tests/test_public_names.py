@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from tests.support.campaign import cases
 from tests.support.public_api import SAVED, public_api, public_names
 
 
-def test_importing_the_package_imports_neither_torch_nor_a_store_sdk() -> None:
+def test_importing_the_package_imports_neither_torch_nor_a_store_sdk():
     program = (
         "import sys, dcp_objstore as dos\n"
         "dos.TransferConfig(); dos.errors.CommitLostError\n"
@@ -31,19 +30,19 @@ def test_importing_the_package_imports_neither_torch_nor_a_store_sdk() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_every_public_name_resolves_and_has_a_docstring() -> None:
+def test_every_public_name_resolves_and_has_a_docstring():
     assert set(dos.__all__) <= set(dir(dos))
     for name in dos.__all__:
         value = getattr(dos, name)
         assert value.__doc__, name
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="svae"):
         dos.svae  # noqa: B018
 
 
-def test_a_change_of_the_public_api_is_a_change_of_its_file() -> None:
+def test_a_change_of_the_public_api_is_a_change_of_its_file():
     assert public_api() == SAVED.read_text(), "run `python -m tests.support.public_api`"
 
 
@@ -56,9 +55,7 @@ def test_a_change_of_the_public_api_is_a_change_of_its_file() -> None:
         (dos.read_state_dict, dos.open, set()),
     ],
 )
-def test_a_call_has_each_option_of_what_it_passes_them_to(
-    call: Any, target: Any, others: set[str]
-) -> None:
+def test_a_call_has_each_option_of_what_it_passes_them_to(call, target, others):
     passed, options = inspect.signature(call).parameters, inspect.signature(target).parameters
     for name in options.keys() - others:
         assert str(passed[name]) == str(options[name])
@@ -73,7 +70,7 @@ EXAMPLES = {
 }
 
 
-def test_every_public_function_and_class_has_an_example() -> None:
+def test_every_public_function_and_class_has_an_example():
     public = {name for module in (dos, dos.measure, dos.observe) for name in public_names(module)}
     modules = {"errors", "reports", "measure", "observe", "events"}
     assert public - modules - EXAMPLES.keys() == {"BenchReport", "Spread", "Throughput"}
@@ -81,9 +78,7 @@ def test_every_public_function_and_class_has_an_example() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("name", cases(sorted(EXAMPLES), default=EXAMPLES.keys() - {"bench"}))
-def test_the_examples_of_the_api_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_of_the_api_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bucket = f"memory://{secrets.token_hex(4)}"
     model = torch.nn.Linear(3, 3)

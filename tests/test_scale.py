@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def _index(url: str) -> ix.Index:
     return ix.decode(read.open_committed(open_store(url))[1])
 
 
-def test_a_simulated_save_plans_and_commits_what_a_real_one_of_fsdp2_does(tmp_path: Path) -> None:
+def test_a_simulated_save_plans_and_commits_what_a_real_one_of_fsdp2_does(tmp_path):
     real, simulated = ((tmp_path / name).as_uri() for name in ("real", "simulated"))
     run_ranks(3, _save_under_fsdp2, real)
     state = ScaledState(_PARAMETERS, 3)
@@ -94,7 +93,7 @@ def test_a_simulated_save_plans_and_commits_what_a_real_one_of_fsdp2_does(tmp_pa
     assert coordinate_load(state, simulated)["stages"].keys() > {"share_out"}
 
 
-def test_the_requests_of_a_simulated_save_are_those_of_a_real_one(tmp_path: Path) -> None:
+def test_the_requests_of_a_simulated_save_are_those_of_a_real_one(tmp_path):
     # Three parts of 16 MiB.
     state = ScaledState((("w", (3500, 1024)),), 1)
     nested = {"model": {"w": torch.zeros(3500, 1024)}, "optimizer": {"state": {"w": {}}}}
@@ -114,7 +113,7 @@ def test_the_requests_of_a_simulated_save_are_those_of_a_real_one(tmp_path: Path
     assert found["requests"] == counted
 
 
-def test_the_models_have_their_sizes() -> None:
+def test_the_models_have_their_sizes():
     for name, billions in (("70b", 70.6), ("405b", 405.9)):
         state = ScaledState.of(name, 8, MODELS[name].tensors)
         assert state.payload_bytes / 12e9 == pytest.approx(billions, abs=0.1)
@@ -123,7 +122,7 @@ def test_the_models_have_their_sizes() -> None:
     assert ScaledState.of("70b", 10_000, 2000).chunks < 1500 * 10_000
 
 
-def test_a_user_replaces_the_prices(tmp_path: Path) -> None:
+def test_a_user_replaces_the_prices(tmp_path):
     text = DEFAULT.read_text().replace("0.005", "0.01")
     (tmp_path / "own.toml").write_text(text)
     own, default = Prices.read(tmp_path / "own.toml"), Prices.read(DEFAULT)
@@ -135,7 +134,7 @@ def test_a_user_replaces_the_prices(tmp_path: Path) -> None:
         Prices.read(tmp_path / "wrong.toml")
 
 
-def test_the_requests_of_a_larger_job_are_its_data_and_what_the_coordinator_sends() -> None:
+def test_the_requests_of_a_larger_job_are_its_data_and_what_the_coordinator_sends():
     state = ScaledState(_PARAMETERS, 2000)
     own = {"PUT": 12, "GET": 5, "HEAD": 2, "LIST": 1}
     size = {"ranks": 4, "load_requests": {}, "coordinator_requests": own}
@@ -146,7 +145,7 @@ def test_the_requests_of_a_larger_job_are_its_data_and_what_the_coordinator_send
 
 
 @pytest.mark.campaign  # a dozen processes import torch
-def test_the_scale_benchmark_measures_and_extrapolates() -> None:
+def test_the_scale_benchmark_measures_and_extrapolates():
     job = ["--ranks", "9", "--measured-ranks", "4", "--tensors", "80"]
     result = json.loads(printed_by_benchmark("scale", *job, "--json"))
     assert [size["ranks"] for size in result["sizes"]] == [2, 4]

@@ -10,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from dcp_objstore.stores import StoreSpec, open_store
 from tests.support import hostile
 from tests.support.listening import Heard
 from tests.support.scripted import Answer, HttpServer
-from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 
 KEY, SECRET, TOKEN = "AKIAPLANTED0KEY", "planted/0secret+XYZ", "planted-0-session-token"
@@ -143,9 +141,7 @@ ACTS: dict[str, Callable[[str, dict[str, object]], object]] = {
     indirect=True,
     ids=str,
 )  # fmt: skip
-def test_what_a_server_tells_back_is_not_repeated(
-    telltale: Telltale, logs: pytest.LogCaptureFixture, bare_environment: Path
-) -> None:
+def test_what_a_server_tells_back_is_not_repeated(telltale, logs, bare_environment):
     for act in ACTS.values():
         telltale.asked.clear()
         with pytest.raises((dos.errors.DcpObjstoreError, CheckpointException)) as caught:
@@ -159,9 +155,7 @@ def test_what_a_server_tells_back_is_not_repeated(
     ["http://127.0.0.1:1", "http://no-such-host.invalid", "https://127.0.0.1:1",
      f"http://{USER}:{PASSWORD}@127.0.0.1:1", f"http://127.0.0.1:1/?sig={PASSWORD}"],
 )  # fmt: skip
-def test_a_server_that_is_not_reached_hears_and_shows_nothing(
-    endpoint_url: str, logs: pytest.LogCaptureFixture, bare_environment: Path
-) -> None:
+def test_a_server_that_is_not_reached_hears_and_shows_nothing(endpoint_url, logs, bare_environment):
     for name in ("open", "save", "dcp.load"):
         with pytest.raises((dos.errors.DcpObjstoreError, CheckpointException)) as caught:
             ACTS[name]("s3://bucket/run", options(endpoint_url))
@@ -179,7 +173,7 @@ def test_a_server_that_is_not_reached_hears_and_shows_nothing(
      f"s3://bucket//x?X-Amz-Signature=planted0signature&X-Amz-Security-Token={TOKEN}",
      f"az://account/x/../y?sv=1&sig={PASSWORD}"],
 )  # fmt: skip
-def test_a_url_with_credentials_is_refused_and_not_repeated(url: str) -> None:
+def test_a_url_with_credentials_is_refused_and_not_repeated(url):
     for make in (StoreSpec, dos.ObjectStoreWriter, dos.ObjectStoreReader, dos.open):
         with pytest.raises(dos.errors.DcpObjstoreError) as caught:
             make(url)  # type: ignore[operator]
@@ -210,9 +204,7 @@ ENDPOINTS = (
     ],
     ids=str,
 )
-def test_wrong_options_are_named_without_their_values(
-    scheme: str, options: dict[str, object]
-) -> None:
+def test_wrong_options_are_named_without_their_values(scheme, options):
     with pytest.raises(dos.errors.ConfigError) as caught:
         StoreSpec(f"{scheme}://bucket/x", options)
     hidden_in_error(caught.value)
@@ -225,9 +217,7 @@ def test_wrong_options_are_named_without_their_values(
      f"[default]\n= {SECRET}\n"],
 )  # fmt: skip
 @pytest.mark.parametrize("profile", [None, "default"])
-def test_a_broken_credentials_file_is_not_quoted(
-    bare_environment: Path, content: str, profile: str | None, logs: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_credentials_file_is_not_quoted(bare_environment, content, profile, logs):
     (bare_environment / "credentials").write_text(content)
     given = None if profile is None else {"profile": profile}
     with pytest.raises(dos.errors.CredentialsError) as caught:
@@ -238,7 +228,7 @@ def test_a_broken_credentials_file_is_not_quoted(
 @pytest.mark.parametrize(
     "token", [PASSWORD * 40, f"{PASSWORD}\0", f'{{"private_key": "{PASSWORD}"', f"~{USER}/{PASSWORD}"]
 )  # fmt: skip
-def test_a_google_token_is_not_quoted(bare_environment: Path, token: str) -> None:
+def test_a_google_token_is_not_quoted(bare_environment, token):
     given = {"token": token, "endpoint_url": "http://127.0.0.1:1"}
     with pytest.raises(dos.errors.DcpObjstoreError) as caught:
         spec = StoreSpec("gs://bucket/x", given, QUICK)
@@ -257,10 +247,7 @@ def forked(value: object) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["options", "environment", "profile"])
-def test_nothing_shows_stores_or_pickles_the_credentials(
-    bucket: Bucket, how: str, logs: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
-    bare_environment: Path,
-) -> None:  # fmt: skip
+def test_nothing_shows_stores_or_pickles_the_credentials(bucket, how, logs, monkeypatch, bare_environment):  # fmt: skip
     key, secret = str(bucket.storage_options["key"]), str(bucket.storage_options["secret"])
     endpoint = bucket.storage_options["endpoint_url"]
     if bucket.kind == "moto":  # takes any
@@ -332,9 +319,7 @@ def elsewhere(url: str) -> dict[str, hostile.Objects]:
 
 @pytest.mark.backends("moto")
 @pytest.mark.parametrize("what", elsewhere("http://127.0.0.1:1"))
-def test_what_a_checkpoint_says_leads_to_no_other_server_bucket_or_prefix(
-    bucket: Bucket, telltale: Telltale, what: str
-) -> None:
+def test_what_a_checkpoint_says_leads_to_no_other_server_bucket_or_prefix(bucket, telltale, what):
     for key, body in elsewhere(telltale.endpoint_url)[what].items():
         bucket.put(f"run/{key}", body)
     with TamperingProxy(bucket.storage_options) as proxy:

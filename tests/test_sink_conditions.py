@@ -49,7 +49,7 @@ def measured_until(measure: Callable[[], float], bound_seconds: float) -> float:
     return next(seconds for seconds in iter(measure, None) if seconds < bound_seconds)
 
 
-def test_every_answer_comes_after_the_latency_and_not_much_later() -> None:
+def test_every_answer_comes_after_the_latency_and_not_much_later():
     with Sink(conditions=Conditions(latency_ms=30)) as sink, connected(sink) as connection:
         seconds = measured_until(lambda: seconds_of(lambda: ask(connection, "HEAD")), 0.060)
         fastest = min(seconds_of(lambda: ask(connection, "HEAD")) for _ in range(15))
@@ -58,7 +58,7 @@ def test_every_answer_comes_after_the_latency_and_not_much_later() -> None:
 
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_each_connection_has_its_rate_in_both_directions(keep: bool, tls: bool) -> None:
+def test_each_connection_has_its_rate_in_both_directions(keep, tls):
     expected_seconds = 4 / 30
     conditions = Conditions(rate_mib_per_connection=30, tls=tls)
     with contextlib.ExitStack() as stack:
@@ -80,7 +80,7 @@ def test_each_connection_has_its_rate_in_both_directions(keep: bool, tls: bool) 
             measured_until(lambda: together("GET"), 2 * expected_seconds)
 
 
-def test_all_connections_together_have_the_common_rate() -> None:
+def test_all_connections_together_have_the_common_rate():
     with contextlib.ExitStack() as stack:
         sink = stack.enter_context(Sink(conditions=Conditions(gib_per_second=64 / 1024)))
         clients = [stack.enter_context(connected(sink)) for _ in range(3)]
@@ -89,7 +89,7 @@ def test_all_connections_together_have_the_common_rate() -> None:
     assert together >= 0.95 * 12 / 64
 
 
-def test_a_bucket_answers_so_many_requests_per_second_and_refuses_the_others() -> None:
+def test_a_bucket_answers_so_many_requests_per_second_and_refuses_the_others():
     conditions = Conditions(requests_per_second=4)
     with Sink(conditions=conditions) as sink, connected(sink) as connection:
         began_at = time.perf_counter()
@@ -110,7 +110,7 @@ def test_a_bucket_answers_so_many_requests_per_second_and_refuses_the_others() -
     assert stats["requests"] == {"GET": len(answers), "HEAD": 1}
 
 
-def test_slow_answers_take_so_many_times_as_long_in_latency_and_body() -> None:
+def test_slow_answers_take_so_many_times_as_long_in_latency_and_body():
     usual = Conditions(latency_ms=10, rate_mib_per_connection=80)
     seconds = []
     for percent in (0, 100):
@@ -122,7 +122,7 @@ def test_slow_answers_take_so_many_times_as_long_in_latency_and_body() -> None:
     assert seconds[1] >= 5 * 0.06
 
 
-def test_the_same_answers_are_slow_for_the_same_seed() -> None:
+def test_the_same_answers_are_slow_for_the_same_seed():
     asked = [f"GET bytes={number}" for number in range(1000)] * 2
 
     def slow(percent: float, seed: int) -> list[float]:
@@ -137,7 +137,7 @@ def test_the_same_answers_are_slow_for_the_same_seed() -> None:
     assert set(slow(100, 0)) == {20.0}
 
 
-def test_over_tls_it_serves_only_who_trusts_its_certificate_and_counts_the_same() -> None:
+def test_over_tls_it_serves_only_who_trusts_its_certificate_and_counts_the_same():
     with Sink(keep=True, conditions=Conditions(tls=True)) as sink:
         state = {"w": torch.arange(3 * MIB, dtype=torch.float32)}
         options = sink.storage_options
@@ -156,7 +156,7 @@ def test_over_tls_it_serves_only_who_trusts_its_certificate_and_counts_the_same(
 
 
 @pytest.mark.parametrize("record_bytes", [4096, 16384])
-def test_records_are_as_large_as_was_asked(record_bytes: int) -> None:
+def test_records_are_as_large_as_was_asked(record_bytes):
     conditions = Conditions(tls=True, tls_record_bytes=record_bytes)
     with Sink(keep=True, conditions=conditions) as sink:
         with connected(sink) as connection:
@@ -203,7 +203,7 @@ def _record_lengths(sink: Sink, request: bytes, size_bytes: int) -> list[int]:
     return lengths
 
 
-def test_a_body_in_transfer_chunks_is_stored_without_their_framing() -> None:
+def test_a_body_in_transfer_chunks_is_stored_without_their_framing():
     pieces = [b"hello", b" world" * MIB]
     with Sink(keep=True, conditions=Conditions(tls=True)) as sink, connected(sink) as connection:
         connection.request("PUT", "/bench/o", iter(pieces), encode_chunked=True)
@@ -211,13 +211,13 @@ def test_a_body_in_transfer_chunks_is_stored_without_their_framing() -> None:
         assert ask(connection, "GET") == (200, b"".join(pieces))
 
 
-def test_conditions_are_for_the_sink_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conditions_are_for_the_sink_alone(capsys):
     with pytest.raises(SystemExit):
         main(["save", "--target", "seaweedfs", "--tls"])
     assert "conditions" in capsys.readouterr().err
 
 
-def test_the_options_of_a_command_line_are_the_conditions() -> None:
+def test_the_options_of_a_command_line_are_the_conditions():
     conditions = Conditions(tls=True, latency_ms=30, rate_mib_per_connection=60)
     assert conditions.arguments == [
         "--tls",

@@ -19,7 +19,7 @@ def _measured(slope_per_hour: float, level: float = 0.0, began: float = 0.0) -> 
     return [(hour, level + slope_per_hour * hour + noise.gauss(0, 5)) for hour in hours]
 
 
-def test_a_slope_that_is_significant_and_matters_is_growth() -> None:
+def test_a_slope_that_is_significant_and_matters_is_growth():
     found = trend([_measured(50, 300), _measured(50, 900, began=1.0)], matters=24)
     assert found is not None
     assert found["grows"]
@@ -39,19 +39,19 @@ def test_a_slope_that_is_significant_and_matters_is_growth() -> None:
         ),
     ],
 )
-def test_what_is_no_growth(series: list[Pairs], matters: float) -> None:
+def test_what_is_no_growth(series, matters):
     found = trend(series, matters)
     assert found is not None
     assert not found["grows"]
 
 
-def test_too_few_samples_say_nothing() -> None:
+def test_too_few_samples_say_nothing():
     assert trend([[(0.0, 1.0), (0.1, 2.0)]], 0.0) is None
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
-def test_nothing_that_can_be_counted_grows_in_two_minutes_of_faults() -> None:
+def test_nothing_that_can_be_counted_grows_in_two_minutes_of_faults():
     """A rank is killed in the middle of a save, and another number of ranks resumes."""
     sizes = ["--minutes", "2", "--state-mib", "32", "--cycle-seconds", "1"]
     result = json.loads(printed_by_benchmark("soak", *sizes, "--json"))

@@ -25,7 +25,7 @@ def add_ranks(rank: int, world_size: int, start: int) -> tuple[int, int]:
     return int(total), os.getpid()
 
 
-def test_ranks_form_a_group_and_workers_are_used_again() -> None:
+def test_ranks_form_a_group_and_workers_are_used_again():
     first = run_ranks(4, add_ranks, 10)
     assert [total for total, _ in first] == [46] * 4
     second = run_ranks(3, add_ranks, 0)
@@ -38,7 +38,7 @@ def raise_on_one(rank: int, world_size: int) -> None:
         raise CheckpointException("from a rank", {1: (ValueError("inner"), None)})  # type: ignore[dict-item]
 
 
-def test_an_error_comes_back_as_itself_even_a_base_exception() -> None:
+def test_an_error_comes_back_as_itself_even_a_base_exception():
     outcomes = try_ranks(2, raise_on_one)
     assert not outcomes[0].failed
     assert isinstance(outcomes[1].error, CheckpointException)
@@ -53,7 +53,7 @@ def die_on_one(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_a_killed_rank_is_reported_and_replaced() -> None:
+def test_a_killed_rank_is_reported_and_replaced():
     outcomes = try_ranks(3, die_on_one)
     assert outcomes[1].exit_signal == signal.SIGKILL
     assert outcomes[0].error is not None
@@ -65,7 +65,7 @@ def hang_on_one(rank: int, world_size: int) -> None:
         threading.Event().wait()
 
 
-def test_a_hanging_rank_is_killed_and_its_stack_is_shown() -> None:
+def test_a_hanging_rank_is_killed_and_its_stack_is_shown():
     run_ranks(2, add_ranks, 0)  # they are there, however long that takes
     outcomes = try_ranks(2, hang_on_one, timeout_seconds=2)
     assert not outcomes[0].failed
@@ -79,7 +79,7 @@ def tell(rank: int, world_size: int) -> bool:
     return dist.is_initialized()
 
 
-def test_ranks_need_no_tcp_store_and_no_import_here() -> None:
+def test_ranks_need_no_tcp_store_and_no_import_here():
     with Ranks(preload=PRELOAD) as ranks:
         job = ranks.start(3, f"{__name__}:tell")
         said = sorted((one.rank, *one.message) for one in job.messages())
@@ -90,7 +90,7 @@ def test_ranks_need_no_tcp_store_and_no_import_here() -> None:
     assert not any(psutil.pid_exists(pid) for pid in job.pids)
 
 
-def test_a_rank_that_fails_ends_as_in_a_real_job() -> None:
+def test_a_rank_that_fails_ends_as_in_a_real_job():
     with Ranks(preload=PRELOAD) as ranks:
         job = ranks.start(2, raise_on_one)
         assert isinstance(job.end()[1].error, CheckpointException)
@@ -108,7 +108,7 @@ def say_and_die(rank: int, world_size: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_rank_said_arrives_even_if_it_dies_right_after() -> None:
+def test_what_a_rank_said_arrives_even_if_it_dies_right_after():
     with Ranks(preload=PRELOAD) as ranks:
         job = ranks.start(1, say_and_die)
         assert [one.message for one in job.messages()] == [("last words",)]
@@ -131,7 +131,7 @@ def what_is_left(rank: int, world: int) -> tuple[int, bool, str, bool]:
     return os.getpid(), "LEFT_BEHIND" in os.environ or ignored, str(Path.cwd()), hooked
 
 
-def test_a_rank_meets_nothing_of_the_call_before(tmp_path: Path) -> None:
+def test_a_rank_meets_nothing_of_the_call_before(tmp_path):
     *_, (_, _, folder, _) = run_ranks(2, what_is_left)
     pids = run_ranks(2, leave_much_behind, str(tmp_path))
     first, second = run_ranks(2, what_is_left)

@@ -14,10 +14,9 @@ import pytest
 
 from dcp_objstore.errors import PreconditionFailedError, StoreUnavailableError
 from dcp_objstore.stores import IfVersion, open_store
-from tests.support.servers import Bucket
 
 
-def test_an_upload_that_nobody_completed_is_seen(bucket: Bucket) -> None:
+def test_an_upload_that_nobody_completed_is_seen(bucket):
     client = bucket.client()
     upload = client.create_multipart_upload(Bucket=bucket.name, Key=bucket.prefix + "k")
     assert bucket.uploads() == [bucket.prefix + "k"]
@@ -28,7 +27,7 @@ def test_an_upload_that_nobody_completed_is_seen(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("gcs")
-def test_a_write_of_equal_bytes_has_another_generation(bucket: Bucket) -> None:
+def test_a_write_of_equal_bytes_has_another_generation(bucket):
     store = open_store(bucket.url, bucket.storage_options)
     first = store.put("k", b"same")
     store.put("k", b"same")
@@ -48,7 +47,7 @@ signal.pause()
 """
 
 
-def test_seaweedfs_ends_with_its_owner_even_by_sigkill(seaweed) -> None:
+def test_seaweedfs_ends_with_its_owner_even_by_sigkill(seaweed):
     owner = subprocess.Popen(
         [sys.executable, "-c", KILLED_OWNER], stdout=subprocess.PIPE, text=True
     )
@@ -71,9 +70,7 @@ def sockets_of(ports: list[str]) -> list[Path]:
     return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock")]
 
 
-def test_seaweedfs_that_refuses_its_owner_is_given_up_at_once_with_its_log(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_seaweedfs_that_refuses_its_owner_is_given_up_at_once_with_its_log(monkeypatch):
     from dcp_objstore.cli import seaweedfs
 
     begun: list[object] = []

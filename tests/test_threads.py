@@ -32,9 +32,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> threads._Stock:
     return stock
 
 
-def test_when_no_thread_starts_any_more_those_of_the_stock_run_one_function_after_another(
-    stock: threads._Stock,
-) -> None:
+def test_when_no_thread_starts_any_more_those_of_the_stock_run_one_function_after_another(stock):
     _asked.set("by the caller")
     seen: list[tuple[str, str]] = []
 
@@ -50,9 +48,7 @@ def test_when_no_thread_starts_any_more_those_of_the_stock_run_one_function_afte
     assert seen == [(f"dcp_objstore-test-{number}", "by the caller") for number in range(5)]
 
 
-def test_a_function_for_which_no_thread_is_left_is_refused_not_queued(
-    stock: threads._Stock,
-) -> None:
+def test_a_function_for_which_no_thread_is_left_is_refused_not_queued(stock):
     go_on = threading.Event()
     held = [spawn(lambda: go_on.wait(30), "held") for _ in range(2)]
     with pytest.raises(dos.errors.InputError, match=r"result\(\)"):
@@ -62,9 +58,7 @@ def test_a_function_for_which_no_thread_is_left_is_refused_not_queued(
         task.join(30)
 
 
-def test_too_many_threads_are_not_taken_for_the_end_of_the_program(
-    stock: threads._Stock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_threads_are_not_taken_for_the_end_of_the_program(stock, monkeypatch):
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

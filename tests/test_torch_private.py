@@ -52,16 +52,14 @@ def world() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def test_functions_that_keep_the_default_group_get_none_in_its_place(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_that_keep_the_default_group_get_none_in_its_place(world, monkeypatch):
     op = dist.ReduceOp.SUM
     monkeypatch.setattr(all_reduce_with_grad, "__defaults__", (op, world))
     torch_private.unbind_default_group()
     assert all_reduce_with_grad.__defaults__ == (op, None)
 
 
-def test_all_parameters_have_the_names_of_their_state_dict() -> None:
+def test_all_parameters_have_the_names_of_their_state_dict():
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
     compiled = torch.compile(model, backend="eager")
@@ -70,14 +68,14 @@ def test_all_parameters_have_the_names_of_their_state_dict() -> None:
     assert names["a.weight"] is names["b.weight"]
 
 
-def test_the_default_store_is_that_of_the_default_group(world: dist.ProcessGroup) -> None:
+def test_the_default_store_is_that_of_the_default_group(world):
     store: Any = torch_private.default_store()
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert store.timeout == _HOUR
 
 
-def test_a_group_is_registered_until_it_is_destroyed(world: dist.ProcessGroup) -> None:
+def test_a_group_is_registered_until_it_is_destroyed(world):
     before = torch_private.count_groups()
     made = dist.new_group([0], backend="gloo")
     assert torch_private.count_groups() == before + 1
@@ -88,35 +86,31 @@ def test_a_group_is_registered_until_it_is_destroyed(world: dist.ProcessGroup) -
     assert not torch_private.is_registered(world)
 
 
-def test_groups_are_named_from_a_number_and_then_counted_on(world: dist.ProcessGroup) -> None:
+def test_groups_are_named_from_a_number_and_then_counted_on(world):
     with torch_private.groups_named_from(2**61):
         assert dist.new_group(backend="gloo").group_name == str(2**61)
     assert dist.new_group(backend="gloo").group_name == "1"
 
 
 @pytest.mark.parametrize(("backend", "has_cpu"), [("gloo", True), ("cuda:gloo", False)])
-def test_whether_a_group_has_a_cpu_backend(
-    world: dist.ProcessGroup, backend: str, has_cpu: bool
-) -> None:
+def test_whether_a_group_has_a_cpu_backend(world, backend, has_cpu):
     assert torch_private.has_cpu_backend(dist.new_group([0], backend=backend)) is has_cpu
 
 
-def test_the_timeout_of_a_group_can_be_changed(world: dist.ProcessGroup) -> None:
+def test_the_timeout_of_a_group_can_be_changed(world):
     torch_private.set_group_timeout(world, 2 * _HOUR)
     options: Any = world._get_backend(torch.device("cpu")).options
     assert options._timeout == 2 * _HOUR
 
 
-def test_fake_tensors_are_told_apart() -> None:
+def test_fake_tensors_are_told_apart():
     with FakeTensorMode():
         assert torch_private.is_fake(torch.empty(2))
     assert not torch_private.is_fake(torch.empty(2, device="meta"))
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate()])
-def test_a_dtensor_is_taken_apart_and_made_again(
-    world: dist.ProcessGroup, placement: Shard | Replicate
-) -> None:
+def test_a_dtensor_is_taken_apart_and_made_again(world, placement):
     whole = torch.arange(6.0).reshape(3, 2)
     tensor = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [placement])
     local = torch_private.local_tensor(tensor)
@@ -131,9 +125,7 @@ def test_a_dtensor_is_taken_apart_and_made_again(
     assert torch.equal(made.full_tensor(), whole + 1)
 
 
-def test_the_shards_of_a_sharded_tensor_are_copied_with_their_places(
-    world: dist.ProcessGroup,
-) -> None:
+def test_the_shards_of_a_sharded_tensor_are_copied_with_their_places(world):
     local = torch.arange(6.0).view(3, 2)
     place = ShardMetadata([0, 0], [3, 2], "rank:0/cpu")
     value = sharded_tensor.init_from_local_shards([sharded_tensor.Shard(local, place)], 3, 2)
@@ -144,7 +136,7 @@ def test_the_shards_of_a_sharded_tensor_are_copied_with_their_places(
     assert (shard.metadata, copied.size()) == (place, value.size())
 
 
-def test_all_that_dcp_asks_a_tensor_how_it_is_sharded_is_kept() -> None:
+def test_all_that_dcp_asks_a_tensor_how_it_is_sharded_is_kept():
     tensor: Any = torch.ones(2)
     fields = getattr(getattr(dcp, "CheckpointableTensor", None), "__annotations__", {})
     methods = [name for name, value in vars(_Checkpointable).items() if callable(value)]
@@ -157,7 +149,7 @@ def test_all_that_dcp_asks_a_tensor_how_it_is_sharded_is_kept() -> None:
     assert torch_private.own_sharding(torch.ones(2)) == {}
 
 
-def test_the_size_in_a_checkpoint_is_that_of_the_whole() -> None:
+def test_the_size_in_a_checkpoint_is_that_of_the_whole():
     tensor: Any = torch.ones(2, 3)
     assert torch_private.size_in_checkpoint(tensor) == (2, 3)
     tensor.global_shape = (4, 3)
@@ -168,9 +160,7 @@ def test_the_size_in_a_checkpoint_is_that_of_the_whole() -> None:
     assert torch_private.size_in_checkpoint(tensor) == ((4, 3) if known else (2, 3))
 
 
-def test_a_collective_that_is_under_way_is_waited_for(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_collective_that_is_under_way_is_waited_for(world, monkeypatch):
     waited = []
     wait = AsyncCollectiveTensor.wait
 
@@ -186,7 +176,7 @@ def test_a_collective_that_is_under_way_is_waited_for(
     assert len(waited) == 1
 
 
-def test_a_wrapper_tells_its_parts_and_is_rebuilt_of_others(world: dist.ProcessGroup) -> None:
+def test_a_wrapper_tells_its_parts_and_is_rebuilt_of_others(world):
     codes, scale, plain = torch.ones(2, 3, dtype=torch.int8), torch.ones(2), torch.ones(2, 3)
     pair = Pair(Codes(codes, scale, 2.0), Boxed(plain))
     mesh = init_device_mesh("cpu", (1,))
@@ -213,7 +203,7 @@ def test_a_wrapper_tells_its_parts_and_is_rebuilt_of_others(world: dist.ProcessG
     assert not torch_private.is_wrapper(jagged)
 
 
-def test_wrappers_are_alike_if_only_their_parts_can_differ() -> None:
+def test_wrappers_are_alike_if_only_their_parts_can_differ():
     def codes(*shape: int, bias: Any = 0.0, dtype: torch.dtype = torch.int8) -> Codes:
         return Codes(torch.ones(shape, dtype=dtype), torch.rand(shape[0]), bias)
 
@@ -227,7 +217,7 @@ def test_wrappers_are_alike_if_only_their_parts_can_differ() -> None:
     assert not torch_private.are_alike(codes(2, 3, bias=many), codes(2, 3, bias=many + 1))
 
 
-def test_classes_that_run_code_in_place_of_operators_are_told_apart() -> None:
+def test_classes_that_run_code_in_place_of_operators_are_told_apart():
     with FakeTensorMode():
         fake = torch.ones(2)
     counting, opaque = torch.ones(2).as_subclass(Counting), Opaque(torch.ones(2))
@@ -240,7 +230,7 @@ def test_classes_that_run_code_in_place_of_operators_are_told_apart() -> None:
     assert not torch_private.is_opaque(Opaque(torch.ones(0)))
 
 
-def test_a_stager_takes_the_copies_that_it_is_given() -> None:
+def test_a_stager_takes_the_copies_that_it_is_given():
     special, plain = torch.ones(2), torch.zeros(2)
     instead = torch.full((2,), 9.0)
     stager = torch_private.HostStager(lambda tensor: instead if tensor is special else None)
@@ -253,7 +243,7 @@ def test_a_stager_takes_the_copies_that_it_is_given() -> None:
     assert copied[1]["a"][1].tolist() == [0, 0]
 
 
-def test_dcp_takes_it_for_a_stager() -> None:
+def test_dcp_takes_it_for_a_stager():
     class Stager(torch_private.StagesAtOnce):
         def stage(self, state_dict: Any) -> Any: ...
         def synchronize_staging(self) -> None: ...
@@ -263,7 +253,7 @@ def test_dcp_takes_it_for_a_stager() -> None:
     assert not Stager().should_synchronize_after_execute
 
 
-def test_what_pickles_hold() -> None:
+def test_what_pickles_hold():
     info = torch_private.StorageInfo("path", 1, 2, ["zstd"])
     assert info.__getstate__() == {
         "relative_path": "path",
@@ -277,14 +267,14 @@ def test_what_pickles_hold() -> None:
     assert torch_private.layout_by_name("torch.strided") is torch.strided
 
 
-def test_legacy_classes() -> None:
+def test_legacy_classes():
     assert torch_private.storage_classes()[torch.float32] == "FloatStorage"
     assert {torch.FloatTensor, torch.FloatStorage, torch.UntypedStorage} <= set(
         torch_private.legacy_classes()
     )
 
 
-def test_every_name_is_described() -> None:
+def test_every_name_is_described():
     for name, described in vars(torch_private).items():
         if getattr(described, "__module__", "") == torch_private.__name__ and not _is_private(name):
             assert "torch 2.9 to" in described.__doc__
@@ -347,7 +337,7 @@ def _private_uses(tree: ast.Module) -> Iterator[str]:
                     yield ast.unparse(node)
 
 
-def test_nothing_private_of_torch_is_used_elsewhere() -> None:
+def test_nothing_private_of_torch_is_used_elsewhere():
     used = {
         (str(path), use)
         for path, tree in _modules().items()
@@ -357,5 +347,5 @@ def test_nothing_private_of_torch_is_used_elsewhere() -> None:
     assert not used, "put it into torch_private.py"
 
 
-def test_no_private_name_of_a_base_of_dcps_is_taken() -> None:
+def test_no_private_name_of_a_base_of_dcps_is_taken():
     assert not _own() & _OF_PLUG_INS

@@ -18,7 +18,7 @@ _PACKAGE = Path(dcp_objstore.__file__).parent
 _FACTORIES = {function.__name__ for function in _device_constructors()}
 
 
-def test_every_call_that_makes_a_tensor_names_its_device() -> None:
+def test_every_call_that_makes_a_tensor_names_its_device():
     without = [
         f"{path.relative_to(_PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
         for path in _PACKAGE.rglob("*.py")
@@ -46,7 +46,7 @@ class FilledBytes(TorchFunctionMode):
         return result
 
 
-def test_a_frame_needs_no_memory_that_torch_would_fill() -> None:
+def test_a_frame_needs_no_memory_that_torch_would_fill():
     with FilledBytes() as filled:
         frame.__wrapped__(torch.uint8, (1 << 28,), save_options())
     assert filled.count == 0

@@ -32,14 +32,14 @@ class Waits:
         return len(self.seconds) == self._steps
 
 
-def test_the_main_thread_waits_in_steps_and_looks_between_them() -> None:
+def test_the_main_thread_waits_in_steps_and_looks_between_them():
     waits, looked = Waits(3), []
     assert wait_in_steps(waits, look=lambda: looked.append(len(waits.seconds)))
     assert waits.seconds == [STEP_SECONDS] * 3
     assert looked == [1, 2]
 
 
-def test_another_thread_does_not_wake_unless_it_has_something_to_look_at() -> None:
+def test_another_thread_does_not_wake_unless_it_has_something_to_look_at():
     waits = Waits(1)
     assert in_background(lambda: wait_in_steps(waits))
     assert waits.seconds == [None]
@@ -52,13 +52,13 @@ def test_another_thread_does_not_wake_unless_it_has_something_to_look_at() -> No
 
 
 @pytest.mark.parametrize("seconds", [0, 0.3])
-def test_a_waiting_ends_with_its_time(seconds: float) -> None:
+def test_a_waiting_ends_with_its_time(seconds):
     assert not wait_in_steps(threading.Event().wait, seconds)
     with pytest.raises(TimeoutError):
         result_of(Future(), seconds)
 
 
-def test_an_error_of_the_look_ends_the_waiting() -> None:
+def test_an_error_of_the_look_ends_the_waiting():
     def look() -> None:
         raise InterruptedError
 
@@ -71,21 +71,21 @@ def test_an_error_of_the_look_ends_the_waiting() -> None:
         in_background(wait)
 
 
-def test_a_result_that_is_a_time_out_is_not_taken_for_one_of_the_waiting() -> None:
+def test_a_result_that_is_a_time_out_is_not_taken_for_one_of_the_waiting():
     failed: Future[None] = Future()
     failed.set_exception(TimeoutError("its own"))
     with pytest.raises(TimeoutError, match="its own"):
         result_of(failed, look=pytest.fail)
 
 
-def test_none_can_be_taken() -> None:
+def test_none_can_be_taken():
     source = queue.SimpleQueue[None]()
     threading.Timer(STEP_SECONDS * 1.5, source.put, [None]).start()
     take(source)
     assert source.empty()
 
 
-def test_a_forked_child_has_an_object_of_its_own_and_the_parent_keeps_its() -> None:
+def test_a_forked_child_has_an_object_of_its_own_and_the_parent_keeps_its():
     lock = PerProcess(threading.Lock)
     renewed: list[int] = []
     in_forked_child(lambda: renewed.append(os.getpid()))

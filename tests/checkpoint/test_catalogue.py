@@ -70,7 +70,7 @@ def following(run: MemoryStore, name: str) -> str | None:
     return next_step(run, lambda name: Below(run, name), name)
 
 
-def test_a_listing_asks_only_for_the_markers_of_steps(run: MemoryStore) -> None:
+def test_a_listing_asks_only_for_the_markers_of_steps(run):
     """Not for that of the run itself, of what lies deeper, or of a tombstone alone."""
     save(run, "step-1", "deeper/step-2", "step-3")
     finish(run, commits.begin(run, overwrite=False), upload(run))
@@ -86,9 +86,7 @@ def test_a_listing_asks_only_for_the_markers_of_steps(run: MemoryStore) -> None:
     assert run.requests == [("get", CLAIM_KEY), ("list", ""), marker, ("get", CLAIM_KEY)]
 
 
-def test_a_listing_leaves_out_a_damaged_step_and_says_so(
-    run: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_listing_leaves_out_a_damaged_step_and_says_so(run, caplog):
     save(run, "step-1")
     spoil(run, "step-2")
     assert listed(run) == ["step-1"]
@@ -96,7 +94,7 @@ def test_a_listing_leaves_out_a_damaged_step_and_says_so(
     assert listed(run, with_damaged=True) == ["step-1", "step-2"]
 
 
-def test_a_step_whose_marker_goes_as_it_is_listed_is_left_out(run: MemoryStore) -> None:
+def test_a_step_whose_marker_goes_as_it_is_listed_is_left_out(run):
     save(run, "step-1", "step-2")
     run.on_get = lambda key: run.bucket.delete(key) if key.startswith("step-2/") else None
     assert listed(run) == ["step-1"]
@@ -106,15 +104,13 @@ def test_a_step_whose_marker_goes_as_it_is_listed_is_left_out(run: MemoryStore) 
     ("marker", "kind"),
     [(b"{}", CheckpointCorruptError), (b'{"format":99}', UnsupportedError)],
 )
-def test_a_marker_that_cannot_be_read_stands_in_its_entry(
-    run: MemoryStore, marker: bytes, kind: type[Exception]
-) -> None:
+def test_a_marker_that_cannot_be_read_stands_in_its_entry(run, marker, kind):
     spoil(run, "step-1", marker)
     entry = read_entry("step-1", Below(run, "step-1"), {})
     assert (type(entry.error), entry.stored) == (kind, None)
 
 
-def test_markers_are_read_as_the_caller_says(run: MemoryStore) -> None:
+def test_markers_are_read_as_the_caller_says(run):
     save(run, "step-1", "step-2")
     remembered = {name: read_entry(name, Below(run, name), {}) for name in ("step-1", "step-2")}
     del run.requests[:]
@@ -126,9 +122,7 @@ def test_markers_are_read_as_the_caller_says(run: MemoryStore) -> None:
     assert run.requests == [("get", CLAIM_KEY), ("list", ""), ("get", CLAIM_KEY)]
 
 
-def test_a_run_that_is_claimed_again_and_again_is_not_listed_beyond_the_deadline(
-    run: MemoryStore,
-) -> None:
+def test_a_run_that_is_claimed_again_and_again_is_not_listed_beyond_the_deadline(run):
     claims = iter(range(1, 1000))
 
     def claimed_again(key: str) -> None:
@@ -143,7 +137,7 @@ def test_a_run_that_is_claimed_again_and_again_is_not_listed_beyond_the_deadline
     assert clock.now < 2
 
 
-def test_of_the_data_of_a_step_one_object_is_kept_in_memory_unless_all_are_asked_for() -> None:
+def test_of_the_data_of_a_step_one_object_is_kept_in_memory_unless_all_are_asked_for():
     store, nonce = MemoryStore(), new_nonce()
     names = [MARKER_KEY, *(data_key(rank, 0, nonce) for rank in range(3))]
     for step, name in product(("step-1", "step-2"), names):
@@ -157,9 +151,7 @@ def test_of_the_data_of_a_step_one_object_is_kept_in_memory_unless_all_are_asked
 # --- the step after one
 
 
-def test_a_prefix_that_no_url_can_name_is_left_out_with_one_warning(
-    run: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prefix_that_no_url_can_name_is_left_out_with_one_warning(run, caplog):
     save(run, "step-1")
     for odd in ("step-2\t", "..", "step-\udcff", "deep//er"):
         run.objects.update({f"{odd}/{MARKER_KEY}": run.objects[f"step-1/{MARKER_KEY}"]})
@@ -170,7 +162,7 @@ def test_a_prefix_that_no_url_can_name_is_left_out_with_one_warning(
         assert sum(ascii(odd) in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_marker_that_contradicts_the_listing_is_asked_for_again(run: MemoryStore) -> None:
+def test_a_marker_that_contradicts_the_listing_is_asked_for_again(run):
     """It may be that of another step: a proxy had mixed up two answers."""
     save(run, "step-1", "step-2")
     places, step = list_places(run), f"step-2/{MARKER_KEY}"
@@ -190,7 +182,7 @@ def test_a_marker_that_contradicts_the_listing_is_asked_for_again(run: MemorySto
     assert reads == [step, step]
 
 
-def test_the_next_step_is_the_first_later_one_that_counts(run: MemoryStore) -> None:
+def test_the_next_step_is_the_first_later_one_that_counts(run):
     save(run, "step-1", claim=2)
     save(run, "step-8", claim=1)
     save(run, "step-9", "step-10", "step-11", "step-12", claim=2)
@@ -200,7 +192,7 @@ def test_the_next_step_is_the_first_later_one_that_counts(run: MemoryStore) -> N
     assert following(run, "step-12") is None
 
 
-def test_a_prefix_that_no_job_ever_claimed_is_not_listed_for_a_hint(run: MemoryStore) -> None:
+def test_a_prefix_that_no_job_ever_claimed_is_not_listed_for_a_hint(run):
     save(run, "step-1", "step-2")
     del run.requests[:]
     assert following(run, "step-1") is None
@@ -210,7 +202,7 @@ def test_a_prefix_that_no_job_ever_claimed_is_not_listed_for_a_hint(run: MemoryS
 # --- when a step was committed
 
 
-def test_commits_are_compared_by_the_stores_time_of_their_indexes(run: MemoryStore) -> None:
+def test_commits_are_compared_by_the_stores_time_of_their_indexes(run):
     """A host's clock may be wrong, and what the listing does not show has only that."""
     save(run, "step-1")
     run.bucket.age(hours=1)

@@ -49,7 +49,6 @@ from tests.support.memory_store import (
     LOST,
     UNANSWERED,
     BucketStore,
-    Fate,
     MemoryStore,
     Put,
     TickingClock,
@@ -193,7 +192,7 @@ def claims_in(put: Put) -> str:
 # --- a superseded job
 
 
-def test_a_superseded_job_cannot_replace_a_step(run: MemoryStore) -> None:
+def test_a_superseded_job_cannot_replace_a_step(run):
     zombie = Job(run)
     before = {"step-1": zombie.save("step-1")}
     late = zombie.begin("step-1", overwrite=True)
@@ -209,7 +208,7 @@ def test_a_superseded_job_cannot_replace_a_step(run: MemoryStore) -> None:
     assert listed(run) == before
 
 
-def test_a_deletion_that_meets_the_take_over_deletes_nothing(run: MemoryStore) -> None:
+def test_a_deletion_that_meets_the_take_over_deletes_nothing(run):
     zombie = Job(run)
     first = zombie.save("step-1")
     run.on_put = in_turn(f"step-1/{MARKER_KEY}", lambda _: Job(run))
@@ -218,9 +217,7 @@ def test_a_deletion_that_meets_the_take_over_deletes_nothing(run: MemoryStore) -
     assert listed(run) == {"step-1": first}
 
 
-def test_a_save_without_a_claim_is_refused_and_what_it_had_begun_does_not_count(
-    run: MemoryStore,
-) -> None:
+def test_a_save_without_a_claim_is_refused_and_what_it_had_begun_does_not_count(run):
     late = Job(run, 0).begin("step-1")
     Job(run)
     late()
@@ -236,7 +233,7 @@ def test_a_save_without_a_claim_is_refused_and_what_it_had_begun_does_not_count(
     assert decode_marker_of(run, "step-1").format == 1
 
 
-def test_older_versions_do_not_rewrite_a_marker_with_a_claim(run: MemoryStore) -> None:
+def test_older_versions_do_not_rewrite_a_marker_with_a_claim(run):
     """They would lose the claim, and with it the step."""
     Job(run).save("step-1")
     assert decode_marker_of(run, "step-1").format == 2
@@ -255,7 +252,7 @@ def decode_marker_of(run: MemoryStore, name: str) -> Any:
 # --- what a zombie left
 
 
-def test_what_a_superseded_job_left_does_not_stop_the_one_that_trains(run: MemoryStore) -> None:
+def test_what_a_superseded_job_left_does_not_stop_the_one_that_trains(run):
     zombie = Job(run)
     late = zombie.begin("step-1")
     successor = Job(run)
@@ -267,7 +264,7 @@ def test_what_a_superseded_job_left_does_not_stop_the_one_that_trains(run: Memor
         successor.save("step-1")
 
 
-def test_zombies_that_beat_a_commit_are_replaced(run: MemoryStore) -> None:
+def test_zombies_that_beat_a_commit_are_replaced(run):
     """Each comes right before one of our PUTs, the second even on top of the first."""
     ends = [Job(run).begin("step-1")]
     second = Job(run)
@@ -288,7 +285,7 @@ def test_zombies_that_beat_a_commit_are_replaced(run: MemoryStore) -> None:
     assert len(done.marker.log) == 2
 
 
-def test_a_put_that_a_superseded_job_beat_counts_as_an_attempt(run: MemoryStore) -> None:
+def test_a_put_that_a_superseded_job_beat_counts_as_an_attempt(run):
     end = Job(run).begin("step-1")
     late = Job(run).begin("step-1")
 
@@ -300,7 +297,7 @@ def test_a_put_that_a_superseded_job_beat_counts_as_an_attempt(run: MemoryStore)
     assert late().attempts == 4
 
 
-def test_a_pinned_step_of_a_superseded_job_is_left_alone(run: MemoryStore) -> None:
+def test_a_pinned_step_of_a_superseded_job_is_left_alone(run):
     zombie = Job(run)
     end = zombie.begin("step-1")
     successor = Job(run)
@@ -317,9 +314,7 @@ def test_a_pinned_step_of_a_superseded_job_is_left_alone(run: MemoryStore) -> No
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "replaces"])
 @pytest.mark.parametrize("order", ["fence first", "fence last"])
-def test_a_commit_that_a_sweep_fenced_off_is_not_put_over_a_zombies(
-    run: MemoryStore, there: bool, order: str
-) -> None:
+def test_a_commit_that_a_sweep_fenced_off_is_not_put_over_a_zombies(run, there, order):
     """The sweep removes what our save had uploaded: only a commit in between is passed over."""
     zombie = Job(run)
     stray = zombie.begin("step-1")
@@ -351,9 +346,7 @@ def test_a_commit_that_a_sweep_fenced_off_is_not_put_over_a_zombies(
 
 
 @pytest.mark.parametrize("by", ["the same job", "a later one"])
-def test_a_save_whose_data_a_sweep_has_removed_is_told_who_changed_the_marker(
-    run: MemoryStore, by: str
-) -> None:
+def test_a_save_whose_data_a_sweep_has_removed_is_told_who_changed_the_marker(run, by):
     job = Job(run)
     job.save("step-1")
     late = job.begin("step-1", overwrite=True)
@@ -372,9 +365,7 @@ def test_a_save_whose_data_a_sweep_has_removed_is_told_who_changed_the_marker(
 # --- success
 
 
-def test_what_was_acknowledged_is_in_the_successors_list_wherever_the_take_over_came(
-    run: MemoryStore,
-) -> None:
+def test_what_was_acknowledged_is_in_the_successors_list_wherever_the_take_over_came(run):
     """The take-over comes before each request of the save, in turn."""
     moments = 0
     while True:
@@ -393,7 +384,7 @@ def test_what_was_acknowledged_is_in_the_successors_list_wherever_the_take_over_
     assert "step-2" in acknowledged
 
 
-def test_a_save_that_cannot_see_the_claim_is_no_success(run: MemoryStore) -> None:
+def test_a_save_that_cannot_see_the_claim_is_no_success(run):
     job = Job(run)
     end = job.begin("step-1")
 
@@ -406,7 +397,7 @@ def test_a_save_that_cannot_see_the_claim_is_no_success(run: MemoryStore) -> Non
         end()
 
 
-def test_a_claim_that_may_not_be_read_is_asked_for_once(run: MemoryStore) -> None:
+def test_a_claim_that_may_not_be_read_is_asked_for_once(run):
     """A refusal stays one: a save must not hold training for a minute to find that out."""
     job = Job(run)
     job.save("step-1")
@@ -423,7 +414,7 @@ def test_a_claim_that_may_not_be_read_is_asked_for_once(run: MemoryStore) -> Non
     assert clock.now == 0
 
 
-def test_a_claim_whose_store_is_away_for_a_moment_is_asked_for_again(run: MemoryStore) -> None:
+def test_a_claim_whose_store_is_away_for_a_moment_is_asked_for_again(run):
     job, away = Job(run), [StoreUnavailableError("503"), StoreUnavailableError("503")]
 
     def refuse(key: str) -> None:
@@ -435,7 +426,7 @@ def test_a_claim_whose_store_is_away_for_a_moment_is_asked_for_again(run: Memory
     assert trace(run, confirm) == ["get _CLAIM"] * 3
 
 
-def test_a_claim_that_somebody_removed_is_damage(run: MemoryStore) -> None:
+def test_a_claim_that_somebody_removed_is_damage(run):
     job = Job(run)
     end = job.begin("step-1")
     run.delete(CLAIM_KEY)
@@ -446,7 +437,7 @@ def test_a_claim_that_somebody_removed_is_damage(run: MemoryStore) -> None:
 # --- taking over
 
 
-def test_all_steps_that_count_are_adopted_and_others_are_not(run: MemoryStore) -> None:
+def test_all_steps_that_count_are_adopted_and_others_are_not(run):
     plain = {f"step-{n}": Job(run, 0).save(f"step-{n}") for n in (9, 10)}
     pin(Process(run).at("step-9"), "paper", clock=TickingClock())
     first = Job(run)
@@ -467,7 +458,7 @@ def take_over(world: MemoryStore, others: list[Job]) -> None:
 
 
 @pytest.mark.parametrize("owned", [False, True], ids=["first", "again"])
-def test_of_two_that_take_over_at_once_exactly_one_trains(owned: bool) -> None:
+def test_of_two_that_take_over_at_once_exactly_one_trains(owned):
     """The other comes before each request of the first, in turn."""
     moment = 0
     while True:
@@ -495,7 +486,7 @@ def test_of_two_that_take_over_at_once_exactly_one_trains(owned: bool) -> None:
     assert moment >= 7
 
 
-def test_what_a_claim_asks_of_its_run(run: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_claim_asks_of_its_run(run, caplog):
     for n in (1, 2):
         Job(run, 0).save(f"step-{n}")
     markers = ["list", "get step-1", "get step-2"]
@@ -512,9 +503,7 @@ def test_what_a_claim_asks_of_its_run(run: MemoryStore, caplog: pytest.LogCaptur
     assert caplog.text == ""
 
 
-def test_a_claim_that_meets_the_end_of_another_does_not_bring_back_what_does_not_count(
-    run: MemoryStore,
-) -> None:
+def test_a_claim_that_meets_the_end_of_another_does_not_bring_back_what_does_not_count(run):
     """The other's second PUT, which raises the base, lands right before our first."""
     zombie = Job(run)
     stray = zombie.begin("step-1")
@@ -531,7 +520,7 @@ def test_a_claim_that_meets_the_end_of_another_does_not_bring_back_what_does_not
     assert listed(run) == {}
 
 
-def test_a_claim_gives_up_where_another_has_begun_since_it_looked(run: MemoryStore) -> None:
+def test_a_claim_gives_up_where_another_has_begun_since_it_looked(run):
     """Even if the other has died: the next claim goes on from there."""
     steps = {"step-1": Job(run).save("step-1")}
 
@@ -547,7 +536,7 @@ def test_a_claim_gives_up_where_another_has_begun_since_it_looked(run: MemorySto
     assert listed(run) == steps
 
 
-def test_a_claim_that_somebody_removes_in_the_middle_is_not_taken(run: MemoryStore) -> None:
+def test_a_claim_that_somebody_removes_in_the_middle_is_not_taken(run):
     Job(run)
     puts = len(run.puts)
     run.on_get = lambda key: run.delete(CLAIM_KEY) if len(run.puts) > puts else None
@@ -556,7 +545,7 @@ def test_a_claim_that_somebody_removes_in_the_middle_is_not_taken(run: MemorySto
     assert CLAIM_KEY not in run.objects
 
 
-def test_a_claim_ends_at_the_deadline_if_others_keep_changing_the_steps(run: MemoryStore) -> None:
+def test_a_claim_ends_at_the_deadline_if_others_keep_changing_the_steps(run):
     Job(run).save("step-1")
     step, clock = Process(run).at("step-1"), TickingClock(deadline_seconds=2)
 
@@ -573,7 +562,7 @@ def test_a_claim_ends_at_the_deadline_if_others_keep_changing_the_steps(run: Mem
     assert 2 <= clock.now < 3
 
 
-def test_a_step_that_somebody_rewrites_during_the_take_over_is_not_lost(run: MemoryStore) -> None:
+def test_a_step_that_somebody_rewrites_during_the_take_over_is_not_lost(run):
     """A pin, which belongs to no job, comes right before the step is adopted."""
     job = Job(run)
     before = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2)}
@@ -591,9 +580,7 @@ def test_a_step_that_somebody_rewrites_during_the_take_over_is_not_lost(run: Mem
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("owned", [False, True], ids=["first", "again"])
-def test_after_a_crash_at_any_request_another_take_over_loses_nothing(
-    after: bool, owned: bool
-) -> None:
+def test_after_a_crash_at_any_request_another_take_over_loses_nothing(after, owned):
     last = 0
     while True:
         last += 1
@@ -622,9 +609,7 @@ def test_after_a_crash_at_any_request_another_take_over_loses_nothing(
 @pytest.mark.parametrize("key", [CLAIM_KEY, f"step-1/{MARKER_KEY}"])
 @pytest.mark.parametrize("fate", [LOST, UNANSWERED, DELAYED])
 @pytest.mark.parametrize("which", [1, 2])
-def test_a_take_over_whose_answers_are_lost_comes_true(
-    run: MemoryStore, key: str, fate: Fate, which: int
-) -> None:
+def test_a_take_over_whose_answers_are_lost_comes_true(run, key, fate, which):
     before = {"step-1": Job(run).save("step-1")}
     run.on_put = in_turn(key, *[None] * (which - 1), fate)
     successor = Job(run)
@@ -634,7 +619,7 @@ def test_a_take_over_whose_answers_are_lost_comes_true(
     assert successor.number == 2
 
 
-def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run: MemoryStore) -> None:
+def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run):
     before = {"step-1": Job(run).save("step-1")}
     for key in (CLAIM_KEY, f"step-1/{MARKER_KEY}"):
         run.on_put = in_turn(key, *[UNANSWERED] + [LOST] * 1000)
@@ -652,7 +637,7 @@ def test_a_take_over_without_answers_is_unknown_and_the_next_one_works(run: Memo
         assert listed(run) == before
 
 
-def test_steps_that_were_copied_from_another_run_count(run: MemoryStore) -> None:
+def test_steps_that_were_copied_from_another_run_count(run):
     """With a later claim than this run has, before it was ever taken over or afterwards."""
     wanted = copy_steps(run, 4, "step-1", "step-2")
     step_2 = run.bucket.copy().objects
@@ -688,9 +673,7 @@ def spoil(run: MemoryStore, name: str, marker: bytes) -> None:
     ("marker", "kind"),
     [(b"{}", CheckpointCorruptError), (b'{"format":99}', UnsupportedError)],
 )
-def test_a_claim_that_cannot_read_a_step_is_refused_and_no_step_stops_counting(
-    run: MemoryStore, marker: bytes, kind: type[Exception]
-) -> None:
+def test_a_claim_that_cannot_read_a_step_is_refused_and_no_step_stops_counting(run, marker, kind):
     """Or the step would never count again, although perhaps only a proxy had answered."""
     job = Job(run)
     good = {name: job.save(name) for name in ("step-1", "step-2", "step-3")}
@@ -704,7 +687,7 @@ def test_a_claim_that_cannot_read_a_step_is_refused_and_no_step_stops_counting(
     assert listed(run) == good
 
 
-def test_a_step_that_one_listing_lacks_is_adopted_all_the_same(run: MemoryStore) -> None:
+def test_a_step_that_one_listing_lacks_is_adopted_all_the_same(run):
     job = Job(run)
     every = {name: job.save(name) for name in ("step-1", "step-2")}
     hidden: dict[str, Any] = {}
@@ -723,7 +706,7 @@ def test_a_step_that_one_listing_lacks_is_adopted_all_the_same(run: MemoryStore)
     assert listed(run) == every
 
 
-def test_a_step_with_a_damaged_marker_is_listed_where_that_is_asked_for(run: MemoryStore) -> None:
+def test_a_step_with_a_damaged_marker_is_listed_where_that_is_asked_for(run):
     Job(run).save("step-1")
     Job(run).save("step-2")
     run.put(f"step-2/{MARKER_KEY}", b"{}")
@@ -749,9 +732,7 @@ def go_back(job: Job, last: int, process: Process | None = None, saves: str = "s
     )
 
 
-def test_later_steps_count_until_the_job_that_went_back_has_committed_and_then_never(
-    run: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_later_steps_count_until_the_job_that_went_back_has_committed_and_then_never(run, caplog):
     job = Job(run)
     for n in (1, 2, 3, 4):
         job.save(f"step-{n}")
@@ -771,9 +752,7 @@ def test_later_steps_count_until_the_job_that_went_back_has_committed_and_then_n
         job.save("step-4")
 
 
-def test_what_going_back_asks_of_the_run_and_says(
-    run: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_going_back_asks_of_the_run_and_says(run, caplog):
     job = Job(run)
     for n in (1, 2, 3):
         job.save(f"step-{n}")
@@ -797,9 +776,7 @@ def test_what_going_back_asks_of_the_run_and_says(
 
 
 @pytest.mark.parametrize("claim", [1, 2, 3])
-def test_a_job_goes_back_past_a_step_that_was_copied_from_another_run(
-    run: MemoryStore, claim: int
-) -> None:
+def test_a_job_goes_back_past_a_step_that_was_copied_from_another_run(run, claim):
     """Whatever its claim: also with the number that the job is about to take."""
     job = Job(run)
     kept = {"step-1": job.save("step-1")}
@@ -811,7 +788,7 @@ def test_a_job_goes_back_past_a_step_that_was_copied_from_another_run(
     assert listed(run) == kept
 
 
-def test_a_superseded_job_that_goes_back_changes_nothing(run: MemoryStore) -> None:
+def test_a_superseded_job_that_goes_back_changes_nothing(run):
     zombie = Job(run)
     before = {f"step-{n}": zombie.save(f"step-{n}") for n in (1, 2)}
     successor = Job(run)
@@ -823,7 +800,7 @@ def test_a_superseded_job_that_goes_back_changes_nothing(run: MemoryStore) -> No
     assert listed(run) == before
 
 
-def test_a_save_that_commits_nothing_makes_no_step_stop_counting(run: MemoryStore) -> None:
+def test_a_save_that_commits_nothing_makes_no_step_stop_counting(run):
     """The next save of the job does, or another job goes on with all of them."""
     job = Job(run)
     every = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2, 3)}
@@ -842,7 +819,7 @@ def test_a_save_that_commits_nothing_makes_no_step_stop_counting(run: MemoryStor
     assert listed(run) == {"step-1": every["step-1"], "step-4": new}
 
 
-def test_what_was_left_stays_left_though_the_step_that_decided_is_deleted(run: MemoryStore) -> None:
+def test_what_was_left_stays_left_though_the_step_that_decided_is_deleted(run):
     """Before the base has risen in `_CLAIM`: its tombstone still has it."""
     job = Job(run)
     every = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2, 3)}
@@ -857,7 +834,7 @@ def test_what_was_left_stays_left_though_the_step_that_decided_is_deleted(run: M
     assert listed(run) == {"step-1": every["step-1"]}
 
 
-def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains() -> None:
+def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains():
     """The other comes before each request of the first, in turn."""
     moment, outcomes = 0, []
     while True:
@@ -892,7 +869,7 @@ def test_of_one_that_goes_back_and_one_that_takes_over_exactly_one_trains() -> N
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_after_a_crash_while_going_back_all_later_steps_count_or_none(after: bool) -> None:
+def test_after_a_crash_while_going_back_all_later_steps_count_or_none(after):
     """At each request, of the first save, too. What its commit has decided is not undone."""
     last, outcomes = 0, []
     while True:
@@ -925,7 +902,7 @@ def test_after_a_crash_while_going_back_all_later_steps_count_or_none(after: boo
     assert outcomes.count(True) >= 3, "after the commit come more requests"
 
 
-def test_a_list_that_a_take_over_ran_through_is_made_again(run: MemoryStore) -> None:
+def test_a_list_that_a_take_over_ran_through_is_made_again(run):
     zombie = Job(run)
     first = zombie.save("step-1")
     late = zombie.begin("step-2")
@@ -947,7 +924,7 @@ def test_a_list_that_a_take_over_ran_through_is_made_again(run: MemoryStore) -> 
     assert set(found) == {"step-3"}
 
 
-def test_a_list_during_which_the_base_rose_is_made_again(run: MemoryStore) -> None:
+def test_a_list_during_which_the_base_rose_is_made_again(run):
     """The successor's number is there already; its second PUT comes while the list is made."""
     zombie = Job(run)
     first = zombie.save("step-1")
@@ -971,7 +948,7 @@ def test_a_list_during_which_the_base_rose_is_made_again(run: MemoryStore) -> No
     assert found == {"step-1": first}
 
 
-def test_requests_of_a_list_are_bounded(run: MemoryStore) -> None:
+def test_requests_of_a_list_are_bounded(run):
     job = Job(run)
     for n in range(40):
         job.save(f"step-{n}")
@@ -983,9 +960,7 @@ def test_requests_of_a_list_are_bounded(run: MemoryStore) -> None:
         assert found == [f"step-{n}" for n in range(40 - markers, 40)]
 
 
-def test_a_claim_reads_no_marker_of_a_deleted_step_whose_objects_are_gone(
-    run: MemoryStore,
-) -> None:
+def test_a_claim_reads_no_marker_of_a_deleted_step_whose_objects_are_gone(run):
     job = Job(run)
     for n in range(12):
         job.save(f"step-{n}")
@@ -1024,7 +999,7 @@ def is_finished(run: MemoryStore) -> bool:
 
 
 @pytest.mark.parametrize("fate", [None, LOST, UNANSWERED])
-def test_a_job_finishes_its_run_until_the_next_claim(run: MemoryStore, fate: Fate | None) -> None:
+def test_a_job_finishes_its_run_until_the_next_claim(run, fate):
     job = Job(run)
     steps = {"step-1": job.save("step-1")}
     run.on_put = in_turn(CLAIM_KEY, *([] if fate is None else [fate]))
@@ -1037,9 +1012,7 @@ def test_a_job_finishes_its_run_until_the_next_claim(run: MemoryStore, fate: Fat
     assert listed(run) == steps
 
 
-def test_the_note_that_a_run_is_finished_does_not_keep_the_next_job_from_it(
-    run: MemoryStore,
-) -> None:
+def test_the_note_that_a_run_is_finished_does_not_keep_the_next_job_from_it(run):
     """It comes before each request of the claim, in turn; only as long as the old job owns it."""
     for moment in range(20):
         world = MemoryStore("memory://test/run")
@@ -1064,7 +1037,7 @@ def test_the_note_that_a_run_is_finished_does_not_keep_the_next_job_from_it(
     raise AssertionError("the claim sends more requests than these")
 
 
-def test_a_job_that_is_superseded_meanwhile_finishes_nothing(run: MemoryStore) -> None:
+def test_a_job_that_is_superseded_meanwhile_finishes_nothing(run):
     for before_put in (False, True):
         old = Job(run)
         old.process.meet(1 if before_put else 0, lambda: Job(run))
@@ -1073,7 +1046,7 @@ def test_a_job_that_is_superseded_meanwhile_finishes_nothing(run: MemoryStore) -
         assert not is_finished(run)
 
 
-def test_an_older_version_reads_the_claim_of_a_finished_run() -> None:
+def test_an_older_version_reads_the_claim_of_a_finished_run():
     record = ClaimRecord(number=3, base=3, finished=True, write_id=new_id())
     assert decode_claim(encode_claim(record)).finished
     without = msgspec.json.decode(msgspec.json.encode(record))
@@ -1085,7 +1058,7 @@ def test_an_older_version_reads_the_claim_of_a_finished_run() -> None:
 # --- `_CLAIM` itself
 
 
-def test_claim_record_comes_back_equal_and_every_damaged_byte_is_seen() -> None:
+def test_claim_record_comes_back_equal_and_every_damaged_byte_is_seen():
     record = ClaimRecord(number=3, base=2, write_id=new_id())
     body = encode_claim(record)
     assert decode_claim(body) == record
@@ -1106,14 +1079,14 @@ def test_claim_record_comes_back_equal_and_every_damaged_byte_is_seen() -> None:
         decode_claim(with_checksum(fields % (b"x" * (room + 1))))
 
 
-def test_a_run_whose_claim_is_damaged_is_neither_taken_over_nor_listed(run: MemoryStore) -> None:
+def test_a_run_whose_claim_is_damaged_is_neither_taken_over_nor_listed(run):
     run.put(CLAIM_KEY, b"{}")
     for call in (lambda: Job(run), lambda: listed(run), lambda: rule.confirm(run, 1)):
         with pytest.raises(CorruptDataError):
             call()
 
 
-def test_a_run_claim_travels_between_ranks() -> None:
+def test_a_run_claim_travels_between_ranks():
     claim = RunClaim("s3://bucket/run", 3)
     assert pickle.loads(pickle.dumps(claim)) == claim
     assert [RunClaim("s3://b/r", number).number for number in (1, MAX_CLAIM)] == [1, MAX_CLAIM]
@@ -1124,7 +1097,7 @@ def test_a_run_claim_travels_between_ranks() -> None:
         RunClaim(None, 1)
 
 
-def test_a_claim_is_for_the_steps_directly_below_its_run() -> None:
+def test_a_claim_is_for_the_steps_directly_below_its_run():
     claim = RunClaim("s3://bucket/run", 3)
     assert rule.check_claim(claim, StoreSpec("s3://bucket/run/step-1")) == 3
     assert rule.check_claim(None, StoreSpec("s3://bucket/elsewhere/step-1")) is None

@@ -39,11 +39,11 @@ class Fast(Clock):
 
 
 @pytest.mark.parametrize(("stall", "deadline"), [(0.3, 0.1), (90, 30), (180, 60), (600, 60)])
-def test_a_job_gives_a_change_a_third_of_its_time_out(stall: float, deadline: float) -> None:
+def test_a_job_gives_a_change_a_third_of_its_time_out(stall, deadline):
     assert Clock.of_job(stall).deadline_seconds == pytest.approx(deadline)
 
 
-def test_a_change_is_tried_until_the_deadline_in_growing_pauses() -> None:
+def test_a_change_is_tried_until_the_deadline_in_growing_pauses():
     clock = Fast(20.0)
     tries = clock.tries()
     store = StoreSpec(memory_url()).open()
@@ -57,7 +57,7 @@ def test_a_change_is_tried_until_the_deadline_in_growing_pauses() -> None:
 
 
 @pytest.mark.parametrize(("most", "seconds"), [(5.0, 5.0), (100.0, 20.0)])
-def test_an_earlier_deadline_counts_and_each_retry_is_told(most: float, seconds: float) -> None:
+def test_an_earlier_deadline_counts_and_each_retry_is_told(most, seconds):
     clock, told = Fast(20.0), []
     tries = clock.tries(lambda number, error, begun_at: told.append(number), most_seconds=most)
     while tries.pause(ValueError("busy")):
@@ -66,7 +66,7 @@ def test_an_earlier_deadline_counts_and_each_retry_is_told(most: float, seconds:
     assert told == list(range(2, len(clock.slept) + 2))
 
 
-def test_the_clock_of_a_host_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_a_host_is_its_own(monkeypatch):
     slept: list[float] = []
     monkeypatch.setattr("time.monotonic", lambda: 7.0)
     monkeypatch.setattr("time.sleep", slept.append)

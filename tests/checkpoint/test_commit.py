@@ -6,7 +6,6 @@ import hashlib
 import logging
 import pickle
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -93,7 +92,7 @@ def marker_puts(store: MemoryStore) -> list[Put]:
 # --- what a commit is
 
 
-def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStore) -> None:
+def test_commit_is_one_conditional_put_after_objects_and_index(store):
     began_at = datetime.now(UTC)
     token = commits.begin(store, overwrite=False)
     assert set(store.requests[:2]) == {("put", token.beacon), ("head", DOT_METADATA_KEY)}
@@ -129,7 +128,7 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store: MemoryStor
     assert began_at <= marker.created_at <= datetime.now(UTC)
 
 
-def test_a_commit_of_no_objects_lists_nothing(store: MemoryStore) -> None:
+def test_a_commit_of_no_objects_lists_nothing(store):
     token, nonce = commits.begin(store, overwrite=False), new_nonce()
     before = len(store.requests)
     finish(store, token, upload(store, ranks=0), nonce=nonce)
@@ -143,14 +142,14 @@ def test_a_commit_of_no_objects_lists_nothing(store: MemoryStore) -> None:
 # --- what a save begins with
 
 
-def test_the_nonce_of_a_save_names_its_beacon(store: MemoryStore) -> None:
+def test_the_nonce_of_a_save_names_its_beacon(store):
     nonce = new_nonce()
     token = commits.begin(store, overwrite=False, claim=3, nonce=nonce)
     assert token == BeginToken(store.url, None, None, 3, beacon_key(nonce), IfAbsent())
     assert list(store.objects) == [beacon_key(nonce)]
 
 
-def test_a_save_without_a_claim_has_claim_0(store: MemoryStore) -> None:
+def test_a_save_without_a_claim_has_claim_0(store):
     assert commits.begin(store, overwrite=False).claim == 0
 
 
@@ -198,12 +197,8 @@ def pinned(store: MemoryStore) -> None:
     ids=["exists", "pinned", "adopts", "later", "unclaimed", "damaged", "newer", "stock"],
 )
 def test_a_save_that_is_refused_changes_nothing_and_leaves_no_beacon(
-    store: MemoryStore,
-    prepare: Callable[[MemoryStore], object],
-    settings: dict[str, Any],
-    kind: type[DcpObjstoreError],
-    why: str,
-) -> None:
+    store, prepare, settings, kind, why
+):
     prepare(store)
     before, puts = dict(store.objects), len(store.puts)
     with pytest.raises(kind, match=why) as caught:
@@ -213,9 +208,7 @@ def test_a_save_that_is_refused_changes_nothing_and_leaves_no_beacon(
     assert len(store.puts) == puts + 1, "the beacon alone"
 
 
-def test_a_save_that_meets_a_store_that_does_not_answer_sends_nothing_more(
-    store: MemoryStore,
-) -> None:
+def test_a_save_that_meets_a_store_that_does_not_answer_sends_nothing_more(store):
     """A sweep removes the beacon: to remove it, the save would have to wait for the store."""
 
     def silent(key: str) -> None:
@@ -228,9 +221,7 @@ def test_a_save_that_meets_a_store_that_does_not_answer_sends_nothing_more(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_step_of_an_earlier_claim_is_replaced_unasked(
-    store: MemoryStore, overwrite: bool
-) -> None:
+def test_a_step_of_an_earlier_claim_is_replaced_unasked(store, overwrite):
     first = save(store, claim=1)
     done = save(store, claim=2, overwrite=overwrite)
     assert done.marker.put_on == first.marker.write_id
@@ -238,9 +229,7 @@ def test_a_step_of_an_earlier_claim_is_replaced_unasked(
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_beacon_that_gets_no_answer_is_put_again_after_a_look_at_the_marker(
-    store: MemoryStore, damaged: bool
-) -> None:
+def test_a_beacon_that_gets_no_answer_is_put_again_after_a_look_at_the_marker(store, damaged):
     """If a web server answers in the store's place, the look ends the save at once."""
     if damaged:
         store.put(MARKER_KEY, b"damaged")
@@ -260,7 +249,7 @@ def test_a_beacon_that_gets_no_answer_is_put_again_after_a_look_at_the_marker(
     assert token.beacon in store.objects
 
 
-def test_a_web_server_where_a_store_was_meant_ends_a_save_at_once(store: MemoryStore) -> None:
+def test_a_web_server_where_a_store_was_meant_ends_a_save_at_once(store):
     def page(key: str) -> None:
         raise ConfigError("this does not look like a store")
 
@@ -270,9 +259,7 @@ def test_a_web_server_where_a_store_was_meant_ends_a_save_at_once(store: MemoryS
     assert [put.retry for put in store.puts] == [False]
 
 
-def test_a_save_whose_run_refuses_it_says_so_whatever_becomes_of_the_beacon(
-    store: MemoryStore,
-) -> None:
+def test_a_save_whose_run_refuses_it_says_so_whatever_becomes_of_the_beacon(store):
     threads: list[threading.Thread] = []
 
     def refuse() -> None:
@@ -285,9 +272,7 @@ def test_a_save_whose_run_refuses_it_says_so_whatever_becomes_of_the_beacon(
     assert threads == [threading.current_thread()]
 
 
-def test_a_beacon_that_cannot_be_removed_is_left_to_a_sweep(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_beacon_that_cannot_be_removed_is_left_to_a_sweep(store, caplog):
     def refuse(key: str) -> None:
         raise PermissionDeniedError("no deletion")
 
@@ -298,9 +283,7 @@ def test_a_beacon_that_cannot_be_removed_is_left_to_a_sweep(
     assert f"{store.url}/{token.beacon} stays until the next sweep" in caplog.text
 
 
-def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(
-    store: MemoryStore,
-) -> None:
+def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(store):
     save(store)
     before = rewrite(store, state="deleting", claim=2, format=2)
     with pytest.raises(SupersededError):
@@ -308,9 +291,7 @@ def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(
     assert decode_marker(store.body(MARKER_KEY)) == before
 
 
-def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unasked(
-    store: MemoryStore,
-) -> None:
+def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unasked(store):
     save(store)
     rewrite(store, state="deleting")
     others: list[CommitResult] = []
@@ -326,14 +307,14 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_begin_token_travels_between_processes(store: MemoryStore, there: bool) -> None:
+def test_begin_token_travels_between_processes(store, there):
     if there:
         save(store)
     token = commits.begin(store, overwrite=True)
     assert pickle.loads(pickle.dumps(token)) == token
 
 
-def test_begin_token_of_another_checkpoint_is_refused(store: MemoryStore) -> None:
+def test_begin_token_of_another_checkpoint_is_refused(store):
     token = commits.begin(MemoryStore("memory://test/run/step-2"), overwrite=False)
     with pytest.raises(InputError, match="step-2"):
         finish(store, token)
@@ -344,9 +325,7 @@ def test_begin_token_of_another_checkpoint_is_refused(store: MemoryStore) -> Non
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
-def test_nothing_is_committed_when_an_object_is_not_as_uploaded(
-    store: MemoryStore, damage: str
-) -> None:
+def test_nothing_is_committed_when_an_object_is_not_as_uploaded(store, damage):
     store.put("unrelated/object", b"x")
     token = commits.begin(store, overwrite=False)
     index, nonce = upload(store), new_nonce()
@@ -385,9 +364,7 @@ def follow(store: MemoryStore, by: str) -> None:
     ("by", "kind", "why"),
     [("nobody", CheckpointCorruptError, "1 of 2 uploaded objects"), *FOLLOWED],
 )
-def test_a_save_that_misses_an_object_looks_who_was_here(
-    store: MemoryStore, by: str, kind: type[DcpObjstoreError], why: str
-) -> None:
+def test_a_save_that_misses_an_object_looks_who_was_here(store, by, kind, why):
     save(store, claim=1)
     token, nonce = commits.begin(store, overwrite=True, claim=1), new_nonce()
     index = upload(store)
@@ -402,7 +379,7 @@ def test_a_save_that_misses_an_object_looks_who_was_here(
     assert store.objects.get(MARKER_KEY) == marker
 
 
-def test_a_missing_object_is_told_even_if_the_index_is_refused(store: MemoryStore) -> None:
+def test_a_missing_object_is_told_even_if_the_index_is_refused(store):
     """It says that a sweep was here; that credentials have expired meanwhile does not."""
     token, index = commits.begin(store, overwrite=False), upload(store)
     store.delete(index.objects[0].key)
@@ -411,7 +388,7 @@ def test_a_missing_object_is_told_even_if_the_index_is_refused(store: MemoryStor
         finish(store, token, index)
 
 
-def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
+def test_unrelated_objects_do_not_disturb_a_commit(store):
     for i in range(50):
         store.put(f"{i:02}/other", b"x")
         store.put(f"zz{i}", b"x")
@@ -423,9 +400,7 @@ def test_unrelated_objects_do_not_disturb_a_commit(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize(("by", "kind", "why"), FOLLOWED)
-def test_a_commit_that_somebody_was_before_is_read_and_not_sent_again(
-    store: MemoryStore, by: str, kind: type[DcpObjstoreError], why: str
-) -> None:
+def test_a_commit_that_somebody_was_before_is_read_and_not_sent_again(store, by, kind, why):
     save(store, claim=1)
     token, index = commits.begin(store, overwrite=True, claim=1), upload(store)
     follow(store, by)
@@ -439,9 +414,7 @@ def test_a_commit_that_somebody_was_before_is_read_and_not_sent_again(
 
 @pytest.mark.parametrize("claim", [0, 1])
 @pytest.mark.parametrize("there", [False, True])
-def test_of_two_saves_of_one_job_the_first_to_commit_stays(
-    store: MemoryStore, claim: int, there: bool
-) -> None:
+def test_of_two_saves_of_one_job_the_first_to_commit_stays(store, claim, there):
     if there:
         save(store, claim=claim)
     first, second = (commits.begin(store, overwrite=True, claim=claim) for _ in range(2))
@@ -451,7 +424,7 @@ def test_of_two_saves_of_one_job_the_first_to_commit_stays(
     assert open_committed(store)[0] == done.marker
 
 
-def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemoryStore) -> None:
+def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store):
     """AWS answers `If-Match` on a missing key with 404, others with 412."""
     for answer in (ObjectNotFoundError("404"), PreconditionFailedError("412")):
         save(store, overwrite=True)
@@ -467,9 +440,7 @@ def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store: MemorySt
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_404_to_the_marker_where_nothing_has_changed_is_no_refusal(
-    store: MemoryStore, overwrite: bool
-) -> None:
+def test_a_404_to_the_marker_where_nothing_has_changed_is_no_refusal(store, overwrite):
     """It is the answer of a store that is not sure yet of what it has."""
     if overwrite:
         save(store)
@@ -480,7 +451,7 @@ def test_a_404_to_the_marker_where_nothing_has_changed_is_no_refusal(
     assert open_committed(store)[0] == done.marker
 
 
-def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryStore) -> None:
+def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store):
     """S3 may answer 409 to a conditional PUT although nobody else wins."""
     store.on_put = in_turn(MARKER_KEY, LOST, LOST, PreconditionFailedError("409"))
     retries: list[tuple[int, str, float]] = []
@@ -510,9 +481,7 @@ def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store: MemoryS
     ],
     ids=["replaced", "deleted", "swept"],
 )
-def test_what_lost_its_answer_is_a_success_whatever_came_then(
-    store: MemoryStore, then: Callable[[MemoryStore], object], superseded: bool
-) -> None:
+def test_what_lost_its_answer_is_a_success_whatever_came_then(store, then, superseded):
     after: list[bytes] = []
 
     def land_and_be_followed(put: Put) -> BaseException:
@@ -530,7 +499,7 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(
     assert done.commit_id in (marker.commit_id, *marker.log)
 
 
-def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store: MemoryStore) -> None:
+def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store):
     clock = TickingClock()
     token = commits.begin(store, overwrite=False)
     index, nonce = upload(store), new_nonce()
@@ -553,9 +522,7 @@ REFUSALS = [PermissionDeniedError, CredentialsError, UnsupportedError, ConfigErr
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
-def test_a_refusal_is_not_believed_before_the_marker_is_read(
-    store: MemoryStore, kind: type[InputError]
-) -> None:
+def test_a_refusal_is_not_believed_before_the_marker_is_read(store, kind):
     """A middlebox answers with nonsense, or with 403, for a PUT that has reached the store."""
 
     def landed(put: Put) -> BaseException:
@@ -570,9 +537,7 @@ def test_a_refusal_is_not_believed_before_the_marker_is_read(
 
 
 @pytest.mark.parametrize("lands", [False, True])
-def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(
-    store: MemoryStore, lands: bool
-) -> None:
+def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(store, lands):
     token = commits.begin(store, overwrite=False)
     index = upload(store)
 
@@ -595,9 +560,7 @@ def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(
 
 
 @pytest.mark.parametrize("kind", REFUSALS)
-def test_refusal_of_the_first_put_is_raised_at_once(
-    store: MemoryStore, kind: type[InputError]
-) -> None:
+def test_refusal_of_the_first_put_is_raised_at_once(store, kind):
     clock = TickingClock()
     token = commits.begin(store, overwrite=False)
     store.on_put = in_turn(MARKER_KEY, kind("no"), kind("no"))
@@ -609,9 +572,7 @@ def test_refusal_of_the_first_put_is_raised_at_once(
     assert MARKER_KEY not in store.objects
 
 
-def test_a_conflict_with_nobody_is_neither_final_nor_an_answer_that_may_come(
-    store: MemoryStore,
-) -> None:
+def test_a_conflict_with_nobody_is_neither_final_nor_an_answer_that_may_come(store):
     store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"))
     save(store)
     assert len(marker_puts(store)) == 2
@@ -621,9 +582,7 @@ def test_a_conflict_with_nobody_is_neither_final_nor_an_answer_that_may_come(
         finish(store, token)
 
 
-def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
-    store: MemoryStore,
-) -> None:
+def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(store):
     """Credentials that expire between two PUTs say nothing of the first one."""
     token, index = commits.begin(store, overwrite=False), upload(store)
     store.on_put = in_turn(MARKER_KEY, DELAYED, *[CredentialsError("expired")] * 1000)
@@ -635,9 +594,7 @@ def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(
 
 
 @pytest.mark.parametrize(("body", "why"), [(b"{}", "damaged"), (b'{"format":99}', "upgrade")])
-def test_unreadable_marker_after_a_lost_answer_is_unknown(
-    store: MemoryStore, body: bytes, why: str
-) -> None:
+def test_unreadable_marker_after_a_lost_answer_is_unknown(store, body, why):
     token = commits.begin(store, overwrite=False)
 
     def damaged(put: Put) -> Fate:
@@ -652,7 +609,7 @@ def test_unreadable_marker_after_a_lost_answer_is_unknown(
     assert store.body(MARKER_KEY) == body
 
 
-def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
+def test_unfenced_commit_sends_no_condition(store):
     def refuse_conditions(put: Put) -> BaseException | None:
         return UnsupportedError("501") if put.precondition is not None else None
 
@@ -664,7 +621,7 @@ def test_unfenced_commit_sends_no_condition(store: MemoryStore) -> None:
 # --- reading
 
 
-def test_opening_a_committed_checkpoint_never_lists(store: MemoryStore) -> None:
+def test_opening_a_committed_checkpoint_never_lists(store):
     done = save(store)
     store.requests.clear()
     open_committed(store)
@@ -675,9 +632,7 @@ def test_opening_a_committed_checkpoint_never_lists(store: MemoryStore) -> None:
 @pytest.mark.parametrize(
     "damage", [lambda body: body[:-1], lambda body: body + b"!", lambda body: b"A" + body[1:], None]
 )
-def test_damaged_or_missing_index_is_corrupt(
-    store: MemoryStore, damage: Callable[[bytes], bytes] | None
-) -> None:
+def test_damaged_or_missing_index_is_corrupt(store, damage):
     done = save(store)
     assert done.marker.index is not None
     key = done.marker.index.key
@@ -691,7 +646,7 @@ def test_damaged_or_missing_index_is_corrupt(
 
 
 @pytest.mark.parametrize("how", ["replaced", "deleted", "removed"])
-def test_index_that_went_with_its_commit_is_gone_not_corrupt(store: MemoryStore, how: str) -> None:
+def test_index_that_went_with_its_commit_is_gone_not_corrupt(store, how):
     done = save(store)
     assert done.marker.index is not None
     key = done.marker.index.key
@@ -715,7 +670,7 @@ def test_index_that_went_with_its_commit_is_gone_not_corrupt(store: MemoryStore,
     assert (caught.value.url, caught.value.object_key) == (store.url, key)
 
 
-def test_missing_object_is_explained_by_the_marker(store: MemoryStore) -> None:
+def test_missing_object_is_explained_by_the_marker(store):
     done = save(store)
 
     def explain() -> DcpObjstoreError:
@@ -737,7 +692,7 @@ def test_missing_object_is_explained_by_the_marker(store: MemoryStore) -> None:
     assert explain().object_key in (None, "__0_0.x.distcp")
 
 
-def test_damaged_marker_is_never_taken_for_absence(store: MemoryStore) -> None:
+def test_damaged_marker_is_never_taken_for_absence(store):
     save(store)
     body = store.body(MARKER_KEY)
     for damaged in (b"", body[:-1], body.replace(b'"committed"', b'"deleted"'), body * 200):
@@ -750,9 +705,7 @@ def test_damaged_marker_is_never_taken_for_absence(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("damage", [lambda body: body[:-1], lambda body: body * 200])
-def test_damaged_marker_is_replaced_when_that_is_asked_for(
-    store: MemoryStore, damage: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_marker_is_replaced_when_that_is_asked_for(store, damage):
     save(store)
     store.put(MARKER_KEY, damage(store.body(MARKER_KEY)))
     committed = save(store, overwrite=True)
@@ -760,7 +713,7 @@ def test_damaged_marker_is_replaced_when_that_is_asked_for(
     assert open_committed(store)[0].commit_id == committed.commit_id
 
 
-def test_of_two_who_replace_a_damaged_marker_one_loses(store: MemoryStore) -> None:
+def test_of_two_who_replace_a_damaged_marker_one_loses(store):
     store.put(MARKER_KEY, b"damaged")
     first, second = (commits.begin(store, overwrite=True) for _ in range(2))
     committed = finish(store, first)
@@ -769,9 +722,7 @@ def test_of_two_who_replace_a_damaged_marker_one_loses(store: MemoryStore) -> No
     assert open_committed(store)[0].commit_id == committed.commit_id
 
 
-def test_a_commit_of_an_earlier_claim_over_a_damaged_marker_is_not_passed_over(
-    store: MemoryStore,
-) -> None:
+def test_a_commit_of_an_earlier_claim_over_a_damaged_marker_is_not_passed_over(store):
     """A sweep may have come in between: what the damaged marker said is not known."""
     store.put(MARKER_KEY, b"damaged")
     first = commits.begin(store, overwrite=True, claim=1)
@@ -783,9 +734,7 @@ def test_a_commit_of_an_earlier_claim_over_a_damaged_marker_is_not_passed_over(
     assert open_committed(store)[0] == done.marker
 
 
-def test_a_damaged_marker_without_a_version_is_not_replaced(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_marker_without_a_version_is_not_replaced(store, monkeypatch):
     """What answers like that is no store, and no PUT could be conditioned on it."""
     store.put(MARKER_KEY, b"damaged")
     head = store.head
@@ -795,7 +744,7 @@ def test_a_damaged_marker_without_a_version_is_not_replaced(
     assert list(store.objects) == [MARKER_KEY]
 
 
-def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store: MemoryStore) -> None:
+def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store):
     save(store)
     body = store.body(MARKER_KEY)
     store.put(MARKER_KEY, b"damaged")
@@ -813,7 +762,7 @@ def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store: Me
     assert store.body(MARKER_KEY) == body
 
 
-def test_a_beacon_that_takes_long_leaves_the_time_to_finish_a_deletion(store: MemoryStore) -> None:
+def test_a_beacon_that_takes_long_leaves_the_time_to_finish_a_deletion(store):
     save(store)
     rewrite(store, state="deleting")
     clock, fates = TickingClock(), [LOST]
@@ -830,7 +779,7 @@ def test_a_beacon_that_takes_long_leaves_the_time_to_finish_a_deletion(store: Me
     assert token.marker.state == "deleted"
 
 
-def test_a_checkpoint_of_another_library_is_not_replaced_unasked(store: MemoryStore) -> None:
+def test_a_checkpoint_of_another_library_is_not_replaced_unasked(store):
     store.put(DOT_METADATA_KEY, b"stock")
     with pytest.raises(CheckpointExistsError, match="another library"):
         commits.begin(store, overwrite=False)
@@ -847,7 +796,7 @@ def stored_marker(store: MemoryStore) -> Stored[Marker]:
     return stored
 
 
-def test_a_rewrite_changes_what_is_asked_for_and_shows_that_it_came(store: MemoryStore) -> None:
+def test_a_rewrite_changes_what_is_asked_for_and_shows_that_it_came(store):
     save(store)
     for changes in ({}, {"pins": ("paper",)}, {"claim": 7}, {"state": "deleting"}):
         before, since = stored_marker(store), len(store.puts)
@@ -863,7 +812,7 @@ def test_a_rewrite_changes_what_is_asked_for_and_shows_that_it_came(store: Memor
         assert (put.precondition, put.retry) == (IfVersion(before.version), False)
 
 
-def test_a_rewrite_that_came_too_late_changes_nothing(store: MemoryStore) -> None:
+def test_a_rewrite_that_came_too_late_changes_nothing(store):
     save(store)
     before = stored_marker(store)
     rewrite(store)
@@ -873,7 +822,7 @@ def test_a_rewrite_that_came_too_late_changes_nothing(store: MemoryStore) -> Non
     assert store.body(MARKER_KEY) == after
 
 
-def test_a_rewrite_without_answers_says_what_may_still_come(store: MemoryStore) -> None:
+def test_a_rewrite_without_answers_says_what_may_still_come(store):
     save(store)
     store.on_put = lambda _: LOST
     with pytest.raises(CommitUnknownError, match="whether the change took effect"):
@@ -881,7 +830,7 @@ def test_a_rewrite_without_answers_says_what_may_still_come(store: MemoryStore) 
 
 
 @pytest.mark.parametrize("fate", [None, LOST, UNANSWERED])
-def test_a_tombstone_is_a_marker_of_nothing(store: MemoryStore, fate: Fate | None) -> None:
+def test_a_tombstone_is_a_marker_of_nothing(store, fate):
     store.on_put = in_turn(MARKER_KEY, fate)
     began_at = datetime.now(UTC)
     marker = commits.put_tombstone(store, TickingClock().tries())
@@ -900,13 +849,13 @@ def test_a_tombstone_is_a_marker_of_nothing(store: MemoryStore, fate: Fate | Non
     assert {(put.precondition, put.retry) for put in store.puts} == {(IfAbsent(), False)}
 
 
-def test_a_tombstone_is_not_put_where_a_marker_is(store: MemoryStore) -> None:
+def test_a_tombstone_is_not_put_where_a_marker_is(store):
     done = save(store)
     assert commits.put_tombstone(store, TickingClock().tries()) is None
     assert stored_marker(store).record == done.marker
 
 
-def test_a_deletion_is_finished_once_and_only_that_of_its_commit(store: MemoryStore) -> None:
+def test_a_deletion_is_finished_once_and_only_that_of_its_commit(store):
     def finish_it() -> tuple[bool, list[tuple[str, str]]]:
         before = len(store.requests)
         replaced = commits.finish_deleting(store, done.commit_id, TickingClock().tries())

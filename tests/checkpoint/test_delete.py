@@ -32,7 +32,6 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import ObjectStore
 from tests.support.memory_store import (
-    MemoryStore,
     Put,
     TickingClock,
     in_turn,
@@ -45,7 +44,7 @@ def go(store: ObjectStore, grace_seconds: float = math.inf, **settings: bool):
     return delete(store, clock=TickingClock(), grace_seconds=grace_seconds, **settings)
 
 
-def test_deleted_checkpoint_is_gone_for_readers_and_its_objects_stay(real: ObjectStore) -> None:
+def test_deleted_checkpoint_is_gone_for_readers_and_its_objects_stay(real):
     done = save(real)
     data = named(real)
     report = go(real)
@@ -61,7 +60,7 @@ def test_deleted_checkpoint_is_gone_for_readers_and_its_objects_stay(real: Objec
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_delete_now_removes_exactly_what_the_commit_named(real: ObjectStore) -> None:
+def test_delete_now_removes_exactly_what_the_commit_named(real):
     torn = tear(real)
     save(real)
     others = {"notes.txt", "step-2/_COMMIT", "__0_0.distcp"}
@@ -74,7 +73,7 @@ def test_delete_now_removes_exactly_what_the_commit_named(real: ObjectStore) -> 
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_deleted_checkpoint_can_be_saved_again(real: ObjectStore) -> None:
+def test_deleted_checkpoint_can_be_saved_again(real):
     first = save(real)
     go(real, grace_seconds=0)
     second = save(real)
@@ -83,7 +82,7 @@ def test_deleted_checkpoint_can_be_saved_again(real: ObjectStore) -> None:
     assert open_committed(real)[0].commit_id == second.commit_id
 
 
-def test_what_is_not_there_is_not_deleted(store: MemoryStore) -> None:
+def test_what_is_not_there_is_not_deleted(store):
     with pytest.raises(CheckpointNotFoundError, match="nothing here"):
         go(store)
     save(store)
@@ -98,7 +97,7 @@ def test_what_is_not_there_is_not_deleted(store: MemoryStore) -> None:
     assert set(store.objects) == {MARKER_KEY}
 
 
-def test_another_librarys_checkpoint_is_not_deleted(store: MemoryStore) -> None:
+def test_another_librarys_checkpoint_is_not_deleted(store):
     for key in (".metadata", "__0_0.distcp"):
         store.put(key, b"stock")
     with pytest.raises(CheckpointNotFoundError):
@@ -106,7 +105,7 @@ def test_another_librarys_checkpoint_is_not_deleted(store: MemoryStore) -> None:
     assert set(store.objects) == {".metadata", "__0_0.distcp"}
 
 
-def test_pinned_checkpoint_is_not_deleted_until_it_is_unpinned(real: ObjectStore) -> None:
+def test_pinned_checkpoint_is_not_deleted_until_it_is_unpinned(real):
     save(real)
     assert pin(real, "paper") == ("paper",)
     assert pin(real, "release 1") == ("paper", "release 1")
@@ -121,7 +120,7 @@ def test_pinned_checkpoint_is_not_deleted_until_it_is_unpinned(real: ObjectStore
     assert state(real) == "deleted"
 
 
-def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) -> None:
+def test_a_pin_that_comes_between_reading_and_deleting_wins(store):
     save(store)
     store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper", clock=TickingClock()))
     with pytest.raises(CheckpointPinnedError, match="paper"):
@@ -131,16 +130,14 @@ def test_a_pin_that_comes_between_reading_and_deleting_wins(store: MemoryStore) 
     named(store)
 
 
-def test_a_marker_that_is_removed_by_hand_meanwhile_is_no_deletion(store: MemoryStore) -> None:
+def test_a_marker_that_is_removed_by_hand_meanwhile_is_no_deletion(store):
     save(store)
     store.on_put = in_turn(MARKER_KEY, lambda _: store.delete(MARKER_KEY))
     with pytest.raises(LostRaceError):
         go(store)
 
 
-def test_a_deletion_pauses_before_it_tries_again_and_goes_on_where_one_has_begun(
-    store: MemoryStore,
-) -> None:
+def test_a_deletion_pauses_before_it_tries_again_and_goes_on_where_one_has_begun(store):
     save(store)
     clock = TickingClock()
     store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "paper") and unpin(store, "paper"))
@@ -159,9 +156,7 @@ def interrupt(key: str) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_deletion_that_another_deleter_has_ended_meanwhile_changes_nothing_more(
-    store: MemoryStore,
-) -> None:
+def test_a_deletion_that_another_deleter_has_ended_meanwhile_changes_nothing_more(store):
     save(store)
     bodies: list[bytes] = []
 
@@ -176,7 +171,7 @@ def test_a_deletion_that_another_deleter_has_ended_meanwhile_changes_nothing_mor
     assert store.body(MARKER_KEY) == bodies[0]  # so a save that begins on it is not defeated
 
 
-def test_a_deletion_that_others_keep_changing_ends_at_the_deadline(store: MemoryStore) -> None:
+def test_a_deletion_that_others_keep_changing_ends_at_the_deadline(store):
     save(store)
 
     clock = TickingClock()
@@ -195,7 +190,7 @@ def test_a_deletion_that_others_keep_changing_ends_at_the_deadline(store: Memory
     assert state(store) == "deleting"
 
 
-def test_while_it_is_being_deleted_it_is_neither_read_nor_saved(store: MemoryStore) -> None:
+def test_while_it_is_being_deleted_it_is_neither_read_nor_saved(store):
     save(store)
     store.on_delete = lambda _key: (_ for _ in ()).throw(StoreUnavailableError("died"))
     with pytest.raises(StoreUnavailableError):
@@ -209,7 +204,7 @@ def test_while_it_is_being_deleted_it_is_neither_read_nor_saved(store: MemorySto
         pin(store, "too late", clock=TickingClock())
 
 
-def test_damaged_index_does_not_keep_it_from_being_deleted(store: MemoryStore) -> None:
+def test_damaged_index_does_not_keep_it_from_being_deleted(store):
     done = save(store)
     assert done.marker.index is not None
     data = named(store)
@@ -220,9 +215,7 @@ def test_damaged_index_does_not_keep_it_from_being_deleted(store: MemoryStore) -
     assert set(store.objects) == {MARKER_KEY, *data}
 
 
-def test_an_index_of_a_newer_format_does_not_keep_it_from_being_deleted(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_of_a_newer_format_does_not_keep_it_from_being_deleted(store, monkeypatch):
     save(store)
 
     def newer(_: bytes) -> None:
@@ -234,7 +227,7 @@ def test_an_index_of_a_newer_format_does_not_keep_it_from_being_deleted(
     assert state(store) == "deleted"
 
 
-def test_keys_that_are_not_of_our_form_are_never_removed(store: MemoryStore) -> None:
+def test_keys_that_are_not_of_our_form_are_never_removed(store):
     """Also where an index, which anybody with the right to write could make, names them."""
     index = upload(store)
     others = (MARKER_KEY, "step-2/_COMMIT", "notes.txt", f"x/{data_key(0, 0, new_nonce())}")
@@ -255,7 +248,7 @@ def test_keys_that_are_not_of_our_form_are_never_removed(store: MemoryStore) -> 
     assert set(store.objects) == set(others)
 
 
-def test_dry_run_changes_nothing_and_says_what_would_go(store: MemoryStore) -> None:
+def test_dry_run_changes_nothing_and_says_what_would_go(store):
     save(store)
     before = dict(store.objects)
     report = go(store, grace_seconds=0, dry_run=True)
@@ -264,7 +257,7 @@ def test_dry_run_changes_nothing_and_says_what_would_go(store: MemoryStore) -> N
     assert store.objects == before
 
 
-def test_damaged_marker_is_left_as_it_is(store: MemoryStore) -> None:
+def test_damaged_marker_is_left_as_it_is(store):
     save(store)
     store.put(MARKER_KEY, b"{}")
     before: dict[str, object] = dict(store.objects)
@@ -273,7 +266,7 @@ def test_damaged_marker_is_left_as_it_is(store: MemoryStore) -> None:
     assert store.objects == before
 
 
-def test_errors_of_the_store_pass_through(store: MemoryStore) -> None:
+def test_errors_of_the_store_pass_through(store):
     save(store)
     errors: list[Callable[[], DcpObjstoreError]] = [lambda: StoreUnavailableError("503")]
     for error in errors:

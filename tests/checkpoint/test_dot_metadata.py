@@ -88,7 +88,7 @@ def metadata() -> Metadata:
     )
 
 
-def test_pickle_load_and_our_decoder_give_back_what_stock_torch_would_have_written() -> None:
+def test_pickle_load_and_our_decoder_give_back_what_stock_torch_would_have_written():
     body = encode_metadata(index())
     for read in (pickle.loads(body), decode_metadata(body)):
         assert read == metadata()
@@ -101,7 +101,7 @@ def test_pickle_load_and_our_decoder_give_back_what_stock_torch_would_have_writt
 
 
 @pytest.mark.parametrize("count", cases([200, 256, 300, 70_000], default=[200, 256, 300]))
-def test_every_item_is_found_in_its_object_however_many_there_are(count: int) -> None:
+def test_every_item_is_found_in_its_object_however_many_there_are(count):
     keys = [f"__{number}_0.a1.distcp" for number in range(count)]
     chunks = tuple(
         indexes.Chunk((number,), (1,), indexes.Item(number, number, 100, number + 9, 2, b"d" * 16))
@@ -117,13 +117,13 @@ def test_every_item_is_found_in_its_object_however_many_there_are(count: int) ->
     assert [place.index for place in read.storage_data] == list(range(count))
 
 
-def test_it_is_read_back_as_stock_torch_pickles_it() -> None:
+def test_it_is_read_back_as_stock_torch_pickles_it():
     read = pickle.loads(encode_metadata(index()))
     assert pickle.loads(pickle.dumps(read)) == metadata()
 
 
 @pytest.mark.parametrize("module", ["_pickle", "pickle"])
-def test_it_leaves_one_value_and_nothing_else_on_the_stack(module: str) -> None:
+def test_it_leaves_one_value_and_nothing_else_on_the_stack(module):
     body = encode_metadata(index())
     pickletools.dis(body, out=io.StringIO())  # raises if anything is left
     load = pickle._loads if module == "pickle" else pickle.loads  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def test_it_leaves_one_value_and_nothing_else_on_the_stack(module: str) -> None:
         ({"dtype": "float16"}, {"dtype": torch.float16}),
     ],
 )
-def test_every_property_survives(changes: dict[str, Any], properties: dict[str, Any]) -> None:
+def test_every_property_survives(changes, properties):
     alike = tensor(chunks=(chunk(0, 2000, 0), chunk(1, 0, 1)))  # but for the property
     body = encode_metadata(index(tensors={"n": alike, "w": tensor(**changes)}))
     plain = {"dtype": torch.bfloat16, "requires_grad": True}
@@ -149,19 +149,19 @@ def test_every_property_survives(changes: dict[str, Any], properties: dict[str, 
         assert read.state_dict_metadata["w"].properties == TensorProperties(**plain | properties)
 
 
-def test_the_layouts_are_those_of_torch() -> None:
+def test_the_layouts_are_those_of_torch():
     layouts = {str(value) for value in vars(torch).values() if isinstance(value, torch.layout)}
     assert layouts <= {f"torch.{name}" for name in dot_metadata._LAYOUTS}
 
 
-def test_an_empty_checkpoint_is_written() -> None:
+def test_an_empty_checkpoint_is_written():
     empty = ix.decode(indexes.encode(indexes.Index()))
     wanted = Metadata({}, None, {}, StorageMeta(), "1.0.0")
     assert pickle.loads(encode_metadata(empty)) == wanted
     assert decode_metadata(encode_metadata(empty)) == wanted
 
 
-def test_only_globals_of_torch_are_named_and_the_protocol_is_one_that_old_python_reads() -> None:
+def test_only_globals_of_torch_are_named_and_the_protocol_is_one_that_old_python_reads():
     named = set()
     for opcode, argument, _ in pickletools.genops(encode_metadata(index())):
         assert opcode.proto <= 4
@@ -179,7 +179,7 @@ def test_only_globals_of_torch_are_named_and_the_protocol_is_one_that_old_python
     }  # fmt: skip
 
 
-def test_a_tensor_that_stock_torch_cannot_name_is_refused() -> None:
+def test_a_tensor_that_stock_torch_cannot_name_is_refused():
     with pytest.raises(UnsupportedError, match="float3"):
         encode_metadata(index(tensors={"w": tensor(dtype="float3"), "n": scalar()}))
     for changes in ({"layout": "load"}, {"memory_format": "float32"}):
@@ -187,7 +187,7 @@ def test_a_tensor_that_stock_torch_cannot_name_is_refused() -> None:
             encode_metadata(index(tensors={"w": tensor(**changes), "n": scalar()}))
 
 
-def test_a_metadata_that_stock_torch_has_pickled_itself_describes_the_same_index() -> None:
+def test_a_metadata_that_stock_torch_has_pickled_itself_describes_the_same_index():
     body = indexes.encode(indexes.Index())
     assert StockDotMetadata().describes(StockDotMetadata().derive(body), body)
     body = ix.encode(index())

@@ -134,9 +134,7 @@ MOMENTS: dict[str, Meant] = {
     ("moment", "there"),
     cases(product(MOMENTS, (False, True)), default=[("begun", False), ("at-its-commit", True)]),
 )
-def test_a_zombie_cannot_commit_over_its_successor(
-    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
-) -> None:
+def test_a_zombie_cannot_commit_over_its_successor(bucket, proxy, crew, moment, there):
     url, options = bucket.at("step-1"), bucket.storage_options
     wake = zombie_at(crew, proxy, url, options, MOMENTS[moment], there)
     run_ranks(3, save, "successor", url, options, there)
@@ -150,8 +148,8 @@ def test_a_zombie_cannot_commit_over_its_successor(
 
 @pytest.mark.parametrize("name", ["_COMMIT", ".metadata"])
 def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_alone(
-    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, name: str
-) -> None:
+    bucket, proxy, crew, name
+):
     """Its answer is lost, or its `.metadata` is late; it has committed, and is told so."""
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(asks("PUT", name), "answer" if name == "_COMMIT" else "request")
@@ -175,8 +173,8 @@ def test_a_job_that_is_superseded_right_after_its_commit_leaves_the_successor_al
     ),
 )
 def test_a_writer_that_wakes_up_after_a_sweep_cannot_commit_onto_swept_data(
-    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
-) -> None:
+    bucket, proxy, crew, moment, there
+):
     url, options = bucket.at("run/step-1"), bucket.storage_options
     wake = zombie_at(crew, proxy, url, options, MOMENTS[moment], there)
     # The index, which is sent at the same time as the listing, may come when a sweep has begun.
@@ -212,8 +210,8 @@ SWEEPER_MOMENTS: dict[str, tuple[Meant, str]] = {
     ),
 )
 def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
-    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, there: bool
-) -> None:
+    bucket, proxy, crew, moment, there
+):
     url, options = bucket.at("run/step-1"), bucket.storage_options
     store = StoreSpec(url, options).open()
     if there:
@@ -240,8 +238,8 @@ def test_a_sweeper_that_wakes_up_after_a_new_save_removes_nothing_of_it(
     ),
 )
 def test_a_deleter_that_wakes_up_after_a_new_save_does_it_no_damage(
-    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, moment: str, now: bool
-) -> None:
+    bucket, proxy, crew, moment, now
+):
     """It stands still before the marker says so; before it removes `.metadata`; before the end."""
     url, options = bucket.at("run/step-1"), bucket.storage_options
     save_edition_here("first", url, options)

@@ -268,7 +268,7 @@ def test_a_key_that_is_listed_twice_is_corrupt():
 
 
 @pytest.mark.parametrize("keys", [["w", "step"], ["step", "step"]])
-def test_a_value_under_a_key_that_is_taken_is_corrupt(keys: list[str]) -> None:
+def test_a_value_under_a_key_that_is_taken_is_corrupt(keys):
     values = {
         name: item(offset=at, payload_offset=at + 64) for name, at in (("a", 200), ("b", 400))
     }
@@ -351,7 +351,7 @@ def test_numbers_of_every_width_survive(number):
     assert decoded.boxes("w")[1].tolist() == [[number]]
 
 
-def test_the_elements_of_every_dtype_that_can_be_saved_have_their_size_in_torch() -> None:
+def test_the_elements_of_every_dtype_that_can_be_saved_have_their_size_in_torch():
     others = ("quint8", "qint8", "qint32", "float8_e8m0fnu", "float4_e2m1fn_x2")
     names = {str(dtype).removeprefix("torch.") for dtype in ALL_DTYPES}.union(others)
     assert names == ix.ITEM_SIZE_BYTES.keys()
@@ -416,7 +416,7 @@ def spread() -> ix.Index:
     return ix.decode(indexes.encode(indexes.Index(tuple(entries), tensors)))
 
 
-def test_each_tensor_has_its_rows_its_boxes_and_its_digests() -> None:
+def test_each_tensor_has_its_rows_its_boxes_and_its_digests():
     found = spread()
     assert {key: list(found.rows(key)) for key in found.keys} == {
         "row": [0, 1],
@@ -455,7 +455,7 @@ def test_each_tensor_has_its_rows_its_boxes_and_its_digests() -> None:
     assert found.find("none", (0, 0)) is None
 
 
-def test_chunks_are_grouped_by_their_number_of_dimensions() -> None:
+def test_chunks_are_grouped_by_their_number_of_dimensions():
     groups = {
         len(group.tensors[0].shape): (
             [tensor.key for tensor in group.tensors],
@@ -523,7 +523,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("right", LIMITS.values(), ids=LIMITS.keys())
-def test_an_index_may_go_up_to_its_limits(right: indexes.Index) -> None:
+def test_an_index_may_go_up_to_its_limits(right):
     decoded = ix.decode(indexes.encode(right))
     assert ix.encode(decoded) == indexes.encode(right)
 
@@ -540,7 +540,7 @@ NO_INDEX = {
 
 
 @pytest.mark.parametrize("plain", NO_INDEX.values(), ids=NO_INDEX.keys())
-def test_what_is_no_newer_index_is_corrupt(plain: object) -> None:
+def test_what_is_no_newer_index_is_corrupt(plain):
     with pytest.raises(CheckpointCorruptError):
         ix.decode(msgspec.msgpack.encode(plain))
 
@@ -555,12 +555,12 @@ def test_what_is_no_newer_index_is_corrupt(plain: object) -> None:
     ],
     ids=["nested", "nested, as if newer", "a key that is no text", "a key that is a list"],
 )
-def test_what_the_decoder_cannot_take_is_corrupt(body: bytes) -> None:
+def test_what_the_decoder_cannot_take_is_corrupt(body):
     with pytest.raises(CheckpointCorruptError, match="cannot be read"):
         ix.decode(body)
 
 
-def test_a_key_of_the_mapping_that_is_no_text_is_corrupt() -> None:
+def test_a_key_of_the_mapping_that_is_no_text_is_corrupt():
     body = indexes.encode(index(flatten_mapping={"marked-key": ("w",)}))
     assert body.count(b"marked-key") == 1
     with pytest.raises(CheckpointCorruptError, match="cannot be read"):

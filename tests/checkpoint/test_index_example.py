@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,7 +49,7 @@ def table(index: Index) -> str:
     return "\n".join(lines)
 
 
-def test_the_worked_example_of_the_page_is_what_is_written(tmp_path: Path) -> None:
+def test_the_worked_example_of_the_page_is_what_is_written(tmp_path):
     url = f"file://{tmp_path}/step"
     run_ranks(2, save, url)
     _, body = open_committed(StoreSpec(url).open())

@@ -13,10 +13,10 @@ COUNT = {"tensors": 1, "elements": 6}
     "other",
     [3, [1, 6], {"tensors": 1}, {**COUNT, "more": 1}, {"tensors": "1", "elements": 6}, {}],
 )
-def test_counts_of_a_save_are_told_from_values_of_the_user(other: object) -> None:
+def test_counts_of_a_save_are_told_from_values_of_the_user(other):
     assert left_out_of({"left_out": {"model": COUNT, "mine": other}}) == {"model": COUNT}
     assert left_out_of({"left_out": other}) == {}
 
 
-def test_a_save_that_left_nothing_out_says_nothing() -> None:
+def test_a_save_that_left_nothing_out_says_nothing():
     assert left_out_of({"step": 1}) == {}

@@ -69,34 +69,34 @@ GOOD = encode_marker(follow(follow(None), note="ö", nested={"a": [1, 2.5]}))
 # --- encoding
 
 
-def test_marker_comes_back_equal() -> None:
+def test_marker_comes_back_equal():
     marker = follow(follow(None), note="ö", nested={"b": [1, 2.5, None, True], "a": {}})
     for state in ("committed", "deleting", "deleted"):
         changed = msgspec.structs.replace(marker, state=state, pins=("release",))
         assert decode_marker(encode_marker(changed)) == changed
 
 
-def test_marker_is_one_flat_json_object_with_its_digest() -> None:
+def test_marker_is_one_flat_json_object_with_its_digest():
     fields = json.loads(encode_marker(follow(None)))
     assert fields["state"] == "committed"
     assert set(fields) == {*Marker.__struct_fields__, "digest"}
 
 
-def test_tombstone_that_never_was_a_commit_needs_no_index() -> None:
+def test_tombstone_that_never_was_a_commit_needs_no_index():
     marker = msgspec.structs.replace(follow(None), state="deleted", index=None)
     assert decode_marker(encode_marker(marker)) == marker
     with pytest.raises(CheckpointCorruptError, match="index"):
         decode_marker(encode_marker(msgspec.structs.replace(marker, state="committed")))
 
 
-def test_unknown_field_of_the_same_format_is_ignored_but_covered_by_the_digest() -> None:
+def test_unknown_field_of_the_same_format_is_ignored_but_covered_by_the_digest():
     body = signed(later="something")
     assert decode_marker(body).is_committed
     with pytest.raises(CheckpointCorruptError, match="digest"):
         decode_marker(body.replace(b"something", b"somethang"))
 
 
-def test_newer_format_is_unsupported_not_corrupt() -> None:
+def test_newer_format_is_unsupported_not_corrupt():
     with pytest.raises(UnsupportedError, match=r"the marker has format 3, .* up to 2; upgrade"):
         decode_marker(signed(format=3))
     with pytest.raises(UnsupportedError, match="upgrade"):
@@ -127,12 +127,12 @@ def test_newer_format_is_unsupported_not_corrupt() -> None:
     ],
     ids=lambda changes: re.sub("[0-9a-f]{32}", "id", str(changes)),
 )
-def test_impossible_field_is_corrupt_even_with_a_right_digest(changes: dict[str, Any]) -> None:
+def test_impossible_field_is_corrupt_even_with_a_right_digest(changes):
     with pytest.raises(CheckpointCorruptError):
         decode_marker(signed(**changes))
 
 
-def test_a_marker_of_64_kib_is_written_and_read_and_a_byte_more_is_not() -> None:
+def test_a_marker_of_64_kib_is_written_and_read_and_a_byte_more_is_not():
     room = 64 * 1024 - len(encode_marker(follow(None, text="")))
     marker = follow(None, text="x" * room)
     assert decode_marker(encode_marker(marker)) == marker
@@ -144,7 +144,7 @@ def test_a_marker_of_64_kib_is_written_and_read_and_a_byte_more_is_not() -> None
         decode_marker(signed(later="x" * (room + 1)))
 
 
-def test_an_index_of_2_gib_is_named_and_a_byte_more_is_not() -> None:
+def test_an_index_of_2_gib_is_named_and_a_byte_more_is_not():
     index = {"key": INDEX.key, "size_bytes": 2**31, "sha256": INDEX.sha256}
     assert decode_marker(signed(index=index)).index == IndexRef(**index)
     with pytest.raises(CheckpointCorruptError, match=r"<= 2147483648.*size_bytes"):
@@ -165,7 +165,7 @@ def test_an_index_of_2_gib_is_named_and_a_byte_more_is_not() -> None:
         ("put_on", "", "0" * 31),
     ],
 )
-def test_a_field_has_its_limit(field: str, most: object, more: object) -> None:
+def test_a_field_has_its_limit(field, most, more):
     read = getattr(decode_marker(signed(**{field: most})), field)
     assert read == (tuple(most) if isinstance(most, list) else most)
     with pytest.raises(CheckpointCorruptError, match=rf"the marker is damaged: .*{field}"):
@@ -187,12 +187,12 @@ def test_a_field_has_its_limit(field: str, most: object, more: object) -> None:
         (with_checksum(b'{"format":1,"x":%s}' % (b"[" * 20_000 + b"]" * 20_000)), "recursion"),
     ],
 )
-def test_what_is_wrong_with_a_marker_is_told(body: bytes, why: str) -> None:
+def test_what_is_wrong_with_a_marker_is_told(body, why):
     with pytest.raises(CheckpointCorruptError, match=rf"^the marker is damaged: .*({why})"):
         decode_marker(body)
 
 
-def test_a_marker_that_is_not_told_more_is_the_least_that_can_be() -> None:
+def test_a_marker_that_is_not_told_more_is_the_least_that_can_be():
     marker = Marker(
         state="deleted",
         commit_id="1" * 32,
@@ -212,14 +212,14 @@ def test_a_marker_that_is_not_told_more_is_the_least_that_can_be() -> None:
     assert encode_marker(marker) == body[:-1] + b',"digest":"%s"}' % digest
 
 
-def test_a_pin_that_is_not_unicode_is_refused() -> None:
+def test_a_pin_that_is_not_unicode_is_refused():
     with pytest.raises(ConfigError, match=r"cannot be written as JSON: .*surrogates"):
         encode_marker(msgspec.structs.replace(follow(None), pins=("\ud800",)))
 
 
 @untimed
 @given(at=st.integers(0, len(GOOD) - 1), byte=st.integers(0, 255))
-def test_any_changed_byte_is_seen(at: int, byte: int) -> None:
+def test_any_changed_byte_is_seen(at, byte):
     body = GOOD[:at] + bytes([byte]) + GOOD[at + 1 :]
     if body == GOOD:
         return
@@ -230,7 +230,7 @@ def test_any_changed_byte_is_seen(at: int, byte: int) -> None:
 # --- evolution
 
 
-def test_new_commit_counts_up_and_logs_what_it_replaces() -> None:
+def test_new_commit_counts_up_and_logs_what_it_replaces():
     markers = [follow(None)]
     assert (markers[0].generation, markers[0].log) == (1, ())
     for _ in range(40):
@@ -242,7 +242,7 @@ def test_new_commit_counts_up_and_logs_what_it_replaces() -> None:
     assert len({marker.write_id for marker in markers}) == len(markers)
 
 
-def test_new_commit_on_a_tombstone_is_committed_and_unpinned() -> None:
+def test_new_commit_on_a_tombstone_is_committed_and_unpinned():
     old = msgspec.structs.replace(follow(None), state="deleted", pins=("kept",))
     new = follow(old)
     assert new.is_committed
@@ -250,7 +250,7 @@ def test_new_commit_on_a_tombstone_is_committed_and_unpinned() -> None:
     assert new.log == (old.commit_id,)
 
 
-def test_a_new_commit_names_its_claim_and_what_it_was_put_on() -> None:
+def test_a_new_commit_names_its_claim_and_what_it_was_put_on():
     fields = {"commit_id": "1" * 32, "index": INDEX, "counts": Counts(), "world_size": 1}
     created_at = datetime(2026, 1, 2, tzinfo=UTC)
     first = next_marker(None, claim=0, created_at=created_at, **fields)
@@ -260,7 +260,7 @@ def test_a_new_commit_names_its_claim_and_what_it_was_put_on() -> None:
     assert decode_marker(encode_marker(second)) == second
 
 
-def test_counts_are_those_of_the_index() -> None:
+def test_counts_are_those_of_the_index():
     keys = [names.data_key(rank, 0, "0" * 24) for rank in range(3)]
     empty = indexes.Tensor((0,), "int8", "strided", False, "contiguous_format", False, ())
     index = indexes.Index(
@@ -280,7 +280,7 @@ def test_counts_are_those_of_the_index() -> None:
     assert Counts.of(nothing) == Counts()
 
 
-def test_equal_commits_never_have_equal_bodies() -> None:
+def test_equal_commits_never_have_equal_bodies():
     one, two = (follow(None, "0" * 32) for _ in range(2))
     assert encode_marker(one) != encode_marker(two)
 
@@ -304,7 +304,7 @@ def test_equal_commits_never_have_equal_bodies() -> None:
     ],
     ids=repr,
 )
-def test_user_metadata_that_json_cannot_hold_is_refused_by_name(value: object, why: str) -> None:
+def test_user_metadata_that_json_cannot_hold_is_refused_by_name(value, why):
     with pytest.raises(ConfigError, match="^" + re.escape(f"user_metadata{why}")):
         check_user_metadata({"v": value})
 
@@ -321,7 +321,7 @@ class Real(float):
     __slots__ = ()
 
 
-def test_user_metadata_becomes_plain_values() -> None:
+def test_user_metadata_becomes_plain_values():
     mapping = types.MappingProxyType
     fancy = mapping({Text("a"): (Number.ONE, Real(2.5), Text("x"), True, None), "b": mapping({})})
     plain = check_user_metadata(fancy)
@@ -333,7 +333,7 @@ def test_user_metadata_becomes_plain_values() -> None:
     assert check_user_metadata(integers) == integers
 
 
-def test_user_metadata_is_bounded() -> None:
+def test_user_metadata_is_bounded():
     deep: object = 1
     for number in range(31):
         deep = {"in": deep} if number % 2 else [deep]
@@ -370,7 +370,7 @@ def test_user_metadata_is_bounded() -> None:
         max_size=3,
     )
 )
-def test_user_metadata_comes_back_equal(values: dict[str, Any]) -> None:
+def test_user_metadata_comes_back_equal(values):
     marker = follow(None, values=check_user_metadata(values))
     assert decode_marker(encode_marker(marker)).user_metadata["values"] == values
     assert check_user_metadata(None) == {}
@@ -379,7 +379,7 @@ def test_user_metadata_comes_back_equal(values: dict[str, Any]) -> None:
 # --- names
 
 
-def test_names_are_parsed_back() -> None:
+def test_names_are_parsed_back():
     nonce = names.new_nonce()
     key = names.data_key(3, 12, nonce)
     assert key == f"__3_12.{nonce}.distcp"
@@ -390,13 +390,13 @@ def test_names_are_parsed_back() -> None:
         assert names.parse_index_key(other) is None
 
 
-def test_nonces_do_not_repeat_and_have_96_bits() -> None:
+def test_nonces_do_not_repeat_and_have_96_bits():
     nonces = {names.new_nonce() for _ in range(1000)}
     assert len(nonces) == 1000
     assert {len(nonce) * 4 for nonce in nonces} == {96}
 
 
-def test_a_sweep_aborts_uploads_to_the_keys_that_are_written_here_and_to_no_others() -> None:
+def test_a_sweep_aborts_uploads_to_the_keys_that_are_written_here_and_to_no_others():
     nonce = names.new_nonce()
     written = [
         *("_COMMIT", ".metadata", "_CLAIM", names.data_key(0, 0, nonce), names.index_key(nonce)),
@@ -406,13 +406,13 @@ def test_a_sweep_aborts_uploads_to_the_keys_that_are_written_here_and_to_no_othe
     assert [key for key in (*written, *others) if names.is_upload_key(key)] == written
 
 
-def test_the_numbers_in_names_are_ordered_as_numbers() -> None:
+def test_the_numbers_in_names_are_ordered_as_numbers():
     """Digits come before all else; other scripts' digits are letters here."""
     order = ["", "1", "2a", "10", "10-1", "a", "a1", "a1-9", "a1-10", "a2", "a10", "a10b", "b", "٣"]
     assert all(a < b for a, b in pairwise(map(names.natural_order, order)))
 
 
-def test_impossible_names_are_refused() -> None:
+def test_impossible_names_are_refused():
     for make in (
         lambda: names.data_key(-1, 0, names.new_nonce()),
         lambda: names.data_key(0, 0, "../x"),
@@ -427,17 +427,17 @@ BAD_KEYS += ["x" * 1025, "ö" * 513, "\ud800"]
 
 
 @pytest.mark.parametrize("key", BAD_KEYS, ids=ascii)
-def test_key_that_leaves_the_checkpoint_is_corrupt(key: str) -> None:
+def test_key_that_leaves_the_checkpoint_is_corrupt(key):
     with pytest.raises(CheckpointCorruptError):
         names.check_object_key(key)
 
 
 @pytest.mark.parametrize("key", ["a", "a/b", "..a", "a..", ".metadata", "ö", "__0_0.distcp"])
-def test_clean_key_passes(key: str) -> None:
+def test_clean_key_passes(key):
     assert names.check_object_key(key) == key
 
 
-def test_the_key_of_an_object_is_as_long_as_a_store_takes_it_and_no_longer() -> None:
+def test_the_key_of_an_object_is_as_long_as_a_store_takes_it_and_no_longer():
     assert names.check_object_key("ä" * 512) == "ä" * 512
     with pytest.raises(CheckpointCorruptError, match="1024 bytes"):
         names.check_object_key("ä" * 512 + "a")

@@ -17,7 +17,6 @@ from dcp_objstore.errors import (
     ConfigError,
     RetryableError,
 )
-from dcp_objstore.stores import ObjectStore
 from tests.support.memory_store import MemoryStore, Put, TickingClock, in_turn
 from tests.support.upkeep import DESCRIBED, AgedStore, save, state, tear
 
@@ -29,7 +28,7 @@ def pins_of(store: MemoryStore) -> tuple[str, ...]:
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(real: ObjectStore) -> None:
+def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(real):
     store = real
     done = save(store)
     assert pin(store, "paper") == pin(store, "paper") == ("paper",)
@@ -47,7 +46,7 @@ def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(real: ObjectStor
     assert state(store) == "deleted"
 
 
-def test_pin_that_is_there_already_sends_no_put(store: MemoryStore) -> None:
+def test_pin_that_is_there_already_sends_no_put(store):
     save(store)
     pin(store, "paper")
     before = len(store.puts)
@@ -56,7 +55,7 @@ def test_pin_that_is_there_already_sends_no_put(store: MemoryStore) -> None:
     assert len(store.puts) == before
 
 
-def test_a_sweep_keeps_pins(store: MemoryStore) -> None:
+def test_a_sweep_keeps_pins(store):
     aged = AgedStore(store)
     save(store)
     tear(store)
@@ -66,14 +65,14 @@ def test_a_sweep_keeps_pins(store: MemoryStore) -> None:
     assert pins_of(store) == ("paper",)
 
 
-def test_two_pins_at_once_are_both_set(store: MemoryStore) -> None:
+def test_two_pins_at_once_are_both_set(store):
     save(store)
     store.on_put = in_turn(MARKER_KEY, lambda _: pin(store, "other", clock=TickingClock()))
     pin(store, "mine", clock=TickingClock())
     assert set(pins_of(store)) == {"mine", "other"}
 
 
-def test_there_must_be_a_checkpoint_to_pin(store: MemoryStore) -> None:
+def test_there_must_be_a_checkpoint_to_pin(store):
     with pytest.raises(CheckpointNotFoundError):
         pin(store, "paper")
     save(store)
@@ -84,7 +83,7 @@ def test_there_must_be_a_checkpoint_to_pin(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "two\nlines", "\ud800", None, 3])
-def test_names_that_a_marker_cannot_hold_are_refused(store: MemoryStore, name: object) -> None:
+def test_names_that_a_marker_cannot_hold_are_refused(store, name):
     save(store)
     before = dict(store.objects)
     with pytest.raises(ConfigError):
@@ -92,20 +91,18 @@ def test_names_that_a_marker_cannot_hold_are_refused(store: MemoryStore, name: o
     assert store.objects == before
 
 
-def test_a_name_that_no_pin_can_have_is_refused_by_unpin_too(store: MemoryStore) -> None:
+def test_a_name_that_no_pin_can_have_is_refused_by_unpin_too(store):
     save(store)
     with pytest.raises(ConfigError, match="control"):
         unpin(store, "two\nlines")
 
 
-def test_the_longest_name_is_a_pin(store: MemoryStore) -> None:
+def test_the_longest_name_is_a_pin(store):
     save(store)
     assert pin(store, "x" * 200) == pins_of(store) == ("x" * 200,)
 
 
-def test_a_pin_gives_up_at_the_deadline_where_others_keep_changing_the_marker(
-    store: MemoryStore,
-) -> None:
+def test_a_pin_gives_up_at_the_deadline_where_others_keep_changing_the_marker(store):
     save(store)
     pin(store, "other")
     others = iter(range(1000))
@@ -125,7 +122,7 @@ def test_a_pin_gives_up_at_the_deadline_where_others_keep_changing_the_marker(
     assert "mine" not in pins_of(store)
 
 
-def test_too_many_pins_are_refused(store: MemoryStore) -> None:
+def test_too_many_pins_are_refused(store):
     save(store)
     pins = [f"{number:0200}" for number in range(64)]  # each as long as a pin may be
     for name in pins:

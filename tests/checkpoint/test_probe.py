@@ -21,7 +21,6 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.protocol import Capabilities, IfAbsent, IfVersion
 from tests.support.memory_store import LOST, UNANSWERED, Fate, MemoryStore, Put, TickingClock
-from tests.support.servers import Bucket
 
 URL = "s3://bucket/run/step-1"
 
@@ -66,7 +65,7 @@ def racy() -> MemoryStore:
     return store
 
 
-def test_good_store_is_seen_as_such_with_a_handful_of_requests(store: MemoryStore) -> None:
+def test_good_store_is_seen_as_such_with_a_handful_of_requests(store):
     assert probes.probe(store) == Capabilities(True, True, True, copies=False)
     key = store.puts[0].key
     assert names.is_probe_key(key)
@@ -81,23 +80,23 @@ def test_good_store_is_seen_as_such_with_a_handful_of_requests(store: MemoryStor
     assert not any(put.retry for put in store.puts)
 
 
-def test_store_that_ignores_conditions_is_found_out() -> None:
+def test_store_that_ignores_conditions_is_found_out():
     assert probes.probe(careless()) == Capabilities(False, False, True, copies=False)
     assert probes.probe(create_only()) == Capabilities(True, False, True, copies=False)
 
 
-def test_store_that_checks_before_it_writes_is_found_out_by_the_race() -> None:
+def test_store_that_checks_before_it_writes_is_found_out_by_the_race():
     store = racy()
     assert probes.probe(store) == Capabilities(False, False, True, copies=False)
     assert store.objects == {}
 
 
-def test_store_that_refuses_conditions_has_none(store: MemoryStore) -> None:
+def test_store_that_refuses_conditions_has_none(store):
     store.on_put = lambda put: UnsupportedError("501") if put.precondition else None
     assert probes.probe(store) == Capabilities(False, False, True, copies=False)
 
 
-def test_store_whose_tokens_never_match_cannot_update(store: MemoryStore) -> None:
+def test_store_whose_tokens_never_match_cannot_update(store):
     def on_put(put: Put) -> BaseException | None:
         return PreconditionFailedError("412") if isinstance(put.precondition, IfVersion) else None
 
@@ -105,7 +104,7 @@ def test_store_whose_tokens_never_match_cannot_update(store: MemoryStore) -> Non
     assert probes.probe(store) == Capabilities(True, False, True, copies=False)
 
 
-def test_store_that_compares_tags_without_quotes_is_asked_so(store: MemoryStore) -> None:
+def test_store_that_compares_tags_without_quotes_is_asked_so(store):
     def on_put(put: Put) -> BaseException | None:
         is_quoted = isinstance(put.precondition, IfVersion) and not put.precondition.bare
         return PreconditionFailedError("412") if is_quoted else None
@@ -124,9 +123,7 @@ def test_store_that_compares_tags_without_quotes_is_asked_so(store: MemoryStore)
     assert probes.if_version(store, version) == IfVersion(version), "quoted until it is probed"
 
 
-def test_store_that_takes_a_tag_without_quotes_for_no_condition_cannot_update(
-    store: MemoryStore,
-) -> None:
+def test_store_that_takes_a_tag_without_quotes_for_no_condition_cannot_update(store):
     def on_put(put: Put) -> BaseException | None:
         if isinstance(put.precondition, IfVersion) and not put.precondition.bare:
             return PreconditionFailedError("412")
@@ -138,9 +135,7 @@ def test_store_that_takes_a_tag_without_quotes_for_no_condition_cannot_update(
 
 
 @pytest.mark.parametrize("number", [3, 4])
-def test_404_refuses_an_update_but_shows_no_bucket_to_a_create(
-    store: MemoryStore, number: int
-) -> None:
+def test_404_refuses_an_update_but_shows_no_bucket_to_a_create(store, number):
     """Of the two updates, the second one is to be refused."""
 
     def on_put(put: Put) -> BaseException | None:
@@ -156,9 +151,7 @@ def test_404_refuses_an_update_but_shows_no_bucket_to_a_create(
         probes.probe(store)
 
 
-def test_no_racer_starts_before_all_are_there(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_racer_starts_before_all_are_there(store, monkeypatch):
     arrived = threading.Semaphore(0)
 
     class Barrier(threading.Barrier):
@@ -180,9 +173,7 @@ def test_no_racer_starts_before_all_are_there(
 
 @pytest.mark.parametrize("answer", [LOST, PreconditionFailedError("412")])
 @pytest.mark.parametrize("winners", [0, 1, 2])
-def test_a_race_with_two_winners_and_no_other_tells_against_a_store(
-    store: MemoryStore, winners: int, answer: Fate | BaseException
-) -> None:
+def test_a_race_with_two_winners_and_no_other_tells_against_a_store(store, winners, answer):
     def on_put(put: Put) -> Fate | BaseException | None:
         if not put.key.endswith("-race"):
             return None
@@ -194,7 +185,7 @@ def test_a_race_with_two_winners_and_no_other_tells_against_a_store(
     assert probes.probe(store) == Capabilities(holds, holds, True, copies=False)
 
 
-def test_what_the_adapter_disclaims_is_not_tried(store: MemoryStore) -> None:
+def test_what_the_adapter_disclaims_is_not_tried(store):
     store.capabilities = Capabilities(conditional_update=False, multipart=False, copies=False)
     assert probes.probe(store) == Capabilities(True, False, False, copies=False)
     assert not [put for put in store.puts if isinstance(put.precondition, IfVersion)]
@@ -204,7 +195,7 @@ def test_what_the_adapter_disclaims_is_not_tried(store: MemoryStore) -> None:
     assert store.requests == []
 
 
-def test_lost_answer_is_tried_again_under_another_name(store: MemoryStore) -> None:
+def test_lost_answer_is_tried_again_under_another_name(store):
     fates = [LOST]
     store.on_put = lambda put: fates.pop() if fates else None
     assert probes.probe(store, clock=TickingClock()) == Capabilities(True, True, True, copies=False)
@@ -212,7 +203,7 @@ def test_lost_answer_is_tried_again_under_another_name(store: MemoryStore) -> No
     assert store.objects == {}
 
 
-def test_an_update_whose_answer_was_lost_has_taken_effect(store: MemoryStore) -> None:
+def test_an_update_whose_answer_was_lost_has_taken_effect(store):
     """Sent again it is refused; that the object is as sent shows that the first one was not."""
     fates = [UNANSWERED]
 
@@ -226,9 +217,7 @@ def test_an_update_whose_answer_was_lost_has_taken_effect(store: MemoryStore) ->
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_a_put_without_an_answer_or_an_effect_is_told_from_one_that_was_accepted(
-    store: MemoryStore, number: int
-) -> None:
+def test_a_put_without_an_answer_or_an_effect_is_told_from_one_that_was_accepted(store, number):
     """It is sent again and refused; the object, which is still the first, shows that none was."""
     answers = [PreconditionFailedError("412"), LOST]
     store.on_put = lambda put: answers.pop() if answers and put.number >= number else None
@@ -238,7 +227,7 @@ def test_a_put_without_an_answer_or_an_effect_is_told_from_one_that_was_accepted
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
-def test_store_that_stops_answering_is_unavailable(store: MemoryStore, number: int) -> None:
+def test_store_that_stops_answering_is_unavailable(store, number):
     clock = TickingClock(5)
     store.on_put = lambda put: LOST if put.number >= number else None
     with pytest.raises(StoreUnavailableError):
@@ -247,7 +236,7 @@ def test_store_that_stops_answering_is_unavailable(store: MemoryStore, number: i
     assert store.objects == {}
 
 
-def test_store_that_never_answers_is_unavailable(store: MemoryStore) -> None:
+def test_store_that_never_answers_is_unavailable(store):
     clock = TickingClock()
     store.on_put = lambda put: LOST
     with pytest.raises(StoreUnavailableError):
@@ -256,7 +245,7 @@ def test_store_that_never_answers_is_unavailable(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("kind", [PermissionDeniedError, BucketNotFoundError])
-def test_refusal_is_passed_on_and_not_remembered(store: MemoryStore, kind: type[Exception]) -> None:
+def test_refusal_is_passed_on_and_not_remembered(store, kind):
     store.on_put = lambda put: kind("no")
     with pytest.raises(kind):
         probes.require_fencing(store, replaces=False, allow_unfenced=True)
@@ -264,9 +253,7 @@ def test_refusal_is_passed_on_and_not_remembered(store: MemoryStore, kind: type[
     assert probes.require_fencing(store, replaces=True, allow_unfenced=False).conditional_update
 
 
-def test_writer_that_may_not_delete_leaves_only_a_debug_line(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_writer_that_may_not_delete_leaves_only_a_debug_line(store, caplog):
     def refuse(key: str) -> None:
         raise PermissionDeniedError("no deleting")
 
@@ -282,9 +269,7 @@ def test_writer_that_may_not_delete_leaves_only_a_debug_line(
 # --- rule 11
 
 
-def test_store_without_conditions_is_refused_unless_allowed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_store_without_conditions_is_refused_unless_allowed(caplog):
     store = careless()
     with pytest.raises(UnsupportedError, match="allow_unfenced") as caught:
         probes.require_fencing(store, replaces=False, allow_unfenced=False)
@@ -295,7 +280,7 @@ def test_store_without_conditions_is_refused_unless_allowed(
     assert "second writer" in caplog.text
 
 
-def test_markers_are_rewritten_only_where_that_can_be_fenced(store: MemoryStore) -> None:
+def test_markers_are_rewritten_only_where_that_can_be_fenced(store):
     probes.require_rewrites(store, "nothing can be swept")
     for weak, lacks in ((create_only(), "replace"), (careless(), "create or replace")):
         probes.forget()
@@ -307,7 +292,7 @@ def test_markers_are_rewritten_only_where_that_can_be_fenced(store: MemoryStore)
         assert not probes.can_rewrite(weak)
 
 
-def test_create_only_store_is_refused_where_something_would_be_replaced() -> None:
+def test_create_only_store_is_refused_where_something_would_be_replaced():
     store = create_only()
 
     found = probes.require_fencing(store, replaces=False, allow_unfenced=True)
@@ -317,7 +302,7 @@ def test_create_only_store_is_refused_where_something_would_be_replaced() -> Non
     assert caught.value.url == URL
 
 
-def test_bucket_is_probed_once_per_process(store: MemoryStore) -> None:
+def test_bucket_is_probed_once_per_process(store):
     for _ in range(3):
         probes.require_fencing(store, replaces=True, allow_unfenced=False)
     again = MemoryStore("s3://bucket/run/step-2")
@@ -326,7 +311,7 @@ def test_bucket_is_probed_once_per_process(store: MemoryStore) -> None:
     assert again.requests == []
 
 
-def test_bucket_of_the_same_name_elsewhere_is_probed_for_itself(store: MemoryStore) -> None:
+def test_bucket_of_the_same_name_elsewhere_is_probed_for_itself(store):
     probes.require_fencing(store, replaces=False, allow_unfenced=False)
     elsewhere = careless()
     elsewhere.endpoint_url = "http://127.0.0.1:1"
@@ -337,7 +322,7 @@ def test_bucket_of_the_same_name_elsewhere_is_probed_for_itself(store: MemorySto
     assert other_bucket.requests
 
 
-def test_buckets_are_told_apart() -> None:
+def test_buckets_are_told_apart():
     def of(url: str, endpoint_url: str | None = None) -> object:
         store = MemoryStore(url)
         store.endpoint_url = endpoint_url
@@ -349,14 +334,14 @@ def test_buckets_are_told_apart() -> None:
     assert of("memory://b/x") == ("memory", "", "b/x")
 
 
-def test_what_two_adapters_claim_of_a_bucket_is_probed_for_each(store: MemoryStore) -> None:
+def test_what_two_adapters_claim_of_a_bucket_is_probed_for_each(store):
     weak = MemoryStore(URL)
     weak.capabilities = Capabilities(conditional_update=False, copies=False)
     assert not probes.can_rewrite(weak)
     assert probes.can_rewrite(store)
 
 
-def test_probe_does_not_disturb_a_committed_checkpoint(store: MemoryStore) -> None:
+def test_probe_does_not_disturb_a_committed_checkpoint(store):
     store.put("_COMMIT", b"marker")
     store.put("__0_0.distcp", b"data")
     before = dict(store.objects)
@@ -366,7 +351,7 @@ def test_probe_does_not_disturb_a_committed_checkpoint(store: MemoryStore) -> No
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_what_real_stores_claim_is_so_and_nothing_of_the_probe_stays(bucket: Bucket) -> None:
+def test_what_real_stores_claim_is_so_and_nothing_of_the_probe_stays(bucket):
     real = open_store(bucket.at("run/step-1"), bucket.storage_options)
     assert probes.probe(real) == real.capabilities
     assert bucket.keys() == []

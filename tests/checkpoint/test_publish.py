@@ -62,9 +62,7 @@ def align(store: MemoryStore, **changes) -> tuple[Aligned, list[str]]:
 
 @pytest.mark.parametrize("fenced", [True, False])
 @pytest.mark.parametrize("before", [None, b"another's"])
-def test_it_is_put_on_what_was_there_between_two_looks_at_the_marker(
-    store: MemoryStore, before: bytes | None, fenced: bool
-) -> None:
+def test_it_is_put_on_what_was_there_between_two_looks_at_the_marker(store, before, fenced):
     done = save(store, publish=False)
     if before is not None:
         store.put(DOT_METADATA_KEY, before)
@@ -76,7 +74,7 @@ def test_it_is_put_on_what_was_there_between_two_looks_at_the_marker(
     assert put.precondition == (seen if fenced else None)
 
 
-def test_it_costs_two_requests_if_it_is_what_the_save_saw(store: MemoryStore) -> None:
+def test_it_costs_two_requests_if_it_is_what_the_save_saw(store):
     save(store)
     token = commits.begin(store, overwrite=True)
     done = finish(store, token, upload(store))
@@ -84,7 +82,7 @@ def test_it_costs_two_requests_if_it_is_what_the_save_saw(store: MemoryStore) ->
     assert store.body(DOT_METADATA_KEY) == b"ours"
 
 
-def test_it_stops_for_a_newer_commit_that_has_published_meanwhile(store: MemoryStore) -> None:
+def test_it_stops_for_a_newer_commit_that_has_published_meanwhile(store):
     first = save(store, publish=False)
     store.on_put = in_turn(DOT_METADATA_KEY, lambda _: save(store, overwrite=True))
     written, sent = publish(store, first.commit_id)
@@ -92,7 +90,7 @@ def test_it_stops_for_a_newer_commit_that_has_published_meanwhile(store: MemoryS
     assert store.body(DOT_METADATA_KEY) == DESCRIBED.derive(open_committed(store)[1])
 
 
-def test_a_refusal_is_raised_at_once_and_the_commit_stands(store: MemoryStore) -> None:
+def test_a_refusal_is_raised_at_once_and_the_commit_stands(store):
     done = save(store, publish=False)
     store.on_put = lambda put: PermissionDeniedError("no")
     with pytest.raises(PermissionDeniedError):
@@ -110,9 +108,7 @@ def overwrite(store: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("change", [remove_marker, overwrite, delete, tear_deletion])
-def test_nothing_is_put_or_removed_for_a_commit_that_is_not_the_current_one(
-    store: MemoryStore, change: Callable[[MemoryStore], object]
-) -> None:
+def test_nothing_is_put_or_removed_for_a_commit_that_is_not_the_current_one(store, change):
     done = save(store, publish=False)
     change(store)
     store.put(DOT_METADATA_KEY, b"another library's")
@@ -123,9 +119,7 @@ def test_nothing_is_put_or_removed_for_a_commit_that_is_not_the_current_one(
 @pytest.mark.parametrize(
     "fate", [LOST, UNANSWERED, PreconditionFailedError("412"), ObjectNotFoundError("404")]
 )
-def test_a_put_without_success_is_sent_again_after_another_look(
-    store: MemoryStore, fate: Fate | BaseException
-) -> None:
+def test_a_put_without_success_is_sent_again_after_another_look(store, fate):
     done = save(store, publish=False)
     clock = TickingClock()
     store.on_put = in_turn(DOT_METADATA_KEY, fate)
@@ -143,8 +137,8 @@ def test_a_put_without_success_is_sent_again_after_another_look(
 )
 @pytest.mark.parametrize("answered", [True, False])
 def test_what_was_put_is_taken_back_only_if_a_deletion_came_in_between(
-    store: MemoryStore, answered: bool, change: Callable[[MemoryStore], object], removed: bool
-) -> None:
+    store, answered, change, removed
+):
     """The deletion may have removed `.metadata` before it was put."""
     done = save(store, publish=False)
 
@@ -160,9 +154,7 @@ def test_what_was_put_is_taken_back_only_if_a_deletion_came_in_between(
     assert sent[-len(end) :] == end
 
 
-def test_no_put_begins_after_the_deadline_and_the_error_says_that_the_commit_stands(
-    store: MemoryStore,
-) -> None:
+def test_no_put_begins_after_the_deadline_and_the_error_says_that_the_commit_stands(store):
     done = save(store, publish=False)
     store.on_put = lambda put: LOST
     clock = TickingClock(deadline_seconds=10)
@@ -176,7 +168,7 @@ def test_no_put_begins_after_the_deadline_and_the_error_says_that_the_commit_sta
 # --- bringing it into line
 
 
-def test_where_it_is_in_line_its_age_is_told(store: MemoryStore) -> None:
+def test_where_it_is_in_line_its_age_is_told(store):
     save(store)
     aligned, sent = align(store)
     written_at = store.head(DOT_METADATA_KEY).last_modified
@@ -186,9 +178,7 @@ def test_where_it_is_in_line_its_age_is_told(store: MemoryStore) -> None:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize("before", [None, b"metadata of another"])
-def test_it_is_written_where_a_commit_stands(
-    store: MemoryStore, before: bytes | None, dry_run: bool
-) -> None:
+def test_it_is_written_where_a_commit_stands(store, before, dry_run):
     save(store, publish=False)
     if before is not None:
         store.put(DOT_METADATA_KEY, before)
@@ -201,9 +191,7 @@ def test_it_is_written_where_a_commit_stands(
 
 @pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize("body", [None, b"metadata of another", b"another library's"])
-def test_it_is_removed_where_a_tombstone_stands_if_it_is_ours(
-    store: MemoryStore, body: bytes | None, dry_run: bool
-) -> None:
+def test_it_is_removed_where_a_tombstone_stands_if_it_is_ours(store, body, dry_run):
     """Also where the tombstone is a fence, which names no index."""
     assert commits.put_tombstone(store, TickingClock().tries())
     if body is not None:
@@ -228,7 +216,7 @@ class Large(MemoryStore):
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_one_of_more_than_4_gib_is_not_ours(more: int) -> None:
+def test_one_of_more_than_4_gib_is_not_ours(more):
     store = Large()
     save(store)
     store.size_bytes = 4 * 2**30 + more
@@ -254,7 +242,7 @@ def at_the_looks(store: MemoryStore, number: int, *changes: Callable[[], object]
     store.on_get = on_get
 
 
-def test_a_save_that_comes_after_the_removal_has_its_own_written(store: MemoryStore) -> None:
+def test_a_save_that_comes_after_the_removal_has_its_own_written(store):
     """Stores delete without conditions: what was removed may have been the new one."""
     save(store)
     delete(store)
@@ -267,9 +255,7 @@ def test_a_save_that_comes_after_the_removal_has_its_own_written(store: MemorySt
     assert clock.now > 0
 
 
-def test_what_was_changed_is_told_though_the_last_look_finds_all_in_line(
-    store: MemoryStore,
-) -> None:
+def test_what_was_changed_is_told_though_the_last_look_finds_all_in_line(store):
     save(store, publish=False)
     at_the_looks(store, 4, lambda: save(store, overwrite=True))
     aligned, _ = align(store)
@@ -277,7 +263,7 @@ def test_what_was_changed_is_told_though_the_last_look_finds_all_in_line(
     assert aligned == Aligned(stored_marker(store), "written", written_at)
 
 
-def test_what_was_not_written_is_not_told(store: MemoryStore) -> None:
+def test_what_was_not_written_is_not_told(store):
     save(store, publish=False)
     at_the_looks(store, 2, lambda: save(store, overwrite=True))
     aligned, _ = align(store)
@@ -285,7 +271,7 @@ def test_what_was_not_written_is_not_told(store: MemoryStore) -> None:
     assert aligned.stored == stored_marker(store)
 
 
-def test_a_marker_that_is_only_rewritten_meanwhile_is_returned(store: MemoryStore) -> None:
+def test_a_marker_that_is_only_rewritten_meanwhile_is_returned(store):
     save(store, publish=False)
 
     def rewrite() -> None:
@@ -297,7 +283,7 @@ def test_a_marker_that_is_only_rewritten_meanwhile_is_returned(store: MemoryStor
     assert sent.count("put .metadata") == 1
 
 
-def test_a_marker_that_disappears_is_an_error(store: MemoryStore) -> None:
+def test_a_marker_that_disappears_is_an_error(store):
     save(store, publish=False)
     at_the_looks(store, 4, lambda: remove_marker(store))
     with pytest.raises(CheckpointCorruptError, match="the marker was removed") as caught:
@@ -305,7 +291,7 @@ def test_a_marker_that_disappears_is_an_error(store: MemoryStore) -> None:
     assert caught.value.url == store.url
 
 
-def test_a_checkpoint_that_is_being_deleted_is_left_to_the_deletion(store: MemoryStore) -> None:
+def test_a_checkpoint_that_is_being_deleted_is_left_to_the_deletion(store):
     save(store, publish=False)
     tear_deletion(store)
     with pytest.raises(RetryableError, match="being deleted") as caught:
@@ -314,7 +300,7 @@ def test_a_checkpoint_that_is_being_deleted_is_left_to_the_deletion(store: Memor
     assert DOT_METADATA_KEY not in store.objects
 
 
-def test_it_ends_at_the_deadline_if_no_put_is_answered(store: MemoryStore) -> None:
+def test_it_ends_at_the_deadline_if_no_put_is_answered(store):
     save(store, publish=False)
     store.on_put = lambda put: LOST
     clock = TickingClock(deadline_seconds=10)
@@ -323,7 +309,7 @@ def test_it_ends_at_the_deadline_if_no_put_is_answered(store: MemoryStore) -> No
     assert 0 < clock.now < 11
 
 
-def test_it_ends_at_the_deadline_if_others_never_stop_saving(store: MemoryStore) -> None:
+def test_it_ends_at_the_deadline_if_others_never_stop_saving(store):
     save(store, publish=False)
     at_the_looks(store, 1, *[lambda: overwrite(store)] * 1000)
     clock = TickingClock(deadline_seconds=10)

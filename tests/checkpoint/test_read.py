@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta
-from tests.support.memory_store import MemoryStore, TickingClock
+from tests.support.memory_store import TickingClock
 
 DATA = data_key(0, 0, new_nonce())
 TORN = "a save began here but was never committed: it failed before its end or is still running"
@@ -54,9 +53,7 @@ BELOW = "there is no checkpoint here, but there is one below, for example memory
         ([DOT_METADATA_KEY, "a.txt"], FOREIGN),
     ],
 )
-def test_absence_is_explained_by_what_lies_there(
-    store: MemoryStore, keys: list[str], why: str
-) -> None:
+def test_absence_is_explained_by_what_lies_there(store, keys, why):
     for key in keys:
         store.put(key, b"x")
     with pytest.raises(CheckpointNotFoundError) as caught:
@@ -65,7 +62,7 @@ def test_absence_is_explained_by_what_lies_there(
     assert caught.value.url == store.url
 
 
-def test_absence_is_told_even_if_nothing_may_be_listed(store: MemoryStore) -> None:
+def test_absence_is_told_even_if_nothing_may_be_listed(store):
     def refuse() -> None:
         raise PermissionDeniedError("no listing")
 
@@ -78,9 +75,7 @@ def test_absence_is_told_even_if_nothing_may_be_listed(store: MemoryStore) -> No
 @pytest.mark.parametrize(
     ("ours", "looked_at"), [(None, 10_000), (0, 1000), (999, 1000), (1000, 10_000)]
 )
-def test_only_where_nothing_is_a_saves_a_second_page_is_looked_at(
-    store: MemoryStore, ours: int | None, looked_at: int
-) -> None:
+def test_only_where_nothing_is_a_saves_a_second_page_is_looked_at(store, ours, looked_at):
     store.put("x", b"")
     meta = store.head("x")
     given = 0
@@ -95,9 +90,7 @@ def test_only_where_nothing_is_a_saves_a_second_page_is_looked_at(
     assert len(look_around(store)) == given == looked_at
 
 
-def test_a_tombstone_that_a_sweep_put_names_nothing_that_could_be_deleted(
-    store: MemoryStore,
-) -> None:
+def test_a_tombstone_that_a_sweep_put_names_nothing_that_could_be_deleted(store):
     tombstone = put_tombstone(store, TickingClock().tries())
     assert tombstone is not None
     with pytest.raises(CheckpointCorruptError, match="names no index") as caught:
@@ -107,7 +100,7 @@ def test_a_tombstone_that_a_sweep_put_names_nothing_that_could_be_deleted(
         delete(store)
 
 
-def test_the_url_of_an_object_is_told_from_that_of_a_prefix(tmp_path: Path) -> None:
+def test_the_url_of_an_object_is_told_from_that_of_a_prefix(tmp_path):
     folder = StoreSpec(tmp_path.as_uri())
     folder.open().put("step-1.pt", b"12345")
     folder.open().put("step-1.safetensors", b"12345")

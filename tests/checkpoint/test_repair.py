@@ -32,7 +32,7 @@ def in_line(store: ObjectStore) -> bool:
     return DESCRIBED.describes(body, open_committed(store)[1])
 
 
-def test_missing_dot_metadata_is_written(real: ObjectStore) -> None:
+def test_missing_dot_metadata_is_written(real):
     done = save(real, publish=False)
     before = read_marker(real)
     assert go(real, dry_run=True).dot_metadata == "written"
@@ -45,7 +45,7 @@ def test_missing_dot_metadata_is_written(real: ObjectStore) -> None:
     assert go(real).dot_metadata is None
 
 
-def test_a_dry_run_says_what_it_would_do_and_only_reads(store: MemoryStore) -> None:
+def test_a_dry_run_says_what_it_would_do_and_only_reads(store):
     done = save(store, publish=False)
     del store.requests[:]
     planned = go(store, dry_run=True)
@@ -61,7 +61,7 @@ def test_a_dry_run_says_what_it_would_do_and_only_reads(store: MemoryStore) -> N
     assert go(store) == replace(planned, dry_run=False)
 
 
-def test_the_marker_is_rewritten_only_where_that_can_lose_no_save(store: MemoryStore) -> None:
+def test_the_marker_is_rewritten_only_where_that_can_lose_no_save(store):
     def written(can_update: bool) -> bool:
         store.capabilities = Capabilities(conditional_update=can_update)
         probe.forget()
@@ -76,7 +76,7 @@ def test_the_marker_is_rewritten_only_where_that_can_lose_no_save(store: MemoryS
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_dot_metadata_of_the_replaced_commit_is_written_anew(real: ObjectStore) -> None:
+def test_dot_metadata_of_the_replaced_commit_is_written_anew(real):
     save(real)
     save(real, overwrite=True, publish=False)
     assert not in_line(real)
@@ -85,7 +85,7 @@ def test_dot_metadata_of_the_replaced_commit_is_written_anew(real: ObjectStore) 
     named(real)
 
 
-def test_nothing_is_touched_where_all_is_well(store: MemoryStore) -> None:
+def test_nothing_is_touched_where_all_is_well(store):
     save(store)
     tear(store)
     before = dict(store.objects)
@@ -94,7 +94,7 @@ def test_nothing_is_touched_where_all_is_well(store: MemoryStore) -> None:
     assert store.objects == before
 
 
-def test_deletion_that_was_begun_is_finished(real: ObjectStore) -> None:
+def test_deletion_that_was_begun_is_finished(real):
     done = save(real)
     data = named(real)
     tear_deletion(real)
@@ -112,7 +112,7 @@ def test_deletion_that_was_begun_is_finished(real: ObjectStore) -> None:
     assert keys(real) == {MARKER_KEY, *data}
 
 
-def test_dot_metadata_beside_a_tombstone_is_removed(store: MemoryStore) -> None:
+def test_dot_metadata_beside_a_tombstone_is_removed(store):
     save(store)
     delete(store)
     store.put(DOT_METADATA_KEY, b"metadata of late")
@@ -121,7 +121,7 @@ def test_dot_metadata_beside_a_tombstone_is_removed(store: MemoryStore) -> None:
     assert go(store).dot_metadata is None
 
 
-def test_dot_metadata_of_another_library_beside_a_tombstone_stays(store: MemoryStore) -> None:
+def test_dot_metadata_of_another_library_beside_a_tombstone_stays(store):
     """Somebody deleted the checkpoint with ours and saved another one there with stock torch."""
     save(store)
     delete(store)
@@ -144,22 +144,20 @@ def change_at_the_last_look(store: MemoryStore, change: Callable[[MemoryStore], 
     store.on_get = look
 
 
-def test_a_deletion_that_begins_as_dot_metadata_is_repaired_is_left_to_finish(
-    store: MemoryStore,
-) -> None:
+def test_a_deletion_that_begins_as_dot_metadata_is_repaired_is_left_to_finish(store):
     """The last look at the marker finds the same commit, which is being deleted."""
     change_at_the_last_look(store, tear_deletion)
     with pytest.raises(RetryableError, match="being deleted"):
         go(store)
 
 
-def test_a_save_that_comes_as_dot_metadata_is_repaired_has_its_own(store: MemoryStore) -> None:
+def test_a_save_that_comes_as_dot_metadata_is_repaired_has_its_own(store):
     change_at_the_last_look(store, lambda store: save(store, overwrite=True, publish=False))
     assert go(store).dot_metadata == "written"
     assert in_line(store)
 
 
-def test_without_a_marker_there_is_nothing_to_repair(store: MemoryStore) -> None:
+def test_without_a_marker_there_is_nothing_to_repair(store):
     torn = tear(store)
     with pytest.raises(CheckpointNotFoundError, match="never committed"):
         go(store)
@@ -167,7 +165,7 @@ def test_without_a_marker_there_is_nothing_to_repair(store: MemoryStore) -> None
     assert MARKER_KEY not in store.objects
 
 
-def test_damage_is_said_and_nothing_is_published(store: MemoryStore) -> None:
+def test_damage_is_said_and_nothing_is_published(store):
     done = save(store, publish=False)
     assert done.marker.index is not None
     store.put(done.marker.index.key, b"damaged")

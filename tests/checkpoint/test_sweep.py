@@ -140,7 +140,7 @@ PUBLISH = ["head .metadata", READ_MARKER, "put .metadata", READ_MARKER]
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real: AgedStore) -> None:
+def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real):
     torn = tear(real)
     save(real)
     real.put("notes.txt", b"somebody's")
@@ -156,7 +156,7 @@ def test_old_orphans_of_a_committed_checkpoint_go_and_nothing_else(real: AgedSto
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_what_an_overwrite_replaced_goes_after_the_grace_period(real: AgedStore) -> None:
+def test_what_an_overwrite_replaced_goes_after_the_grace_period(real):
     save(real)
     replaced = named(real)
     real.age()
@@ -172,7 +172,7 @@ def test_what_an_overwrite_replaced_goes_after_the_grace_period(real: AgedStore)
     assert open_committed(real)[0].commit_id == second.commit_id
 
 
-def test_objects_of_a_deleted_checkpoint_go_after_the_grace_period(real: AgedStore) -> None:
+def test_objects_of_a_deleted_checkpoint_go_after_the_grace_period(real):
     save(real)
     real.age()
     delete(real, grace_seconds=GRACE_SECONDS)
@@ -184,7 +184,7 @@ def test_objects_of_a_deleted_checkpoint_go_after_the_grace_period(real: AgedSto
     assert go(real).outcome == "clean"
 
 
-def test_save_that_was_never_committed_goes_and_leaves_a_tombstone(real: AgedStore) -> None:
+def test_save_that_was_never_committed_goes_and_leaves_a_tombstone(real):
     tear(real)
     real.age()
     done = go(real)
@@ -195,7 +195,7 @@ def test_save_that_was_never_committed_goes_and_leaves_a_tombstone(real: AgedSto
     named(real)
 
 
-def test_young_orphans_stay_and_their_save_can_still_commit(real: AgedStore) -> None:
+def test_young_orphans_stay_and_their_save_can_still_commit(real):
     save(real)
     real.age()
     token = commits.begin(real, overwrite=True)
@@ -206,7 +206,7 @@ def test_young_orphans_stay_and_their_save_can_still_commit(real: AgedStore) -> 
     assert named(real) >= {entry.key for entry in index.objects}
 
 
-def test_one_young_object_protects_a_save_whose_first_ones_are_old(store: AgedStore) -> None:
+def test_one_young_object_protects_a_save_whose_first_ones_are_old(store):
     token = commits.begin(store, overwrite=False)
     index = upload(store)
     store.age(2 * DAY_SECONDS, index.objects[0].key)
@@ -216,7 +216,7 @@ def test_one_young_object_protects_a_save_whose_first_ones_are_old(store: AgedSt
 
 
 @pytest.mark.parametrize("hours", [-1000, 1000])
-def test_wrong_clock_of_this_host_removes_nothing_too_young(store: AgedStore, hours: int) -> None:
+def test_wrong_clock_of_this_host_removes_nothing_too_young(store, hours):
     save(store)
     replaced = named(store)
     save(store, overwrite=True)
@@ -226,7 +226,7 @@ def test_wrong_clock_of_this_host_removes_nothing_too_young(store: AgedStore, ho
     assert replaced <= keys(store)
 
 
-def test_young_marker_is_seen_by_the_stores_clock_too(store: AgedStore) -> None:
+def test_young_marker_is_seen_by_the_stores_clock_too(store):
     save(store)
     replaced = named(store)
     store.age()
@@ -238,7 +238,7 @@ def test_young_marker_is_seen_by_the_stores_clock_too(store: AgedStore) -> None:
     assert replaced <= keys(store)
 
 
-def test_what_was_just_deleted_keeps_its_grace_by_the_stores_clock(store: AgedStore) -> None:
+def test_what_was_just_deleted_keeps_its_grace_by_the_stores_clock(store):
     """The data is old, there is no `.metadata` any more, and the clock of this host is ahead."""
     save(store)
     data = named(store)
@@ -250,7 +250,7 @@ def test_what_was_just_deleted_keeps_its_grace_by_the_stores_clock(store: AgedSt
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_that_no_listing_shows_is_not_defeated(store: AgedStore, overwrite: bool) -> None:
+def test_a_save_that_no_listing_shows_is_not_defeated(store, overwrite):
     """S3 lists no object before its upload is complete, and not everybody can list uploads."""
     if overwrite:
         save(store)
@@ -265,9 +265,7 @@ def test_a_save_that_no_listing_shows_is_not_defeated(store: AgedStore, overwrit
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(
-    store: AgedStore, deleted: bool
-) -> None:
+def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(store, deleted):
     save(store, publish=False)
     if deleted:
         delete(store, grace_seconds=GRACE_SECONDS)
@@ -281,7 +279,7 @@ def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(
     assert go(store).dot_metadata == "written"
 
 
-def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store: AgedStore) -> None:
+def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store):
     beacon = commits.begin(store, overwrite=False).beacon
     assert go(store).outcome == "waiting"
     store.age()
@@ -290,7 +288,7 @@ def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store: AgedStore
     assert beacon not in keys(store)
 
 
-def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store: AgedStore) -> None:
+def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store):
     save(store)
     store.age()
     inner: MemoryStore = store.inner  # type: ignore[assignment]
@@ -308,9 +306,7 @@ def test_a_superseded_step_that_somebody_pins_or_changes_first_stays(store: Aged
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_superseded_step_stays_until_it_is_older_than_the_grace_period(
-    store: AgedStore, more: int
-) -> None:
+def test_a_superseded_step_stays_until_it_is_older_than_the_grace_period(store, more):
     save(store)
     age = timedelta(seconds=GRACE_SECONDS, microseconds=more)
     clock = Offset()
@@ -319,7 +315,7 @@ def test_a_superseded_step_stays_until_it_is_older_than_the_grace_period(
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_unfinished_deletion_is_finished_and_nothing_more(real: AgedStore) -> None:
+def test_unfinished_deletion_is_finished_and_nothing_more(real):
     save(real)
     data = named(real)
     tear_deletion(real)
@@ -334,7 +330,7 @@ def test_unfinished_deletion_is_finished_and_nothing_more(real: AgedStore) -> No
     assert go(real).deleted == 3
 
 
-def test_stale_dot_metadata_is_mended_before_anything_is_removed(real: AgedStore) -> None:
+def test_stale_dot_metadata_is_mended_before_anything_is_removed(real):
     """A crash between marker and `.metadata`: stock readers still read the replaced commit."""
     save(real)
     replaced = named(real)
@@ -355,9 +351,7 @@ def test_stale_dot_metadata_is_mended_before_anything_is_removed(real: AgedStore
 
 
 @pytest.mark.parametrize("before", [None, b"stock torch's"], ids=["missing", "outdated"])
-def test_dot_metadata_is_mended_even_if_there_is_nothing_to_remove(
-    store: AgedStore, before: bytes | None
-) -> None:
+def test_dot_metadata_is_mended_even_if_there_is_nothing_to_remove(store, before):
     """After a crash right after the commit, also of one that replaced a stock checkpoint."""
     if before is not None:
         store.put(DOT_METADATA_KEY, before)
@@ -370,7 +364,7 @@ def test_dot_metadata_is_mended_even_if_there_is_nothing_to_remove(
     assert go(store).outcome == "clean"
 
 
-def test_dot_metadata_left_beside_a_tombstone_is_removed_first(store: AgedStore) -> None:
+def test_dot_metadata_left_beside_a_tombstone_is_removed_first(store):
     save(store)
     data = named(store)
     body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
@@ -385,7 +379,7 @@ def test_dot_metadata_left_beside_a_tombstone_is_removed_first(store: AgedStore)
     assert go(store).deleted == 3
 
 
-def test_what_repair_makes_obsolete_is_kept_for_the_grace_period(store: AgedStore) -> None:
+def test_what_repair_makes_obsolete_is_kept_for_the_grace_period(store):
     """Stock readers may have begun with the old `.metadata` a moment ago."""
     save(store)
     old = named(store)
@@ -399,9 +393,7 @@ def test_what_repair_makes_obsolete_is_kept_for_the_grace_period(store: AgedStor
     assert not old & keys(store)
 
 
-def test_what_a_late_publication_makes_obsolete_is_kept_for_the_grace_period(
-    store: AgedStore,
-) -> None:
+def test_what_a_late_publication_makes_obsolete_is_kept_for_the_grace_period(store):
     save(store)
     old = named(store)
     done = save(store, overwrite=True, publish=False)
@@ -412,7 +404,7 @@ def test_what_a_late_publication_makes_obsolete_is_kept_for_the_grace_period(
     assert old <= keys(store)
 
 
-def test_what_a_removed_dot_metadata_named_is_kept_for_the_grace_period(store: AgedStore) -> None:
+def test_what_a_removed_dot_metadata_named_is_kept_for_the_grace_period(store):
     save(store)
     old = named(store)
     stale, _ = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)
@@ -424,7 +416,7 @@ def test_what_a_removed_dot_metadata_named_is_kept_for_the_grace_period(store: A
     assert old <= keys(store)
 
 
-def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it(store: AgedStore) -> None:
+def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it(store):
     save(store)
     replaced = named(store)
     save(store, overwrite=True, publish=False)
@@ -444,7 +436,7 @@ def test_a_sweep_removes_nothing_once_a_deletion_has_crossed_it(store: AgedStore
     assert replaced <= keys(store)
 
 
-def test_another_librarys_checkpoint_is_left_alone(store: AgedStore) -> None:
+def test_another_librarys_checkpoint_is_left_alone(store):
     """A tombstone would hide it from our readers, and `.metadata` would be removed next."""
     for key in (DOT_METADATA_KEY, "__0_0.distcp", "__1_0.distcp"):
         store.put(key, b"stock")
@@ -456,7 +448,7 @@ def test_another_librarys_checkpoint_is_left_alone(store: AgedStore) -> None:
     assert keys(store) == before
 
 
-def test_checkpoint_whose_index_is_damaged_is_left_alone(store: AgedStore) -> None:
+def test_checkpoint_whose_index_is_damaged_is_left_alone(store):
     done = save(store)
     tear(store)
     assert done.marker.index is not None
@@ -468,7 +460,7 @@ def test_checkpoint_whose_index_is_damaged_is_left_alone(store: AgedStore) -> No
     assert keys(store) == before
 
 
-def test_old_uploads_are_aborted_and_young_ones_protect_their_save(store: AgedStore) -> None:
+def test_old_uploads_are_aborted_and_young_ones_protect_their_save(store):
     old, young = an_upload(2 * DAY_SECONDS, size_bytes=5), an_upload(60)
     others = an_upload(2 * DAY_SECONDS, key="dataset.tar")
     torn = tear(store)
@@ -483,7 +475,7 @@ def test_old_uploads_are_aborted_and_young_ones_protect_their_save(store: AgedSt
     assert go(store, uploads=uploads).deleted == 2
 
 
-def test_upload_that_completes_between_the_two_listings_is_seen(store: AgedStore) -> None:
+def test_upload_that_completes_between_the_two_listings_is_seen(store):
     torn = tear(store)
     store.age()
     late = an_upload(60)
@@ -511,7 +503,7 @@ def test_upload_that_completes_between_the_two_listings_is_seen(store: AgedStore
     assert torn | {late.key} == keys(store)
 
 
-def test_a_commit_right_after_the_fence_stops_the_sweep(store: AgedStore) -> None:
+def test_a_commit_right_after_the_fence_stops_the_sweep(store):
     torn = tear(store)
     store.age()
     inner: MemoryStore = store.inner  # type: ignore[assignment]
@@ -530,9 +522,7 @@ def test_a_commit_right_after_the_fence_stops_the_sweep(store: AgedStore) -> Non
 
 
 @pytest.mark.parametrize("fences", [0, 1], ids=["nothing to remove", "replaced"])
-def test_mending_ends_with_a_fence_so_that_the_grace_period_begins_then(
-    store: AgedStore, fences: int
-) -> None:
+def test_mending_ends_with_a_fence_so_that_the_grace_period_begins_then(store, fences):
     if fences:
         save(store)
     save(store, overwrite=True, publish=False)
@@ -543,7 +533,7 @@ def test_mending_ends_with_a_fence_so_that_the_grace_period_begins_then(
     assert puts == [MARKER_KEY] * fences + [DOT_METADATA_KEY, MARKER_KEY]
 
 
-def test_what_was_replaced_after_the_listing_is_left_to_the_next_sweep(store: AgedStore) -> None:
+def test_what_was_replaced_after_the_listing_is_left_to_the_next_sweep(store):
     class Listed(AgedStore):
         def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
             found = list(super().list(prefix))
@@ -558,7 +548,7 @@ def test_what_was_replaced_after_the_listing_is_left_to_the_next_sweep(store: Ag
     assert (done.outcome, done.dot_metadata) == ("waiting", "written"), "what it replaced is young"
 
 
-def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real: AgedStore) -> None:
+def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real):
     tear(real)
     save(real)
     real.age()
@@ -573,9 +563,7 @@ def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real: AgedStore) ->
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_dry_run_leaves_the_marker_alone_where_dot_metadata_is_missing(
-    store: AgedStore, torn: bool
-) -> None:
+def test_dry_run_leaves_the_marker_alone_where_dot_metadata_is_missing(store, torn):
     save(store, publish=False)
     if torn:
         tear(store)
@@ -587,18 +575,18 @@ def test_dry_run_leaves_the_marker_alone_where_dot_metadata_is_missing(
 
 
 @pytest.mark.parametrize("grace", [0, 3599.9, -1, float("nan"), float("inf"), "24h", True, None])
-def test_grace_of_less_than_an_hour_is_refused(store: AgedStore, grace: object) -> None:
+def test_grace_of_less_than_an_hour_is_refused(store, grace):
     with pytest.raises(ConfigError, match="at least 3600"):
         go(store, grace_seconds=grace)
 
 
 @pytest.mark.parametrize("grace", [3600, 3600.0, 10**9])
-def test_grace_of_an_hour_or_more_is_accepted(grace: float) -> None:
+def test_grace_of_an_hour_or_more_is_accepted(grace):
     assert check_grace(grace) == grace
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_probe_leftovers_go_and_need_no_fence(store: AgedStore, saved: bool) -> None:
+def test_probe_leftovers_go_and_need_no_fence(store, saved):
     if saved:
         save(store)
     before = keys(store)
@@ -612,7 +600,7 @@ def test_probe_leftovers_go_and_need_no_fence(store: AgedStore, saved: bool) -> 
     assert keys(store) == before
 
 
-def test_stock_checkpoint_beside_a_tombstone_keeps_its_dot_metadata(store: AgedStore) -> None:
+def test_stock_checkpoint_beside_a_tombstone_keeps_its_dot_metadata(store):
     """Somebody deleted the checkpoint with ours and saved another one there with stock torch."""
     save(store)
     delete(store, grace_seconds=GRACE_SECONDS)
@@ -631,9 +619,7 @@ def test_stock_checkpoint_beside_a_tombstone_keeps_its_dot_metadata(store: AgedS
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_what_no_commit_names_is_removed_behind_a_fence_and_the_index_last(
-    store: AgedStore, dry_run: bool
-) -> None:
+def test_what_no_commit_names_is_removed_behind_a_fence_and_the_index_last(store, dry_run):
     save(store)
     save(store, overwrite=True)
     store.put("notes.txt", b"somebody's")
@@ -655,9 +641,7 @@ def test_what_no_commit_names_is_removed_behind_a_fence_and_the_index_last(
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_what_was_never_committed_is_removed_behind_a_tombstone(
-    store: AgedStore, dry_run: bool
-) -> None:
+def test_what_was_never_committed_is_removed_behind_a_tombstone(store, dry_run):
     tear(store)
     size = sum(meta.size_bytes for meta in store.list())
     store.age()
@@ -675,9 +659,7 @@ def test_what_was_never_committed_is_removed_behind_a_tombstone(
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_where_there_is_nothing_to_remove_a_sweep_only_looks(
-    store: AgedStore, dry_run: bool
-) -> None:
+def test_where_there_is_nothing_to_remove_a_sweep_only_looks(store, dry_run):
     """Stores tell the time in seconds, and `.metadata` is often of the second of the marker."""
     store.inner.bucket.now = lambda: MOMENT  # type: ignore[attr-defined]
     save(store)
@@ -688,7 +670,7 @@ def test_where_there_is_nothing_to_remove_a_sweep_only_looks(
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_deletion_is_finished_by_its_last_three_requests(store: AgedStore, dry_run: bool) -> None:
+def test_a_deletion_is_finished_by_its_last_three_requests(store, dry_run):
     save(store)
     tear_deletion(store)
     store.age()
@@ -699,9 +681,7 @@ def test_a_deletion_is_finished_by_its_last_three_requests(store: AgedStore, dry
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_step_that_never_counts_is_deleted_as_delete_does_it(
-    store: AgedStore, dry_run: bool
-) -> None:
+def test_a_step_that_never_counts_is_deleted_as_delete_does_it(store, dry_run):
     save(store)
     store.age()
     deleted, requests = watched(store, base=1, dry_run=dry_run)
@@ -711,9 +691,7 @@ def test_a_step_that_never_counts_is_deleted_as_delete_does_it(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_step_that_never_counts_is_not_deleted_under_the_save_that_replaces_it(
-    late: bool,
-) -> None:
+def test_a_step_that_never_counts_is_not_deleted_under_the_save_that_replaces_it(late):
     store = MemoryStore()
     store.bucket.now = lambda: MOMENT - 2 * DAY  # type: ignore[method-assign]
     save(store)
@@ -729,7 +707,7 @@ def test_a_step_that_never_counts_is_not_deleted_under_the_save_that_replaces_it
         named(store)
 
 
-def test_only_steps_of_claims_below_the_base_never_count(store: AgedStore) -> None:
+def test_only_steps_of_claims_below_the_base_never_count(store):
     inner: MemoryStore = store.inner  # type: ignore[assignment]
     finish(store, commits.begin(store, overwrite=False, claim=2), upload(store))
     store.age()
@@ -743,9 +721,7 @@ def test_only_steps_of_claims_below_the_base_never_count(store: AgedStore) -> No
 
 
 @pytest.mark.parametrize("moment", ["the deletion", "the fence", "after the fence"])
-def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(
-    store: AgedStore, moment: str
-) -> None:
+def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(store, moment):
     """Somebody pins the checkpoint right before or after the sweep puts the marker."""
     inner: MemoryStore = store.inner  # type: ignore[assignment]
 
@@ -767,7 +743,7 @@ def test_a_sweep_that_loses_a_race_says_so_and_removes_nothing(
     assert keys(store) == before
 
 
-def test_nothing_is_mended_if_the_marker_is_gone_after_the_listing(store: AgedStore) -> None:
+def test_nothing_is_mended_if_the_marker_is_gone_after_the_listing(store):
     inner: MemoryStore = store.inner  # type: ignore[assignment]
     save(store, publish=False)
     inner.on_list = lambda: inner.objects.pop(MARKER_KEY) and None
@@ -776,7 +752,7 @@ def test_nothing_is_mended_if_the_marker_is_gone_after_the_listing(store: AgedSt
     assert DOT_METADATA_KEY not in inner.objects
 
 
-def test_nothing_is_removed_if_the_marker_is_gone_after_the_fence(store: AgedStore) -> None:
+def test_nothing_is_removed_if_the_marker_is_gone_after_the_fence(store):
     inner: MemoryStore = store.inner  # type: ignore[assignment]
 
     def remove(_: object) -> None:
@@ -792,9 +768,7 @@ def test_nothing_is_removed_if_the_marker_is_gone_after_the_fence(store: AgedSto
 
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize("torn", [False, True])
-def test_dot_metadata_is_written_and_then_the_marker(
-    store: AgedStore, torn: bool, dry_run: bool
-) -> None:
+def test_dot_metadata_is_written_and_then_the_marker(store, torn, dry_run):
     save(store, publish=False)
     if torn:
         save(store, overwrite=True, publish=False)
@@ -810,9 +784,7 @@ def test_dot_metadata_is_written_and_then_the_marker(
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_dot_metadata_beside_a_young_tombstone_is_removed_and_nothing_else(
-    store: AgedStore, dry_run: bool
-) -> None:
+def test_dot_metadata_beside_a_young_tombstone_is_removed_and_nothing_else(store, dry_run):
     save(store)
     body = store.get(DOT_METADATA_KEY, max_size_bytes=10**6)[0]
     delete(store, grace_seconds=GRACE_SECONDS)
@@ -830,9 +802,7 @@ def test_dot_metadata_beside_a_young_tombstone_is_removed_and_nothing_else(
     )
 
 
-def test_uploads_are_listed_before_the_objects_and_aborted_before_the_fence(
-    store: AgedStore,
-) -> None:
+def test_uploads_are_listed_before_the_objects_and_aborted_before_the_fence(store):
     inner: MemoryStore = store.inner  # type: ignore[assignment]
 
     class Noted(FakeUploads):
@@ -857,7 +827,7 @@ def test_uploads_are_listed_before_the_objects_and_aborted_before_the_fence(
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("what", ["candidates", "marker", ".metadata"])
-def test_at_the_limit_the_clock_of_the_store_decides(what: str, late: bool) -> None:
+def test_at_the_limit_the_clock_of_the_store_decides(what, late):
     """This host's clock is ahead, so that it sees all of them as old."""
     store = MemoryStore()
 
@@ -911,7 +881,7 @@ listed = st.lists(
 
 @settings(deadline=None)
 @given(listed, st.none() | ages, st.sets(st.sampled_from(OURS)), st.lists(ages, max_size=2))
-def test_plan_never_removes_what_is_named_young_or_not_ours(listed, marker_age, named, up) -> None:
+def test_plan_never_removes_what_is_named_young_or_not_ours(listed, marker_age, named, up):
     plan = plan_sweep(
         [ObjectMeta(key, 1, Version("x"), NOW - age) for key, age in listed],
         marker_written_at=None if marker_age is None else NOW - marker_age,
@@ -949,7 +919,7 @@ def planned(*listing: ObjectMeta, **changes) -> SweepPlan:
     return plan_sweep(listing, **{**usual, "grace_seconds": GRACE_SECONDS, **changes})
 
 
-def test_a_plan_says_of_every_object_and_upload_what_it_is() -> None:
+def test_a_plan_says_of_every_object_and_upload_what_it_is():
     """What is as old as the grace period is young; what is older is old."""
     old = {key: at_age(key, DAY + AN_INSTANT) for key in (*OURS, *PASSING)}
     orphan, index, beacon, probe = OURS[0], OURS[-1], *PASSING
@@ -995,18 +965,14 @@ def test_a_plan_says_of_every_object_and_upload_what_it_is() -> None:
         ([DOT_METADATA_KEY, OURS[0]], {"marker_written_at": None}, "foreign", "'.metadata' with"),
     ],
 )
-def test_the_outcome_of_a_plan_and_its_reason(
-    listing: list[str], changes: dict[str, object], outcome: str, reason: str | None
-) -> None:
+def test_the_outcome_of_a_plan_and_its_reason(listing, changes, outcome, reason):
     plan = planned(*(at_age(key, 2 * DAY) for key in listing), **changes)
     assert plan.outcome == outcome
     assert plan.reason is None if reason is None else reason in str(plan.reason)
 
 
 @pytest.mark.parametrize(("age", "outcome"), [(DAY, "waiting"), (DAY + AN_INSTANT, "swept")])
-def test_an_upload_in_progress_protects_a_save_of_which_all_objects_are_old(
-    age: timedelta, outcome: str
-) -> None:
+def test_an_upload_in_progress_protects_a_save_of_which_all_objects_are_old(age, outcome):
     upload = UnfinishedUpload(OURS[1], "id", NOW - age, 1)
     plan = planned(at_age(OURS[0], 2 * DAY), uploads=[upload])
     assert plan.outcome == outcome
@@ -1014,6 +980,6 @@ def test_an_upload_in_progress_protects_a_save_of_which_all_objects_are_old(
     assert planned(uploads=[upload]).outcome == "clean"
 
 
-def test_one_young_object_is_told_in_the_singular() -> None:
+def test_one_young_object_is_told_in_the_singular():
     plan = planned(at_age(OURS[0], 2 * DAY), at_age(OURS[1], DAY))
     assert plan.reason == "an object is younger than the grace period: a save may be under way"

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -42,13 +41,13 @@ def save_step(url: str, **user_metadata: object) -> None:
     )
 
 
-def test_help_tells_the_exit_statuses_one_a_line() -> None:
+def test_help_tells_the_exit_statuses_one_a_line():
     lines = [line.strip() for line in run("--help").stdout.splitlines()]
     for status in ("0", "1", "2", "3", "4", "5", "130"):
         assert any(line.split()[:1] == [status] for line in lines), (status, lines)
 
 
-def test_without_the_cli_extra_the_command_says_how_to_get_it() -> None:
+def test_without_the_cli_extra_the_command_says_how_to_get_it():
     code = "import sys; sys.modules['typer'] = None; from dcp_objstore.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -56,7 +55,7 @@ def test_without_the_cli_extra_the_command_says_how_to_get_it() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_wrong_option_is_a_usage_error() -> None:
+def test_a_wrong_option_is_a_usage_error():
     for arguments in (["demo", "--ranks", "1"], ["demo", "--resume-ranks", "0"], ["nothing"]):
         done = run(*arguments)
         assert done.returncode == 2
@@ -77,9 +76,7 @@ def test_a_wrong_option_is_a_usage_error() -> None:
         (errors.DcpObjstoreError, 1),
     ],
 )
-def test_each_kind_of_error_has_its_status(
-    error: type[errors.DcpObjstoreError], status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_kind_of_error_has_its_status(error, status, capsys):
     assert status_of(error("")) == status
     with pytest.raises(SystemExit) as caught, exits():
         raise error("two\nlines", url="s3://bucket/x")
@@ -89,7 +86,7 @@ def test_each_kind_of_error_has_its_status(
     assert shown.count("\n") == 1
 
 
-def test_the_notes_of_an_error_keep_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_notes_of_an_error_keep_their_lines(capsys):
     error = errors.StoreUnavailableError("it did not start")
     error.add_note("the log ends:\nfirst\nsecond")
     with pytest.raises(SystemExit), exits():
@@ -98,9 +95,7 @@ def test_the_notes_of_an_error_keep_their_lines(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("said", [(), ("interrupted while waiting",)])
-def test_ctrl_c_is_130_and_no_traceback(
-    capsys: pytest.CaptureFixture[str], said: tuple[str, ...]
-) -> None:
+def test_ctrl_c_is_130_and_no_traceback(capsys, said):
     with pytest.raises(SystemExit) as caught, exits():
         raise KeyboardInterrupt(*said)
     assert caught.value.code == 130
@@ -109,9 +104,7 @@ def test_ctrl_c_is_130_and_no_traceback(
 
 @pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_command_as_ctrl_c_does_unless_it_is_ignored(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_ends_a_command_as_ctrl_c_does_unless_it_is_ignored(number, capsys):
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as caught, exits():
         try:
@@ -131,7 +124,7 @@ def test_a_signal_ends_a_command_as_ctrl_c_does_unless_it_is_ignored(
         signal.signal(number, before)
 
 
-def test_a_reader_that_goes_away_is_no_error_message(tmp_path: Path) -> None:
+def test_a_reader_that_goes_away_is_no_error_message(tmp_path):
     save_step(f"file://{tmp_path}/step-1")
     process = subprocess.Popen(
         [sys.executable, "-m", "dcp_objstore", "ls", f"file://{tmp_path}"],
@@ -146,7 +139,7 @@ def test_a_reader_that_goes_away_is_no_error_message(tmp_path: Path) -> None:
     assert process.wait() == 141
 
 
-def test_output_that_cannot_be_written_is_one_line_and_a_status(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_is_one_line_and_a_status(tmp_path):
     """A full disk, and no standard output at all."""
     save_step(f"file://{tmp_path}/step-1")
     command = f"{sys.executable} -m dcp_objstore ls --json file://{tmp_path}"
@@ -160,7 +153,7 @@ def test_output_that_cannot_be_written_is_one_line_and_a_status(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_json_has_no_constants_that_are_no_json(tmp_path: Path, value: float) -> None:
+def test_json_has_no_constants_that_are_no_json(tmp_path, value):
     one, other = f"file://{tmp_path}/a", f"file://{tmp_path}/b"
     dos.save({"lr": value, "w": torch.tensor([1.0, 2.0])}, one, progress=False)
     dos.save({"lr": 1.0, "w": torch.tensor([1.0, value])}, other, progress=False)
@@ -173,9 +166,7 @@ def test_json_has_no_constants_that_are_no_json(tmp_path: Path, value: float) ->
     json.loads(run_here("diff", "--json", "--stats", one, other).stdout, parse_constant=refuse)
 
 
-def test_ls_shows_committed_steps_in_order_and_torn_saves_as_not_committed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_shows_committed_steps_in_order_and_torn_saves_as_not_committed(tmp_path, capsys):
     url = f"file://{tmp_path}"
     for step in (10, 9):
         save_step(f"{url}/run/step-{step}", step=step)
@@ -190,7 +181,7 @@ def test_ls_shows_committed_steps_in_order_and_torn_saves_as_not_committed(
     assert lines[2].startswith("not committed")
 
 
-def test_ls_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+def test_ls_fits_a_terminal_of_80_columns(tmp_path):
     url = f"file://{tmp_path}/a-bucket/a-model/a-run"
     for step in (1000, 2000):
         save_step(f"{url}/step-{step}", step=step, note="words " * 20, metrics={"loss": 1 / 3})
@@ -204,9 +195,7 @@ def test_ls_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
     assert narrow[2].endswith("step-1000")
 
 
-def test_ls_shows_a_checkpoint_and_those_below_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_shows_a_checkpoint_and_those_below_it(tmp_path, capsys):
     url = f"file://{tmp_path}/run"
     for where in (f"{url}/step-1", url):
         save_step(where)
@@ -218,9 +207,7 @@ def test_ls_shows_a_checkpoint_and_those_below_it(
     assert [entry["url"] for entry in entries] == [url, f"{url}/step-1"]
 
 
-def test_ls_of_a_checkpoint_needs_no_right_to_list(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ls_of_a_checkpoint_needs_no_right_to_list(tmp_path, capsys, monkeypatch):
     url = f"file://{tmp_path}/run"
     save_step(url)
 
@@ -236,9 +223,7 @@ def test_ls_of_a_checkpoint_needs_no_right_to_list(
         print_checkpoints(f"{url}/nothing", as_json=True)
 
 
-def test_ls_as_json_has_the_markers_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_as_json_has_the_markers_figures(tmp_path, capsys):
     url = f"file://{tmp_path}/step-1"
     save_step(url, loss=0.5)
     print_checkpoints(url, as_json=True)
@@ -252,7 +237,7 @@ def test_ls_as_json_has_the_markers_figures(
     assert entry["user_metadata"] == {"loss": 0.5}
 
 
-def test_ls_of_what_is_not_there_or_damaged_says_so(tmp_path: Path) -> None:
+def test_ls_of_what_is_not_there_or_damaged_says_so(tmp_path):
     nothing = run("ls", f"file://{tmp_path}/nothing")
     assert nothing.returncode == 2
     assert "CheckpointNotFoundError" in nothing.stderr
@@ -266,7 +251,7 @@ def test_ls_of_what_is_not_there_or_damaged_says_so(tmp_path: Path) -> None:
         assert done.stdout == ""
 
 
-def test_ls_goes_on_after_a_damaged_step_and_says_so(tmp_path: Path) -> None:
+def test_ls_goes_on_after_a_damaged_step_and_says_so(tmp_path):
     url = f"file://{tmp_path}/run"
     save_step(f"{url}/step-1")
     open_store(f"{url}/step-2").put(MARKER_KEY, b"{}")
@@ -287,7 +272,7 @@ def test_ls_goes_on_after_a_damaged_step_and_says_so(tmp_path: Path) -> None:
     assert "marker is damaged" in entries[1]["error"]
 
 
-def test_ls_shows_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_pins(tmp_path, capsys):
     url = f"file://{tmp_path}/run"
     save_step(f"{url}/step-1", step=1)
     pin(open_store(f"{url}/step-1"), "paper")
@@ -299,9 +284,7 @@ def test_ls_shows_pins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(capsys.readouterr().out)["pins"] == ["paper"]
 
 
-def test_ls_counts_deleted_steps_and_says_what_removes_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_counts_deleted_steps_and_says_what_removes_them(tmp_path, capsys):
     url = f"file://{tmp_path}/run"
     for step in (1, 2, 3):
         save_step(f"{url}/step-{step}", step=step)
@@ -313,9 +296,7 @@ def test_ls_counts_deleted_steps_and_says_what_removes_them(
     assert deleted.startswith("2 deleted checkpoints") and f"sweep '{url}'" in deleted
 
 
-def test_ls_watch_lists_again_until_ctrl_c(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ls_watch_lists_again_until_ctrl_c(tmp_path, capsys, monkeypatch):
     url = f"file://{tmp_path}/run"
 
     def saved_meanwhile(_seconds: float) -> None:
@@ -330,9 +311,7 @@ def test_ls_watch_lists_again_until_ctrl_c(
     assert capsys.readouterr().out.count("committed") == 3
 
 
-def test_ls_shows_which_steps_do_not_count_any_more(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ls_shows_which_steps_do_not_count_any_more(tmp_path, capsys):
     url = f"file://{tmp_path}/runs/a"
     store = open_store(url)
 

@@ -33,7 +33,7 @@ def run(*arguments: str) -> str:
     return done.output
 
 
-def test_every_command_uses_the_transport_that_was_chosen(step: str) -> None:
+def test_every_command_uses_the_transport_that_was_chosen(step):
     told = json.loads(run("--transport", "boto3", "ls", step, "--json"))
     assert told["state"] == "committed"
     assert json.loads(run("--transport", "boto3", "pin", step, "paper", "--json"))["pins"]
@@ -45,13 +45,13 @@ def test_every_command_uses_the_transport_that_was_chosen(step: str) -> None:
     assert json.loads(run("--transport", "boto3", "sweep", step, "--json"))["dry_run"]
 
 
-def test_an_unknown_transport_is_an_error_of_the_command_line(step: str) -> None:
+def test_an_unknown_transport_is_an_error_of_the_command_line(step):
     done = CliRunner().invoke(app, ["--transport", "boto", "ls", step])
     assert done.exit_code != 0
     assert "native, boto3, fsspec" in done.output
 
 
-def test_nothing_is_left_for_the_next_command(step: str) -> None:
+def test_nothing_is_left_for_the_next_command(step):
     run("--transport", "boto3", "ls", step)
     CliRunner().invoke(app, ["repair", "memory://nowhere"])
     assert chosen() == {}

@@ -125,7 +125,7 @@ def assert_failed(done: subprocess.Popen[str], status: int, says: str = "") -> s
 @pytest.mark.parametrize(
     "url", ["s4://bucket/x", "no-scheme", "s3:///no-bucket", "file://{tmp}/nothing"]
 )
-def test_wrong_urls_are_errors_of_the_caller(url: str, tmp_path: Path) -> None:
+def test_wrong_urls_are_errors_of_the_caller(url, tmp_path):
     url = url.format(tmp=tmp_path)
     for words in (
         ["verify", url],
@@ -154,7 +154,7 @@ def assert_in_process(words: list[str], status: int) -> str:
     return done.stderr
 
 
-def test_keys_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_keys_that_are_not_there_are_named(tmp_path):
     url, other = f"file://{tmp_path}/step-1", f"file://{tmp_path}/out"
     dos.save({"model": {"weight": torch.ones(3)}}, url, progress=False)
     torch.save({"model": {"weight": torch.ones(3)}}, tmp_path / "model.pt")
@@ -173,7 +173,7 @@ def test_keys_that_are_not_there_are_named(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("name", READ)
-def test_a_damaged_block_ends_every_command_that_reads_it(place: Place, name: str) -> None:
+def test_a_damaged_block_ends_every_command_that_reads_it(place, name):
     (key,) = (key for key in place.bucket.keys("step-1") if key.endswith(".distcp"))
     place.bucket.flip_byte(f"step-1/{key}", 9 * MIB)
     said = assert_failed(start(place.commands[name], place.bucket.storage_options), 4)
@@ -191,7 +191,7 @@ main()
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_a_full_disk_ends_every_command_that_writes_there(place: Place) -> None:
+def test_a_full_disk_ends_every_command_that_writes_there(place):
     local = [
         *(place.commands[name] for name in READ if "--" not in name and "a " in name),
         ["bench", f"file://{place.folder}/out", "--size", "40MiB"],
@@ -205,7 +205,7 @@ def test_a_full_disk_ends_every_command_that_writes_there(place: Place) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_a_full_bucket_ends_every_command_that_writes_there(place: Place) -> None:
+def test_a_full_bucket_ends_every_command_that_writes_there(place):
     with NetworkProxy(place.bucket.storage_options) as proxy:
         proxy.plan = lambda asked: (
             Refuse(403, "QuotaExceeded") if "partNumber=2" in asked.query else None
@@ -223,7 +223,7 @@ def is_data(asked: Asked) -> bool:
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("name", [*READ, *WRITTEN])
-def test_ctrl_c_ends_every_command_and_leaves_nothing(place: Place, name: str) -> None:
+def test_ctrl_c_ends_every_command_and_leaves_nothing(place, name):
     with NetworkProxy(place.bucket.storage_options) as proxy:
         held = proxy.hold(is_data)
         done = start(place.commands[name], proxy.storage_options)
@@ -254,9 +254,7 @@ def doomed(tmp_path: Path) -> Iterator[tuple[SeaweedServer, Place, NetworkProxy]
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)  # each command retries for about a minute
-def test_a_server_that_dies_ends_every_command_and_no_result_is_half_written(
-    doomed: tuple[SeaweedServer, Place, NetworkProxy],
-) -> None:
+def test_a_server_that_dies_ends_every_command_and_no_result_is_half_written(doomed):
     server, place, proxy = doomed
     for names in (READ, WRITTEN):
         held = {}

@@ -89,7 +89,7 @@ def left_in(scratch: Path) -> list[str]:
     return [one.name for one in scratch.iterdir() if not one.name.startswith("torchinductor")]
 
 
-def test_the_demo_keeps_its_promises_and_leaves_nothing(scratch: Path) -> None:
+def test_the_demo_keeps_its_promises_and_leaves_nothing(scratch):
     process = subprocess.Popen(
         [*COMMAND, *examples()["demo"][2:]],
         stdout=subprocess.PIPE,
@@ -122,9 +122,7 @@ def assert_gone(session: int) -> None:
 
 
 @pytest.mark.campaign  # half a minute
-def test_ctrl_c_ends_everything_and_empties_the_users_prefix(
-    seaweed: SeaweedServer, scratch: Path
-) -> None:
+def test_ctrl_c_ends_everything_and_empties_the_users_prefix(seaweed, scratch):
     root = f"s3://{BUCKET}/demo-ctrl-c"
     store = open_store(root, seaweed.storage_options)
     process = subprocess.Popen(
@@ -160,8 +158,8 @@ def test_ctrl_c_ends_everything_and_empties_the_users_prefix(
     ],
 )
 def test_a_place_that_cannot_be_used_is_one_line_before_any_rank_starts(
-    seaweed: SeaweedServer, url: str, change: dict[str, str], status: int, error: str
-) -> None:
+    seaweed, url, change, status, error
+):
     done = run_here("demo", "--url", url, **{**environment(seaweed.storage_options), **change})
     assert done.returncode == status
     assert error in done.stderr
@@ -169,9 +167,7 @@ def test_a_place_that_cannot_be_used_is_one_line_before_any_rank_starts(
     assert "Train on" not in done.stdout
 
 
-def test_a_proof_that_fails_ends_the_demo_with_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_proof_that_fails_ends_the_demo_with_status_1(monkeypatch, capsys, tmp_path):
     def run(demo: Demo) -> None:
         demo.spec.open().put("left-over", b"x")
         raise DemoFailedError("the state differs")
@@ -186,7 +182,7 @@ def test_a_proof_that_fails_ends_the_demo_with_status_1(
     assert list(open_store(f"file://{tmp_path}").list()) == [], "cleaned up all the same"
 
 
-def test_keep_leaves_the_users_objects(tmp_path: Path) -> None:
+def test_keep_leaves_the_users_objects(tmp_path):
     for keep in (True, False):
         run = new_run(f"file://{tmp_path}/{keep}", "a")
         with in_bucket(run, keep=keep):
@@ -199,8 +195,8 @@ STATE = {"a": "1", "b": "2"}
 
 
 def test_what_the_demo_wrote_is_removed_from_a_slow_bucket_with_as_many_retries_as_elsewhere(
-    seaweed: SeaweedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    seaweed, monkeypatch
+):
     asked_to_wait = iter(range(4))
 
     def slow_down(asked: Asked) -> Refuse | None:
@@ -248,15 +244,13 @@ def told(tmp_path: Path) -> Demo:
 @pytest.mark.parametrize(
     "loaded", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": "3"}, None]
 )
-def test_states_that_differ_are_not_called_identical(
-    told: Demo, loaded: dict[str, str] | None
-) -> None:
+def test_states_that_differ_are_not_called_identical(told, loaded):
     assert not fails(told.prove_identical, "x", STATE, [STATE, STATE])
     assert fails(told.prove_identical, "x", STATE, [STATE, loaded])
     assert fails(told.prove_identical, "x", {}, [{}])
 
 
-def test_losses_that_do_not_go_on_are_no_resume(told: Demo) -> None:
+def test_losses_that_do_not_go_on_are_no_resume(told):
     losses = {f"loss-{step}": 2.0 for step in range(9, 13)}
     torn = ended(-9, **{"saved-8": STATE}, **losses)
     right = ended(None, **{"loaded-8": STATE}, **losses)
@@ -266,9 +260,7 @@ def test_losses_that_do_not_go_on_are_no_resume(told: Demo) -> None:
     assert fails(told.prove_resumed, torn, [right, ended(None, **losses)])
 
 
-def test_a_rank_that_fails_otherwise_than_by_the_kill_ends_the_demo_with_its_output(
-    told: Demo,
-) -> None:
+def test_a_rank_that_fails_otherwise_than_by_the_kill_ends_the_demo_with_its_output(told):
     typed, killed = RankFailedError("rank 1 has ended"), -signal.SIGKILL
     crew = cast(Any, told.crew)
     for hows, torn, failed in (
@@ -287,14 +279,14 @@ def test_a_rank_that_fails_otherwise_than_by_the_kill_ends_the_demo_with_its_out
         assert caught.value.__notes__ == ["the end of its output"]
 
 
-def test_only_a_torn_save_counts_as_torn(told: Demo) -> None:
+def test_only_a_torn_save_counts_as_torn(told):
     keys = [f"__{rank}_0.{'a' * 24}.distcp" for rank in range(4)]
     assert not fails(told.prove_torn, keys[:3])
     for wrong in (keys, keys[:2], [*keys[:3], "_COMMIT"]):
         assert fails(told.prove_torn, wrong)
 
 
-def test_survivors_without_a_typed_error_fail_the_proof(told: Demo) -> None:
+def test_survivors_without_a_typed_error_fail_the_proof(told):
     typed, killed = ended(RankFailedError("rank 3 has ended")), ended(-signal.SIGKILL)
     assert not fails(told.prove_ended_cleanly, [typed, typed, killed])
     for other in (ended("RuntimeError('gloo')"), ended(1), ended(None)):
@@ -302,7 +294,7 @@ def test_survivors_without_a_typed_error_fail_the_proof(told: Demo) -> None:
         assert fails(told.prove_ended_cleanly, [typed, typed, other])
 
 
-def test_a_step_that_is_not_there_or_not_the_newest_fails_the_proofs(told: Demo) -> None:
+def test_a_step_that_is_not_there_or_not_the_newest_fails_the_proofs(told):
     for step in (4, 8):
         dos.save({"w": torch.ones(1)}, f"{told.spec.url}/step-{step}", progress=False)
     assert not fails(told.prove_committed, 8, 1)
@@ -317,7 +309,7 @@ def test_a_step_that_is_not_there_or_not_the_newest_fails_the_proofs(told: Demo)
     assert fails(told.prove_invisible, torn)
 
 
-def test_digests_see_every_bit_and_every_value() -> None:
+def test_digests_see_every_bit_and_every_value():
     def of(value: float = 0.0, lr: float = 0.1, shape: tuple[int, ...] = (4,)) -> Any:
         weights = torch.zeros(4)
         weights[3] = value
@@ -342,7 +334,7 @@ def fail_as(device: torch.device, speak: Callable[..., None], errors: list[BaseE
     raise errors[rank]
 
 
-def test_how_a_rank_ended_is_known_whatever_ended_it() -> None:
+def test_how_a_rank_ended_is_known_whatever_ended_it():
     """It raises an error of Python or of the library, or is killed."""
     launcher.warm_up(PRELOAD)  # all ranks of this process are forked from one server
     crew, errors = Crew(3, "cpu"), [TypeError("a"), CheckpointNotFoundError("b")]
@@ -373,12 +365,7 @@ def test_how_a_rank_ended_is_known_whatever_ended_it() -> None:
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, None),  # a batch script, without srun
     ],
 )
-def test_the_ranks_of_an_allocation_are_found(
-    env: dict[str, str],
-    launcher_name: str | None,
-    rank: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_ranks_of_an_allocation_are_found(env, launcher_name, rank, monkeypatch):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "RANK", "WORLD_SIZE"))]:
         monkeypatch.delenv(name)
     for name, value in env.items():
@@ -390,7 +377,7 @@ def test_the_ranks_of_an_allocation_are_found(
         assert (variables["LOCAL_WORLD_SIZE"], variables["LOCAL_RANK"]) == ("2", "1")
 
 
-def test_what_the_demo_cannot_do_is_said_before_any_rank_starts(tmp_path: Path) -> None:
+def test_what_the_demo_cannot_do_is_said_before_any_rank_starts(tmp_path):
     url = ["--url", tmp_path.as_uri()]
     if not torch.cuda.is_available():
         done = run_here("demo", "--device", "cuda", *url)
@@ -408,9 +395,7 @@ def test_what_the_demo_cannot_do_is_said_before_any_rank_starts(tmp_path: Path) 
 
 @pytest.mark.campaign  # a minute
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_under_torchrun_the_demo_uses_the_ranks_that_are_there(
-    ranks: int, seaweed: SeaweedServer, tmp_path: Path
-) -> None:
+def test_under_torchrun_the_demo_uses_the_ranks_that_are_there(ranks, seaweed, tmp_path):
     url, report = f"s3://{BUCKET}/demo-torchrun", tmp_path / "report.md"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", "-m", "dcp_objstore", "demo"]
@@ -428,9 +413,7 @@ def test_under_torchrun_the_demo_uses_the_ranks_that_are_there(
     assert list(open_store(url, seaweed.storage_options).list()) == []
 
 
-def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(
-    told: Demo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(told, monkeypatch):
     form = (Path(__file__).parents[2] / ".github/ISSUE_TEMPLATE/benchmark-results.yml").read_text()
     url = "s3://secret-bucket/prefix"
     monkeypatch.setattr(sys, "argv", ["dcp-objstore", "demo", "--url", url, "--report", "x.md"])
@@ -450,7 +433,7 @@ def test_the_report_has_the_fields_of_the_issue_form_and_names_no_bucket(
     assert "secret-bucket" not in text
 
 
-def test_each_request_is_counted_and_only_in_the_block(tmp_path: Path) -> None:
+def test_each_request_is_counted_and_only_in_the_block(tmp_path):
     spec = StoreSpec(tmp_path.as_uri())
     with counted_requests() as requests:
         store = spec.open()
@@ -469,9 +452,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("columns", [40, 60, 100])
-def test_no_line_is_wider_than_the_terminal(
-    columns: int, told: Demo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_line_is_wider_than_the_terminal(columns, told, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     tell("A headline that says what happens in this phase of the whole demo", "")
@@ -480,9 +461,7 @@ def test_no_line_is_wider_than_the_terminal(
     assert max(map(len, lines)) <= columns
 
 
-def test_a_stream_without_unicode_gets_plain_words(
-    told: Demo, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_without_unicode_gets_plain_words(told, monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     with pytest.raises(SystemExit), failure_told():

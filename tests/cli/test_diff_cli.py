@@ -27,9 +27,7 @@ def urls(tmp_path: Path) -> tuple[str, str]:
     return one, other
 
 
-def test_differences_are_printed_on_80_columns(
-    urls: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_differences_are_printed_on_80_columns(urls, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
         print_diff(*urls, **{**ALL, "stats": True})
@@ -50,9 +48,7 @@ def test_differences_are_printed_on_80_columns(
     assert capsys.readouterr().out.splitlines()[2:] == ["0 differences, 1 equal (no tensor read)"]
 
 
-def test_values_that_are_too_large_to_print_are_named_by_their_type(
-    urls: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_that_are_too_large_to_print_are_named_by_their_type(urls, capsys, monkeypatch):
     repeated: tuple[object, ...] = ()
     for _ in range(100):
         repeated = repeated, repeated  # 2**100 parts
@@ -76,9 +72,7 @@ def test_values_that_are_too_large_to_print_are_named_by_their_type(
     assert "changed   keys  ({(1, 2): 3},) -> 1" in capsys.readouterr().out
 
 
-def test_json_and_statuses(
-    urls: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_and_statuses(urls, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         print_diff(*urls, **{**ALL, "as_json": True})
     assert caught.value.code == 1

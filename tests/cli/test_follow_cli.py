@@ -35,7 +35,7 @@ def script(text: str) -> str:
     return shlex.join([sys.executable, "-c", text])
 
 
-def test_it_prints_the_url_of_each_step_or_what_ls_prints_of_it(url: str) -> None:
+def test_it_prints_the_url_of_each_step_or_what_ls_prints_of_it(url):
     done = run_here("follow", url, "--until", "10")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [f"{url}/step-9", f"{url}/step-10"]
@@ -45,12 +45,7 @@ def test_it_prints_the_url_of_each_step_or_what_ls_prints_of_it(url: str) -> Non
     assert done.stdout.splitlines() == [f"{url}/step-10"]
 
 
-def test_a_command_is_run_for_each_step_without_a_shell(
-    url: str,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_command_is_run_for_each_step_without_a_shell(url, capfd, tmp_path, monkeypatch):
     """Names come from the bucket, so nothing in them may act."""
     monkeypatch.chdir(tmp_path)
     save(StoreSpec(f"{url}/step-11 $(touch hacked) {{name}}").open())
@@ -68,9 +63,7 @@ def test_a_command_is_run_for_each_step_without_a_shell(
     assert capfd.readouterr().out.splitlines() == [str([f"{url}/step-9"])]
 
 
-def test_a_command_that_fails_ends_it_with_its_status(
-    url: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_that_fails_ends_it_with_its_status(url, capfd):
     failing = script("import sys; print(sys.argv[1], flush=True); sys.exit(7)")
     words = ("follow", url, "--timeout", "0s", "--pin", "evaluator", "--exec", failing)
     done = run_here(*words)
@@ -96,7 +89,7 @@ def test_a_command_that_fails_ends_it_with_its_status(
         ("--pin", "", "--exec", "true"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_status_2(url: str, words: tuple[str, ...]) -> None:
+def test_what_cannot_be_done_is_one_line_and_status_2(url, words):
     done = run_here("follow", url, *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("dcp-objstore: ")
@@ -104,7 +97,7 @@ def test_what_cannot_be_done_is_one_line_and_status_2(url: str, words: tuple[str
     assert pins(url) == {}
 
 
-def test_a_step_that_no_longer_counts_is_printed_again(url: str) -> None:
+def test_a_step_that_no_longer_counts_is_printed_again(url):
     other = url.replace("/run", "/other")
     with dos.CheckpointManager(other, sweep=False) as run:
         for step in (1, 2):
@@ -129,9 +122,7 @@ def test_a_step_that_no_longer_counts_is_printed_again(url: str) -> None:
     ]
 
 
-def test_ctrl_c_leaves_no_pin_and_what_sigkill_leaves_the_next_follower_removes(
-    url: str, usual_signals: None
-) -> None:
+def test_ctrl_c_leaves_no_pin_and_what_sigkill_leaves_the_next_follower_removes(url, usual_signals):
     words = ["follow", url, "--pin", "evaluator", "--exec"]
     waiting = script("import time; print('waits', flush=True); time.sleep(600)")
     for number, status, pinned in (

@@ -20,7 +20,6 @@ from dcp_objstore.stores import open_store
 from tests.support.campaign import cases
 from tests.support.command_line import environment, examples
 from tests.support.left_copies import leave_copies
-from tests.support.servers import Bucket
 
 COMMANDS = examples()
 STATUSES = {"diff": 1}  # the steps differ
@@ -69,7 +68,7 @@ for command in sys.argv[1:]:
 """
 
 
-def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(tmp_path, capsys):
     for step in (20, 40):
         state = {"model": {"embed": {"weight": torch.full((50, 4), 1.0 * step)}}, "step": step}
         dos.save(state, f"file://{tmp_path}/run/step-{step}", progress=False)
@@ -89,7 +88,7 @@ def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("columns", ["80", "160"])
-def test_each_help_fits_80_columns_and_ends_with_the_example(columns: str) -> None:
+def test_each_help_fits_80_columns_and_ends_with_the_example(columns):
     runner = CliRunner(env={"COLUMNS": columns, "TERMINAL_WIDTH": columns})
     for name in ("", *COMMANDS):
         shown = runner.invoke(app, [*name.split(), "--help"] if name else ["--help"])
@@ -101,7 +100,7 @@ def test_each_help_fits_80_columns_and_ends_with_the_example(columns: str) -> No
         assert shlex.split(example) == COMMANDS.get(name, ["dcp-objstore", "ls", "file:///tmp/run"])
 
 
-def test_what_needs_no_tensor_imports_no_torch(tmp_path: Path, bucket: Bucket) -> None:
+def test_what_needs_no_tensor_imports_no_torch(tmp_path, bucket):
     named = {name for name in COMMANDS for words in WITHOUT_TENSORS if words.startswith(name)}
     assert named == COMMANDS.keys() - WITH_TENSORS - SERVING
     node = tmp_path / "node"
@@ -134,7 +133,7 @@ SCRIPT = Path(sysconfig.get_path("scripts")) / "dcp-objstore"
 
 
 @pytest.mark.parametrize("program", [[str(SCRIPT)], [sys.executable, "-m", "dcp_objstore"]])
-def test_it_runs_as_a_script_and_as_a_module(program: list[str]) -> None:
+def test_it_runs_as_a_script_and_as_a_module(program):
     if not Path(program[0]).exists():
         pytest.skip("the package is not installed, so there is no script")
     done = subprocess.run([*program, "--version"], capture_output=True, text=True, check=False)
@@ -154,7 +153,7 @@ def complete(shell: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("shell", cases(["bash", "zsh", "fish"], default=["bash"]))
-def test_the_shell_completes_commands_and_options(shell: str, tmp_path: Path) -> None:
+def test_the_shell_completes_commands_and_options(shell, tmp_path):
     shown = complete(f"--show-completion {shell}")
     assert shown.returncode == 0, shown.stderr
     assert "_DCP_OBJSTORE_COMPLETE" in shown.stdout
@@ -171,7 +170,7 @@ def test_the_shell_completes_commands_and_options(shell: str, tmp_path: Path) ->
         default=[("ver", {"verify"}), ("verify --qu", {"--quick"})],
     ),
 )
-def test_what_the_shell_asks_for_is_offered(typed: str, offered: set[str]) -> None:
+def test_what_the_shell_asks_for_is_offered(typed, offered):
     words = f"dcp-objstore {typed}"
     answer = complete(
         "",

@@ -29,9 +29,7 @@ def url(tmp_path: Path) -> str:
     return url
 
 
-def test_alike_layers_are_shown_once_with_their_sum(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alike_layers_are_shown_once_with_their_sum(url, capsys):
     inspect(url, [], **HOW)
     where, saved, commit, head, *lines = capsys.readouterr().out.splitlines()
     assert where == url
@@ -68,7 +66,7 @@ def test_alike_layers_are_shown_once_with_their_sum(
     ]
 
 
-def test_json_names_every_tensor(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_names_every_tensor(url, capsys):
     inspect(url, [], **{**HOW, "as_json": True})
     report = json.loads(capsys.readouterr().out)
     assert len(report["tensors"]) == 25
@@ -85,9 +83,7 @@ def test_json_names_every_tensor(url: str, capsys: pytest.CaptureFixture[str]) -
     assert [one["rank"] for one in json.loads(capsys.readouterr().out)["ranks"]] == [0, 1, 2]
 
 
-def test_what_a_save_left_out_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_save_left_out_is_counted(tmp_path, capsys):
     url, model = (tmp_path / "step-1").as_uri(), torch.nn.Linear(100, 20)
     model.weight.requires_grad_(False)
     dos.save({"nets": {"actor": dos.trainable(model)}}, url)
@@ -99,9 +95,7 @@ def test_what_a_save_left_out_is_counted(
     assert left_out == {"nets.actor": {"tensors": 1, "elements": 2000}}
 
 
-def test_a_tensor_and_a_plan(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_and_a_plan(url, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     inspect(url, [], **{**HOW, "tensor": "model.layers.1.mlp.0.weight"})
     shown = capsys.readouterr().out
@@ -117,7 +111,7 @@ def test_a_tensor_and_a_plan(
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_wrong_names_say_what_is_there(url: str) -> None:
+def test_wrong_names_say_what_is_there(url):
     with pytest.raises(AbsentKeyError, match="nearest"):
         inspect(url, [], **{**HOW, "tensor": "model.heat"})
     with pytest.raises(ConfigError, match="not a tensor"):

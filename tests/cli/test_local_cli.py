@@ -49,7 +49,7 @@ def _listed(node: Path) -> dict[str, dict[str, object]]:
     return {entry["url"].rpartition("/")[2]: entry for entry in entries}
 
 
-def test_ls_shows_each_run_its_steps_and_what_is_not_whole(node: Path) -> None:
+def test_ls_shows_each_run_its_steps_and_what_is_not_whole(node):
     step = _folder(node, "a") / "step-9"
     (step / f"{TEMPORARY}killed").write_bytes(b"x" * 5000)
     _use(node, "a")
@@ -73,7 +73,7 @@ def test_ls_shows_each_run_its_steps_and_what_is_not_whole(node: Path) -> None:
     assert lines[-1].split()[-2:] == ["2", "runs"]
 
 
-def test_rm_removes_what_no_process_uses_and_says_what_it_keeps(node: Path) -> None:
+def test_rm_removes_what_no_process_uses_and_says_what_it_keeps(node):
     _use(node, "a")
     refused = run_here("local", "rm", str(node), "--run", _listed(node)["a"]["url"])
     assert refused.returncode == 2
@@ -102,7 +102,7 @@ def test_rm_removes_what_no_process_uses_and_says_what_it_keeps(node: Path) -> N
         (lambda node: (node / home_of(str(node)).name).write_text("a file"), "must be a folder"),
     ],
 )
-def test_what_is_no_folder_of_copies_is_one_clear_error(tmp_path: Path, make, reason: str) -> None:
+def test_what_is_no_folder_of_copies_is_one_clear_error(tmp_path, make, reason):
     node = tmp_path / "node"
     node.mkdir()
     make(node)
@@ -113,7 +113,7 @@ def test_what_is_no_folder_of_copies_is_one_clear_error(tmp_path: Path, make, re
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_url_is_no_folder() -> None:
+def test_a_url_is_no_folder():
     done = run("local", "ls", "s3://bucket/run")
     assert done.returncode == 2
     assert "ConfigError" in done.stderr

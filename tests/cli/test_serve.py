@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -37,9 +36,7 @@ def started(*options: str) -> tuple[subprocess.Popen[str], str, dict[str, object
     )
 
 
-def test_a_served_folder_has_the_same_objects_and_credentials_the_next_time(
-    tmp_path: Path,
-) -> None:
+def test_a_served_folder_has_the_same_objects_and_credentials_the_next_time(tmp_path):
     server, says, options = started("--data", str(tmp_path), "--bucket", "mine")
     try:
         assert "s3://mine" in says and str(tmp_path) in says
@@ -60,7 +57,7 @@ def test_a_served_folder_has_the_same_objects_and_credentials_the_next_time(
     assert server.wait(60) == 0
 
 
-def test_a_port_that_is_taken_is_said_at_once() -> None:
+def test_a_port_that_is_taken_is_said_at_once():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -21,7 +21,7 @@ EVIL = "w\x1b[2K\x1b[1A\x9b31m\x1b]0;owned\x07\rFORGED\nFORGED\u202egnp\u2066"
 
 
 @pytest.mark.campaign
-def test_the_pictures_of_the_documentation_are_what_the_commands_show(tmp_path: Path) -> None:
+def test_the_pictures_of_the_documentation_are_what_the_commands_show(tmp_path):
     captures.make(tmp_path)
     for name in captures.COMMANDS:
         made, shown = tmp_path / f"{name}.svg", captures.IMAGES / f"{name}.svg"
@@ -32,9 +32,7 @@ def test_the_pictures_of_the_documentation_are_what_the_commands_show(tmp_path: 
 
 
 @pytest.mark.parametrize("columns", cases([80, 160], default=[80]))
-def test_colours_are_for_terminals_and_errors_are_wrapped_there(
-    columns: int, tmp_path: Path
-) -> None:
+def test_colours_are_for_terminals_and_errors_are_wrapped_there(columns, tmp_path):
     url = f"file://{tmp_path}/run"
     captures.save_run(url, tmp_path / "run")
     step = f"{url}/step-40"
@@ -74,7 +72,7 @@ def evil_run(tmp_path: Path) -> str:
     return run_url
 
 
-def test_nothing_that_a_store_names_acts_on_a_terminal(evil_run: str, tmp_path: Path) -> None:
+def test_nothing_that_a_store_names_acts_on_a_terminal(evil_run, tmp_path):
     one, two = (f"{evil_run}/step-{step}\u202e" for step in (1, 2))
     seen = 0
     for command in (
@@ -94,9 +92,7 @@ def test_nothing_that_a_store_names_acts_on_a_terminal(evil_run: str, tmp_path: 
     assert seen >= 8
 
 
-def test_no_error_or_log_line_acts_on_a_terminal(
-    evil_run: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_error_or_log_line_acts_on_a_terminal(evil_run, caplog):
     url = f"{evil_run}/step-1\u202e"
     error = CheckpointCorruptError(EVIL.replace("\n", ""), key=EVIL, object_key=EVIL, url=EVIL)
     assert_harmless(str(error))

@@ -52,7 +52,7 @@ def steps(tmp_path: Path) -> Run:
     return Run(tmp_path / "run")
 
 
-def test_rm_deletes_only_with_yes_and_prints_the_command(steps: Run) -> None:
+def test_rm_deletes_only_with_yes_and_prints_the_command(steps):
     for number in (1, 2):
         save(steps.step(number))
     before = steps.all()
@@ -72,9 +72,7 @@ def test_rm_deletes_only_with_yes_and_prints_the_command(steps: Run) -> None:
     assert "was deleted" in again.stderr
 
 
-def test_rm_with_a_grace_period_leaves_the_objects_and_a_sweep_removes_them_when_old(
-    steps: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rm_with_a_grace_period_leaves_the_objects_and_a_sweep_removes_them_when_old(steps, capsys):
     for number in (1, 2):
         save(steps.step(number))
     upkeep.remove(f"{steps.url}/step-1", grace="1h", yes=True, allow_newest=False, as_json=False)
@@ -95,9 +93,7 @@ def test_rm_with_a_grace_period_leaves_the_objects_and_a_sweep_removes_them_when
     assert not loose(steps.step(2))
 
 
-def test_rm_refuses_the_newest_and_pinned_ones(
-    steps: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rm_refuses_the_newest_and_pinned_ones(steps, capsys):
     for number in (1, 2):
         save(steps.step(number))
     url = f"{steps.url}/step-2"
@@ -118,7 +114,7 @@ def test_rm_refuses_the_newest_and_pinned_ones(
     assert (report["url"], report["removed_objects"], report["dry_run"]) == (url, 3, False)
 
 
-def test_gc_removes_torn_saves_only_with_yes(steps: Run) -> None:
+def test_gc_removes_torn_saves_only_with_yes(steps):
     save(steps.step(1))
     tear(steps.step(2))
     steps.age()
@@ -136,7 +132,7 @@ def test_gc_removes_torn_saves_only_with_yes(steps: Run) -> None:
     assert {name for name in before if name.startswith("step-1")} <= set(steps.all())
 
 
-def test_gc_names_what_it_left_and_a_damaged_checkpoint_is_status_4(steps: Run) -> None:
+def test_gc_names_what_it_left_and_a_damaged_checkpoint_is_status_4(steps):
     save(steps.step(1))
     steps.step(1).put("notes.txt", b"somebody's")
     save(steps.step(2))
@@ -152,7 +148,7 @@ def test_gc_names_what_it_left_and_a_damaged_checkpoint_is_status_4(steps: Run) 
 
 
 @pytest.mark.parametrize("grace", ["1", "", "h", "1w", "-1h", "59m", "0.5h", "1e3h"])
-def test_grace_that_is_none_or_too_short_is_refused(steps: Run, grace: str) -> None:
+def test_grace_that_is_none_or_too_short_is_refused(steps, grace):
     tear(steps.step(1))
     steps.age()
     before = steps.all()
@@ -162,14 +158,14 @@ def test_grace_that_is_none_or_too_short_is_refused(steps: Run, grace: str) -> N
 
 
 @pytest.mark.parametrize("grace", ["60m", "1h", "1.5h", "3600s", "1d"])
-def test_grace_is_counted_in_its_unit(steps: Run, grace: str) -> None:
+def test_grace_is_counted_in_its_unit(steps, grace):
     tear(steps.step(1))
     steps.age()
     upkeep.sweep(steps.url, grace=grace, yes=True, as_json=False)
     assert keys(steps.step(1)) == {"_COMMIT"}
 
 
-def test_repair_says_what_it_did(steps: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repair_says_what_it_did(steps, capsys):
     import torch
 
     url = f"{steps.url}/step-1"

@@ -14,7 +14,6 @@ from dcp_objstore.cli.app import app
 from dcp_objstore.cli.verify import verify
 from dcp_objstore.errors import CheckpointNotFoundError, ConfigError, UnsupportedError
 from tests.support.command_line import run, run_here
-from tests.support.servers import Bucket
 
 ALL = {
     "quick": False,
@@ -40,7 +39,7 @@ def url(tmp_path: Path) -> str:
     return url
 
 
-def test_a_run_is_verified_and_each_step_gets_a_line(url: str) -> None:
+def test_a_run_is_verified_and_each_step_gets_a_line(url):
     done = run_here("verify", "--run", url)
     assert done.returncode == 4
     lines = done.stdout.splitlines()
@@ -56,7 +55,7 @@ def test_a_run_is_verified_and_each_step_gets_a_line(url: str) -> None:
     assert done.stderr == f"dcp-objstore: 2 steps damaged: {url}/step-3\n"
 
 
-def test_json_is_a_line_a_step_and_complete(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_a_line_a_step_and_complete(url, capsys):
     with pytest.raises(SystemExit) as caught:
         verify(url, **{**ALL, "run": True, "before": "step-3", "as_json": True})
     assert caught.value.code == 4
@@ -70,9 +69,7 @@ def test_json_is_a_line_a_step_and_complete(url: str, capsys: pytest.CaptureFixt
     assert damage["elements"] == ["w[0:3000, 0:500]", "step"]
 
 
-def test_only_damage_that_was_looked_for_gives_status_4(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_damage_that_was_looked_for_gives_status_4(url, capsys):
     verify(f"{url}/step-2", **{**ALL, "deep": True})
     assert capsys.readouterr().out.splitlines()[0] == f"whole: {url}/step-2"
     verify(f"{url}/step-3", **{**ALL, "quick": True})
@@ -82,7 +79,7 @@ def test_only_damage_that_was_looked_for_gives_status_4(
     assert caught.value.code == 4
 
 
-def test_a_damaged_index_is_damage(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_index_is_damage(url, capsys):
     (index,) = Path(url.removeprefix("file://"), "step-2").glob("index.*")
     index.write_bytes(b"x" + index.read_bytes()[1:])
     with pytest.raises(SystemExit) as caught:
@@ -92,9 +89,7 @@ def test_a_damaged_index_is_damage(url: str, capsys: pytest.CaptureFixture[str])
     assert (damage["what"], damage["object_key"]) == ("unreadable", index.name)
 
 
-def test_many_damages_are_cut_and_fit_80_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_damages_are_cut_and_fit_80_columns(tmp_path, capsys, monkeypatch):
     url = (tmp_path / "step-1").as_uri()
     state = {f"model.layers.{n}.weight": torch.full((10,), n + 1.0) for n in range(30)}
     dos.save(state, url, progress=False)
@@ -111,7 +106,7 @@ def test_many_damages_are_cut_and_fit_80_columns(
     assert all(len(line) <= 80 for line in lines[1:])
 
 
-def test_what_cannot_be_verified_is_no_damage(url: str, tmp_path: Path) -> None:
+def test_what_cannot_be_verified_is_no_damage(url, tmp_path):
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "stock")
     with pytest.raises(UnsupportedError, match="without digests"):
         verify((tmp_path / "stock").as_uri(), **ALL)
@@ -125,9 +120,7 @@ def test_what_cannot_be_verified_is_no_damage(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_the_commands_look_into_a_bucket(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_look_into_a_bucket(bucket, monkeypatch, capsys):
     options = bucket.storage_options
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options["key"]))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options["secret"]))

@@ -40,9 +40,7 @@ def same(found: object, expected: object) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_weights_and_values_come_back_as_they_were(
-    saved: dict[str, Any], url: str, tmp_path: Path
-) -> None:
+def test_weights_and_values_come_back_as_they_were(saved, url, tmp_path):
     dos.save(torch.load(tmp_path / "saved.pt", weights_only=True), url)
     torch.save(dos.read_state_dict(url), tmp_path / "exported.pt")
     exported = torch.load(tmp_path / "exported.pt", weights_only=True)
@@ -57,9 +55,7 @@ def test_weights_and_values_come_back_as_they_were(
     assert set(exported["optimizer"]["state"]) == {"0", "1", "2", "3"}
 
 
-def test_an_optimizer_is_converted_with_its_model(
-    saved: dict[str, Any], url: str, tmp_path: Path
-) -> None:
+def test_an_optimizer_is_converted_with_its_model(saved, url, tmp_path):
     model, optimizer = make()
     file = torch.load(tmp_path / "saved.pt", weights_only=True)
     model.load_state_dict(file["model"])

@@ -20,7 +20,6 @@ import dcp_objstore as dos
 from tests.support.checkpoints import Options
 from tests.support.command_line import environment
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 from tests.support.states import fill, tensor_state, wrong_keys
 
 STRATEGIES: dict[str, tuple[Callable[[], Any], list[str]]] = {
@@ -67,9 +66,7 @@ def load_ours(rank: int, world_size: int, url: str, options: Options) -> None:
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_s3torchconnector_wrote_loads_with_any_prefix_strategy(
-    bucket: Bucket, strategy: str
-) -> None:
+def test_what_s3torchconnector_wrote_loads_with_any_prefix_strategy(bucket, strategy):
     url = bucket.at("step-1")
     run_ranks(3, save_by_connector, url, bucket.storage_options, strategy)
     prefixes = [f"{before}__" for before in STRATEGIES[strategy][1]]

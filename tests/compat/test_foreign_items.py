@@ -87,9 +87,7 @@ DESTINATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("zstd", [False, True])
-def test_tensors_of_any_strides_load_into_tensors_of_any_strides(
-    tmp_path: Path, zstd: bool
-) -> None:
+def test_tensors_of_any_strides_load_into_tensors_of_any_strides(tmp_path, zstd):
     full = torch.arange(24.0).reshape(4, 6)
     stored = {
         f"{source}/{destination}": make(full)
@@ -104,7 +102,7 @@ def test_tensors_of_any_strides_load_into_tensors_of_any_strides(
 
 
 @pytest.mark.parametrize("zstd", [False, True])
-def test_every_dtype_and_odd_shape_loads(tmp_path: Path, zstd: bool) -> None:
+def test_every_dtype_and_odd_shape_loads(tmp_path, zstd):
     dtypes = [dtype for dtype in ALL_DTYPES if dtype is not torch.complex32]
     stored: dict[str, torch.Tensor] = {
         f"{dtype}{shape}": seeded(f"{dtype}{shape}", shape, dtype)
@@ -120,7 +118,7 @@ def test_every_dtype_and_odd_shape_loads(tmp_path: Path, zstd: bool) -> None:
     assert [key for key in stored if not same_bits(state[key], stored[key])] == []
 
 
-def test_a_view_that_was_saved_with_all_of_its_storage_loads(tmp_path: Path) -> None:
+def test_a_view_that_was_saved_with_all_of_its_storage_loads(tmp_path):
     """Stock writers copy a view first; a writer derived from them may not."""
     full = torch.arange(1_000_000.0)
     place = save({"w": full[5:9].clone()}, tmp_path / "stock")
@@ -137,9 +135,7 @@ def test_a_view_that_was_saved_with_all_of_its_storage_loads(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="zstd comes with Python")
-def test_without_a_zstd_package_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_zstd_package_the_command_that_installs_it_is_named(tmp_path, monkeypatch):
     place = save({"w": torch.ones(3)}, tmp_path / "stock", _extensions=[ZStandard()])
     monkeypatch.setitem(sys.modules, "zstandard", None)
     remove_data(place)  # it is found out before anything is fetched
@@ -170,7 +166,7 @@ class Backwards(StreamTransformExtension):
         return input
 
 
-def test_an_unknown_extension_is_named(tmp_path: Path) -> None:
+def test_an_unknown_extension_is_named(tmp_path):
     ExtensionRegistry().register(Backwards)
     place = save({"w": torch.ones(3)}, tmp_path / "stock", _extensions=[Backwards()])
     remove_data(place)
@@ -179,7 +175,7 @@ def test_an_unknown_extension_is_named(tmp_path: Path) -> None:
     assert "'stream.backwards@example.org/3'" in str(error)
 
 
-def test_an_item_that_cannot_be_undone_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_an_item_that_cannot_be_undone_does_not_stop_the_others(tmp_path):
     place = save({"w": torch.ones(3), "v": torch.ones(2)}, tmp_path / "stock")
     metadata = pickle.loads((place / ".metadata").read_bytes())
     for index, info in metadata.storage_data.items():
@@ -192,19 +188,19 @@ def test_an_item_that_cannot_be_undone_does_not_stop_the_others(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["stream.zstd/2", "stream.zstd", "stream.zstd/", "zstd/1", ""])
-def test_other_versions_and_names_of_zstd_are_not_guessed_at(name: str) -> None:
+def test_other_versions_and_names_of_zstd_are_not_guessed_at(name):
     with pytest.raises(UnsupportedError):
         check_transforms([name], "w")
 
 
 @pytest.mark.parametrize("name", ["stream.zstd/1", "stream.zstd/1.4"])
-def test_versions_that_torch_reads_are_read(name: str) -> None:
+def test_versions_that_torch_reads_are_read(name):
     check_transforms([name], "w")
     body = io.BytesIO(zstandard.compress(b"x" * 5000))
     assert undo(body, [name], "w", 5000).getvalue() == b"x" * 5000
 
 
-def test_frames_follow_each_other_as_pyzstd_ends_one_at_every_flush() -> None:
+def test_frames_follow_each_other_as_pyzstd_ends_one_at_every_flush():
     parts = [b"first" * 1000, b"", b"second" * 100_000]
     body = io.BytesIO(b"".join(map(zstandard.compress, parts)))
     assert undo(body, ZSTD, "w", LIMIT).getvalue() == b"".join(parts)
@@ -221,7 +217,7 @@ def zeros_packed(size_bytes: int) -> io.BytesIO:
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 64 << 20])
-def test_a_bomb_is_refused_in_bounded_memory(limit: int) -> None:
+def test_a_bomb_is_refused_in_bounded_memory(limit):
     body = zeros_packed(512 << 20)
     assert body.getbuffer().nbytes < 1 << 20
     tracemalloc.start()
@@ -233,7 +229,7 @@ def test_a_bomb_is_refused_in_bounded_memory(limit: int) -> None:
         tracemalloc.stop()
 
 
-def test_a_tensor_may_not_unpack_to_more_than_its_shape(tmp_path: Path) -> None:
+def test_a_tensor_may_not_unpack_to_more_than_its_shape(tmp_path):
     place = save({"w": torch.ones(3)}, tmp_path / "stock", _extensions=[ZStandard()])
     buffer = io.BytesIO()
     torch.save(torch.zeros(1 << 20), buffer)
@@ -262,8 +258,8 @@ def inflated(item: bytes) -> bytes:
 @pytest.mark.parametrize("zstd", [False, True])
 @pytest.mark.parametrize("stored", [torch.ones(3), 7], ids=["tensor", "value"])
 def test_a_packed_archive_is_not_unpacked_to_more_than_its_shape_or_a_value_may_have(
-    tmp_path: Path, stored: Any, zstd: bool
-) -> None:
+    tmp_path, stored, zstd
+):
     place = save({"w": stored}, tmp_path / "stock", _extensions=[ZStandard()] if zstd else None)
     if zstd:
         replace_items(
@@ -280,7 +276,7 @@ def test_a_packed_archive_is_not_unpacked_to_more_than_its_shape_or_a_value_may_
     assert "unpacks to more than" in str(error)
 
 
-def test_a_frame_that_wants_too_much_history_is_refused() -> None:
+def test_a_frame_that_wants_too_much_history_is_refused():
     parameters = zstandard.ZstdCompressionParameters(window_log=30)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     body = packer.compress(random.Random(1).randbytes(1000)) + packer.flush()
@@ -313,9 +309,7 @@ def replace_items(place: Path, change: Callable[[bytes], bytes]) -> None:
     ids=["half", "nothing", "more", "zeros", "other"],
 )
 @pytest.mark.parametrize("kind", ["tensor", "value"])
-def test_damaged_compressed_items_are_refused(
-    tmp_path: Path, kind: str, change: Callable[[bytes], bytes]
-) -> None:
+def test_damaged_compressed_items_are_refused(tmp_path, kind, change):
     stored = {"w": torch.arange(50.0)} if kind == "tensor" else {"w": list(range(50))}
     place = save(dict(stored), tmp_path / "stock", _extensions=[ZStandard()])
     replace_items(place, change)
@@ -328,9 +322,7 @@ def test_damaged_compressed_items_are_refused(
 
 
 @pytest.mark.parametrize("zstd", [False, True])
-def test_values_that_could_run_code_need_trust_pickle_and_the_error_says_so(
-    tmp_path: Path, zstd: bool
-) -> None:
+def test_values_that_could_run_code_need_trust_pickle_and_the_error_says_so(tmp_path, zstd):
     stored = {"where": slice(3, 7), "step": 7}
     place = save(dict(stored), tmp_path / "stock", _extensions=[ZStandard()] if zstd else None)
     error = refused({"where": None, "step": 0}, place)
@@ -347,7 +339,7 @@ class Tagged(torch.Tensor):
     """A subclass that torch does not load safely."""
 
 
-def test_a_tensor_of_a_class_that_torch_refuses_is_not_called_corrupt(tmp_path: Path) -> None:
+def test_a_tensor_of_a_class_that_torch_refuses_is_not_called_corrupt(tmp_path):
     place = save({"w": torch.arange(3.0).as_subclass(Tagged)}, tmp_path / "stock")
     error = refused({"w": torch.zeros(3)}, place)
     assert isinstance(error, UntrustedPickleError)
@@ -374,9 +366,7 @@ def nested(value: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["dcp", "dos"])
-def test_the_keys_of_torch_before_2_4_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_the_keys_of_torch_before_2_4_are_found(tmp_path, monkeypatch, how):
     with monkeypatch.context() as patch:
         patch.setattr(_version, "_derived_version", "2_3")  # torch's own switch for the old format
         place = save(nested(5), tmp_path / "stock")
@@ -401,7 +391,7 @@ def save_apart(rank: int, world_size: int, directory: str) -> None:
     )
 
 
-def test_metadata_of_each_rank_is_named_as_what_it_is(tmp_path: Path) -> None:
+def test_metadata_of_each_rank_is_named_as_what_it_is(tmp_path):
     run_ranks(2, save_apart, str(tmp_path / "stock"))
     assert (tmp_path / "stock" / "__1.metadata").exists()
     error = refused({"w": torch.zeros(3)}, tmp_path / "stock")
@@ -410,9 +400,7 @@ def test_metadata_of_each_rank_is_named_as_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["w", "v"])
-def test_bytes_that_nothing_explains_are_refused_before_they_are_asked_for(
-    tmp_path: Path, key: str
-) -> None:
+def test_bytes_that_nothing_explains_are_refused_before_they_are_asked_for(tmp_path, key):
     place = save({"w": torch.ones(2), "v": {1, 2}}, tmp_path / "stock")
     metadata = pickle.loads((place / ".metadata").read_bytes())
     (index,) = (index for index in metadata.storage_data if index.fqn == key)
@@ -432,7 +420,7 @@ def test_bytes_that_nothing_explains_are_refused_before_they_are_asked_for(
             assert sorted(dos.open(place.as_uri()).keys()) == ["v", "w"]
 
 
-def test_a_stock_checkpoint_without_anything_is_one(tmp_path: Path) -> None:
+def test_a_stock_checkpoint_without_anything_is_one(tmp_path):
     place = save({}, tmp_path / "stock")
     assert not dos.open(place.as_uri()).keys()
     metadata = pickle.loads((save({"w": torch.ones(2)}, place) / ".metadata").read_bytes())

@@ -82,7 +82,7 @@ def unpack(fixture: Path, place: Path) -> None:
         archive.extractall(place)
 
 
-def test_the_fixtures_are_there() -> None:
+def test_the_fixtures_are_there():
     assert len(MEGATRON) >= 4
     assert {"torch-2.1.2", "torch-2.6.0", "torch-2.15.0", "torch-2.15.0-zstd"} <= STOCK.keys()
     assert len(STOCK) >= 11
@@ -90,7 +90,7 @@ def test_the_fixtures_are_there() -> None:
 
 @pytest.mark.parametrize("how", ["dcp", "dos"])
 @pytest.mark.parametrize("writer", sorted(STOCK))
-def test_what_other_releases_of_torch_wrote_loads(tmp_path: Path, writer: str, how: str) -> None:
+def test_what_other_releases_of_torch_wrote_loads(tmp_path, writer, how):
     unpack(STOCK[writer], tmp_path)
     state: dict[str, Any] = {
         "weight": torch.zeros(4, 6),
@@ -121,7 +121,7 @@ def test_what_other_releases_of_torch_wrote_loads(tmp_path: Path, writer: str, h
 
 
 @pytest.mark.parametrize("writer", sorted(MEGATRON))
-def test_what_megatron_core_wrote_loads(tmp_path: Path, writer: str) -> None:
+def test_what_megatron_core_wrote_loads(tmp_path, writer):
     unpack(MEGATRON[writer], tmp_path)
     body = (tmp_path / ".metadata").read_bytes()
     assert b"all_local_plans" in body
@@ -163,7 +163,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
-def test_every_known_layout_loads(written: Path, writer: str) -> None:
+def test_every_known_layout_loads(written, writer):
     before = set(sys.modules)
     rewrite(written, LAYOUTS[writer])
     check(load(written))
@@ -171,9 +171,7 @@ def test_every_known_layout_loads(written: Path, writer: str) -> None:
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-def test_the_plans_that_megatron_keeps_in_its_metadata_are_dropped(
-    written: Path, by_name: bool
-) -> None:
+def test_the_plans_that_megatron_keeps_in_its_metadata_are_dropped(written, by_name):
     plain = pickle.loads((written / ".metadata").read_bytes())
     extra = {"all_local_plans": layouts.megatron_plans(plain), "mcore_data": layouts.MCORE_DATA}
     layout = Layout(metadata=layouts.MCORE_METADATA, extra=extra, enum_by_name=by_name)
@@ -185,6 +183,6 @@ def test_the_plans_that_megatron_keeps_in_its_metadata_are_dropped(
     check(load(written))
 
 
-def test_the_stand_ins_pickle_what_stock_torch_writes(written: Path) -> None:
+def test_the_stand_ins_pickle_what_stock_torch_writes(written):
     body = (written / ".metadata").read_bytes()
     assert pickle.loads(Layout().pickled(pickle.loads(body))) == pickle.loads(body)

@@ -53,7 +53,7 @@ def same(ours: stock.Metadata, theirs: stock.Metadata) -> None:
     ]
 
 
-def test_stock_metadata_decodes_to_what_stock_torch_reads(stock_body: bytes) -> None:
+def test_stock_metadata_decodes_to_what_stock_torch_reads(stock_body):
     ours = decode_metadata(stock_body)
     same(ours, unpickled(stock_body))
     assert len(ours.state_dict_metadata) > 20
@@ -62,12 +62,12 @@ def test_stock_metadata_decodes_to_what_stock_torch_reads(stock_body: bytes) -> 
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_binary_protocol_decodes_alike(stock_body: bytes, protocol: int) -> None:
+def test_every_binary_protocol_decodes_alike(stock_body, protocol):
     theirs = unpickled(stock_body)
     same(decode_metadata(pickle.dumps(theirs, protocol)), theirs)
 
 
-def test_metadata_of_many_chunks_decodes() -> None:
+def test_metadata_of_many_chunks_decodes():
     chunks = [stock.ChunkStorageMetadata(torch.Size([row]), torch.Size([1])) for row in range(3000)]
     whole = stock.TensorStorageMetadata(stock.TensorProperties(), torch.Size([3000]), chunks)
     storage = {
@@ -78,18 +78,18 @@ def test_metadata_of_many_chunks_decodes() -> None:
     same(decode_metadata(pickle.dumps(theirs)), theirs)
 
 
-def test_hand_made_metadata_is_valid_so_that_only_the_hostile_part_is_refused() -> None:
+def test_hand_made_metadata_is_valid_so_that_only_the_hostile_part_is_refused():
     same(decode_metadata(p.metadata()), unpickled(p.metadata()))
 
 
-def test_torch_2_15_properties_with_strides_lose_only_the_strides() -> None:
+def test_torch_2_15_properties_with_strides_lose_only_the_strides():
     props = p.properties(None, None, p.TRUE, None, p.FALSE, p.tupled(p.number(3), p.number(1)))
     body = p.metadata(p.mapped({p.text("w"): p.tensor(props)}))
     decoded = decode_metadata(body).state_dict_metadata["w"].properties
     assert decoded == stock.TensorProperties(torch.float32, requires_grad=True)
 
 
-def test_properties_from_before_torch_2_3_are_read() -> None:
+def test_properties_from_before_torch_2_3_are_read():
     module = "torch.distributed._shard.sharded_tensor.metadata"
     props = p.properties(encoding=p.call(module, "MEM_FORMAT_ENCODING", p.number(0)))
     props = props.replace(p.text(p.METADATA), p.text(module), 1)
@@ -97,7 +97,7 @@ def test_properties_from_before_torch_2_3_are_read() -> None:
     assert decode_metadata(body).state_dict_metadata["w"].properties == stock.TensorProperties()
 
 
-def test_members_of_enums_that_python_3_11_0_to_3_11_3_wrote_by_name_are_read() -> None:
+def test_members_of_enums_that_python_3_11_0_to_3_11_3_wrote_by_name_are_read():
     for number, (name, memory_format) in enumerate(
         {
             "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
@@ -117,7 +117,7 @@ def test_members_of_enums_that_python_3_11_0_to_3_11_3_wrote_by_name_are_read() 
             assert decode_metadata(by_value).state_dict_metadata["w"].properties == decoded
 
 
-def test_unknown_attributes_are_dropped() -> None:
+def test_unknown_attributes_are_dropped():
     shape = p.mapped({p.text("shape"): p.tupled(p.number(4), p.number(4))})
     extra = p.call("collections", "OrderedDict") + b"(" + p.text("w") + shape + b"u"
     decoded = decode_metadata(p.metadata(mcore_data=extra, other=p.NONE))
@@ -133,9 +133,7 @@ def test_unknown_attributes_are_dropped() -> None:
         ("pathlib", "PosixPath", ("/", "bad\udcff"), "/bad?"),
     ],
 )
-def test_checkpoint_id_becomes_text(
-    module: str, cls: str, parts: tuple[str, ...], expected: str
-) -> None:
+def test_checkpoint_id_becomes_text(module, cls, parts, expected):
     place = p.call(module, cls, *map(p.text, parts))
     meta = p.made(p.METADATA, "StorageMeta", checkpoint_id=place, save_id=p.text("s"))
     decoded = decode_metadata(p.metadata(meta=meta)).storage_meta
@@ -148,7 +146,7 @@ def transforms_of(value: bytes) -> list[str] | None:
     return info.transform_descriptors  # type: ignore[no-any-return]
 
 
-def test_a_checkpoint_id_of_multi_storage_client_becomes_text() -> None:
+def test_a_checkpoint_id_of_multi_storage_client_becomes_text():
     place = p.made(
         "multistorageclient.pathlib",
         "MultiStoragePath",
@@ -160,14 +158,14 @@ def test_a_checkpoint_id_of_multi_storage_client_becomes_text() -> None:
     assert decoded == stock.StorageMeta("msc://profile/run/step-1")
 
 
-def test_the_extensions_that_an_item_went_through_are_kept() -> None:
+def test_the_extensions_that_an_item_went_through_are_kept():
     assert transforms_of(p.listed(p.text("stream.zstd/1"))) == ["stream.zstd/1"]
     assert transforms_of(p.tupled(p.text("a"), p.text("b"))) == ["a", "b"]
     assert transforms_of(p.listed()) is None
     assert transforms_of(p.NONE) is None
 
 
-def test_a_key_with_an_empty_part_is_refused_as_what_it_is() -> None:
+def test_a_key_with_an_empty_part_is_refused_as_what_it_is():
     with pytest.raises(UnsupportedError, match=r"'shard//__0_0\.distcp'"):
         decode_metadata(of_path("shard//__0_0.distcp"))
 
@@ -178,7 +176,7 @@ def shared(value: bytes, uses: int) -> bytes:
 
 
 @pytest.mark.timeout(60)  # one that looks at all of it at each use takes an hour for each of these
-def test_what_the_memo_repeats_is_looked_at_once() -> None:
+def test_what_the_memo_repeats_is_looked_at_once():
     """Quadratic time would let 2 MB stop a job."""
     size = 400_000
     long = p.text("\u00fc" * size)
@@ -192,13 +190,13 @@ def test_what_the_memo_repeats_is_looked_at_once() -> None:
         decode_metadata(p.metadata(mcore_data=mapping))
 
 
-def test_a_body_above_the_limit_is_refused(stock_body: bytes) -> None:
+def test_a_body_above_the_limit_is_refused(stock_body):
     decode_metadata(stock_body, max_bytes=len(stock_body))
     with pytest.raises(CheckpointCorruptError, match="more than"):
         decode_metadata(stock_body, max_bytes=len(stock_body) - 1)
 
 
-def test_the_global_asked_for_is_named() -> None:
+def test_the_global_asked_for_is_named():
     with pytest.raises(UntrustedPickleError, match=r"'os\.system'"):
         decode_metadata(p.whole(p.call("os", "system", p.text("true"))))
 
@@ -257,21 +255,21 @@ def nothing_happens(body: bytes) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", EXECUTES)
-def test_a_foreign_global_is_refused_by_name_and_not_touched(what: str) -> None:
+def test_a_foreign_global_is_refused_by_name_and_not_touched(what):
     body = EXECUTES[what]
     with nothing_happens(body), pytest.raises(UntrustedPickleError):
         decode_metadata(body)
 
 
 @pytest.mark.parametrize("what", DAMAGED)
-def test_a_malformed_metadata_is_refused_and_changes_nothing(what: str) -> None:
+def test_a_malformed_metadata_is_refused_and_changes_nothing(what):
     body = DAMAGED[what]
     with nothing_happens(body), pytest.raises(CheckpointCorruptError):
         decode_metadata(body)
 
 
 @pytest.mark.parametrize("body", [p.metadata(), b"", EXECUTES["os.system"]])
-def test_the_cyclic_collector_is_left_as_it_was(body: bytes) -> None:
+def test_the_cyclic_collector_is_left_as_it_was(body):
     was = gc.isenabled()
     try:
         for wanted in (True, False):
@@ -283,7 +281,7 @@ def test_the_cyclic_collector_is_left_as_it_was(body: bytes) -> None:
         (gc.enable if was else gc.disable)()
 
 
-def test_the_errors_travel_between_ranks() -> None:
+def test_the_errors_travel_between_ranks():
     for body in (EXECUTES["os.system"], DAMAGED["path upwards"]):
         with pytest.raises(DcpObjstoreError) as caught:
             decode_metadata(body)
@@ -291,7 +289,7 @@ def test_the_errors_travel_between_ranks() -> None:
         assert (type(copy), str(copy)) == (type(caught.value), str(caught.value))
 
 
-def test_a_truncated_metadata_is_refused(stock_body: bytes) -> None:
+def test_a_truncated_metadata_is_refused(stock_body):
     for length in range(0, len(stock_body), 7):
         with pytest.raises(CheckpointCorruptError):
             decode_metadata(stock_body[:length])

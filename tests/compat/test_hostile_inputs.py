@@ -86,7 +86,7 @@ def of_each_family() -> list[Any]:
 
 
 @pytest.mark.parametrize("case_id", of_each_family())
-def test_it_is_refused_and_nothing_else_happens(case_id: str, worker: Worker) -> None:
+def test_it_is_refused_and_nothing_else_happens(case_id, worker):
     case, result = hostile.CASES[case_id], worker.run(case_id)
     assert (result["fired"], result["events"]) == (0, [])
     assert result["changed"] == []
@@ -146,7 +146,7 @@ def unpickling(tree: ast.AST, module: str, within: str = "") -> Iterator[str]:
         yield from unpickling(node, module, name)
 
 
-def test_every_byte_that_is_unpickled_has_passed_a_gate() -> None:
+def test_every_byte_that_is_unpickled_has_passed_a_gate():
     """A new place is added here with what its bytes pass, or it calls what is here."""
     root = Path(dcp_objstore.__file__).parent
     found: set[str] = set()
@@ -156,7 +156,7 @@ def test_every_byte_that_is_unpickled_has_passed_a_gate() -> None:
     assert found == UNPICKLES.keys()
 
 
-def test_there_are_more_than_two_hundred_and_all_differ() -> None:
+def test_there_are_more_than_two_hundred_and_all_differ():
     bodies = {
         tuple(sorted(case.build().items()))
         for case in hostile.CASES.values()

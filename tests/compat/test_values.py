@@ -35,7 +35,6 @@ from dcp_objstore.compat.values import check_safe, warn_unsafe_value
 from dcp_objstore.compat.vet import vet
 from dcp_objstore.errors import (
     CheckpointCorruptError,
-    DcpObjstoreError,
     RankFailedError,
     UnsupportedError,
     UntrustedPickleError,
@@ -101,7 +100,7 @@ UNSAFE: dict[str, object] = {
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
-def test_plain_values_pass_and_are_saved_without_a_warning(value: object) -> None:
+def test_plain_values_pass_and_are_saved_without_a_warning(value):
     body = saved(value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -126,7 +125,7 @@ def equal(found: Any, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("value", INERT, ids=lambda value: type(value).__name__)
-def test_values_that_run_nothing_pass_though_torch_refuses_them(value: object) -> None:
+def test_values_that_run_nothing_pass_though_torch_refuses_them(value):
     body = saved(value)
     before = list(torch.serialization.get_safe_globals())
     with warnings.catch_warnings():
@@ -150,7 +149,7 @@ def saved_by(how: str, state: dict[str, Any], url: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dos.save", "dos.async_save", "dcp.save"])
-def test_values_pass_in_the_form_in_which_dcp_writes_them(how: str) -> None:
+def test_values_pass_in_the_form_in_which_dcp_writes_them(how):
     # On the way it looks for attributes of a value, which may then pickle otherwise than before.
     values = [copy.deepcopy(value) for value in (*PLAIN, *INERT)]
     parts = dict | list | torch.Tensor  # not stored as one pickle
@@ -167,12 +166,12 @@ def test_values_pass_in_the_form_in_which_dcp_writes_them(how: str) -> None:
 
 
 @pytest.mark.parametrize("name", hostile_cases.USES)
-def test_what_is_abused_below_passes_as_it_should_be(name: str) -> None:
+def test_what_is_abused_below_passes_as_it_should_be(name):
     check_safe(hostile_cases.USES[name](), "key", trust_pickle=False)
 
 
 @pytest.mark.parametrize("name", hostile_cases.ABUSES)
-def test_what_abuses_a_value_that_runs_nothing_is_refused_and_changes_nothing(name: str) -> None:
+def test_what_abuses_a_value_that_runs_nothing_is_refused_and_changes_nothing(name):
     status = dict(vars(http.HTTPStatus.OK))
     with pytest.raises((UntrustedPickleError, CheckpointCorruptError, UnsupportedError)):
         check_safe(hostile_cases.ABUSES[name](), "key", trust_pickle=False)
@@ -180,28 +179,26 @@ def test_what_abuses_a_value_that_runs_nothing_is_refused_and_changes_nothing(na
     assert np.dtype("f4").byteorder == "="
 
 
-def test_where_torch_may_load_nothing_else_it_decides_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_torch_may_load_nothing_else_it_decides_alone(monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(UntrustedPickleError, match=r"datetime\.time"):
         check_safe(saved(datetime.time(23, 59, 58)), "key", trust_pickle=False)
 
 
-def test_an_error_names_only_what_keeps_a_value_from_being_loaded() -> None:
+def test_an_error_names_only_what_keeps_a_value_from_being_loaded():
     with pytest.raises(UntrustedPickleError) as caught:
         check_safe(saved([datetime.date(2026, 1, 1), slice(3)]), "key", trust_pickle=False)
     assert "slice" in str(caught.value)
     assert "datetime" not in str(caught.value)
 
 
-def test_a_value_that_names_very_many_classes_is_refused() -> None:
+def test_a_value_that_names_very_many_classes_is_refused():
     body = hostile.v2(b"(" + b"".join(b"cm\nn%d\n" % n for n in range(2_000)) + b"t")
     with pytest.raises(UntrustedPickleError, match="classes"):
         check_safe(body, "key", trust_pickle=False)
 
 
-def test_no_part_of_a_value_is_kept_until_the_collector_runs() -> None:
+def test_no_part_of_a_value_is_kept_until_the_collector_runs():
     view = memoryview(saved([torch.ones(3), datetime.date(2026, 1, 1)]))
     kept = weakref.ref(view)
     gc.disable()
@@ -214,7 +211,7 @@ def test_no_part_of_a_value_is_kept_until_the_collector_runs() -> None:
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-def test_other_values_are_refused_with_key_type_and_remedy(name: str) -> None:
+def test_other_values_are_refused_with_key_type_and_remedy(name):
     body = saved(UNSAFE[name])
     for _ in range(2):
         with pytest.raises(UntrustedPickleError) as caught:
@@ -227,7 +224,7 @@ def test_other_values_are_refused_with_key_type_and_remedy(name: str) -> None:
     check_safe(body, "model.extra", trust_pickle=True)
 
 
-def test_the_error_names_the_key_that_was_asked_for_not_one_with_an_equal_value() -> None:
+def test_the_error_names_the_key_that_was_asked_for_not_one_with_an_equal_value():
     body = saved(slice(3))
     for key in ("first", "second"):
         with pytest.raises(UntrustedPickleError) as caught:
@@ -235,7 +232,7 @@ def test_the_error_names_the_key_that_was_asked_for_not_one_with_an_equal_value(
         assert caught.value.key == key
 
 
-def test_nothing_in_the_value_is_run() -> None:
+def test_nothing_in_the_value_is_run():
     for value in (Hostile(), {"deep": [Hostile()]}):
         with pytest.raises(UntrustedPickleError):
             check_safe(saved(value), "key", trust_pickle=False)
@@ -246,12 +243,12 @@ def test_nothing_in_the_value_is_run() -> None:
 
 
 @PROTOCOL_WARNING
-def test_a_pickle_of_another_protocol_than_torch_writes_is_refused_not_called_damaged() -> None:
+def test_a_pickle_of_another_protocol_than_torch_writes_is_refused_not_called_damaged():
     with pytest.raises(UntrustedPickleError):
         check_safe(saved([1], pickle_protocol=4), "key", trust_pickle=False)
 
 
-def test_what_the_user_declares_safe_passes_only_as_long_as_it_is_declared() -> None:
+def test_what_the_user_declares_safe_passes_only_as_long_as_it_is_declared():
     body = saved(Progress(3))
     with torch.serialization.safe_globals([Progress]):
         check_safe(body, "key", trust_pickle=False)
@@ -261,7 +258,7 @@ def test_what_the_user_declares_safe_passes_only_as_long_as_it_is_declared() -> 
         check_safe(body, "key", trust_pickle=False)
 
 
-def test_the_safe_globals_of_the_process_stay_as_they_were() -> None:
+def test_the_safe_globals_of_the_process_stay_as_they_were():
     before = set(torch.serialization.get_safe_globals())
     for value in (*PLAIN, *INERT, *UNSAFE.values()):
         warn_unsafe_value(saved(value), str(type(value)), set(map(str, map(type, UNSAFE.values()))))
@@ -270,7 +267,7 @@ def test_the_safe_globals_of_the_process_stay_as_they_were() -> None:
 
 @PROTOCOL_WARNING
 @pytest.mark.parametrize("value", [7, torch.zeros(5000)], ids=["small", "large"])
-def test_a_damaged_value_is_corrupt_and_names_its_key(value: object) -> None:
+def test_a_damaged_value_is_corrupt_and_names_its_key(value):
     body = saved(value)
     damaged = [b"", b"garbage", body[: len(body) // 2], body[:-1], bytes(len(body)),
                pickle.dumps(7), pickle.dumps(Path("/a"))]  # fmt: skip
@@ -284,7 +281,7 @@ def test_a_damaged_value_is_corrupt_and_names_its_key(value: object) -> None:
         assert caught.value.__cause__ is not None
 
 
-def test_bytes_with_their_digests_are_not_called_damaged_whatever_they_are() -> None:
+def test_bytes_with_their_digests_are_not_called_damaged_whatever_they_are():
     body = saved(7)
     for strange in (b"", b"a planner's own format", body[:-1], hostile.v2(b"cm\nn" * 3)):
         with pytest.raises(UntrustedPickleError, match="trust_pickle"):
@@ -297,9 +294,7 @@ class OwnFormat(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_format_of_a_planners_own_is_damaged_only_if_nothing_says_that_it_is_whole(
-    verify: bool,
-) -> None:
+def test_a_format_of_a_planners_own_is_damaged_only_if_nothing_says_that_it_is_whole(verify):
     url = memory_url()
     with pytest.warns(UserWarning, match="not what torch.save writes"):
         writer = dos.ObjectStoreWriter(url, progress=False)
@@ -335,11 +330,8 @@ CAUSES = [
 @pytest.mark.parametrize(("cause", "kind"), CAUSES, ids=lambda one: getattr(one, "__name__", ""))
 @pytest.mark.parametrize("trust_pickle", [False, True])
 def test_a_whole_value_that_cannot_be_built_is_an_error_by_its_cause_with_the_key(
-    monkeypatch: pytest.MonkeyPatch,
-    cause: Exception,
-    kind: type[DcpObjstoreError],
-    trust_pickle: bool,
-) -> None:
+    monkeypatch, cause, kind, trust_pickle
+):
     url = memory_url()
     monkeypatch.setattr(Fails, "error", cause)
     with torch.serialization.safe_globals([Fails]):
@@ -362,7 +354,7 @@ def by_dcp(state: dict[str, Any], url: str, **settings: Any) -> None:
         raise error.failures[0][0] from None
 
 
-def test_what_ctrl_c_stops_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ctrl_c_stops_is_raised_as_it_is(monkeypatch):
     body = saved(Fails())
     monkeypatch.setattr(Fails, "error", KeyboardInterrupt())
     with torch.serialization.safe_globals([Fails]), pytest.raises(KeyboardInterrupt):
@@ -370,9 +362,7 @@ def test_what_ctrl_c_stops_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("trust_pickle", [False, True])
-def test_a_class_that_is_gone_is_not_damage(
-    monkeypatch: pytest.MonkeyPatch, trust_pickle: bool
-) -> None:
+def test_a_class_that_is_gone_is_not_damage(monkeypatch, trust_pickle):
     url = memory_url()
     with torch.serialization.safe_globals([Progress]):
         dos.save({"best": Progress(1), "w": torch.ones(2)}, url, progress=False)
@@ -384,7 +374,7 @@ def test_a_class_that_is_gone_is_not_damage(
         assert "Progress" in caught.value.message
 
 
-def test_a_program_that_maps_files_loads_values_as_any_other() -> None:
+def test_a_program_that_maps_files_loads_values_as_any_other():
     url = memory_url()
     state = {"step": 5, "path": Path("x"), "t": (torch.ones(2),), "sparse": torch.ones(2)}
     dos.save(state, url, progress=False)
@@ -400,9 +390,7 @@ def test_a_program_that_maps_files_loads_values_as_any_other() -> None:
 
 
 @pytest.mark.parametrize("is_verified", [True, False])
-def test_a_tensor_that_torch_cannot_build_is_not_damaged(
-    monkeypatch: pytest.MonkeyPatch, is_verified: bool
-) -> None:
+def test_a_tensor_that_torch_cannot_build_is_not_damaged(monkeypatch, is_verified):
     url = memory_url()
     tensor = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
     dos.save({"q": tensor}, url, progress=False)
@@ -416,7 +404,7 @@ def test_a_tensor_that_torch_cannot_build_is_not_damaged(
     assert caught.value.key == "q"
 
 
-def test_a_full_device_is_not_called_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_device_is_not_called_a_mismatch(monkeypatch):
     url = memory_url()
     tensor = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
     dos.save({"q": tensor}, url, progress=False)
@@ -430,7 +418,7 @@ def test_a_full_device_is_not_called_a_mismatch(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.key == "q"
 
 
-def test_saving_an_unsafe_value_warns_once_per_key() -> None:
+def test_saving_an_unsafe_value_warns_once_per_key():
     body = saved(slice(3))
     warned: set[str] = set()
     with pytest.warns(UserWarning, match=r"'a'.*slice.*add_safe_globals.*trust_pickle=True"):
@@ -443,7 +431,7 @@ def test_saving_an_unsafe_value_warns_once_per_key() -> None:
     assert warned == {"a", "b"}
 
 
-def test_equal_small_values_are_test_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_small_values_are_test_loaded_once(monkeypatch):
     loads: list[int] = []
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda *args, **more: loads.append(1) or load(*args, **more))

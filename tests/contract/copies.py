@@ -15,10 +15,9 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore, Version
-from dcp_objstore.stores.protocol import Capabilities, CopySource
+from dcp_objstore.stores.protocol import CopySource
 from tests.contract.common import MIB, PART, Endpoint, keys, random_bytes, read
 from tests.support.guarantees import guarantee
-from tests.support.side_doors import SideDoor
 
 # Of two parts that are not too small for S3.
 SIZE = 2 * PART + 12_345
@@ -27,9 +26,7 @@ LARGEST = PART + MIB
 
 class CopiesContract(Endpoint):
     @guarantee("copies")
-    def test_another_object_becomes_one(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_another_object_becomes_one(self, store, capabilities, side_door):
         if not capabilities.copies:
             return
         data, key = random_bytes(SIZE), "a b/#?é"
@@ -43,9 +40,7 @@ class CopiesContract(Endpoint):
         assert side_door.leavings() == []
 
     @guarantee("copied ranges")
-    def test_ranges_of_other_objects_become_one(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_ranges_of_other_objects_become_one(self, store, capabilities, side_door):
         data = random_bytes(SIZE)
         sources = [
             CopySource(url_of(store, "a b/#?é"), 1, SIZE, put(store, "a b/#?é", data)),
@@ -71,9 +66,7 @@ class CopiesContract(Endpoint):
         assert side_door.leavings() == []
 
     @guarantee("copies")
-    def test_nothing_is_copied_of_an_object_in_another_state(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_nothing_is_copied_of_an_object_in_another_state(self, store, capabilities, side_door):
         if not capabilities.copies:
             return
         version = put(store, "from", random_bytes(SIZE))
@@ -99,13 +92,7 @@ class CopiesContract(Endpoint):
 
     @guarantee("copies")
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), DcpObjstoreError("the caller's own")])
-    def test_a_copy_that_is_stopped_leaves_nothing(
-        self,
-        store: ObjectStore,
-        capabilities: Capabilities,
-        side_door: SideDoor,
-        error: BaseException,
-    ) -> None:
+    def test_a_copy_that_is_stopped_leaves_nothing(self, store, capabilities, side_door, error):
         if not capabilities.copies:
             return
 

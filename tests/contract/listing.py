@@ -7,18 +7,13 @@ from datetime import timedelta
 import pytest
 
 from dcp_objstore.errors import InputError, InvalidUrlError, PreconditionFailedError
-from dcp_objstore.stores import ObjectStore
-from dcp_objstore.stores.protocol import Capabilities
 from tests.contract.common import PART, Endpoint, keys, read
 from tests.support.guarantees import guarantee
-from tests.support.side_doors import SideDoor
 
 
 class ListingContract(Endpoint):
     @guarantee("list is whole")
-    def test_list_gives_keys_relative_to_the_root_and_below_the_prefix(
-        self, store: ObjectStore, side_door: SideDoor
-    ) -> None:
+    def test_list_gives_keys_relative_to_the_root_and_below_the_prefix(self, store, side_door):
         given = ["a/1", "a/2", "a/b/3", "ab/4", "c"]
         for key in given:
             side_door.write(key, key.encode())
@@ -29,26 +24,24 @@ class ListingContract(Endpoint):
         assert keys(store, "c/") == []
 
     @guarantee("list is whole")
-    def test_a_listing_longer_than_a_page_is_whole(self, crowd: ObjectStore) -> None:
+    def test_a_listing_longer_than_a_page_is_whole(self, crowd):
         assert keys(crowd, "many/") == self.crowd_keys
         assert keys(crowd) == self.crowd_keys
 
     @guarantee("list is whole")
-    def test_list_of_an_empty_store_is_empty(self, store: ObjectStore) -> None:
+    def test_list_of_an_empty_store_is_empty(self, store):
         assert keys(store) == []
         store.put("a/b/c", b"x")
         store.delete("a/b/c")
         assert keys(store) == keys(store, "a/") == []
 
-    def test_list_refuses_a_prefix_that_is_not_whole_segments(self, store: ObjectStore) -> None:
+    def test_list_refuses_a_prefix_that_is_not_whole_segments(self, store):
         for prefix in ["a", "/", "a//", "../", "/a/"]:
             with pytest.raises(InvalidUrlError):
                 list(store.list(prefix))
 
     @guarantee("true times")
-    def test_an_objects_time_is_that_of_its_write(
-        self, store: ObjectStore, capabilities: Capabilities
-    ) -> None:
+    def test_an_objects_time_is_that_of_its_write(self, store, capabilities):
         store.put("k", b"12345")
         store.put_stream("s", iter([b"123"]), part_size_bytes=PART, max_concurrency=1)
         first = {meta.key: meta for meta in store.list()}
@@ -67,9 +60,7 @@ class ListingContract(Endpoint):
             assert all(again[key] > meta.last_modified for key, meta in first.items())
 
     @guarantee("listed versions")
-    def test_a_listed_token_serves_a_conditional_write_or_is_refused(
-        self, store: ObjectStore, capabilities: Capabilities
-    ) -> None:
+    def test_a_listed_token_serves_a_conditional_write_or_is_refused(self, store, capabilities):
         store.put("k", b"1")
         (meta,) = store.list()
         if not capabilities.conditional_update:

@@ -16,11 +16,9 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import ObjectStore
-from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.ranges import read_range
 from tests.contract.common import PART, Endpoint, keys, read
 from tests.support.guarantees import guarantee, of_kind
-from tests.support.side_doors import SideDoor
 
 # Each of these means something in a URL, a shell, an XML listing or a signature.
 AWKWARD_KEYS = [
@@ -41,12 +39,10 @@ BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/./b", "a/../b", "a\nb"]
 
 
 class ObjectsContract(Endpoint):
-    def test_it_is_an_object_store(self, store: ObjectStore) -> None:
+    def test_it_is_an_object_store(self, store):
         assert isinstance(store, ObjectStore)
 
-    def test_it_lacks_what_it_is_declared_to_lack(
-        self, request: pytest.FixtureRequest, capabilities: Capabilities
-    ) -> None:
+    def test_it_lacks_what_it_is_declared_to_lack(self, request, capabilities):
         params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
         if of_kind(self.endpoint, params.get("bucket")) is None:
             return  # not in the table
@@ -56,9 +52,7 @@ class ObjectsContract(Endpoint):
 
     @guarantee("read after write")
     @pytest.mark.parametrize("size", [0, 1, 100_000])
-    def test_what_is_put_is_read_back(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor, size: int
-    ) -> None:
+    def test_what_is_put_is_read_back(self, store, capabilities, side_door, size):
         data = random_body(size)
         version = store.put("k", data)
         body, meta = store.get("k", max_size_bytes=size)
@@ -72,9 +66,7 @@ class ObjectsContract(Endpoint):
             assert meta.version == head.version == version
 
     @guarantee("read after write")
-    def test_what_another_client_writes_is_seen_at_once(
-        self, store: ObjectStore, side_door: SideDoor
-    ) -> None:
+    def test_what_another_client_writes_is_seen_at_once(self, store, side_door):
         store.put("theirs", b"ours")
         for round_number in range(5):
             data = b"round %d" % round_number * (round_number + 1)
@@ -89,9 +81,7 @@ class ObjectsContract(Endpoint):
             store.head("theirs")
 
     @guarantee("read after write")
-    def test_every_verb_sees_a_write_and_a_removal_at_once(
-        self, store: ObjectStore, side_door: SideDoor
-    ) -> None:
+    def test_every_verb_sees_a_write_and_a_removal_at_once(self, store, side_door):
         for round_number in range(10):
             data = b"%d" % round_number * (round_number + 1)
             if round_number % 2:
@@ -108,22 +98,20 @@ class ObjectsContract(Endpoint):
                 with pytest.raises(ObjectNotFoundError):
                     store.get("a/k", max_size_bytes=9)
 
-    def test_several_buffers_become_one_object(self, store: ObjectStore) -> None:
+    def test_several_buffers_become_one_object(self, store):
         store.put("k", [b"one", memoryview(b"-two"), np.frombuffer(b"-three", dtype=np.uint8)])
         assert read(store, "k") == b"one-two-three"
         store.put("k", [])
         assert read(store, "k") == b""
 
     @guarantee("whole or not")
-    def test_a_second_put_replaces_the_first(self, store: ObjectStore, side_door: SideDoor) -> None:
+    def test_a_second_put_replaces_the_first(self, store, side_door):
         store.put("k", b"first, longer")
         store.put("k", b"second")
         assert read(store, "k") == side_door.read("k") == b"second"
 
     @guarantee("whole or not")
-    def test_a_reader_never_sees_a_mixture_of_two_writes(
-        self, store: ObjectStore, capabilities: Capabilities
-    ) -> None:
+    def test_a_reader_never_sees_a_mixture_of_two_writes(self, store, capabilities):
         bodies = [b"a" * 300_000, b"b" * 100_000]
         store.put("k", bodies[0])
         done = threading.Event()
@@ -147,9 +135,7 @@ class ObjectsContract(Endpoint):
         assert read(store, "k") == bodies[1]
 
     @guarantee("any key")
-    def test_awkward_keys_are_kept_as_they_are(
-        self, store: ObjectStore, side_door: SideDoor
-    ) -> None:
+    def test_awkward_keys_are_kept_as_they_are(self, store, side_door):
         for key in AWKWARD_KEYS:
             store.put(key, b"x")
             assert read(store, key) == b"x"
@@ -168,9 +154,7 @@ class ObjectsContract(Endpoint):
         assert side_door.sizes() == {}
 
     @guarantee("any key")
-    def test_unusable_keys_are_refused_and_nothing_is_written(
-        self, store: ObjectStore, side_door: SideDoor
-    ) -> None:
+    def test_unusable_keys_are_refused_and_nothing_is_written(self, store, side_door):
         for key in BAD_KEYS:
             for call in (
                 lambda key=key: store.put(key, b"x"),
@@ -188,7 +172,7 @@ class ObjectsContract(Endpoint):
         assert side_door.sizes() == {}
 
     @guarantee("typed errors")
-    def test_absent_objects_are_not_found(self, store: ObjectStore) -> None:
+    def test_absent_objects_are_not_found(self, store):
         for call in (
             lambda: store.get("none", max_size_bytes=1),
             lambda: read_range(store, "none", 0, 1),
@@ -200,7 +184,7 @@ class ObjectsContract(Endpoint):
             assert caught.value.object_key in ("none", "none/below")
             assert caught.value.url == store.url
 
-    def test_a_prefix_of_keys_is_no_object(self, store: ObjectStore) -> None:
+    def test_a_prefix_of_keys_is_no_object(self, store):
         store.put("a/b", b"x")
         with pytest.raises(ObjectNotFoundError):
             store.head("a")
@@ -209,7 +193,7 @@ class ObjectsContract(Endpoint):
         store.delete("a")
         assert keys(store) == ["a/b"]
 
-    def test_deleting_twice_is_no_error(self, store: ObjectStore, side_door: SideDoor) -> None:
+    def test_deleting_twice_is_no_error(self, store, side_door):
         store.put("k", b"x")
         store.put("k2", b"x")
         store.delete("k")
@@ -217,7 +201,7 @@ class ObjectsContract(Endpoint):
         store.delete("never/was")
         assert keys(store) == list(side_door.sizes()) == ["k2"]
 
-    def test_memory_may_change_once_put_has_returned(self, store: ObjectStore) -> None:
+    def test_memory_may_change_once_put_has_returned(self, store):
         data = np.zeros(1000, dtype=np.uint8)
         store.put("k", data)
         store.put("list", [data, data])
@@ -226,7 +210,7 @@ class ObjectsContract(Endpoint):
         assert read(store, "k") == read(store, "s") == bytes(1000)
         assert read(store, "list") == bytes(2000)
 
-    def test_many_threads_share_a_store(self, store: ObjectStore) -> None:
+    def test_many_threads_share_a_store(self, store):
         def work(number: int) -> bool:
             data = b"%d" % number * 1000
             store.put(f"k/{number}", data)

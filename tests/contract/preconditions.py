@@ -8,7 +8,6 @@ import pytest
 
 from dcp_objstore.errors import PreconditionFailedError
 from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, Version
-from dcp_objstore.stores.protocol import Capabilities
 from tests.contract.common import PART, Endpoint, keys, race, read
 from tests.support.guarantees import guarantee
 from tests.support.side_doors import SideDoor
@@ -20,9 +19,7 @@ CAMPAIGN_ROUNDS = 200
 
 class PreconditionsContract(Endpoint):
     @guarantee("one creator of 64")
-    def test_create_only_where_nothing_is(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_create_only_where_nothing_is(self, store, capabilities, side_door):
         if not capabilities.conditional_create:
             side_door.write("k", b"as it was")
             self.assert_refused(store, "k", IfAbsent())
@@ -41,9 +38,7 @@ class PreconditionsContract(Endpoint):
         assert read(store, "k") == b"third"
 
     @guarantee("one creator of 64")
-    def test_what_another_client_wrote_is_not_created_again(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_what_another_client_wrote_is_not_created_again(self, store, capabilities, side_door):
         side_door.write("k", b"theirs")
         if not capabilities.conditional_create:
             self.assert_refused(store, "k", IfAbsent())
@@ -53,9 +48,7 @@ class PreconditionsContract(Endpoint):
         assert side_door.read("k") == b"theirs"
 
     @guarantee("one creator of 64")
-    def test_of_64_creators_exactly_one_wins(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_of_64_creators_exactly_one_wins(self, store, capabilities, side_door):
         if not capabilities.conditional_create:
             self.assert_refused(store, "k", IfAbsent())
             return
@@ -64,9 +57,7 @@ class PreconditionsContract(Endpoint):
 
     @pytest.mark.campaign
     @pytest.mark.timeout(3600)
-    def test_of_64_creators_exactly_one_wins_200_times(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_of_64_creators_exactly_one_wins_200_times(self, store, capabilities, side_door):
         if not capabilities.conditional_create:
             self.assert_refused(store, "k", IfAbsent())
             return
@@ -76,9 +67,7 @@ class PreconditionsContract(Endpoint):
         assert keys(store) == sorted(names)
 
     @guarantee("compare and swap")
-    def test_update_only_from_the_known_version(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_update_only_from_the_known_version(self, store, capabilities, side_door):
         if not capabilities.conditional_update:
             version = store.put("k", b"as it was")
             for token in (version, Version(e_tag='"0123"', version="7")):
@@ -100,9 +89,7 @@ class PreconditionsContract(Endpoint):
         assert side_door.read("k") == b"theirs"
 
     @guarantee("quoted ETags")
-    def test_an_update_takes_an_etag_as_it_was_given(
-        self, store: ObjectStore, capabilities: Capabilities
-    ) -> None:
+    def test_an_update_takes_an_etag_as_it_was_given(self, store, capabilities):
         if not capabilities.conditional_update:
             return
         given = IfVersion(store.put("k", b"1"))
@@ -114,8 +101,8 @@ class PreconditionsContract(Endpoint):
 
     @guarantee("compare and swap")
     def test_update_of_an_absent_object_fails_its_precondition(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+        self, store, capabilities, side_door
+    ):
         version = store.put("k", b"1")
         store.delete("k")
         if not capabilities.conditional_update:
@@ -127,9 +114,7 @@ class PreconditionsContract(Endpoint):
         assert side_door.sizes() == {}
 
     @guarantee("compare and swap")
-    def test_an_update_with_a_streamed_objects_version(
-        self, store: ObjectStore, capabilities: Capabilities
-    ) -> None:
+    def test_an_update_with_a_streamed_objects_version(self, store, capabilities):
         version = store.put_stream("k", iter([b"1"]), part_size_bytes=PART, max_concurrency=1)
         if not capabilities.conditional_update:
             self.assert_refused(store, "k", capabilities.if_version(version))
@@ -140,9 +125,7 @@ class PreconditionsContract(Endpoint):
         assert read(store, "k") == b"2"
 
     @guarantee("compare and swap")
-    def test_of_16_updaters_exactly_one_wins(
-        self, store: ObjectStore, capabilities: Capabilities
-    ) -> None:
+    def test_of_16_updaters_exactly_one_wins(self, store, capabilities):
         version = store.put("k", b"start")
         if not capabilities.conditional_update:
             self.assert_refused(store, "k", capabilities.if_version(version))

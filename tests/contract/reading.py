@@ -15,14 +15,11 @@ from dcp_objstore.errors import (
     PreconditionFailedError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores import ObjectStore
-from dcp_objstore.stores.protocol import Capabilities
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.wrappers import PinnedStore
 from tests.contract.common import Endpoint
 from tests.support.guarantees import guarantee
 from tests.support.scripted import Answer, ScriptedServer
-from tests.support.side_doors import SideDoor
 
 _HEADERS = {
     "ETag": '"0123456789abcdef0123456789abcdef"',
@@ -36,9 +33,7 @@ _SENT = b"only this"
 
 class ReadingContract(Endpoint):
     @guarantee("exact ranges")
-    def test_ranges_give_exactly_their_bytes(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_ranges_give_exactly_their_bytes(self, store, capabilities, side_door):
         data = np.random.default_rng(0).bytes(1_000_000)
         side_door.write("k", data)
         for start, end in [
@@ -58,8 +53,8 @@ class ReadingContract(Endpoint):
 
     @guarantee("exact ranges")
     def test_a_range_is_read_in_pieces_of_any_size_into_the_same_memory(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+        self, store, capabilities, side_door
+    ):
         data = np.random.default_rng(1).bytes(9_000_001)
         side_door.write("k", data)
         start, end = (3, 9_000_000) if capabilities.ranges else (0, len(data))
@@ -77,9 +72,7 @@ class ReadingContract(Endpoint):
             assert b"".join(came) == data[start:end]
 
     @guarantee("exact ranges")
-    def test_a_range_that_is_closed_early_takes_nothing_from_the_next_ones(
-        self, store: ObjectStore, side_door: SideDoor
-    ) -> None:
+    def test_a_range_that_is_closed_early_takes_nothing_from_the_next_ones(self, store, side_door):
         data = np.random.default_rng(2).bytes(3_000_000)
         side_door.write("k", data)
         for size in (0, 5, 2_000_000):
@@ -94,8 +87,8 @@ class ReadingContract(Endpoint):
             assert read_range(store, "k", 0, len(data)) == data
 
     def test_an_object_that_is_replaced_is_read_in_one_state_only_where_it_is_pinned(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+        self, store, capabilities, side_door
+    ):
         size = 300_000  # enough for a lane of its own; a few bytes are read in the other way
         before, after = (np.random.default_rng(seed).bytes(size) for seed in (3, 4))
         ends = (size, 100) if capabilities.ranges else (size,)
@@ -126,9 +119,7 @@ class ReadingContract(Endpoint):
             assert read_range(store, "k", 0, size) == after
             before, after = after, before
 
-    def test_memory_that_a_range_cannot_fill_is_refused_and_nothing_is_read(
-        self, store: ObjectStore
-    ) -> None:
+    def test_memory_that_a_range_cannot_fill_is_refused_and_nothing_is_read(self, store):
         store.put("k", b"0123456789")
         with store.open_range("k", 0, 10) as body:
             memory = bytearray(11)
@@ -140,14 +131,14 @@ class ReadingContract(Endpoint):
             body.readinto(memoryview(memory)[4:10])
         assert memory == b"0123456789\0"
 
-    def test_what_is_wrong_is_raised_when_a_range_is_read(self, store: ObjectStore) -> None:
+    def test_what_is_wrong_is_raised_when_a_range_is_read(self, store):
         store.put("k", b"0123456789")
         for key, end, error in (("none", 5, ObjectNotFoundError), ("k", 11, CorruptDataError)):
             with store.open_range(key, 0, end) as body, pytest.raises(error) as caught:
                 body.readinto(memoryview(bytearray(end)))
             assert (caught.value.object_key, caught.value.url) == (key, store.url)
 
-    def test_an_empty_range_needs_no_request(self) -> None:
+    def test_an_empty_range_needs_no_request(self):
         if self.dialect is None:
             pytest.skip("no HTTP")
         with ScriptedServer() as server:
@@ -160,25 +151,25 @@ class ReadingContract(Endpoint):
             assert not [path for _, path, _ in server.requests if path.partition("?")[0][-1] == "k"]
 
     @guarantee("exact ranges")
-    def test_a_range_past_the_end_is_corrupt(self, store: ObjectStore) -> None:
+    def test_a_range_past_the_end_is_corrupt(self, store):
         store.put("k", b"0123456789")
         for start, end in [(0, 11), (9, 11), (10, 11), (500, 600)]:
             with pytest.raises(CorruptDataError):
                 read_range(store, "k", start, end)
 
     @guarantee("exact ranges")
-    def test_a_range_past_the_end_of_an_empty_object_is_corrupt(self, store: ObjectStore) -> None:
+    def test_a_range_past_the_end_of_an_empty_object_is_corrupt(self, store):
         store.put("k", b"")
         with pytest.raises(CorruptDataError):
             read_range(store, "k", 0, 1)
 
-    def test_a_range_that_is_none_is_refused(self, store: ObjectStore) -> None:
+    def test_a_range_that_is_none_is_refused(self, store):
         store.put("k", b"0123456789")
         for start, end in [(-1, 2), (3, 2)]:
             with pytest.raises(InputError):
                 read_range(store, "k", start, end)
 
-    def test_get_refuses_an_object_that_is_too_large(self, store: ObjectStore) -> None:
+    def test_get_refuses_an_object_that_is_too_large(self, store):
         store.put("k", b"0123456789")
         with pytest.raises(CorruptDataError, match="10 bytes"):
             store.get("k", max_size_bytes=9)
@@ -186,7 +177,7 @@ class ReadingContract(Endpoint):
 
     @guarantee("exact ranges")
     @pytest.mark.parametrize("fault", ["cut off", "range ignored", "another range"])
-    def test_a_body_that_was_not_asked_for_is_an_error(self, fault: str) -> None:
+    def test_a_body_that_was_not_asked_for_is_an_error(self, fault):
         if self.dialect is None:
             pytest.skip("no HTTP")
         answers: dict[str, Answer] = {
@@ -203,7 +194,7 @@ class ReadingContract(Endpoint):
                 read_range(store, "k", 0, 100)
 
     @guarantee("exact ranges")
-    def test_a_whole_body_that_is_cut_off_is_an_error(self) -> None:
+    def test_a_whole_body_that_is_cut_off_is_an_error(self):
         if self.dialect is None:
             pytest.skip("no HTTP")
         with ScriptedServer() as server:

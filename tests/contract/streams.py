@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from dcp_objstore.errors import ObjectNotFoundError
-from dcp_objstore.stores import ObjectStore
-from dcp_objstore.stores.protocol import Capabilities
 from tests.contract.common import (
     PART,
     Endpoint,
@@ -24,7 +22,6 @@ from tests.contract.common import (
 )
 from tests.support.campaign import cases
 from tests.support.guarantees import guarantee
-from tests.support.side_doors import SideDoor
 
 
 class StreamsContract(Endpoint):
@@ -36,9 +33,7 @@ class StreamsContract(Endpoint):
             default=[0, PART, 3 * PART + 12_345],
         ),
     )
-    def test_a_stream_becomes_one_object(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor, size: int
-    ) -> None:
+    def test_a_stream_becomes_one_object(self, store, capabilities, side_door, size):
         data = random_bytes(size)
         # Slices that divide neither the data nor the parts evenly.
         step = 1_234_567
@@ -53,9 +48,7 @@ class StreamsContract(Endpoint):
         assert side_door.leavings() == []
 
     @guarantee("equal parts")
-    def test_all_parts_but_the_last_have_the_same_size(
-        self, measured: tuple[ObjectStore, SideDoor], capabilities: Capabilities
-    ) -> None:
+    def test_all_parts_but_the_last_have_the_same_size(self, measured, capabilities):
         store, side_door = measured
         sizes = [1, PART - 7, PART, 3_000_000, 17, PART, 0, 11]
         data = [random_bytes(size) for size in sizes]
@@ -73,8 +66,8 @@ class StreamsContract(Endpoint):
 
     @guarantee("clean abort")
     def test_an_error_in_the_iterator_comes_through_and_leaves_nothing(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+        self, store, capabilities, side_door
+    ):
         error = ExpectedError("the caller's own")
         cause = ValueError("why")
         error.__cause__ = cause
@@ -94,12 +87,8 @@ class StreamsContract(Endpoint):
         "error", [FileNotFoundError("theirs"), KeyboardInterrupt(), ObjectNotFoundError("ours")]
     )
     def test_an_error_that_looks_like_the_stores_comes_through_too(
-        self,
-        store: ObjectStore,
-        capabilities: Capabilities,
-        side_door: SideDoor,
-        error: BaseException,
-    ) -> None:
+        self, store, capabilities, side_door, error
+    ):
         for pieces in ([], [b"x"]):
             put_broken(store, "k", pieces, error)
         if capabilities.atomic_put:
@@ -108,18 +97,14 @@ class StreamsContract(Endpoint):
             assert side_door.leavings() == []
 
     @guarantee("whole or not")
-    def test_an_aborted_stream_leaves_the_old_object(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_an_aborted_stream_leaves_the_old_object(self, store, capabilities, side_door):
         store.put("k", b"old")
         put_broken(store, "k", [b"new", bytes(PART)], ExpectedError())
         if capabilities.atomic_put:
             assert read(store, "k") == side_door.read("k") == b"old"
 
     @guarantee("whole or not")
-    def test_an_object_is_not_seen_before_its_stream_is_whole(
-        self, store: ObjectStore, capabilities: Capabilities, side_door: SideDoor
-    ) -> None:
+    def test_an_object_is_not_seen_before_its_stream_is_whole(self, store, capabilities, side_door):
         seen: list[list[str]] = []
 
         def watched() -> Iterator[bytes]:
@@ -136,9 +121,7 @@ class StreamsContract(Endpoint):
         assert side_door.sizes() == {"k": 3 * PART}
 
     @guarantee("bounded memory")
-    def test_buffers_are_let_go_while_the_stream_goes_on(
-        self, store: ObjectStore, capabilities: Capabilities
-    ) -> None:
+    def test_buffers_are_let_go_while_the_stream_goes_on(self, store, capabilities):
         total, concurrency = 7, 2
         alive: set[int] = set()
         peak = 0

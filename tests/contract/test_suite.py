@@ -203,7 +203,7 @@ def call(name: str, store: Any) -> None:
 
 
 @pytest.mark.parametrize("liar", LIES, ids=lambda liar: liar.__name__)
-def test_a_store_that_claims_what_it_does_not_keep_fails(liar: type[Liar]) -> None:
+def test_a_store_that_claims_what_it_does_not_keep_fails(liar):
     failures = (AssertionError, pytest.fail.Exception, DcpObjstoreError)
     with pytest.raises(failures):
         call(LIES[liar], liar())
@@ -238,9 +238,7 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> dict[str, frozenset[str]]:
     return found
 
 
-def test_the_table_of_the_documentation_has_all_endpoints_as_they_are_declared(
-    declared: dict[str, frozenset[str]],
-) -> None:
+def test_the_table_of_the_documentation_has_all_endpoints_as_they_are_declared(declared):
     rows = parse(STORES_PAGE.read_text())
     assert set(rows) == set(declared)
     for endpoint, lacks in declared.items():
@@ -250,12 +248,12 @@ def test_the_table_of_the_documentation_has_all_endpoints_as_they_are_declared(
             assert cell not in (FAILED, UNTRIED), (endpoint, one.name)
 
 
-def test_every_capability_is_behind_a_guarantee() -> None:
+def test_every_capability_is_behind_a_guarantee():
     behind = {name for one in GUARANTEES for name in one.needs}
     assert behind == set(Capabilities.__dataclass_fields__)
 
 
-def test_rows_of_other_runs_stay_and_rows_that_ran_are_replaced(tmp_path: Path) -> None:
+def test_rows_of_other_runs_stay_and_rows_that_ran_are_replaced(tmp_path):
     place = tmp_path / "stores.md"
     place.write_text("before\n<!-- guarantees -->\n<!-- /guarantees -->\nafter\n")
     kept = [KEPT] * len(GUARANTEES)
@@ -268,7 +266,7 @@ def test_rows_of_other_runs_stay_and_rows_that_ran_are_replaced(tmp_path: Path) 
     assert text.endswith("\nafter\n")
 
 
-def test_the_worst_outcome_makes_the_cell() -> None:
+def test_the_worst_outcome_makes_the_cell():
     outcomes = guarantees.Outcomes()
     for name, seen in {
         "any key": [KEPT, FAILED],

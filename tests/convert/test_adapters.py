@@ -40,7 +40,7 @@ def saved(peft: Any, **values: Any) -> str:
     return url
 
 
-def test_rename_of_an_adapter_is_refused_where_peft_has_its_own_names(tmp_path: Path) -> None:
+def test_rename_of_an_adapter_is_refused_where_peft_has_its_own_names(tmp_path):
     url, rules = saved(described("default")), [("^model[.]", "mine.")]
     with pytest.raises(InputError, match="rename="):
         dos.export_checkpoint(url, tmp_path / "out", rename=rules)
@@ -58,9 +58,7 @@ def test_rename_of_an_adapter_is_refused_where_peft_has_its_own_names(tmp_path: 
         (("default",), "model.*", "default"),
     ],
 )
-def test_the_folder_has_all_of_one_adapter(
-    tmp_path: Path, adapters: tuple[str, ...], keys: Any, written: str
-) -> None:
+def test_the_folder_has_all_of_one_adapter(tmp_path, adapters, keys, written):
     report = dos.export_checkpoint(saved(described(*adapters)), tmp_path / "out", keys)
     assert {Path(file).name for file in report.files} == {WEIGHTS, CONFIG}
     assert json.loads((tmp_path / "out" / CONFIG).read_text()) == {"of": written}
@@ -70,7 +68,7 @@ def test_the_folder_has_all_of_one_adapter(
         assert torch.equal(tensors[f"x.{part}.weight"], TENSORS[f"a.{part}.{written}.weight"])
 
 
-def test_files_of_the_trainer_come_along_and_files_of_the_user_count(tmp_path: Path) -> None:
+def test_files_of_the_trainer_come_along_and_files_of_the_user_count(tmp_path):
     (tmp_path / CONFIG).write_text("own")
     url = saved(described("default"), files={"0": ({"tokenizer.json": b"{}", "rng.pth": b""},)})
     dos.export_checkpoint(url, tmp_path / "out", copied_files=[tmp_path / CONFIG])
@@ -89,23 +87,21 @@ def test_files_of_the_trainer_come_along_and_files_of_the_user_count(tmp_path: P
         (described("default", prompts=None), None, UnsupportedError, "save_pretrained"),
     ],
 )
-def test_what_is_no_folder_of_one_adapter_is_refused(
-    tmp_path: Path, peft: str, keys: Any, error: type[Exception], text: str
-) -> None:
+def test_what_is_no_folder_of_one_adapter_is_refused(tmp_path, peft, keys, error, text):
     with pytest.raises(error, match=text):
         dos.export_checkpoint(saved(peft), tmp_path / "out", keys)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", [3, "{", "[]", '{"default": 1}', torch.ones(2), {"a": "b"}])
-def test_another_value_of_that_name_changes_nothing(tmp_path: Path, value: Any) -> None:
+def test_another_value_of_that_name_changes_nothing(tmp_path, value):
     dos.export_checkpoint(saved(value), tmp_path / "out", "model.*")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {
         f"model.{name}" for name in (TENSORS | SHARED)
     }
 
 
-def test_a_single_file_has_the_keys_that_are_asked_for(tmp_path: Path) -> None:
+def test_a_single_file_has_the_keys_that_are_asked_for(tmp_path):
     out = tmp_path / "all.safetensors"
     dos.export_checkpoint(saved(described("default")), out, "model.a.*")
     assert load_file(out).keys() == {f"model.{name}" for name in (*TENSORS, "a.bias")}

@@ -42,7 +42,6 @@ from tests.support import hostile, hostile_cases  # noqa: F401 - registers the c
 from tests.support.checkpoints import memory_url
 from tests.support.command_line import run, run_here
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded
 
 STRIP = [(r"^model\.", "")]
@@ -98,7 +97,7 @@ def save_sharded(rank: int, world: int, url: str, options: Mapping[str, object])
     )
 
 
-def test_a_torch_file_is_what_stock_torch_makes_of_the_checkpoint(url: str, tmp_path: Path) -> None:
+def test_a_torch_file_is_what_stock_torch_makes_of_the_checkpoint(url, tmp_path):
     ours, stock = tmp_path / "ours.pt", tmp_path / "stock.pt"
     report = dos.export_checkpoint(url, ours)
     dcp_to_torch_save(url.removeprefix("file://"), stock)
@@ -111,7 +110,7 @@ def test_a_torch_file_is_what_stock_torch_makes_of_the_checkpoint(url: str, tmp_
     assert (report.tensors, report.left_out) == (6, ())
 
 
-def test_tensors_inside_a_value_are_in_the_file(tmp_path: Path) -> None:
+def test_tensors_inside_a_value_are_in_the_file(tmp_path):
     place, out = (tmp_path / "step").as_uri(), tmp_path / "out.pt"
     state = {"w": torch.ones(3), "pair": (torch.arange(4), {"deep": torch.zeros(2)}), "v": 1}
     dos.save(state, place, progress=False)
@@ -119,7 +118,7 @@ def test_tensors_inside_a_value_are_in_the_file(tmp_path: Path) -> None:
     assert_same(torch.load(out, weights_only=True), state)
 
 
-def test_shards_of_safetensors_hold_the_model_under_its_own_names(url: str, tmp_path: Path) -> None:
+def test_shards_of_safetensors_hold_the_model_under_its_own_names(url, tmp_path):
     out, config = tmp_path / "hf", tmp_path / "config.json"
     config.write_text("{}")
     report = dos.export_checkpoint(
@@ -153,7 +152,7 @@ def test_shards_of_safetensors_hold_the_model_under_its_own_names(url: str, tmp_
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
 
 
-def test_shards_hold_what_dcps_own_consolidation_holds(tmp_path: Path) -> None:
+def test_shards_hold_what_dcps_own_consolidation_holds(tmp_path):
     # torch 2.13 fails for integers, and writes 0 for a scalar.
     state = {"a.weight": seeded("a", (30, 7)), "b": torch.ones(5).bfloat16()}
     place = (tmp_path / "step").as_uri()
@@ -167,7 +166,7 @@ def test_shards_hold_what_dcps_own_consolidation_holds(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "ours" / "model.safetensors"), load_file(consolidated))
 
 
-def test_one_safetensors_file_leaves_values_out_and_names_them(url: str, tmp_path: Path) -> None:
+def test_one_safetensors_file_leaves_values_out_and_names_them(url, tmp_path):
     report = dos.export_checkpoint(url, tmp_path / "all.safetensors")
     assert report.left_out == ("optim.lr", "optim.betas", "step")
     found = load_file(tmp_path / "all.safetensors")
@@ -175,7 +174,7 @@ def test_one_safetensors_file_leaves_values_out_and_names_them(url: str, tmp_pat
     assert torch.equal(found["optim.step"], torch.tensor(3.0))
 
 
-def test_float4_goes_into_safetensors_and_comes_out_of_it(tmp_path: Path) -> None:
+def test_float4_goes_into_safetensors_and_comes_out_of_it(tmp_path):
     shapes = {"matrix": (4, 8), "odd": (3,), "none": (0, 5)}
     state = {key: seeded(key, shape, torch.float4_e2m1fn_x2) for key, shape in shapes.items()}
     place = (tmp_path / "step").as_uri()
@@ -192,9 +191,7 @@ def test_float4_goes_into_safetensors_and_comes_out_of_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.backends("seaweed", "gcs")
-def test_sharded_tensors_come_whole_out_of_a_bucket_and_into_another(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharded_tensors_come_whole_out_of_a_bucket_and_into_another(bucket, tmp_path, monkeypatch):
     options = bucket.storage_options
     run_ranks(3, save_sharded, bucket.at("step-1"), options)
     state = {"rows": seeded("rows", (301, 20)), "columns": seeded("columns", (200, 31))}
@@ -217,7 +214,7 @@ def test_sharded_tensors_come_whole_out_of_a_bucket_and_into_another(
 
 
 @pytest.mark.parametrize("way", ["torch", "stock", "ours"])
-def test_imports_are_what_was_saved(url: str, tmp_path: Path, way: str) -> None:
+def test_imports_are_what_was_saved(url, tmp_path, way):
     source: Any = url
     if way == "torch":
         source = tmp_path / "state.pt"
@@ -235,7 +232,7 @@ def test_imports_are_what_was_saved(url: str, tmp_path: Path, way: str) -> None:
     assert ckpt.user_metadata == {"from": way}
 
 
-def test_a_model_of_the_hub_loads_into_a_state_under_a_prefix(tmp_path: Path) -> None:
+def test_a_model_of_the_hub_loads_into_a_state_under_a_prefix(tmp_path):
     hub = tmp_path / "hub"
     hub.mkdir()
     first, second = {"a.weight": torch.ones(40, 50)}, {"b": torch.arange(3)}
@@ -258,7 +255,7 @@ def test_a_model_of_the_hub_loads_into_a_state_under_a_prefix(tmp_path: Path) ->
     assert_same(state["model"], {**first, **second})
 
 
-def test_an_index_decides_where_a_tensor_is_and_must_be_right(tmp_path: Path) -> None:
+def test_an_index_decides_where_a_tensor_is_and_must_be_right(tmp_path):
     hub, place = tmp_path / "hub", (tmp_path / "step-0").as_uri()
     hub.mkdir()
     save_file({"w": torch.ones(2)}, hub / "1.safetensors")
@@ -273,7 +270,7 @@ def test_an_index_decides_where_a_tensor_is_and_must_be_right(tmp_path: Path) ->
     assert_same(dos.read_state_dict(place), {"w": torch.ones(2), "v": torch.arange(3)})
 
 
-def test_a_torch_file_that_is_no_zip_is_imported(tmp_path: Path) -> None:
+def test_a_torch_file_that_is_no_zip_is_imported(tmp_path):
     source, place = tmp_path / "old.pt", (tmp_path / "step-0").as_uri()
     torch.save(training_state(), source, _use_new_zipfile_serialization=False)
     dos.import_checkpoint(source, place, progress=False)
@@ -292,7 +289,7 @@ def repacked(source: Path) -> None:
             file.writestr(name, body)
 
 
-def test_a_torch_file_of_packed_records_is_imported_right(tmp_path: Path) -> None:
+def test_a_torch_file_of_packed_records_is_imported_right(tmp_path):
     source, place = tmp_path / "packed.pt", (tmp_path / "step-0").as_uri()
     # Noise does not get smaller: as large a record as the tensor, and other bytes.
     state = {**training_state(), "noise": torch.randn(1000), "zeros": torch.zeros(1000)}
@@ -316,9 +313,7 @@ def test_a_torch_file_of_packed_records_is_imported_right(tmp_path: Path) -> Non
     ],
     ids=["bytearray(2**33)", "a million tuples as a key", "overlapping", "a record says 3 GiB"],
 )
-def test_a_torch_file_that_asks_for_what_no_save_needs_is_refused(
-    body: bytes, tmp_path: Path
-) -> None:
+def test_a_torch_file_that_asks_for_what_no_save_needs_is_refused(body, tmp_path):
     source, place = tmp_path / "hostile.pt", tmp_path / "step-0"
     source.write_bytes(body)
     with pytest.raises((CheckpointCorruptError, UntrustedPickleError)):
@@ -326,7 +321,7 @@ def test_a_torch_file_that_asks_for_what_no_save_needs_is_refused(
     assert not place.exists()
 
 
-def test_values_that_are_dicts_are_imported_as_they_are(tmp_path: Path) -> None:
+def test_values_that_are_dicts_are_imported_as_they_are(tmp_path):
     state = {"w": torch.ones(2), "meta": {"a": 1, "t": torch.zeros(2)}, "list": [1, {"a": 2}]}
     whole = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, checkpoint_id=tmp_path / "stock", planner=whole)
@@ -335,7 +330,7 @@ def test_values_that_are_dicts_are_imported_as_they_are(tmp_path: Path) -> None:
     assert_same(dos.read_state_dict(place), state)
 
 
-def test_a_value_too_deep_for_pickle_is_refused(tmp_path: Path) -> None:
+def test_a_value_too_deep_for_pickle_is_refused(tmp_path):
     for key, body in hostile.CASES["our value is odd: lists, 200,000 deep"].build().items():
         (tmp_path / key).write_bytes(body)
     with pytest.raises(UnsupportedError, match="deep"):
@@ -343,19 +338,19 @@ def test_a_value_too_deep_for_pickle_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_torch_file_is_planned_for_a_tensor_larger_than_the_memory() -> None:
+def test_a_torch_file_is_planned_for_a_tensor_larger_than_the_memory():
     info = TensorInfo((2**38,), torch.float32)  # 1 TiB
     planned = plan_file({"w": info, "b": TensorInfo((3,), torch.float32)}, dict)
     assert planned.keys == ["w", "b"]
 
 
-def test_two_keys_of_a_torch_file_with_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_keys_of_a_torch_file_with_one_name_are_refused(tmp_path):
     torch.save({1: torch.ones(1), "1": torch.ones(2)}, tmp_path / "clash.pt")
     with pytest.raises(StateMismatchError, match="same name"):
         dos.import_checkpoint(tmp_path / "clash.pt", (tmp_path / "new").as_uri())
 
 
-def test_an_empty_key_is_kept(tmp_path: Path) -> None:
+def test_an_empty_key_is_kept(tmp_path):
     save_file({"": torch.ones(2)}, tmp_path / "m.safetensors")
     place = (tmp_path / "new").as_uri()
     dos.import_checkpoint(tmp_path / "m.safetensors", place, progress=False)
@@ -363,7 +358,7 @@ def test_an_empty_key_is_kept(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "out.safetensors"), {"": torch.ones(2)})
 
 
-def test_small_tensors_of_a_window_share_memory_that_is_freed_whole() -> None:
+def test_small_tensors_of_a_window_share_memory_that_is_freed_whole():
     wanted = [((3,), torch.int8), ((), torch.float64), ((0, 2), torch.bool), ((2, 2), torch.half)]
     made = new_tensors(wanted)
     assert [(tuple(one.shape), one.dtype) for one in made] == wanted
@@ -373,7 +368,7 @@ def test_small_tensors_of_a_window_share_memory_that_is_freed_whole() -> None:
     assert [one.double().sum().item() for one in made] == [0, 1, 0, 12]
 
 
-def test_copied_files_come_along_and_never_replace_the_weights(url: str, tmp_path: Path) -> None:
+def test_copied_files_come_along_and_never_replace_the_weights(url, tmp_path):
     out, hidden = tmp_path / "hf", tmp_path / ".gitattributes"
     hidden.write_text("x")
     dos.export_checkpoint(url, out, copied_files=[hidden])
@@ -385,9 +380,7 @@ def test_copied_files_come_along_and_never_replace_the_weights(url: str, tmp_pat
         dos.export_checkpoint(url, f"{out}2", copied_files=[tmp_path / "none.json"])
 
 
-def test_relative_paths_may_lead_up(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_paths_may_lead_up(url, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     report = dos.export_checkpoint(url, "../out/model.pt")
@@ -395,9 +388,7 @@ def test_relative_paths_may_lead_up(
     dos.import_checkpoint("../out/model.pt", (tmp_path / "new").as_uri(), progress=False)
 
 
-def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(
-    url: str, tmp_path: Path
-) -> None:
+def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(url, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(StateMismatchError, match="matches"):
         dos.export_checkpoint(url, out, "modl.*")
@@ -426,7 +417,7 @@ def test_keys_and_rules_that_do_not_fit_are_refused_before_anything_is_written(
     assert not (tmp_path / "run" / "step-7-new").exists()
 
 
-def test_nothing_is_neither_imported_nor_exported(url: str, tmp_path: Path) -> None:
+def test_nothing_is_neither_imported_nor_exported(url, tmp_path):
     """A model that is there already is not replaced by an empty one."""
     dos.save({"step": 3, "w": torch.ones(2)}, place := f"{url}-few", progress=False)
     for out in (tmp_path / "out", tmp_path / "out" / "model.safetensors"):
@@ -445,7 +436,7 @@ def test_nothing_is_neither_imported_nor_exported(url: str, tmp_path: Path) -> N
     assert set(dos.open(place)) == {"step", "w"}
 
 
-def test_keys_may_come_from_an_iterator_and_rules_may_not(tmp_path: Path) -> None:
+def test_keys_may_come_from_an_iterator_and_rules_may_not(tmp_path):
     save_file({name: torch.ones(2) for name in "ab"}, tmp_path / "model.safetensors")
     place = (tmp_path / "new").as_uri()
     dos.import_checkpoint(tmp_path, place, (key for key in ["a"]), progress=False)
@@ -455,7 +446,7 @@ def test_keys_may_come_from_an_iterator_and_rules_may_not(tmp_path: Path) -> Non
         dos.load({"b": torch.zeros(2)}, place, rename=rules)  # type: ignore[arg-type]
 
 
-def test_files_and_checkpoints_that_exist_stay_unless_told(url: str, tmp_path: Path) -> None:
+def test_files_and_checkpoints_that_exist_stay_unless_told(url, tmp_path):
     out = tmp_path / "out.pt"
     out.write_bytes(b"mine")
     with pytest.raises(InputError, match="overwrite"):
@@ -468,7 +459,7 @@ def test_files_and_checkpoints_that_exist_stay_unless_told(url: str, tmp_path: P
     assert set(dos.open(url)) == {key for key in dos.open(url) if key.startswith("model.")}
 
 
-def test_damage_ends_an_export_and_leaves_no_file(bucket: Bucket, tmp_path: Path) -> None:
+def test_damage_ends_an_export_and_leaves_no_file(bucket, tmp_path):
     place, options = bucket.at("step-1"), bucket.storage_options
     dos.save(training_state(), place, storage_options=options, progress=False)
     (data,) = (key for key in bucket.keys("step-1") if key.endswith(".distcp"))
@@ -487,9 +478,7 @@ def test_damage_ends_an_export_and_leaves_no_file(bucket: Bucket, tmp_path: Path
     assert bucket.uploads() == []
 
 
-def test_a_folder_never_holds_one_file_and_shards_of_another_export(
-    url: str, tmp_path: Path
-) -> None:
+def test_a_folder_never_holds_one_file_and_shards_of_another_export(url, tmp_path):
     out = tmp_path / "hf"
     dos.export_checkpoint(url, out, max_shard_size_bytes=24_000)
     with pytest.raises(InputError, match="exists"):
@@ -500,9 +489,7 @@ def test_a_folder_never_holds_one_file_and_shards_of_another_export(
 
 
 @pytest.mark.parametrize("where", ["file", "memory"])
-def test_what_overwrites_an_export_leaves_none_of_its_shards(
-    url: str, tmp_path: Path, where: str
-) -> None:
+def test_what_overwrites_an_export_leaves_none_of_its_shards(url, tmp_path, where):
     out = (tmp_path / "hf").as_uri() if where == "file" else memory_url()
     store = open_store(out)
     for name in (theirs := {"model-base.safetensors", "old/model-00001-of-00002.safetensors"}):
@@ -514,7 +501,7 @@ def test_what_overwrites_an_export_leaves_none_of_its_shards(
 
 
 @pytest.mark.parametrize("most", [12_000, 10**9])
-def test_a_folder_may_be_exported_onto_itself(url: str, tmp_path: Path, most: int) -> None:
+def test_a_folder_may_be_exported_onto_itself(url, tmp_path, most):
     for out in (memory_url(), (tmp_path / "hf").as_uri()):
         for earlier in (24_000, 10**9):
             dos.export_checkpoint(url, out, max_shard_size_bytes=earlier, overwrite=True)
@@ -525,9 +512,7 @@ def test_a_folder_may_be_exported_onto_itself(url: str, tmp_path: Path, most: in
         dos.export_checkpoint(out, f"{out}/all.pt", overwrite=True)
 
 
-def test_ctrl_c_ends_an_export_and_leaves_no_file(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_an_export_and_leaves_no_file(url, tmp_path, monkeypatch):
     reads = []
     read_slabs = dos.Checkpoint._read_slabs
 
@@ -544,9 +529,7 @@ def test_ctrl_c_ends_an_export_and_leaves_no_file(
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_failed_export_leaves_no_new_folder_and_those_that_were_there(
-    url: str, tmp_path: Path
-) -> None:
+def test_a_failed_export_leaves_no_new_folder_and_those_that_were_there(url, tmp_path):
     (data,) = (tmp_path / "run" / "step-7").glob("__0_0*")
     data.write_bytes(data.read_bytes()[:100])
     (tmp_path / "there").mkdir()
@@ -557,9 +540,7 @@ def test_a_failed_export_leaves_no_new_folder_and_those_that_were_there(
     assert list((tmp_path / "there").iterdir()) == []
 
 
-def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(bucket, tmp_path):
     place, options = bucket.at("step-1"), bucket.storage_options
     source = tmp_path / "state.pt"
     torch.save({"w": torch.ones(2), "path": pickle.Pickler}, source)
@@ -581,9 +562,7 @@ def test_a_hostile_pickle_is_refused_and_a_failed_import_leaves_nothing(
     assert bucket.uploads() == []
 
 
-def test_a_full_disk_ends_an_import_that_downloads_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_ends_an_import_that_downloads_and_says_so(tmp_path, monkeypatch):
     url = f"memory://{secrets.token_hex(6)}"
     torch.save({"w": torch.ones(2000)}, tmp_path / "state.pt")
     open_store(url).put("state.pt", (tmp_path / "state.pt").read_bytes())
@@ -622,7 +601,7 @@ def test_a_full_disk_ends_an_import_that_downloads_and_says_so(
         b"[" * 100_000,
     ],
 )
-def test_a_header_that_lies_is_refused(header: bytes, tmp_path: Path) -> None:
+def test_a_header_that_lies_is_refused(header, tmp_path):
     file = tmp_path / "m.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointCorruptError, match="not a whole"):
@@ -634,7 +613,7 @@ def test_a_header_that_lies_is_refused(header: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign  # several processes import torch
-def test_the_commands_convert_there_and_back(url: str, tmp_path: Path) -> None:
+def test_the_commands_convert_there_and_back(url, tmp_path):
     out, new = str(tmp_path / "model"), (tmp_path / "new").as_uri()
     strip = ("--keys", "model.*", "--rename", "^model[.]=")
     done = run("export", url, out, *strip, "--max-shard-size", "47KB")

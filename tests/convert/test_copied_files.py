@@ -13,7 +13,6 @@ import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import InputError, PreconditionFailedError
 from tests.support.command_line import run_here
-from tests.support.servers import Bucket
 
 # What a folder of a model on the hub may hold besides weights.
 SMALL = {
@@ -44,7 +43,7 @@ def exported(url: str, out: Path, *copied: str | os.PathLike[str], **settings: A
     return set(found) - {"model.safetensors"}
 
 
-def test_files_come_from_a_path_a_folder_or_a_pattern(url: str, tmp_path: Path) -> None:
+def test_files_come_from_a_path_a_folder_or_a_pattern(url, tmp_path):
     base = tmp_path / "base"
     for name in (*SMALL, *LEFT_OUT):
         (base / name).parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +71,7 @@ def test_files_come_from_a_path_a_folder_or_a_pattern(url: str, tmp_path: Path) 
     assert not (tmp_path / "4").exists()
 
 
-def test_a_single_path_needs_no_list(url: str, tmp_path: Path) -> None:
+def test_a_single_path_needs_no_list(url, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_bytes(b"{}")
     for number, path in enumerate((tmp_path / "base", f"{tmp_path}/base/*.json")):
@@ -80,9 +79,7 @@ def test_a_single_path_needs_no_list(url: str, tmp_path: Path) -> None:
         assert (out / "config.json").read_bytes() == b"{}"
 
 
-def test_files_come_from_a_bucket_large_ones_in_pieces(
-    url: str, bucket: Bucket, tmp_path: Path
-) -> None:
+def test_files_come_from_a_bucket_large_ones_in_pieces(url, bucket, tmp_path):
     for name in (*SMALL, *LEFT_OUT):
         bucket.put(f"base/{name}", SMALL.get(name, b"no"))
     options = {"out_storage_options": bucket.storage_options}
@@ -103,8 +100,8 @@ def test_files_come_from_a_bucket_large_ones_in_pieces(
 @pytest.mark.parametrize("size_bytes", [10, 40 * MIB])
 @pytest.mark.parametrize("when", ["before the first block", "after it"])
 def test_a_file_that_is_replaced_while_it_is_copied_is_not_copied(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, size_bytes: int
-) -> None:
+    url, tmp_path, monkeypatch, when, size_bytes
+):
     """Its size was planned, and its blocks are of one version."""
     from dcp_objstore.convert import copied_files
 
@@ -131,7 +128,7 @@ def test_a_file_that_is_replaced_while_it_is_copied_is_not_copied(
     assert not (tmp_path / "hf").exists()
 
 
-def test_the_files_of_a_trainer_come_from_its_checkpoint(tmp_path: Path) -> None:
+def test_the_files_of_a_trainer_come_from_its_checkpoint(tmp_path):
     place = (tmp_path / "run").as_uri()
     files = {name: SMALL.get(name, b"no") for name in (*SMALL, *LEFT_OUT, "rng_state_0.pth")}
     state = {"w": torch.ones(3), "files": dos.PerRank(files), "other": {"files": 1}}
@@ -146,13 +143,13 @@ def test_the_files_of_a_trainer_come_from_its_checkpoint(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("value", [{"a": b""}, {"config.json": "{}"}, Path("x"), 3])
-def test_values_of_that_name_that_are_no_files_are_left_alone(value: Any, tmp_path: Path) -> None:
+def test_values_of_that_name_that_are_no_files_are_left_alone(value, tmp_path):
     place = (tmp_path / "run").as_uri()
     dos.save({"w": torch.ones(3), "files": dos.PerRank(value)}, place, progress=False)
     assert exported(place, tmp_path / "hf") == set()
 
 
-def test_the_command_copies_files(url: str, tmp_path: Path) -> None:
+def test_the_command_copies_files(url, tmp_path):
     (tmp_path / "base").mkdir()
     for name, body in SMALL.items():
         (tmp_path / "base" / name).write_bytes(body)

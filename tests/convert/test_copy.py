@@ -44,7 +44,7 @@ from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import run_ranks
 from tests.support.servers import BUCKET, Bucket, Folder, MotoServer
 from tests.support.states import same_bits, seeded
-from tests.support.wrapped_stores import Fault, FaultStore, Plan, Request
+from tests.support.wrapped_stores import Fault, FaultStore, Plan
 
 # Several objects, and one of several parts.
 CONFIG = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * MIB)
@@ -105,13 +105,7 @@ def copy(source: Bucket, target: Bucket, **settings: Any) -> dos.reports.CopyRep
     "way",
     ["s3 to file", "file to s3", pytest.param("s3 to gs", marks=pytest.mark.campaign)],
 )
-def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(
-    way: str,
-    remote: Bucket,
-    local: Folder,
-    request: pytest.FixtureRequest,
-    requests: list[Request],
-) -> None:
+def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(way, remote, local, request, requests):
     source, target = {
         "s3 to file": lambda: (remote, local),
         "file to s3": lambda: (local, remote),
@@ -158,7 +152,7 @@ def save_sharded(_rank: int, world: int, url: str) -> None:
 
 
 @pytest.mark.campaign
-def test_stock_torch_loads_a_copy_of_what_several_ranks_have_saved(local: Folder) -> None:
+def test_stock_torch_loads_a_copy_of_what_several_ranks_have_saved(local):
     run_ranks(2, save_sharded, local.at("step-7"))
     target = Folder("file", local.at("kept"), {})
     copy(local, target)
@@ -172,7 +166,7 @@ def test_stock_torch_loads_a_copy_of_what_several_ranks_have_saved(local: Folder
     assert same_bits(found["rows"], seeded("rows", (301, 20)))
 
 
-def test_damage_is_named_and_nothing_is_committed(remote: Bucket, local: Folder) -> None:
+def test_damage_is_named_and_nothing_is_committed(remote, local):
     save(remote.at("step-7"), remote.storage_options)
     ckpt = dos.open(remote.at("step-7"), storage_options=remote.storage_options)
     key = next(key for key in ckpt.objects if len(remote.get(f"step-7/{key}")) > 8 * MIB)
@@ -198,7 +192,7 @@ def test_damage_is_named_and_nothing_is_committed(remote: Bucket, local: Folder)
     assert copy(remote, target).sent_bytes < copy(remote, local).sent_bytes
 
 
-def test_what_stands_in_the_way_is_refused(local: Folder, tmp_path: Path) -> None:
+def test_what_stands_in_the_way_is_refused(local, tmp_path):
     target = Folder("file", local.at("kept"), {})
     with pytest.raises(CheckpointNotFoundError):
         copy(local, target)
@@ -228,9 +222,7 @@ def test_what_stands_in_the_way_is_refused(local: Folder, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_source_that_is_deleted_meanwhile_is_gone(
-    streamed: bool, local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_is_deleted_meanwhile_is_gone(streamed, local, monkeypatch):
     save(local.at("step-7"))
     target = Folder("file", local.at("kept"), {})
     lock, deleted = threading.Lock(), []
@@ -250,9 +242,7 @@ def test_a_source_that_is_deleted_meanwhile_is_gone(
 
 
 @pytest.mark.parametrize("scheme", ["s3", "file"])
-def test_between_urls_of_one_store_no_byte_of_data_is_read(
-    scheme: str, remote: Bucket, local: Folder, requests: list[Request]
-) -> None:
+def test_between_urls_of_one_store_no_byte_of_data_is_read(scheme, remote, local, requests):
     source = remote if scheme == "s3" else local
     target = (Bucket if scheme == "s3" else Folder)(
         source.kind, source.at("kept"), source.storage_options, source.s3_options
@@ -273,7 +263,7 @@ def test_between_urls_of_one_store_no_byte_of_data_is_read(
     assert "copy" not in {one.verb for one in requests}
 
 
-def test_an_object_that_was_overwritten_is_read_and_found_damaged(local: Folder) -> None:
+def test_an_object_that_was_overwritten_is_read_and_found_damaged(local):
     save(local.at("step-7"))
     target = Folder("file", local.at("kept"), {})
     local.flip_byte(f"step-7/{largest(local)}", 6 * MIB)
@@ -282,9 +272,7 @@ def test_an_object_that_was_overwritten_is_read_and_found_damaged(local: Folder)
     assert_nothing_visible(target, "step-7")
 
 
-def test_what_the_store_copies_is_as_good_as_the_source(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_store_copies_is_as_good_as_the_source(local, monkeypatch):
     """Bytes that rot under the same ETag are copied as they are, but for `streamed`."""
     save(local.at("step-7"))
     target = Folder("file", local.at("kept"), {})
@@ -335,9 +323,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("usual_signals")
-def test_ctrl_c_leaves_no_upload_and_the_next_copy_sends_the_rest(
-    remote: Bucket, proxy: NetworkProxy
-) -> None:
+def test_ctrl_c_leaves_no_upload_and_the_next_copy_sends_the_rest(remote, proxy):
     save(remote.at("step-7"), remote.storage_options)
     key = largest(remote)
     target = Bucket("seaweed", remote.at("kept"), remote.storage_options, remote.s3_options)
@@ -370,8 +356,8 @@ def test_ctrl_c_leaves_no_upload_and_the_next_copy_sends_the_rest(
 
 
 def test_after_sigkill_the_next_copy_sends_the_rest_and_gc_removes_what_it_left(
-    remote: Bucket, proxy: NetworkProxy, local: Folder, tmp_path: Path
-) -> None:
+    remote, proxy, local, tmp_path
+):
     save(remote.at("step-7"), remote.storage_options)
     key, objects = largest(remote), len(remote.keys("step-7")) - 3
     proxy.hold(lambda asked: asked.name == key and asked.method == "GET")
@@ -433,9 +419,7 @@ def before_the_index(verb: str, key: str, nth: int) -> Fault | None:
     return Fault("before", KeyboardInterrupt()) if key.startswith("index") else None
 
 
-def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(local, monkeypatch):
     save(local.at("step-7"))
     target = Folder("file", local.at("kept"), {})
     store, fences = StoreSpec(target.at("step-7"), None, None).open(), []
@@ -459,7 +443,7 @@ def test_a_sweep_defeats_a_copy_that_names_what_the_sweep_may_remove(
 
 
 @pytest.mark.campaign
-def test_a_server_that_dies_ends_a_copy_and_after_it_the_next_one_works(local: Folder) -> None:
+def test_a_server_that_dies_ends_a_copy_and_after_it_the_next_one_works(local):
     save(local.at("step-7"))
     with SeaweedServer() as server, NetworkProxy(server.storage_options) as proxy:
         server.create_bucket(BUCKET)
@@ -484,9 +468,7 @@ def test_a_server_that_dies_ends_a_copy_and_after_it_the_next_one_works(local: F
         assert_same(dos.open(report.url, storage_options=server.storage_options))
 
 
-def test_the_command_does_what_its_example_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_does_what_its_example_says(tmp_path, capsys):
     done = run_here("cp", "--help")
     example = " ".join(done.stdout.partition("Example:")[2].split())
     words = example.replace("/tmp", str(tmp_path)).split()

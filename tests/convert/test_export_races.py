@@ -20,8 +20,6 @@ from dcp_objstore.threads import spawn
 from tests.support.campaign import cases
 from tests.support.checkpoints import memory_url
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
-from tests.support.wrapped_stores import Request
 
 INDEX = "model.safetensors.index.json"
 # A shard for each of three tensors; one for two of them and one for the third; one file.
@@ -98,15 +96,8 @@ def new_folder(where: str, tmp_path: Path) -> str:
 @pytest.mark.parametrize("most", [EACH, TWO, ONE])
 @pytest.mark.parametrize("before", cases([1, 2, 3], default=[3]))
 def test_an_export_that_ends_meanwhile_stays_whole_and_the_slower_one_fails(
-    mine: str,
-    other: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    where: str,
-    most: int,
-    before: int,
-) -> None:
+    mine, other, tmp_path, monkeypatch, *, where, most, before
+):
     out = new_folder(where, tmp_path)
     # In a bucket it replaces what the slower one has written so far.
     at_file(monkeypatch, before, lambda: to(other, out, most, overwrite=True))
@@ -121,8 +112,8 @@ def test_an_export_that_ends_meanwhile_stays_whole_and_the_slower_one_fails(
 
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_of_two_that_replace_an_earlier_export_the_first_to_end_stays(
-    mine: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+    mine, other, tmp_path, monkeypatch, where
+):
     out = new_folder(where, tmp_path)
     to(other, out)
     at_file(monkeypatch, 2, lambda: to(other, out, overwrite=True))
@@ -133,8 +124,8 @@ def test_of_two_that_replace_an_earlier_export_the_first_to_end_stays(
 
 
 def test_an_export_that_began_among_the_shards_of_another_spoils_none_of_them(
-    mine: str, other: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mine, other, monkeypatch
+):
     out = memory_url()
     reached, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -162,7 +153,7 @@ def test_an_export_that_began_among_the_shards_of_another_spoils_none_of_them(
     assert names_in(out) == {*SHARDS, INDEX}
 
 
-def test_shards_without_an_index_are_of_an_export_that_runs_or_died(mine: str) -> None:
+def test_shards_without_an_index_are_of_an_export_that_runs_or_died(mine):
     out = memory_url()
     open_store(out).put("model-00001-of-00002.safetensors", b"")
     with pytest.raises(InputError, match="overwrite"):
@@ -172,7 +163,7 @@ def test_shards_without_an_index_are_of_an_export_that_runs_or_died(mine: str) -
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_files_of_several_parts_are_known_to_be_the_exports_own(bucket: Bucket) -> None:
+def test_files_of_several_parts_are_known_to_be_the_exports_own(bucket):
     options = bucket.storage_options
     state = {"large": torch.ones(12 * MIB, dtype=torch.uint8), "small": torch.ones(1)}
     dos.save(state, bucket.at("step-1"), storage_options=options, progress=False)
@@ -200,7 +191,7 @@ def lose_a_race(rank: int, world: int, url: str, out: str, options: Mapping[str,
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_all_ranks_lose_a_race_together(bucket: Bucket) -> None:
+def test_all_ranks_lose_a_race_together(bucket):
     options = bucket.storage_options
     url = saved(bucket.at("step-1"), 1.0, storage_options=options)
     first, second = run_ranks(2, lose_a_race, url, bucket.at("hf"), options)
@@ -213,8 +204,8 @@ def test_all_ranks_lose_a_race_together(bucket: Bucket) -> None:
 @pytest.mark.parametrize("most", [EACH, ONE])
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_what_makes_an_export_count_is_written_last_and_what_was_there_goes_after_it(
-    mine: str, tmp_path: Path, requests: list[Request], where: str, most: int
-) -> None:
+    mine, tmp_path, requests, where, most
+):
     out, last = new_folder(where, tmp_path), INDEX if most == EACH else "model.safetensors"
     (tmp_path / "zz.json").write_text("{}")
     for earlier in (EACH, ONE):
@@ -231,14 +222,8 @@ def test_what_makes_an_export_count_is_written_last_and_what_was_there_goes_afte
 @pytest.mark.parametrize("most", [EACH, ONE])
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_an_overwrite_that_fails_leaves_the_earlier_export_as_it_was(
-    mine: str,
-    other: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    where: str,
-    most: int,
-) -> None:
+    mine, other, tmp_path, monkeypatch, *, where, most
+):
     """Whichever file it fails at, before it is written and after."""
     out, config = new_folder(where, tmp_path), tmp_path / "config.json"
     config.write_text("earlier")

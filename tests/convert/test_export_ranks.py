@@ -28,7 +28,6 @@ from dcp_objstore.errors import (
 from tests.support.campaign import cases
 from tests.support.launcher import say
 from tests.support.ranks import run_ranks, start_workers, try_ranks, wait_for
-from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded
 
 RANKS = 4
@@ -62,7 +61,7 @@ def try_outcomes(url: str, out: object, settings: Mapping[str, Any]) -> list[Any
     return try_ranks(RANKS, export_here, url, str(out), settings)
 
 
-def test_a_folder_by_all_ranks_holds_what_one_process_writes(bucket: Bucket) -> None:
+def test_a_folder_by_all_ranks_holds_what_one_process_writes(bucket):
     options = bucket.storage_options
     dos.save(state(), bucket.at("step-1"), storage_options=options, progress=False)
     settings = {"storage_options": options, **EACH}
@@ -89,9 +88,7 @@ def count_files(rank: int, world: int, url: str, out: str, settings: Mapping[str
     return [event.object_key for event in events if type(event).__name__ == "ObjectUploaded"]
 
 
-def test_every_rank_writes_files_and_the_first_writes_the_index_last(
-    url: str, tmp_path: Path
-) -> None:
+def test_every_rank_writes_files_and_the_first_writes_the_index_last(url, tmp_path):
     written = run_ranks(RANKS, count_files, url, str(tmp_path / "hf"), EACH)
     assert [len(names) for names in written] == [3, 2, 1, 1]
     assert written[0][-1] == INDEX
@@ -104,9 +101,7 @@ def test_every_rank_writes_files_and_the_first_writes_the_index_last(
     assert same_bits(torch.load(tmp_path / "m.pt")["w0"], state()["w0"])
 
 
-def test_a_failure_on_one_rank_is_one_on_all_and_leaves_nothing(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_failure_on_one_rank_is_one_on_all_and_leaves_nothing(bucket, tmp_path):
     options = bucket.storage_options
     for place, access in (((tmp_path / "run").as_uri(), None), (bucket.at("step-1"), options)):
         dos.save(state(), place, storage_options=access, progress=False)
@@ -146,7 +141,7 @@ def die_in_the_middle(rank: int, world: int, url: str, out: str, options: Any, l
 
 
 @pytest.mark.parametrize("last", cases(range(RANKS), default=[0, 2]))
-def test_a_killed_rank_leaves_no_index_and_the_others_raise(bucket: Bucket, last: int) -> None:
+def test_a_killed_rank_leaves_no_index_and_the_others_raise(bucket, last):
     options = bucket.storage_options
     dos.save(state(), bucket.at("step-1"), storage_options=options, progress=False)
     with start_workers(reuse=False) as crew:
@@ -179,7 +174,7 @@ def differ(rank: int, world: int, url: str, root: str) -> list[str]:
     return said
 
 
-def test_arguments_that_differ_between_ranks_are_refused_on_all(url: str, tmp_path: Path) -> None:
+def test_arguments_that_differ_between_ranks_are_refused_on_all(url, tmp_path):
     first, *others = run_ranks(RANKS, differ, url, str(tmp_path))
     assert others == [first] * (RANKS - 1)
     words = ("overwrite=", "rename=", "max_shard_size_bytes", "rank 3", "nothing to copy")
@@ -193,11 +188,11 @@ def in_memory_of_its_own(rank: int, world: int, url: str) -> None:
         export_here(rank, world, url, "memory://apart/hf", EACH)
 
 
-def test_ranks_without_a_common_store_are_refused(url: str) -> None:
+def test_ranks_without_a_common_store_are_refused(url):
     run_ranks(2, in_memory_of_its_own, url)
 
 
-def test_a_process_of_a_job_exports_alone_without_a_group(url: str, tmp_path: Path) -> None:
+def test_a_process_of_a_job_exports_alone_without_a_group(url, tmp_path):
     run_ranks(2, export_alone, url, str(tmp_path))
     assert same_bits(load_file(tmp_path / "hf" / "model.safetensors")["w5"], state()["w5"])
 
@@ -214,7 +209,7 @@ def planned(*sizes: int) -> list[PlannedFile]:
     return [PlannedFile(str(size), size, lambda _: iter(())) for size in sizes]
 
 
-def test_files_are_shared_out_by_size() -> None:
+def test_files_are_shared_out_by_size():
     def shared(sizes: list[int], ranks: int) -> list[int]:
         return [
             sum(file.size_bytes for file in share) for share in share_out(planned(*sizes), ranks)
@@ -232,7 +227,7 @@ def sizes_of_shards(sizes: list[int], most: int, ranks: int) -> list[int]:
     return [sum(tensors[key].shape[0] for key in file.keys) for file in made or [last]]
 
 
-def test_shards_are_equal_and_enough_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_equal_and_enough_for_all_ranks(monkeypatch):
     ten = [10] * 10
     assert sizes_of_shards(ten, 1000, 1) == [100]
     assert sizes_of_shards(ten, 40, 1) == [40, 40, 20]

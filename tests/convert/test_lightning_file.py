@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +29,7 @@ def saved(url: str, parts: dict[str, Any], meta: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("model", ["state_dict", "model"])
-def test_a_ckpt_file_of_a_trainers_checkpoint_has_lightnings_keys(
-    tmp_path: Path, model: str
-) -> None:
+def test_a_ckpt_file_of_a_trainers_checkpoint_has_lightnings_keys(tmp_path, model):
     meta = {"pytorch-lightning_version": "2.6", "epoch": 3, "loops": {"seen": torch.ones(2)}}
     parts = {model: WEIGHTS, **{f"optimizer_{n}": state for n, state in enumerate(STATES)}}
     url = saved(f"file://{tmp_path}/run", parts, meta)
@@ -50,21 +47,21 @@ def test_a_ckpt_file_of_a_trainers_checkpoint_has_lightnings_keys(
     assert torch.load(tmp_path / "part.ckpt").keys() == {model}
 
 
-def test_a_ckpt_file_of_weights_alone_has_no_optimizers(tmp_path: Path) -> None:
+def test_a_ckpt_file_of_weights_alone_has_no_optimizers(tmp_path):
     meta = {"pytorch-lightning_version": "2.6"}
     url = saved(f"file://{tmp_path}/run", {"state_dict": WEIGHTS}, meta)
     dos.export_checkpoint(url, tmp_path / "one.ckpt")
     assert torch.load(tmp_path / "one.ckpt").keys() == {"state_dict", *meta}
 
 
-def test_a_ckpt_file_of_fabrics_checkpoint_has_the_keys_of_its_state(tmp_path: Path) -> None:
+def test_a_ckpt_file_of_fabrics_checkpoint_has_the_keys_of_its_state(tmp_path):
     parts = {"model": WEIGHTS, "optimizer_a": STATES[0]}
     url = saved(f"file://{tmp_path}/run", parts, {"step": 3})
     dos.export_checkpoint(url, tmp_path / "one.ckpt")
     assert torch.load(tmp_path / "one.ckpt").keys() == {*parts, "step"}
 
 
-def test_what_could_run_code_in_lightnings_file_is_refused(tmp_path: Path) -> None:
+def test_what_could_run_code_in_lightnings_file_is_refused(tmp_path):
     meta = {"pytorch-lightning_version": "2.6", "hyper_parameters": {"one": Setting()}}
     url = saved(f"file://{tmp_path}/run", {"state_dict": WEIGHTS}, meta)
     with pytest.raises(UntrustedPickleError, match="Setting"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ def one_rank_is_late(rank: int, world: int, url: str) -> list[tuple[str, list[st
     return warnings
 
 
-def test_every_call_names_the_ranks_that_do_not_make_it_and_goes_on_when_they_come(
-    tmp_path: Path,
-) -> None:
+def test_every_call_names_the_ranks_that_do_not_make_it_and_goes_on_when_they_come(tmp_path):
     url = (tmp_path / "step").as_uri()
     first, second, _ = run_ranks(3, one_rank_is_late, url)
     for (name, texts), (_, more) in zip(first, second, strict=True):
@@ -124,9 +121,7 @@ def works_long(rank: int, world: int, url: str) -> tuple[list[str], int]:
     return handler.texts, looks
 
 
-def test_a_rank_that_works_while_the_others_wait_is_not_missing_and_one_rank_looks(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_works_while_the_others_wait_is_not_missing_and_one_rank_looks(tmp_path):
     (texts, looks), (more, others) = run_ranks(2, works_long, (tmp_path / "run").as_uri())
     assert texts + more == []
     assert looks + others == 1
@@ -151,9 +146,7 @@ def short_calls(rank: int, world: int, url: str) -> tuple[int, str]:
     return len(looks), str(caught.value)
 
 
-def test_a_short_call_asks_for_nothing_and_an_error_names_ranks_in_place_of_sockets(
-    tmp_path: Path,
-) -> None:
+def test_a_short_call_asks_for_nothing_and_an_error_names_ranks_in_place_of_sockets(tmp_path):
     for looks, text in run_ranks(2, short_calls, tmp_path.as_uri()):
         assert looks == 0
         assert "rank 1" in text
@@ -169,5 +162,5 @@ def test_a_short_call_asks_for_nothing_and_an_error_names_ranks_in_place_of_sock
         (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, and others, 20 in all"),
     ],
 )
-def test_ranks_are_shown_as_ranges(ranks: list[int], text: str) -> None:
+def test_ranks_are_shown_as_ranges(ranks, text):
     assert arrivals.shown(ranks) == text

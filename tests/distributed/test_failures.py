@@ -8,7 +8,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,12 +51,12 @@ def kept_by_failed_calls(rank: int, world: int, folder: str) -> list[str]:
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < (2, 13), reason="DCP of torch 2.9 keeps its own errors"
 )
-def test_a_failed_call_keeps_no_tensor_in_memory(tmp_path: Path) -> None:
+def test_a_failed_call_keeps_no_tensor_in_memory(tmp_path):
     """On a GPU a state that waits for the cyclic garbage collector may not fit in twice."""
     assert run_ranks(2, kept_by_failed_calls, str(tmp_path / "ranks")) == [[], []]
 
 
-def test_the_error_that_the_program_was_handling_keeps_its_variables(tmp_path: Path) -> None:
+def test_the_error_that_the_program_was_handling_keeps_its_variables(tmp_path):
     """A debugger may want to show them, after a save in an `except` block that fails, too."""
 
     def train() -> None:
@@ -84,9 +83,7 @@ def save_here_load_there(rank: int, world: int, url: str, saving: int) -> str:
 
 
 @pytest.mark.parametrize("saving", [0, 1])
-def test_ranks_that_make_different_calls_are_told_before_anything_moves(
-    tmp_path: Path, saving: int
-) -> None:
+def test_ranks_that_make_different_calls_are_told_before_anything_moves(tmp_path, saving):
     for text in run_ranks(2, save_here_load_there, (tmp_path / "run").as_uri(), saving):
         assert "rank 1 makes another call than rank 0" in text
 
@@ -98,7 +95,7 @@ def pass_nonsense(rank: int, world: int, url: str) -> str:
     return str(caught.value)
 
 
-def test_an_argument_that_cannot_be_sent_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_an_argument_that_cannot_be_sent_is_refused_on_all_ranks(tmp_path):
     texts = run_ranks(2, pass_nonsense, (tmp_path / "run").as_uri())
     assert all("base must be" in text and "rank 1" in text for text in texts)
     assert not (tmp_path / "run").exists()
@@ -133,9 +130,7 @@ def save_what_cannot_be(rank: int, world: int, root: str) -> list[str]:
     return said
 
 
-def test_what_cannot_be_saved_is_refused_by_its_key_on_all_ranks_and_strands_none(
-    tmp_path: Path,
-) -> None:
+def test_what_cannot_be_saved_is_refused_by_its_key_on_all_ranks_and_strands_none(tmp_path):
     keys = [key for key in ("file-\udcff", "\ud800", "n", "n") for _ in range(3)]
     assert run_ranks(2, save_what_cannot_be, tmp_path.as_uri()) == [keys] * 2
     assert [path.parent.name for path in tmp_path.glob("*/_COMMIT")] == ["whole"]

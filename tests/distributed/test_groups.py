@@ -51,9 +51,7 @@ def made_by_each_call(rank: int, world: int, url: str, backend: str) -> dict[str
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
-def test_all_calls_share_one_group_and_saves_in_the_background_have_another(
-    tmp_path: Path, backend: str
-) -> None:
+def test_all_calls_share_one_group_and_saves_in_the_background_have_another(tmp_path, backend):
     expected = dict.fromkeys(("save", "load", "manager"), 1) | {"async_save": 2}
     assert run_ranks(2, made_by_each_call, tmp_path.as_uri(), backend) == [expected] * 2
 
@@ -69,7 +67,7 @@ def names_of_groups(rank: int, world: int) -> list[str]:
     return names
 
 
-def test_a_restarted_job_uses_no_name_again_below_which_its_store_has_addresses() -> None:
+def test_a_restarted_job_uses_no_name_again_below_which_its_store_has_addresses():
     attempts = [run_ranks(2, names_of_groups) for _ in range(2)]
     assert all(of_rank == attempt[0] for attempt in attempts for of_rank in attempt)
     names = [name for attempt in attempts for name in attempt[0][:2]]
@@ -93,7 +91,7 @@ def call_alone(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_the_error_names_a_dead_rank_and_under_torchrun_the_store_that_outlives_it() -> None:
+def test_the_error_names_a_dead_rank_and_under_torchrun_the_store_that_outlives_it():
     text, _ = run_ranks(2, call_alone)
     assert "has died" in text
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
@@ -117,7 +115,7 @@ def trained_while_a_thread_loads(rank: int, world: int, meeting: str) -> bool:
     return made.wait(60) and sums == [1 + 2 * step for step in range(20)]
 
 
-def test_a_load_in_a_thread_makes_its_group_without_a_collective_of_the_default_group() -> None:
+def test_a_load_in_a_thread_makes_its_group_without_a_collective_of_the_default_group():
     meeting = str(uuid.uuid4())
     assert run_ranks(2, trained_while_a_thread_loads, meeting) == [True, True]
 
@@ -135,7 +133,7 @@ def threads_of_gloo_after(url: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_thread_of_gloo_outlives_destroy_process_group(tmp_path: Path) -> None:
+def test_no_thread_of_gloo_outlives_destroy_process_group(tmp_path):
     """Such a thread now and then aborts Python at its end, though all work was done."""
     assert run_alone(threads_of_gloo_after, f"file://{tmp_path}/run") == 0
 
@@ -150,7 +148,7 @@ def patience_of_each_call(rank: int, world: int, url: str) -> list[float]:
     return found
 
 
-def test_the_group_has_the_time_out_of_the_latest_call(tmp_path: Path) -> None:
+def test_the_group_has_the_time_out_of_the_latest_call(tmp_path):
     """Not only the one with which it was made."""
     found = run_ranks(2, patience_of_each_call, f"file://{tmp_path}")
     assert found == [[70.0, 40.0, 90.0]] * 2

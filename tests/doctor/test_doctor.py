@@ -33,7 +33,7 @@ from dcp_objstore.stores.diagnosis import shortened
 from tests.support.command_line import environment, run, run_here
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.scripted import Answer, ScriptedServer
-from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, MotoServer, RcloneServer
+from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket, RcloneServer
 from tests.support.tampering import TamperingProxy, flipped
 from tests.support.unfinished_uploads import PART, Before, begin_upload
 
@@ -99,7 +99,7 @@ def names(found: Mapping[str, Finding], status: str) -> set[str]:
     return {name for name, one in found.items() if one.status == status}
 
 
-def test_a_good_store_passes_and_is_left_as_it_was(bucket: Bucket) -> None:
+def test_a_good_store_passes_and_is_left_as_it_was(bucket):
     before = Before(bucket)
     found = examine(bucket.url, bucket.storage_options)
     assert names(found, "failed") | names(found, "not made") == set()
@@ -113,7 +113,7 @@ def test_a_good_store_passes_and_is_left_as_it_was(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("moto")
-def test_old_unfinished_uploads_are_told_with_their_bytes(bucket: Bucket) -> None:
+def test_old_unfinished_uploads_are_told_with_their_bytes(bucket):
     """moto dates every upload years back."""
     before = Before(bucket)
     found = examine(bucket.url, bucket.storage_options)
@@ -124,7 +124,7 @@ def test_old_unfinished_uploads_are_told_with_their_bytes(bucket: Bucket) -> Non
 
 
 @pytest.mark.backends("moto")
-def test_lifecycle_rules_and_versioning_are_seen(bucket: Bucket, moto_server: MotoServer) -> None:
+def test_lifecycle_rules_and_versioning_are_seen(bucket, moto_server):
     moto_server.create_bucket("versioned")
     client = bucket.client()
     client.put_bucket_versioning(Bucket="versioned", VersioningConfiguration={"Status": "Enabled"})
@@ -148,7 +148,7 @@ def test_lifecycle_rules_and_versioning_are_seen(bucket: Bucket, moto_server: Mo
 
 
 @pytest.mark.backends("gcs", "azure")
-def test_gcs_and_azure_pass(bucket: Bucket) -> None:
+def test_gcs_and_azure_pass(bucket):
     found = examine(bucket.url, bucket.storage_options)
     assert names(found, "failed") == set()
     assert {"credentials", "endpoint", "clock", "multipart", "delete"} <= names(found, "ok")
@@ -165,7 +165,7 @@ def test_gcs_and_azure_pass(bucket: Bucket) -> None:
         }
 
 
-def test_memory_and_folders_pass_and_are_left_as_they_were(tmp_path: Path) -> None:
+def test_memory_and_folders_pass_and_are_left_as_they_were(tmp_path):
     assert names(examine("memory://doctor/x"), "failed") == set()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "theirs").write_bytes(b"theirs")
@@ -191,7 +191,7 @@ print(json.dumps(found))
 """
 
 
-def test_a_folder_that_may_not_be_written_is_told() -> None:
+def test_a_folder_that_may_not_be_written_is_told():
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "theirs").write_bytes(b"theirs")
         Path(folder).chmod(0o555)
@@ -212,7 +212,7 @@ def test_a_folder_that_may_not_be_written_is_told() -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_reader_is_told_which_right_is_missing(bucket: Bucket) -> None:
+def test_a_reader_is_told_which_right_is_missing(bucket):
     before = Before(bucket)
     found = examine(bucket.url, {**bucket.storage_options, **READ_ONLY})
     assert names(found, "failed") == {"put", "multipart"}
@@ -223,7 +223,7 @@ def test_a_reader_is_told_which_right_is_missing(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_writer_is_told_which_right_is_missing(bucket: Bucket) -> None:
+def test_a_writer_is_told_which_right_is_missing(bucket):
     before = Before(bucket)
     found = examine(bucket.url, {**bucket.storage_options, **WRITE_ONLY})
     assert names(found, "failed") == {"list", "read", "conditional put"}
@@ -234,7 +234,7 @@ def test_a_writer_is_told_which_right_is_missing(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_what_may_not_be_deleted_or_aborted_is_told(bucket: Bucket) -> None:
+def test_what_may_not_be_deleted_or_aborted_is_told(bucket):
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.refuse(lambda asked: asked.method == "DELETE")
         found = examine(bucket.url, proxy.storage_options)
@@ -247,7 +247,7 @@ def test_what_may_not_be_deleted_or_aborted_is_told(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_wrong_credentials_bucket_and_endpoint_are_told_apart(bucket: Bucket) -> None:
+def test_wrong_credentials_bucket_and_endpoint_are_told_apart(bucket):
     options = bucket.storage_options
     wrong = examine(bucket.url, {**options, "secret": "wrong" * 5})
     assert names(wrong, "failed") == {"credentials"}
@@ -263,7 +263,7 @@ def test_wrong_credentials_bucket_and_endpoint_are_told_apart(bucket: Bucket) ->
     assert names(examine(bucket.url, {**options, "endpoint_url": tls}), "failed") == {"endpoint"}
 
 
-def test_without_credentials_nothing_else_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_credentials_nothing_else_is_tried(monkeypatch):
     for name in list(os.environ):
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
@@ -275,7 +275,7 @@ def test_without_credentials_nothing_else_is_tried(monkeypatch: pytest.MonkeyPat
     assert "AWS_ACCESS_KEY_ID" in found["credentials"].text
 
 
-def test_a_server_without_conditional_puts_fails(tmp_path: Path) -> None:
+def test_a_server_without_conditional_puts_fails(tmp_path):
     with RcloneServer(tmp_path) as server:
         found = examine(f"s3://{server.bucket}/run", server.storage_options)
     assert found["conditional put"].status == "failed"
@@ -287,7 +287,7 @@ def test_a_server_without_conditional_puts_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ahead_seconds", "status"), [(120, "warning"), (-120, "warning"), (-4000, "failed"), (5, "ok")]
 )
-def test_a_wrong_clock_is_told(bucket: Bucket, ahead_seconds: int, status: str) -> None:
+def test_a_wrong_clock_is_told(bucket, ahead_seconds, status):
     def shift(answer: Answer) -> Answer:
         date = formatdate(time.time() + ahead_seconds, usegmt=True)
         return answer._replace(headers={**answer.headers, "Date": date})
@@ -302,7 +302,7 @@ def test_a_wrong_clock_is_told(bucket: Bucket, ahead_seconds: int, status: str) 
 
 
 @pytest.mark.backends("seaweed")
-def test_bytes_that_come_back_changed_are_told(bucket: Bucket) -> None:
+def test_bytes_that_come_back_changed_are_told(bucket):
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.tamper(flipped(3000), lambda asked: asked.covers("multipart", 3000))
         found = examine(bucket.url, proxy.storage_options)
@@ -310,7 +310,7 @@ def test_bytes_that_come_back_changed_are_told(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_an_unsigned_body_that_is_refused_is_told(bucket: Bucket) -> None:
+def test_an_unsigned_body_that_is_refused_is_told(bucket):
     def unsigned(asked: Asked) -> bool:
         unsigned = asked.headers.get("x-amz-content-sha256") == "UNSIGNED-PAYLOAD"
         return unsigned and asked.method == "PUT"
@@ -324,7 +324,7 @@ def test_an_unsigned_body_that_is_refused_is_told(bucket: Bucket) -> None:
     assert bucket.keys() == []
 
 
-def test_a_web_server_is_told_from_a_store() -> None:
+def test_a_web_server_is_told_from_a_store():
     def files(method: str, *_: object) -> tuple[int, dict[str, str], bytes]:
         return 404 if method in ("GET", "HEAD") else 501, {}, PAGE
 
@@ -346,7 +346,7 @@ STORES = {
 
 @pytest.mark.parametrize(("scheme", "transport"), [*((one, "native") for one in STORES), *CARRIERS])
 @pytest.mark.parametrize("status", [200, 404])
-def test_no_web_server_passes_for_a_store(status: int, scheme: str, transport: str) -> None:
+def test_no_web_server_passes_for_a_store(status, scheme, transport):
     if transport != "native":
         pytest.importorskip(CARRIERS[scheme, transport])
     with ScriptedServer(lambda *_: (status, {}, PAGE)) as web:
@@ -363,7 +363,7 @@ def test_no_web_server_passes_for_a_store(status: int, scheme: str, transport: s
 
 @pytest.mark.backends("seaweed", "moto")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_store_is_known_over_each_transport(bucket: Bucket, transport: str) -> None:
+def test_a_store_is_known_over_each_transport(bucket, transport):
     if transport != "native":
         pytest.importorskip(CARRIERS["s3", transport])
     options = {**bucket.storage_options, "transport": transport}
@@ -375,9 +375,7 @@ def test_a_store_is_known_over_each_transport(bucket: Bucket, transport: str) ->
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_server_that_the_environment_names_is_the_one_told(
-    bucket: Bucket, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_the_environment_names_is_the_one_told(bucket, transport, monkeypatch):
     if transport != "native":
         pytest.importorskip(CARRIERS["s3", transport])
     for name, value in environment(bucket.storage_options).items():
@@ -393,9 +391,7 @@ def test_a_server_that_the_environment_names_is_the_one_told(
     ("name", "value"),
     [("AWS_ENDPOINT_URL", "ftp://host"), ("AWS_CHECKSUM_ALGORITHM", "md5"), ("verify", "/nowhere")],
 )
-def test_a_wrong_setting_is_not_taken_for_missing_credentials(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_setting_is_not_taken_for_missing_credentials(name, value, monkeypatch):
     options = dict(STORES["s3"])
     if name == "verify":
         options["verify"] = value
@@ -408,7 +404,7 @@ def test_a_wrong_setting_is_not_taken_for_missing_credentials(
 
 
 @pytest.mark.backends("seaweed")
-def test_a_filesystem_object_has_its_own_credentials_and_server(bucket: Bucket) -> None:
+def test_a_filesystem_object_has_its_own_credentials_and_server(bucket):
     s3fs = pytest.importorskip("s3fs")
     fs = s3fs.S3FileSystem(**bucket.storage_options, skip_instance_cache=True)
     spec = StoreSpec(bucket.url, {"fs": fs}, IMPATIENT)
@@ -417,7 +413,7 @@ def test_a_filesystem_object_has_its_own_credentials_and_server(bucket: Bucket) 
     assert found["endpoint"].details["endpoint_url"] == bucket.storage_options["endpoint_url"]
 
 
-def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch):
     registry = pytest.importorskip("fsspec.registry")
     monkeypatch.delitem(registry._registry, "s3", raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)
@@ -429,7 +425,7 @@ def test_a_transport_that_is_not_installed_is_a_finding(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("scheme", STORES)
-def test_advice_on_the_server_is_of_the_scheme(scheme: str) -> None:
+def test_advice_on_the_server_is_of_the_scheme(scheme):
     options = {**STORES[scheme], "endpoint_url": "http://127.0.0.1:1"}
     found = seen_first(StoreSpec(f"{scheme}://bucket/run", options, IMPATIENT))["endpoint"]
     assert found.status == "failed"
@@ -438,7 +434,7 @@ def test_advice_on_the_server_is_of_the_scheme(scheme: str) -> None:
 
 
 @pytest.mark.backends("moto")
-def test_commands_can_be_pasted_whatever_the_prefix_holds(bucket: Bucket) -> None:
+def test_commands_can_be_pasted_whatever_the_prefix_holds(bucket):
     """moto dates every upload years back."""
     url = f"{bucket.url}/it's a run #1?"
     begin_upload(bucket, "it's a run #1?/step-1/theirs")
@@ -449,7 +445,7 @@ def test_commands_can_be_pasted_whatever_the_prefix_holds(bucket: Bucket) -> Non
     assert rule["Filter"] == {"Prefix": f"{bucket.prefix}it's a run #1?/"}
 
 
-def test_a_line_of_advice_does_not_end_within_a_quoted_url() -> None:
+def test_a_line_of_advice_does_not_end_within_a_quoted_url():
     url = shlex.quote("s3://bucket/somebody's run  of today")
     advice = f"this machine's `dcp-objstore sweep {url} --yes` removes those of somebody's saves"
     for width in range(10, 100):
@@ -459,7 +455,7 @@ def test_a_line_of_advice_does_not_end_within_a_quoted_url() -> None:
         assert max(map(len, lines)) <= max(width, len(url) + 1)
 
 
-def test_what_carries_the_requests_is_among_the_versions() -> None:
+def test_what_carries_the_requests_is_among_the_versions():
     def told(url: str, **options: object) -> set[str]:
         return set(versions(StoreSpec(url, options)).details)
 
@@ -471,7 +467,7 @@ def test_what_carries_the_requests_is_among_the_versions() -> None:
     assert told("gs://bucket/run", transport="fsspec") == usual | {"fsspec", "gcsfs"}
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     """Nobody can make one below /proc: the system says that there is no such place."""
     (tmp_path / "taken").write_bytes(b"theirs")
     folders = [f"{tmp_path}/taken/run"]
@@ -485,7 +481,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "taken").read_bytes() == b"theirs"
 
 
-def test_the_right_region_is_told() -> None:
+def test_the_right_region_is_told():
     moved = (301, {"x-amz-bucket-region": "eu-west-3"}, b"")  # as AWS answers
     with ScriptedServer(lambda *_: moved) as elsewhere:
         options = {**WRITE_ONLY, "endpoint_url": elsewhere.endpoint_url}
@@ -495,7 +491,7 @@ def test_the_right_region_is_told() -> None:
 
 
 @pytest.mark.backends("moto")
-def test_sts_tells_who_we_are(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sts_tells_who_we_are(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_STS", str(bucket.storage_options["endpoint_url"]))
     options = {**bucket.storage_options, "key": "AKIAIOSFODNN7EXAMPLE"}
     found = examine(bucket.url, options)["credentials"]
@@ -505,13 +501,13 @@ def test_sts_tells_who_we_are(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -
     assert found.details["source"] == "storage_options"
 
 
-def test_an_access_key_is_shortened() -> None:
+def test_an_access_key_is_shortened():
     assert shortened("AKIAIOSFODNN7EXAMPLE") == "AKIA…MPLE"
     assert shortened("tiny-key") == "tiny…"
     assert shortened(None) is None
 
 
-def test_a_wrong_url_or_option_is_an_error_before_anything_is_asked() -> None:
+def test_a_wrong_url_or_option_is_an_error_before_anything_is_asked():
     with pytest.raises(InvalidUrlError):
         next(check_up("bucket/run"))
     with pytest.raises(ConfigError):
@@ -519,7 +515,7 @@ def test_a_wrong_url_or_option_is_an_error_before_anything_is_asked() -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket: Bucket) -> None:
+def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket):
     url, options = f"s3://{BUCKET}/table", bucket.storage_options
     good = run("doctor", url, **environment(bucket.storage_options))
     assert (good.returncode, good.stderr) == (0, "")
@@ -545,7 +541,7 @@ def test_the_table_fits_80_columns_without_colours_and_the_status_tells(bucket: 
 
 @pytest.mark.usefixtures("usual_signals")
 @pytest.mark.backends("seaweed")
-def test_nothing_stays_after_ctrl_c(bucket: Bucket) -> None:
+def test_nothing_stays_after_ctrl_c(bucket):
     """In the midst of an upload in parts, and with a PUT on its way."""
     before = Before(bucket)
     for name in ("multipart", "put"):
@@ -567,7 +563,7 @@ def test_nothing_stays_after_ctrl_c(bucket: Bucket) -> None:
         before.check()
 
 
-def test_nothing_stays_when_the_stream_is_closed(tmp_path: Path) -> None:
+def test_nothing_stays_when_the_stream_is_closed(tmp_path):
     stream = check_up(f"file://{tmp_path}/run")
     for finding in stream:
         if finding.check == "put":
@@ -576,7 +572,7 @@ def test_nothing_stays_when_the_stream_is_closed(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_a_server_that_never_answers_is_given_up() -> None:
+def test_a_server_that_never_answers_is_given_up():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -586,9 +582,7 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     assert names(found, "failed") == {"endpoint"}
 
 
-def test_a_folder_that_was_made_of_a_url_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_was_made_of_a_url_is_reported(tmp_path, monkeypatch):
     """By a program that takes `s3://bucket/run` for a local path."""
     monkeypatch.chdir(tmp_path)
     assert working_directory().status == "ok"

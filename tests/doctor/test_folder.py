@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def on_tmpfs(tmp_path: Path, options: str) -> dict[str, Mapping[str, object]]:
     return {one["check"]: one for one in json.loads(done.stdout)["checks"]}
 
 
-def test_a_good_folder_passes_and_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_good_folder_passes_and_is_left_as_it_was(tmp_path):
     found = examine(tmp_path)
     statuses = {name: one.status for name, one in found.items() if name != "local speed"}
     assert set(statuses.values()) <= {"ok", "not applicable", "not made"}
@@ -71,9 +71,7 @@ def test_a_good_folder_passes_and_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(home_of(str(tmp_path)).iterdir()) == []
 
 
-def test_a_folder_in_memory_is_bounded_by_memory(
-    in_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_in_memory_is_bounded_by_memory(in_memory, tmp_path, monkeypatch):
     assert examine(in_memory)["local file system"].details["type"] == "tmpfs"
     """By the limit of the job's own cgroup, and not only the root's."""
     group = tmp_path / "slurm" / "job_7"
@@ -97,7 +95,7 @@ def test_a_folder_in_memory_is_bounded_by_memory(
     assert full["local speed"].status == "not made"
 
 
-def test_the_shm_of_a_container_is_noticed(tmp_path: Path) -> None:
+def test_the_shm_of_a_container_is_noticed(tmp_path):
     found = on_tmpfs(tmp_path, "size=64m")
     assert found["local room"]["status"] == "warning"
     for word in ("--shm-size", "emptyDir", "medium: Memory"):
@@ -105,7 +103,7 @@ def test_the_shm_of_a_container_is_noticed(tmp_path: Path) -> None:
     assert found["local speed"]["details"]["read_to_copy"] > 0
 
 
-def test_a_tmpfs_with_huge_pages_that_is_larger_than_memory(tmp_path: Path) -> None:
+def test_a_tmpfs_with_huge_pages_that_is_larger_than_memory(tmp_path):
     found = on_tmpfs(tmp_path, "size=100t,huge=always")
     assert "huge=always" in found["local file system"]["text"]
     assert found["local file system"]["advice"] == ""
@@ -113,9 +111,7 @@ def test_a_tmpfs_with_huge_pages_that_is_larger_than_memory(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "overlay", "hugetlbfs", "ramfs"])
-def test_a_file_system_that_does_not_suit_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_file_system_that_does_not_suit_is_named(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(
         "dcp_objstore.doctor.folder.mount_of", lambda device: room.Mount(kind, "rw")
     )
@@ -133,9 +129,7 @@ def test_a_file_system_that_does_not_suit_is_named(
         (lambda node: home_of(str(node)).symlink_to("/"), "no link"),
     ],
 )
-def test_a_folder_that_is_not_used_fails(
-    tmp_path: Path, make: Callable[[Path], object], reason: str
-) -> None:
+def test_a_folder_that_is_not_used_fails(tmp_path, make, reason):
     node = tmp_path / "node"
     node.mkdir()
     make(node)
@@ -148,7 +142,7 @@ def test_a_folder_that_is_not_used_fails(
     assert "FAILED: local folder" in done.stdout.splitlines()
 
 
-def test_a_store_and_a_folder_are_checked_together(tmp_path: Path) -> None:
+def test_a_store_and_a_folder_are_checked_together(tmp_path):
     (tmp_path / "node").mkdir()
     url, folder = f"file://{tmp_path}/run", str(tmp_path / "node")
     answer = json.loads(run_here("doctor", url, "--local", folder, "--json").stdout)
@@ -164,7 +158,7 @@ def test_a_store_and_a_folder_are_checked_together(tmp_path: Path) -> None:
     assert json.loads(run_here("doctor", url, "--json").stdout)["local"] is None
 
 
-def test_without_a_url_and_a_folder_there_is_nothing_to_check() -> None:
+def test_without_a_url_and_a_folder_there_is_nothing_to_check():
     done = run("doctor")
     assert done.returncode == 2
     assert "--local" in done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +157,7 @@ def is_allowed(by: Mapping[str, Any], asked: Asked) -> bool:
 
 
 @pytest.mark.backends("moto", "gcs", "azure")
-def test_the_page_lists_the_rights_that_each_job_asks_for(
-    bucket: Bucket, through: Callable[[Callable[[Any], Any]], None]
-) -> None:
+def test_the_page_lists_the_rights_that_each_job_asks_for(bucket, through):
     ages: Ages = {}
     through(lambda store: AgedStore(store, ages))
     asked: dict[str, list[Asked]] = {}
@@ -190,7 +188,7 @@ def test_the_page_lists_the_rights_that_each_job_asks_for(
 @pytest.mark.parametrize(
     "right", cases(sorted(granted("s3")), default=["s3:ListBucket", "s3:ListMultipartUploadParts"])
 )
-def test_doctor_names_the_right_that_is_missing(bucket: Bucket, right: str) -> None:
+def test_doctor_names_the_right_that_is_missing(bucket, right):
     begin_upload(bucket, "run/step-1/theirs")
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.refuse(lambda asked: right in rights_of("s3", asked))
@@ -207,7 +205,7 @@ def test_doctor_names_the_right_that_is_missing(bucket: Bucket, right: str) -> N
 
 
 @pytest.mark.backends("seaweed")
-def test_doctor_names_a_right_to_list_that_holds_for_a_prefix_alone(bucket: Bucket) -> None:
+def test_doctor_names_a_right_to_list_that_holds_for_a_prefix_alone(bucket):
     """Every listing is allowed. But S3 answers 403 where there is no object."""
     denied = fault_answer("s3", "forbidden")
     assert denied is not None
@@ -221,7 +219,7 @@ def test_doctor_names_a_right_to_list_that_holds_for_a_prefix_alone(bucket: Buck
 
 
 @pytest.mark.backends("seaweed")
-def test_without_the_right_to_delete_a_save_commits(bucket: Bucket) -> None:
+def test_without_the_right_to_delete_a_save_commits(bucket):
     url = bucket.at("run/step-1")
     with TamperingProxy(bucket.storage_options) as proxy:
         proxy.refuse(lambda asked: asked.method == "DELETE")

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.results import WriteResults, build_index, planned_index
 from tests.support.checkpoints import cause, memory_url
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.servers import Bucket
 
 Options = Mapping[str, object]
 
@@ -80,9 +79,7 @@ def resume(rank: int, world: int, url: str, options: Options) -> tuple[Any, int,
     return report, state["progress"]["step"], [advance(state) for _ in range(3)]
 
 
-def test_a_model_and_optimizer_saved_on_4_ranks_train_on_alike_on_2_and_in_one_process(
-    bucket: Bucket,
-) -> None:
+def test_a_model_and_optimizer_saved_on_4_ranks_train_on_alike_on_2_and_in_one_process(bucket):
     url, options = bucket.at("step-3"), bucket.storage_options
     saved = run_ranks(4, save_trained, url, options)
     reports = [report for report, _ in saved]
@@ -97,9 +94,7 @@ def test_a_model_and_optimizer_saved_on_4_ranks_train_on_alike_on_2_and_in_one_p
 
 
 @pytest.mark.backends("seaweed")
-def test_a_sharded_model_on_the_meta_device_is_refused_and_loads_once_it_has_memory(
-    bucket: Bucket,
-) -> None:
+def test_a_sharded_model_on_the_meta_device_is_refused_and_loads_once_it_has_memory(bucket):
     url, options = bucket.at("step-3"), bucket.storage_options
     _, expected = run_ranks(2, save_trained, url, options)[0]
     for losses in run_ranks(2, resume_from_meta, url, options):
@@ -117,9 +112,7 @@ def fails_on_one(rank: int, world: int, url: str, options: Options, how: str) ->
 
 @pytest.mark.parametrize("how", ["optimizer", "value"])
 @pytest.mark.backends("seaweed")
-def test_what_fails_on_one_rank_is_raised_on_every_rank_with_rank_and_key(
-    bucket: Bucket, how: str
-) -> None:
+def test_what_fails_on_one_rank_is_raised_on_every_rank_with_rank_and_key(bucket, how):
     outcomes = try_ranks(3, fails_on_one, bucket.at("step-1"), bucket.storage_options, how)
     kind = {"optimizer": dos.errors.StateMismatchError, "value": dos.errors.UnsupportedError}[how]
     for outcome in outcomes:
@@ -150,9 +143,7 @@ def one_rank_dies(rank: int, world: int, url: str, options: Options) -> None:
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_when_a_rank_dies_the_others_raise_a_typed_error_and_nothing_is_visible(
-    bucket: Bucket,
-) -> None:
+def test_when_a_rank_dies_the_others_raise_a_typed_error_and_nothing_is_visible(bucket):
     outcomes = try_ranks(3, one_rank_dies, bucket.at("step-1"), bucket.storage_options)
     assert outcomes[1].exit_signal == signal.SIGKILL
     for outcome in (outcomes[0], outcomes[2]):
@@ -179,9 +170,7 @@ def load_breaks_on_one(rank: int, world: int, url: str, options: Options) -> Non
 
 
 @pytest.mark.backends("seaweed")
-def test_an_object_that_refuses_its_state_on_one_rank_fails_the_load_on_all(
-    bucket: Bucket,
-) -> None:
+def test_an_object_that_refuses_its_state_on_one_rank_fails_the_load_on_all(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     dos.save({"own": BreaksOnLoad(0)}, url, storage_options=options)
     for outcome in try_ranks(3, load_breaks_on_one, url, options):
@@ -199,7 +188,7 @@ def load_own_url(rank: int, world: int, url: str, options: Options) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_ranks_with_different_urls_are_refused_before_a_byte_moves(bucket: Bucket) -> None:
+def test_ranks_with_different_urls_are_refused_before_a_byte_moves(bucket):
     url, options = bucket.at("step"), bucket.storage_options
     for outcome in try_ranks(3, save_to_own_url, url, options):
         assert type(outcome.error) is dos.errors.InvalidUrlError, outcome
@@ -216,7 +205,7 @@ def dcp_save_to_own_url(rank: int, world: int, url: str) -> None:
     dcp_saver.save({f"w{rank}": torch.ones(4)}, storage_writer=writer)
 
 
-def test_writers_with_different_urls_commit_nothing_and_say_so(tmp_path: Path) -> None:
+def test_writers_with_different_urls_commit_nothing_and_say_so(tmp_path):
     url = f"file://{tmp_path}/step"
     for outcome in try_ranks(2, dcp_save_to_own_url, url):
         assert isinstance(outcome.error, CheckpointException), outcome
@@ -247,9 +236,7 @@ def in_a_subgroup(rank: int, world: int, url: str, options: Options) -> Any:
 
 
 @pytest.mark.backends("seaweed")
-def test_some_of_the_ranks_can_save_alone_and_errors_name_them_as_the_user_does(
-    bucket: Bucket,
-) -> None:
+def test_some_of_the_ranks_can_save_alone_and_errors_name_them_as_the_user_does(bucket):
     outcomes = run_ranks(3, in_a_subgroup, bucket.at("step"), bucket.storage_options)
     assert outcomes == [None, (2, 2), (2, 2)]
 
@@ -260,7 +247,7 @@ def load_wrong(rank: int, world: int, url: str, options: Options) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_missing_key_on_one_rank_is_named_on_all_with_the_nearest_names(bucket: Bucket) -> None:
+def test_a_missing_key_on_one_rank_is_named_on_all_with_the_nearest_names(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     dos.save({"w": torch.ones(4), "weight": torch.ones(2)}, url, storage_options=options)
     for outcome in try_ranks(3, load_wrong, url, options):
@@ -269,7 +256,7 @@ def test_a_missing_key_on_one_rank_is_named_on_all_with_the_nearest_names(bucket
         assert "weigth: not in the checkpoint (nearest: weight" in str(outcome.error)
 
 
-def test_wrong_shapes_and_kinds_are_all_listed_and_nothing_is_changed() -> None:
+def test_wrong_shapes_and_kinds_are_all_listed_and_nothing_is_changed():
     url = memory_url()
     dos.save({"a": torch.ones(4), "b": torch.ones(2, 2), "n": 1}, url)
     state = {"a": torch.zeros(3), "b": 5, "n": torch.zeros(1)}
@@ -282,7 +269,7 @@ def test_wrong_shapes_and_kinds_are_all_listed_and_nothing_is_changed() -> None:
     assert torch.equal(state["a"], torch.zeros(3))
 
 
-def test_a_key_that_was_saved_as_several_is_answered_with_those() -> None:
+def test_a_key_that_was_saved_as_several_is_answered_with_those():
     url = memory_url()
     dos.save({"log": [{"loss": 1.0}]}, url)
     with pytest.raises(
@@ -305,8 +292,8 @@ def partly_trained(steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_parameter_that_never_got_a_gradient_does_not_keep_a_checkpoint_from_loading(
-    caplog: pytest.LogCaptureFixture, steps: int
-) -> None:
+    caplog, steps
+):
     url = memory_url()
     dos.save(partly_trained(5), url)
     state = partly_trained(steps)
@@ -318,7 +305,7 @@ def test_a_parameter_that_never_got_a_gradient_does_not_keep_a_checkpoint_from_l
     assert f"({first} and 1 more)" in caplog.text
 
 
-def test_optimizer_state_is_not_left_out_for_a_parameter_that_the_checkpoint_lacks() -> None:
+def test_optimizer_state_is_not_left_out_for_a_parameter_that_the_checkpoint_lacks():
     url = memory_url()
     saved = partly_trained(2)
     saved["train"]["model"] = nn.ModuleDict({"other": saved["train"]["model"]})
@@ -327,14 +314,14 @@ def test_optimizer_state_is_not_left_out_for_a_parameter_that_the_checkpoint_lac
         dos.load(partly_trained(0), url)
 
 
-def test_a_load_that_fails_leaves_a_fresh_optimizer_fresh() -> None:
+def test_a_load_that_fails_leaves_a_fresh_optimizer_fresh():
     state = partly_trained(0)
     with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.load(state, memory_url())
     assert not state["train"]["optimizers"][0].state
 
 
-def test_a_state_may_ask_for_less_than_was_saved() -> None:
+def test_a_state_may_ask_for_less_than_was_saved():
     url = memory_url()
     dos.save({"model": {"a": torch.ones(4), "b": torch.ones(2)}, "step": 3}, url)
     state = {"model": {"b": torch.zeros(2)}}
@@ -343,13 +330,13 @@ def test_a_state_may_ask_for_less_than_was_saved() -> None:
     assert report.needed_bytes == 8
 
 
-def test_the_checkpoint_is_named_by_a_str_not_by_a_path() -> None:
+def test_the_checkpoint_is_named_by_a_str_not_by_a_path():
     for wrong in (Path("s3://bucket/x"), 5):
         with pytest.raises(dos.errors.InvalidUrlError, match="must be a str"):
             dos.save({"a": torch.ones(1)}, wrong)  # type: ignore[arg-type]
 
 
-def test_torch_does_not_warn_of_a_missing_process_group(recwarn: pytest.WarningsRecorder) -> None:
+def test_torch_does_not_warn_of_a_missing_process_group(recwarn):
     url = memory_url()
     dos.save({"a": torch.ones(1)}, url)
     dos.load({"a": torch.zeros(1)}, url)
@@ -361,7 +348,7 @@ def in_background(state: dict[str, Any], url: str, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("call", [dos.save, in_background, dos.load])
-def test_a_filter_of_warnings_that_is_set_during_a_call_stays(call: Callable[..., Any]) -> None:
+def test_a_filter_of_warnings_that_is_set_during_a_call_stays(call):
     """Set by another thread: a save or load may run in another thread of the program."""
     url = memory_url()
     if call is not dos.save:
@@ -380,7 +367,7 @@ def test_a_filter_of_warnings_that_is_set_during_a_call_stays(call: Callable[...
 # async_save -----------------------------------------------------------------------------------
 
 
-def test_the_background_save_holds_the_state_as_it_was_when_it_was_called() -> None:
+def test_the_background_save_holds_the_state_as_it_was_when_it_was_called():
     url = memory_url()
     state = {"t": torch.ones(1000), "n": [1]}
     handle = dos.async_save(state, url)
@@ -411,9 +398,7 @@ class Gate:
         monkeypatch.setattr(async_api, "run_save", held)
 
 
-def test_a_second_save_waits_or_is_refused_and_never_mixes_with_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_save_waits_or_is_refused_and_never_mixes_with_the_first(monkeypatch):
     gate = Gate(monkeypatch)
     first_url, second_url = memory_url(), memory_url()
     state = {"t": torch.ones(1000)}
@@ -431,9 +416,7 @@ def test_a_second_save_waits_or_is_refused_and_never_mixes_with_the_first(
         assert loaded["t"].unique().tolist() == [value]
 
 
-def test_an_unseen_error_of_a_background_save_is_raised_by_the_next_one_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_unseen_error_of_a_background_save_is_raised_by_the_next_one_once(caplog):
     url = memory_url()
     dos.save({"t": torch.ones(1)}, url)
     handle = dos.async_save({"t": torch.ones(1)}, url)
@@ -462,9 +445,7 @@ def errors_seen_on_rank_0_only(rank: int, world: int, url: str, options: Options
 
 
 @pytest.mark.backends("seaweed")
-def test_an_error_that_some_ranks_have_not_seen_is_raised_by_the_next_save_on_all(
-    bucket: Bucket,
-) -> None:
+def test_an_error_that_some_ranks_have_not_seen_is_raised_by_the_next_save_on_all(bucket):
     results = run_ranks(3, errors_seen_on_rank_0_only, bucket.at("s"), bucket.storage_options)
     assert results == [["told", "c"]] * 3
 
@@ -498,7 +479,7 @@ def busy_on_one(rank: int, world: int, url: str, options: Options) -> str:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_save_is_refused_on_all_ranks_while_any_rank_is_busy(bucket: Bucket) -> None:
+def test_a_save_is_refused_on_all_ranks_while_any_rank_is_busy(bucket):
     results = run_ranks(3, busy_on_one, bucket.at("s"), bucket.storage_options)
     assert results == [bucket.at("sb")] * 3
 
@@ -516,13 +497,13 @@ def late_peer(rank: int, world: int, url: str, options: Options) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_the_wait_for_a_rank_that_does_not_come_is_bounded_by_the_config(bucket: Bucket) -> None:
+def test_the_wait_for_a_rank_that_does_not_come_is_bounded_by_the_config(bucket):
     outcomes = try_ranks(2, late_peer, bucket.at("s"), bucket.storage_options)
     assert type(outcomes[0].error) is dos.errors.RankFailedError, outcomes[0]
     assert not outcomes[1].failed
 
 
-def test_a_wrong_word_for_a_busy_writer_is_refused() -> None:
+def test_a_wrong_word_for_a_busy_writer_is_refused():
     with pytest.raises(dos.errors.ConfigError, match="on_busy"):
         dos.async_save({"t": torch.ones(1)}, memory_url(), on_busy="skip")  # type: ignore[arg-type]
 
@@ -542,7 +523,7 @@ def background_beside_training(rank: int, world: int, url: str, options: Options
 
 
 @pytest.mark.backends("seaweed")
-def test_background_saves_keep_out_of_the_way_of_the_trainings_collectives(bucket: Bucket) -> None:
+def test_background_saves_keep_out_of_the_way_of_the_trainings_collectives(bucket):
     results = run_ranks(4, background_beside_training, bucket.at("run"), bucket.storage_options)
     assert results == [[6.0] * 3] * 4
     for step in range(3):
@@ -551,7 +532,7 @@ def test_background_saves_keep_out_of_the_way_of_the_trainings_collectives(bucke
         assert state["progress"]["step"] == step + 1
 
 
-def test_settings_and_metadata_of_the_wrong_kind_are_refused_before_anything_is_sent() -> None:
+def test_settings_and_metadata_of_the_wrong_kind_are_refused_before_anything_is_sent():
     url = memory_url()
     with pytest.raises(dos.errors.ConfigError, match="must be a TransferConfig, got dict"):
         dos.ObjectStoreWriter(url, config={"max_retries": 2})  # type: ignore[arg-type]
@@ -560,7 +541,7 @@ def test_settings_and_metadata_of_the_wrong_kind_are_refused_before_anything_is_
 
 
 @pytest.mark.parametrize("count", [10, 100_000])
-def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into(count: int) -> None:
+def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_loaded_into(count):
     url = memory_url()
     freed = torch.ones(count)
     dos.save({"w": freed}, url)
@@ -601,7 +582,7 @@ def opens_another_commit(rank: int, world: int, api: str, url: str, options: Opt
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("api", ["dos", "dcp"])
-def test_ranks_never_load_one_half_of_each_of_two_checkpoints(bucket: Bucket, api: str) -> None:
+def test_ranks_never_load_one_half_of_each_of_two_checkpoints(bucket, api):
     url, options = bucket.at("step-1"), bucket.storage_options
     dos.save({"w": torch.ones(2)}, url, storage_options=options)
     for outcome in try_ranks(2, opens_another_commit, api, url, options):
@@ -616,9 +597,7 @@ def test_ranks_never_load_one_half_of_each_of_two_checkpoints(bucket: Bucket, ap
         (["float16", "bfloat16"], dos.errors.UnsupportedError, "bfloat16, float16"),
     ],
 )
-def test_a_tensor_saved_in_part_or_in_parts_of_different_dtypes_is_refused(
-    dtypes: list[str], error: type[dos.errors.DcpObjstoreError], says: str
-) -> None:
+def test_a_tensor_saved_in_part_or_in_parts_of_different_dtypes_is_refused(dtypes, error, says):
     stored = StoredObject(ObjectEntry("o", 100, None, b"d" * 16), 1, "memory://o")
     places = [4 * number for number in range(len(dtypes))]
     chunks = [described.ChunkStorageMetadata(torch.Size([at]), torch.Size([4])) for at in places]

@@ -11,7 +11,6 @@ import pickle
 import secrets
 import threading
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,8 +78,8 @@ def save_differing(rank: int, world: int, root: str, kind: str) -> list[tuple[An
     ),
 )
 def test_ranks_with_different_tensors_under_one_key_are_refused_and_nothing_is_saved(
-    tmp_path: Path, kind: str
-) -> None:
+    tmp_path, kind
+):
     root = tmp_path.as_uri()
     for seen in run_ranks(2, save_differing, root, kind):
         assert seen == [("in.it", f"{root}/{kind}")] * 2
@@ -131,9 +130,7 @@ def wrong_on(rank: int, world: int, root: str, kind: str, wrong_ranks: list[int]
         default=[("save", [1]), ("async_save", [0, 1]), ("load", [1])],
     ),
 )
-def test_a_wrong_argument_on_any_rank_is_raised_on_every_rank(
-    tmp_path: Path, kind: str, wrong_ranks: list[int]
-) -> None:
+def test_a_wrong_argument_on_any_rank_is_raised_on_every_rank(tmp_path, kind, wrong_ranks):
     root = f"file://{tmp_path}"
     expected = [(WRONG[wrong][1], wrong_ranks[0]) for wrong in TAKES[kind]]
     assert run_ranks(2, wrong_on, root, kind, wrong_ranks, timeout_seconds=90) == [expected] * 2
@@ -145,7 +142,7 @@ def timeouts_differ(rank: int, world: int, root: str) -> str:
     return call("async_save", {"w": torch.ones(2)}, f"{root}/2", config=config).url
 
 
-def test_ranks_with_different_time_outs_use_the_same_groups(tmp_path: Path) -> None:
+def test_ranks_with_different_time_outs_use_the_same_groups(tmp_path):
     root = f"file://{tmp_path}"
     assert run_ranks(2, timeouts_differ, root, timeout_seconds=90) == [f"{root}/2"] * 2
 
@@ -163,7 +160,7 @@ def outside(rank: int, world: int, root: str, kind: str) -> str | None:
 
 
 @pytest.mark.parametrize("kind", list(TAKES))
-def test_a_rank_outside_the_process_group_is_told_so(tmp_path: Path, kind: str) -> None:
+def test_a_rank_outside_the_process_group_is_told_so(tmp_path, kind):
     told, member = run_ranks(2, outside, f"file://{tmp_path}", kind)
     assert "this rank is not in the process group" in told
     assert member is None
@@ -174,7 +171,7 @@ def mesh_as_group(rank: int, world: int, root: str) -> None:
     dos.save({"w": torch.ones(2)}, f"{root}/new", process_group=mesh)  # type: ignore[arg-type]
 
 
-def test_a_mesh_is_no_process_group(tmp_path: Path) -> None:
+def test_a_mesh_is_no_process_group(tmp_path):
     (outcome,) = try_ranks(1, mesh_as_group, f"file://{tmp_path}")
     assert type(outcome.error) is dos.errors.ConfigError
     assert "must be a ProcessGroup, got DeviceMesh" in str(outcome.error)
@@ -233,8 +230,8 @@ def planner_breaks(rank: int, world: int, root: str, kind: str, method: str) -> 
     ],
 )
 def test_what_a_planner_raises_reaches_every_rank_even_if_it_does_not_unpickle(
-    tmp_path: Path, kind: str, method: str
-) -> None:
+    tmp_path, kind, method
+):
     outcomes = try_ranks(2, planner_breaks, f"file://{tmp_path}", kind, method, timeout_seconds=90)
     for outcome in outcomes:
         # What is raised while a value is planned is the value's fault.
@@ -245,7 +242,7 @@ def test_what_a_planner_raises_reaches_every_rank_even_if_it_does_not_unpickle(
         assert outcome.error.rank == (0 if method == "create_global_plan" else 1)
 
 
-def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it() -> None:
+def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it():
     held = dos.errors.CheckpointExistsError("it is there", key="w")
     texts = []
     for _ in range(2):
@@ -264,7 +261,7 @@ def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it() ->
     assert str(held) == "it is there [key w]"
 
 
-def test_the_text_of_a_failure_on_very_many_ranks_stays_short() -> None:
+def test_the_text_of_a_failure_on_very_many_ranks_stays_short():
     failures: Any = {rank: (dos.errors.ConfigError("wrong"), None) for rank in range(1000)}
     with (
         pytest.raises(dos.errors.ConfigError, match="991 more") as caught,
@@ -285,7 +282,7 @@ class RefusesState:
         raise KeyError("not mine")
 
 
-def test_a_load_that_fails_says_whether_tensors_may_be_partly_filled(tmp_path: Path) -> None:
+def test_a_load_that_fails_says_whether_tensors_may_be_partly_filled(tmp_path):
     url = f"file://{tmp_path}/step"
     dos.save({"w": torch.ones(1000), "own": RefusesState()}, url)
     with pytest.raises(dos.errors.StateMismatchError, match="partly filled"):
@@ -301,7 +298,7 @@ def test_a_load_that_fails_says_whether_tensors_may_be_partly_filled(tmp_path: P
         dos.load({"w": torch.zeros(1000)}, url)
 
 
-def test_an_empty_state_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_state_is_warned_of(caplog):
     url = memory_url()
     dos.save({}, url)
     assert f"{url}: the state is empty on every rank; nothing is saved" in caplog.text
@@ -316,16 +313,14 @@ def test_an_empty_state_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     ("saved", "asked"),
     [("a", "model.a"), ("model.a", "a"), ("module.net.0.weight", "0.weight")],
 )
-def test_a_missing_key_is_answered_with_the_name_that_has_another_prefix(
-    saved: str, asked: str
-) -> None:
+def test_a_missing_key_is_answered_with_the_name_that_has_another_prefix(saved, asked):
     url = memory_url()
     dos.save({saved: torch.ones(2), "something.else": torch.ones(2)}, url)
     with pytest.raises(dos.errors.StateMismatchError, match=rf"\(nearest: {saved}\)"):
         dos.load({asked: torch.zeros(2)}, url)
 
 
-def test_kinds_have_the_right_article() -> None:
+def test_kinds_have_the_right_article():
     url = memory_url()
     dos.save({"w": torch.ones(2)}, url)
     for value, text in ((5, "an int"), (5.0, "a float")):
@@ -385,8 +380,8 @@ def interrupted(
     ],
 )
 def test_ctrl_c_in_the_programs_own_code_on_one_rank_ends_the_call_on_all_and_no_later_one(
-    tmp_path: Path, kind: str, on: str, error: BaseException
-) -> None:
+    tmp_path, kind, on, error
+):
     (first, after), (second, _) = run_ranks(2, interrupted, f"file://{tmp_path}", kind, on, error)
     assert second == repr(error)
     assert "RankFailedError" in first
@@ -398,9 +393,7 @@ def test_ctrl_c_in_the_programs_own_code_on_one_rank_ends_the_call_on_all_and_no
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-def test_a_background_save_that_cannot_start_does_not_block_the_next(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_a_background_save_that_cannot_start_does_not_block_the_next(monkeypatch, error):
     def refused(thread: threading.Thread) -> None:
         raise error
 
@@ -415,9 +408,7 @@ def test_a_background_save_that_cannot_start_does_not_block_the_next(
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
 
 
-def test_ctrl_c_as_a_save_takes_its_turn_does_not_block_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_as_a_save_takes_its_turn_does_not_block_the_next(monkeypatch):
     begin_after_earlier = async_api._begin_after_earlier
 
     def interrupted(*args: Any) -> None:
@@ -433,9 +424,7 @@ def test_ctrl_c_as_a_save_takes_its_turn_does_not_block_the_next(
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
 
 
-def test_ctrl_c_as_the_thread_has_begun_leaves_the_save_to_the_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ctrl_c_as_the_thread_has_begun_leaves_the_save_to_the_thread(monkeypatch):
     begun, go_on = threading.Event(), threading.Event()
     start, run_save = threading.Thread.start, async_api.run_save
 
@@ -483,9 +472,7 @@ def end_program(record_or_future: object) -> bool:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("what", ["error", "filter", "callback"])
-def test_a_background_save_ends_whatever_the_programs_own_code_raises(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_background_save_ends_whatever_the_programs_own_code_raises(what, monkeypatch):
     url = memory_url()
     dos.save({"w": torch.ones(2)}, url)
     go_on, run = threading.Event(), async_api._StagedSave.run
@@ -508,7 +495,7 @@ def test_a_background_save_ends_whatever_the_programs_own_code_raises(
     dos.async_save({"w": torch.ones(2)}, memory_url()).result(30)
 
 
-def test_a_frozen_error_loses_its_frames_and_keeps_what_it_says() -> None:
+def test_a_frozen_error_loses_its_frames_and_keeps_what_it_says():
     def fail() -> None:
         held = secrets.token_bytes()  # as a state is
         raise FrozenError(len(held))
@@ -522,9 +509,7 @@ def test_a_frozen_error_loses_its_frames_and_keeps_what_it_says() -> None:
     assert frozen.worker == len(secrets.token_bytes())
 
 
-def test_a_filter_that_raises_does_not_hide_why_a_save_of_dcp_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_filter_that_raises_does_not_hide_why_a_save_of_dcp_failed(monkeypatch):
     url = memory_url()
     dos.save({"w": torch.ones(2)}, url)
     monkeypatch.setattr(logging.getLogger("dcp_objstore"), "filters", [refuse_record])
@@ -566,9 +551,7 @@ def destroy_too_early(rank: int, world: int, url: str, when: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("when", ["begins", "uploads"])
-def test_a_save_whose_process_group_was_destroyed_fails_and_commits_no_part(
-    tmp_path: Path, when: str
-) -> None:
+def test_a_save_whose_process_group_was_destroyed_fails_and_commits_no_part(tmp_path, when):
     url = f"file://{tmp_path}/step"
     ended = run_ranks(2, destroy_too_early, url, when, timeout_seconds=120)
     for kind, text in ended:
@@ -577,7 +560,7 @@ def test_a_save_whose_process_group_was_destroyed_fails_and_commits_no_part(
     assert not list(tmp_path.glob("*/_COMMIT"))
 
 
-def test_a_rank_that_dcp_takes_to_be_alone_commits_no_part(tmp_path: Path) -> None:
+def test_a_rank_that_dcp_takes_to_be_alone_commits_no_part(tmp_path):
     url, state = f"file://{tmp_path}/step", {"w": torch.ones(3)}
     with pytest.raises(CheckpointException) as caught:  # the group went as the save began
         dcp.save(
@@ -604,9 +587,7 @@ def destroy_before_dcp_saves(rank: int, world: int, url: str, sharded: bool) -> 
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_background_save_of_dcp_commits_no_part_when_its_ranks_are_gone(
-    tmp_path: Path, sharded: bool
-) -> None:
+def test_a_background_save_of_dcp_commits_no_part_when_its_ranks_are_gone(tmp_path, sharded):
     url = f"file://{tmp_path}/step"
     for kind, text in run_ranks(2, destroy_before_dcp_saves, url, sharded):
         assert kind is dos.errors.InputError
@@ -636,7 +617,7 @@ def join_late(rank: int, world: int, url: str) -> int:
         Staging.finish = finish  # type: ignore[method-assign]
 
 
-def test_a_save_that_was_called_without_a_group_stays_alone(tmp_path: Path) -> None:
+def test_a_save_that_was_called_without_a_group_stays_alone(tmp_path):
     assert run_ranks(2, join_late, f"file://{tmp_path}/step", timeout_seconds=120) == [1, 1]
 
 
@@ -663,9 +644,7 @@ def call_alone(rank: int, world: int, url: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", list(TAKES))
-def test_a_rank_that_calls_alone_is_told_within_the_groups_time_out_that_all_must(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_rank_that_calls_alone_is_told_within_the_groups_time_out_that_all_must(tmp_path, kind):
     told, _ = run_ranks(2, call_alone, f"file://{tmp_path}/step", kind, timeout_seconds=120)
     assert f"Every rank has to call dcp_objstore.{kind}" in told
     assert "if rank == 0" in told
@@ -691,7 +670,7 @@ def save_and_save_in_a_child(root: str) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path):
     assert run_alone(save_and_save_in_a_child, f"file://{tmp_path}") == 0
     for name in ("parent", "child"):
         state = {"w": torch.zeros(2)}
@@ -710,9 +689,7 @@ def save_view_of_storage(rank: int, world: int, url: str) -> int:
     return handle.result(30).total_bytes
 
 
-def test_a_dtensor_that_is_a_view_into_its_storage_is_saved_in_the_background(
-    tmp_path: Path,
-) -> None:
+def test_a_dtensor_that_is_a_view_into_its_storage_is_saved_in_the_background(tmp_path):
     url = f"file://{tmp_path}/step"
     run_ranks(2, save_view_of_storage, url)
     state = {"model": {"view": torch.zeros(8), "list": [torch.zeros(4), torch.zeros(8)]}}

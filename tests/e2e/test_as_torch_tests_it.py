@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +62,6 @@ import dcp_objstore as dos
 from tests.support.campaign import cases
 from tests.support.checkpoints import Options, assert_nothing_visible, memory_url
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 from tests.support.states import TrainingJob, same_bits, seeded
 from tests.support.training_jobs import assert_whole
 
@@ -95,7 +93,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_modules_tensors_come_back_with_any_number_of_threads(threads: int) -> None:
+def test_a_modules_tensors_come_back_with_any_number_of_threads(threads):
     url, saved, state = memory_url(), Parts().state_dict(), Parts().state_dict()
     config = dos.TransferConfig(upload_concurrency=threads, download_concurrency=threads)
     dcp.save(saved, storage_writer=dos.ObjectStoreWriter(url, config=config), no_dist=True)
@@ -104,14 +102,14 @@ def test_a_modules_tensors_come_back_with_any_number_of_threads(threads: int) ->
     assert all(map(torch.equal, saved.values(), state.values()))
 
 
-def test_torchs_older_names_for_save_and_load_take_this_storage() -> None:
+def test_torchs_older_names_for_save_and_load_take_this_storage():
     url, saved, state = memory_url(), Parts().state_dict(), Parts().state_dict()
     dcp.save_state_dict(saved, dos.ObjectStoreWriter(url), no_dist=True)
     dcp.load_state_dict(state, dos.ObjectStoreReader(url), no_dist=True)
     assert all(map(torch.equal, saved.values(), state.values()))
 
 
-def test_an_empty_state_is_saved_and_loaded() -> None:
+def test_an_empty_state_is_saved_and_loaded():
     url = memory_url()
     save({}, url)
     load({}, url)
@@ -148,7 +146,7 @@ class Noting(dict[str, Any]):
         super().__setitem__(key, value)
 
 
-def test_stateful_objects_are_restored_in_place_and_other_values_replaced() -> None:
+def test_stateful_objects_are_restored_in_place_and_other_values_replaced():
     url, blob = memory_url(), Blob()
     save({"blob": Blob(b"saved", (0.5, 0.25)), "plain": {"list": [1, 2], "word": "saved"}}, url)
     state = Noting(blob=blob, plain={"list": [0, 0], "word": ""})
@@ -159,7 +157,7 @@ def test_stateful_objects_are_restored_in_place_and_other_values_replaced() -> N
     assert state["plain"] == {"list": [1, 2], "word": "saved"}
 
 
-def test_dicts_of_tensors_are_filled_in_place_and_fit_set_state_dict() -> None:
+def test_dicts_of_tensors_are_filled_in_place_and_fit_set_state_dict():
     url = memory_url()
 
     def job(rate: float) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
@@ -192,7 +190,7 @@ class WithExtraState(nn.Linear):
         self.extra = state
 
 
-def test_a_modules_extra_state_comes_back() -> None:
+def test_a_modules_extra_state_comes_back():
     url, model, other = memory_url(), WithExtraState(2, 2), WithExtraState(2, 2)
     model.extra = {"number": 1, "tensor": torch.ones(1)}
     other.extra = {"number": 0, "tensor": torch.zeros(1)}
@@ -204,7 +202,7 @@ def test_a_modules_extra_state_comes_back() -> None:
 
 
 @pytest.mark.parametrize("api", ["dcp", "dos"])
-def test_a_key_that_is_missing_is_an_error_unless_a_partial_load_was_asked_for(api: str) -> None:
+def test_a_key_that_is_missing_is_an_error_unless_a_partial_load_was_asked_for(api):
     url, model, larger = memory_url(), nn.Linear(2, 2), nn.Linear(2, 2)
     larger.register_parameter("more", nn.Parameter(torch.full((2, 2), 3.0)))
     save({"module": model}, url)
@@ -222,7 +220,7 @@ def test_a_key_that_is_missing_is_an_error_unless_a_partial_load_was_asked_for(a
     assert larger.more.eq(3).all()
 
 
-def test_the_metadata_has_torchs_version_and_the_ids_of_save_and_load(tmp_path: Path) -> None:
+def test_the_metadata_has_torchs_version_and_the_ids_of_save_and_load(tmp_path):
     url, planner = memory_url(), DefaultLoadPlanner()
     writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(url)
     dcp.save({"t": torch.ones(4, 4)}, storage_writer=writer)
@@ -302,7 +300,7 @@ def reshard_sharded_tensors(
 
 
 @pytest.mark.parametrize("saved", cases(SPECS, default=["five bands"]))
-def test_a_sharded_tensor_loads_into_every_other_plan_of_shards(bucket: Bucket, saved: str) -> None:
+def test_a_sharded_tensor_loads_into_every_other_plan_of_shards(bucket, saved):
     url, loaded = bucket.at("step-1"), [*SPECS]
     run_ranks(2, reshard_sharded_tensors, saved, loaded, url, bucket.storage_options)
     assert_whole(bucket, "step-1")
@@ -324,9 +322,7 @@ def swap_sharded_and_plain(
 
 
 @pytest.mark.parametrize("saved", cases(FLAT_SPECS, default=["quarters"]))
-def test_sharded_tensors_load_as_plain_ones_and_plain_ones_as_sharded(
-    bucket: Bucket, saved: str
-) -> None:
+def test_sharded_tensors_load_as_plain_ones_and_plain_ones_as_sharded(bucket, saved):
     url, loaded = bucket.at("step-1"), [*FLAT_SPECS]
     run_ranks(2, swap_sharded_and_plain, saved, loaded, url, bucket.storage_options)
     assert_whole(bucket, "step-1")
@@ -356,9 +352,7 @@ def reshard_dtensors(rank: int, world: int, saved: str, url: str, options: Optio
 
 
 @pytest.mark.parametrize("saved", cases(LAYOUTS, default=["SR"]))
-def test_a_dtensor_loads_with_every_other_placement_on_a_line_or_a_grid(
-    bucket: Bucket, saved: str
-) -> None:
+def test_a_dtensor_loads_with_every_other_placement_on_a_line_or_a_grid(bucket, saved):
     run_ranks(4, reshard_dtensors, saved, bucket.at("step-1"), bucket.storage_options)
     assert_whole(bucket, "step-1")
 
@@ -498,9 +492,7 @@ PAIRS = [
         PAIRS, default=[("hsdp1", "fsdp1", "at once"), ("fsdp1 without a mesh", "fsdp2", "at once")]
     ),
 )
-def test_training_goes_on_as_if_it_had_not_stopped(
-    bucket: Bucket, saved: str, loaded: str, how: str
-) -> None:
+def test_training_goes_on_as_if_it_had_not_stopped(bucket, saved, loaded, how):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(4, train_save_and_resume, saved, loaded, how, url, options)
     assert_whole(bucket, "step-1")
@@ -541,7 +533,7 @@ def load_an_fsdp1_optimizer(rank: int, world: int, url: str, options: Options) -
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_fsdp1_optimizer_loads_by_torchs_own_loader(bucket: Bucket) -> None:
+def test_an_fsdp1_optimizer_loads_by_torchs_own_loader(bucket):
     run_ranks(2, load_an_fsdp1_optimizer, bucket.at("step-1"), bucket.storage_options)
     assert_whole(bucket, "step-1")
 
@@ -564,7 +556,7 @@ def load_in_two_groups(rank: int, world: int, url: str, options: Options) -> Non
 
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore")
-def test_fsdp1_over_all_ranks_loads_as_two_replicas_over_half_of_them(bucket: Bucket) -> None:
+def test_fsdp1_over_all_ranks_loads_as_two_replicas_over_half_of_them(bucket):
     run_ranks(4, load_in_two_groups, bucket.at("step-1"), bucket.storage_options)
     assert_whole(bucket, "step-1")
 
@@ -588,7 +580,7 @@ def load_parts(rank: int, world: int, url: str, options: Options) -> None:
     assert found["optimizer"]["state"].keys() == whole.keys()
 
 
-def test_the_weights_alone_or_the_keys_under_a_prefix_are_loaded(bucket: Bucket) -> None:
+def test_the_weights_alone_or_the_keys_under_a_prefix_are_loaded(bucket):
     run_ranks(2, load_parts, bucket.at("step-1"), bucket.storage_options)
 
 
@@ -644,7 +636,7 @@ def fine_tune(rank: int, world: int, root: str, options: Options) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore")
-def test_fine_tuning_begins_with_trained_weights_and_resumes(bucket: Bucket) -> None:
+def test_fine_tuning_begins_with_trained_weights_and_resumes(bucket):
     run_ranks(2, fine_tune, bucket.url, bucket.storage_options)
     assert_whole(bucket, "tuned")
 
@@ -657,7 +649,7 @@ def save_experts(rank: int, world: int, url: str, options: Options) -> None:
     assert state[f"expert-{rank}"].eq(rank).all()
 
 
-def test_keys_that_only_some_ranks_have_come_back(bucket: Bucket) -> None:
+def test_keys_that_only_some_ranks_have_come_back(bucket):
     run_ranks(3, save_experts, bucket.at("step-1"), bucket.storage_options)
     found = dos.read_state_dict(bucket.at("step-1"), storage_options=bucket.storage_options)
     assert found.keys() == {"shared", "expert-0", "expert-1", "expert-2"}
@@ -703,7 +695,7 @@ def save_in_another_order(rank: int, world: int, api: str, url: str, options: Op
 
 
 @pytest.mark.parametrize("api", ["dcp", "dos"])
-def test_the_order_of_keys_may_differ_from_rank_to_rank(bucket: Bucket, api: str) -> None:
+def test_the_order_of_keys_may_differ_from_rank_to_rank(bucket, api):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(2, save_in_another_order, api, url, options, timeout_seconds=60)
 
@@ -711,9 +703,7 @@ def test_the_order_of_keys_may_differ_from_rank_to_rank(bucket: Bucket, api: str
 # A checkpoint that is there.
 
 
-def test_a_url_is_recognized_and_what_nobody_knows_is_refused(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_url_is_recognized_and_what_nobody_knows_is_refused(bucket, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     saved, state = Parts().state_dict(), Parts().state_dict()
     with dos.install(storage_options=bucket.storage_options):
@@ -742,9 +732,7 @@ def convert_torch_save(rank: int, world: int, file: str, url: str, options: Opti
     assert all(torch.equal(back["model"][name], saved[name]) for name in saved)
 
 
-def test_a_file_of_torch_save_becomes_a_checkpoint_of_all_ranks(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_file_of_torch_save_becomes_a_checkpoint_of_all_ranks(bucket, tmp_path):
     torch.save({"model": Net().state_dict()}, tmp_path / "model.pt")
     file, url = str(tmp_path / "model.pt"), bucket.at("step-1")
     run_ranks(2, convert_torch_save, file, url, bucket.storage_options)
@@ -812,8 +800,8 @@ SAVE_FAILURES = [
     cases(SAVE_FAILURES, default=[("write_data", (0, 2), True, 0), ("finish", (1,), False, 1)]),
 )
 def test_a_save_that_fails_on_a_rank_says_so_on_all_and_shows_nothing(
-    bucket: Bucket, call: str, ranks: tuple[int, ...], late: bool, lead: int
-) -> None:
+    bucket, call, ranks, late, lead
+):
     at = (bucket.at("step-1"), bucket.storage_options)
     run_ranks(3, fail_to_save, call, ranks, late, lead, at)
     assert_nothing_visible(bucket, "step-1")
@@ -822,7 +810,7 @@ def test_a_save_that_fails_on_a_rank_says_so_on_all_and_shows_nothing(
 
 
 @pytest.mark.parametrize("call", dict.fromkeys(call for call, *_ in SAVE_FAILURES))
-def test_a_save_that_fails_without_a_group_shows_nothing(call: str) -> None:
+def test_a_save_that_fails_without_a_group_shows_nothing(call):
     url, state = memory_url(), {"t": torch.ones(3), "list": [1, 2]}
     writer = failing(dos.ObjectStoreWriter, call, (0,), late=False)(url)
     with pytest.raises(CheckpointException) as caught:
@@ -871,15 +859,15 @@ LOAD_FAILURES = [
     cases(LOAD_FAILURES, default=[("prepare_local_plan", (1,), True, 0)]),
 )
 def test_a_load_that_fails_on_a_rank_says_so_on_all_and_the_next_one_works(
-    bucket: Bucket, call: str, ranks: tuple[int, ...], late: bool, lead: int
-) -> None:
+    bucket, call, ranks, late, lead
+):
     at = (bucket.at("step-1"), bucket.storage_options)
     run_ranks(3, save_after_all, *at)
     run_ranks(3, fail_to_load, call, ranks, late, lead, at)
 
 
 @pytest.mark.parametrize("call", dict.fromkeys(call for call, *_ in LOAD_FAILURES))
-def test_a_load_that_fails_without_a_group_says_so(call: str) -> None:
+def test_a_load_that_fails_without_a_group_says_so(call):
     url, state = memory_url(), {"t": torch.ones(3), "list": [1, 2]}
     save(state, url)
     reader = failing(dos.ObjectStoreReader, call, (0,), late=False)(url)
@@ -909,7 +897,7 @@ def fail_in_the_background(rank: int, world: int, root: str, options: Options) -
 
 @pytest.mark.campaign
 @pytest.mark.filterwarnings("ignore")
-def test_the_process_that_saves_goes_on_after_a_save_that_failed(bucket: Bucket) -> None:
+def test_the_process_that_saves_goes_on_after_a_save_that_failed(bucket):
     save({"weight": torch.ones(2)}, bucket.at("there"), bucket.storage_options)
     run_ranks(2, fail_in_the_background, bucket.url, bucket.storage_options)
     assert_whole(bucket, "new")

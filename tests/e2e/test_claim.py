@@ -29,7 +29,6 @@ from tests.support.campaign import cases
 from tests.support.checkpoints import cause, edition, edition_in
 from tests.support.proxy import Asked, NetworkProxy
 from tests.support.ranks import pause, run_ranks, start_workers, try_ranks
-from tests.support.servers import Bucket
 from tests.support.upkeep import finish, upload
 from tests.support.wrapped_stores import Fault, FaultStore, Request
 
@@ -55,7 +54,7 @@ def saver(claim: dos.RunClaim | None, options: Options) -> Callable[..., Any]:
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket: Bucket) -> None:
+def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket):
     run, options = bucket.at("run"), bucket.storage_options
     saver(None, options)(9, run=run)
     old = dos.claim_run(run, storage_options=options)
@@ -97,9 +96,7 @@ def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket: Bucket) -> N
         assert dos.open(url, storage_options=options).verify().ok
 
 
-def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(
-    bucket: Bucket,
-) -> None:
+def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(bucket):
     run, options = bucket.at("run"), bucket.storage_options
     old = dos.claim_run(run, storage_options=options)
     saver(old, options)(1)
@@ -119,7 +116,7 @@ def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(
     assert names(run, options) == ["step-1"]
 
 
-def test_wrong_uses_of_a_claim_are_refused_before_anything_is_sent(bucket: Bucket) -> None:
+def test_wrong_uses_of_a_claim_are_refused_before_anything_is_sent(bucket):
     run, options = bucket.at("run"), bucket.storage_options
     claim = dos.claim_run(run, storage_options=options)
     assert pickle.loads(pickle.dumps(claim)) == claim
@@ -156,7 +153,7 @@ def take_with_one_wrong_rank(rank: int, world_size: int, run: str, options: Opti
 
 
 @pytest.mark.backends("seaweed")
-def test_all_ranks_have_the_same_claim_or_the_same_error(bucket: Bucket) -> None:
+def test_all_ranks_have_the_same_claim_or_the_same_error(bucket):
     run, options = bucket.at("run"), bucket.storage_options
     for number in (1, 2):
         outcomes = run_ranks(2, take_and_save, run, options)
@@ -170,7 +167,7 @@ def test_all_ranks_have_the_same_claim_or_the_same_error(bucket: Bucket) -> None
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("beaten", cases([False, True], default=[False]))
-def test_a_zombie_that_wakes_before_its_commit_adds_no_step(bucket: Bucket, beaten: bool) -> None:
+def test_a_zombie_that_wakes_before_its_commit_adds_no_step(bucket, beaten):
     """Stopped by SIGSTOP as it asks for its commit; meanwhile a successor takes the run over."""
     run, options = bucket.at("run"), bucket.storage_options
     commits = 0
@@ -223,8 +220,8 @@ def asked(requests: list[Request]) -> list[str]:
 
 
 def test_a_save_that_would_not_count_is_refused_before_its_upload_and_leaves_nothing(
-    bucket: Bucket, requests: list[Request]
-) -> None:
+    bucket, requests
+):
     run, options = bucket.at("run"), bucket.storage_options
     old = dos.claim_run(run, storage_options=options)
     dos.claim_run(run, storage_options=options)
@@ -247,8 +244,8 @@ def test_a_save_that_would_not_count_is_refused_before_its_upload_and_leaves_not
 
 
 def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not(
-    bucket: Bucket, requests: list[Request], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bucket, requests, monkeypatch
+):
     options = bucket.storage_options
     saver(None, options)(1, run=bucket.at("plain"))
     assert asked(requests).count("get _CLAIM") == 1
@@ -264,7 +261,7 @@ def test_a_save_outside_of_runs_looks_once_above_it_and_goes_on_where_it_may_not
     assert names(bucket.at("plain"), options) == ["step-1", "step-2"]
 
 
-def test_a_save_into_a_run_whose_claim_is_damaged_says_so(bucket: Bucket) -> None:
+def test_a_save_into_a_run_whose_claim_is_damaged_says_so(bucket):
     run, options = bucket.at("run"), bucket.storage_options
     StoreSpec(run, options).open().put("_CLAIM", b"{}")
     with pytest.raises(dos.errors.CheckpointCorruptError, match="_CLAIM"):

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -42,7 +41,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.scripted import Answer
-from tests.support.servers import Bucket, RcloneServer
+from tests.support.servers import RcloneServer
 from tests.support.tampering import TamperingProxy
 from tests.support.wrapped_stores import Request, WatchedStore
 
@@ -67,7 +66,7 @@ def save_and_fail(
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["coordinator", "other-rank"])
-def test_sigkill_of_a_rank_in_mid_save_leaves_no_checkpoint(bucket: Bucket, victim: int) -> None:
+def test_sigkill_of_a_rank_in_mid_save_leaves_no_checkpoint(bucket, victim):
     url, options = bucket.at("step-1"), bucket.storage_options
     outcomes = try_ranks(3, save_and_fail, victim, True, url, options, timeout_seconds=120)
     for rank, outcome in enumerate(outcomes):
@@ -87,9 +86,7 @@ def test_sigkill_of_a_rank_in_mid_save_leaves_no_checkpoint(bucket: Bucket, vict
 
 
 @pytest.mark.parametrize("bad", [0, 1], ids=["coordinator", "other-rank"])
-def test_a_rank_that_fails_fails_the_save_on_every_rank_with_its_name(
-    bucket: Bucket, bad: int
-) -> None:
+def test_a_rank_that_fails_fails_the_save_on_every_rank_with_its_name(bucket, bad):
     url, options = bucket.at("step-1"), bucket.storage_options
     for outcome in try_ranks(3, save_and_fail, bad, False, url, options):
         (error,) = causes(outcome.error)
@@ -126,7 +123,7 @@ def race(rank: int, world_size: int, url: str, options: Options) -> str:
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_of_two_jobs_racing_for_a_checkpoint_exactly_one_wins_and_is_whole(bucket: Bucket) -> None:
+def test_of_two_jobs_racing_for_a_checkpoint_exactly_one_wins_and_is_whole(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     ends = run_ranks(4, race, url, options)
     assert sorted(ends) == ["lost", "lost", "won", "won"]
@@ -136,7 +133,7 @@ def test_of_two_jobs_racing_for_a_checkpoint_exactly_one_wins_and_is_whole(bucke
     assert bucket.uploads() == []
 
 
-def test_a_committed_checkpoint_is_refused_on_every_rank_and_stays(bucket: Bucket) -> None:
+def test_a_committed_checkpoint_is_refused_on_every_rank_and_stays(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(2, save_edition, "first", url, options)
     before = {key: bucket.get(f"step-1/{key}") for key in bucket.keys("step-1")}
@@ -150,7 +147,7 @@ def test_a_committed_checkpoint_is_refused_on_every_rank_and_stays(bucket: Bucke
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_overwrite_replaces_the_checkpoint_also_by_fewer_ranks(bucket: Bucket) -> None:
+def test_overwrite_replaces_the_checkpoint_also_by_fewer_ranks(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(3, save_edition, "first", url, options)
     run_ranks(2, save_edition, "second", url, options, True)
@@ -158,9 +155,7 @@ def test_overwrite_replaces_the_checkpoint_also_by_fewer_ranks(bucket: Bucket) -
     assert bucket.uploads() == []
 
 
-def test_a_save_that_fails_while_overwriting_leaves_the_old_checkpoint_whole(
-    bucket: Bucket,
-) -> None:
+def test_a_save_that_fails_while_overwriting_leaves_the_old_checkpoint_whole(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     save_edition_here("first", url, options)
 
@@ -173,9 +168,7 @@ def test_a_save_that_fails_while_overwriting_leaves_the_old_checkpoint_whole(
     assert edition_in(url, options, ["first", "second"]) == "first"
 
 
-def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_one_writer(
-    tmp_path: Path,
-) -> None:
+def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_one_writer(tmp_path):
     with RcloneServer(tmp_path) as server:
         url, options = f"s3://{server.bucket}/step-1", server.storage_options
         with pytest.raises(CheckpointException) as caught:
@@ -197,9 +190,7 @@ def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_o
 
 
 @pytest.mark.parametrize("status", [307, 400, 403])
-def test_a_refusal_on_the_way_of_a_commit_that_took_effect_is_no_failure(
-    bucket: Bucket, status: int
-) -> None:
+def test_a_refusal_on_the_way_of_a_commit_that_took_effect_is_no_failure(bucket, status):
     """Each is an error of another kind to the transport, and none of them is the store's."""
     url = bucket.at("step-1")
 
@@ -236,9 +227,7 @@ class MeetingStore(WatchedStore):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_sends_ten_small_requests_in_six_turns(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
+def test_a_save_sends_ten_small_requests_in_six_turns(bucket, monkeypatch, overwrite):
     url, options = bucket.at("run/step-1"), bucket.storage_options
     save_edition_here("first", url if overwrite else bucket.at("run/step-0"), options)
     turns = [

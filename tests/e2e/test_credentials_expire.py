@@ -92,9 +92,7 @@ def save(sink: SlowSink, options: dict[str, object]) -> None:
     )
 
 
-def test_a_save_outlives_the_credentials_of_a_process(
-    sink: SlowSink, guard: Guard, tmp_path: Path
-) -> None:
+def test_a_save_outlives_the_credentials_of_a_process(sink, guard, tmp_path):
     save(sink, profile(tmp_path, LASTING_SECONDS))
     print(f"{len(guard.keys)} keys for {len(sink.asked)} requests")
     assert len(guard.keys) > 1
@@ -127,9 +125,7 @@ def container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.campaign  # another source of them; see the test before
-def test_a_save_outlives_the_credentials_of_a_container(
-    sink: SlowSink, guard: Guard, container: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_outlives_the_credentials_of_a_container(sink, guard, container, monkeypatch):
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", container)
     save(sink, {})
     assert len(guard.keys) > 1
@@ -138,8 +134,8 @@ def test_a_save_outlives_the_credentials_of_a_container(
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "put_stream"])
 def test_credentials_that_are_refused_before_their_time_are_renewed_once(
-    sink: SlowSink, guard: Guard, tmp_path: Path, verb: str
-) -> None:
+    sink, guard, tmp_path, verb
+):
     options = {**profile(tmp_path, 3600), "endpoint_url": sink.storage_options["endpoint_url"]}
     store = open_store("s3://bucket/x", options)
     store.put("k", b"x")
@@ -150,9 +146,7 @@ def test_credentials_that_are_refused_before_their_time_are_renewed_once(
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "put_stream"])
-def test_fresh_credentials_that_are_refused_too_say_what_to_do(
-    sink: SlowSink, guard: Guard, tmp_path: Path, verb: str
-) -> None:
+def test_fresh_credentials_that_are_refused_too_say_what_to_do(sink, guard, tmp_path, verb):
     options = {**profile(tmp_path, -3600), "endpoint_url": sink.storage_options["endpoint_url"]}
     (tmp_path / "give.py").write_text(PROCESS.replace('"Expiration": expiration', '"Unused": 0'))
     with pytest.raises(CredentialsError, match=r"profile 'short'.*fresh ones.*log in again"):
@@ -161,8 +155,8 @@ def test_fresh_credentials_that_are_refused_too_say_what_to_do(
 
 
 def test_credentials_in_storage_options_that_end_in_mid_save_say_that_nobody_can_renew_them(
-    sink: SlowSink, guard: Guard
-) -> None:
+    sink, guard
+):
     options: dict[str, object] = {"secret": "s", "token": "t", "key": f"K{time.time() + 3600:.3f}"}
 
     def end(asked: Asked) -> Fault | None:
@@ -210,9 +204,7 @@ def renewing(lasting: timedelta) -> tuple[Renewing, Given, list[datetime]]:
         (timedelta(seconds=6), timedelta(seconds=2)),
     ],
 )
-def test_credentials_are_asked_for_again_before_they_end(
-    lasting: timedelta, margin: timedelta
-) -> None:
+def test_credentials_are_asked_for_again_before_they_end(lasting, margin):
     provider, given, now = renewing(lasting)
     assert provider()["expires_at"] == NOON + lasting - margin
     given.key = "second"
@@ -222,7 +214,7 @@ def test_credentials_are_asked_for_again_before_they_end(
     assert provider()["access_key_id"] == "second"
 
 
-def test_credentials_that_cannot_be_renewed_are_used_as_long_as_they_last() -> None:
+def test_credentials_that_cannot_be_renewed_are_used_as_long_as_they_last():
     provider, given, now = renewing(timedelta(hours=1))
     provider()
     given.fails = True

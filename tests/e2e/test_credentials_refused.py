@@ -70,7 +70,7 @@ SOME_VERBS = cases(VERBS, default=["get", "list", "put", "put_stream"])
 
 
 @pytest.mark.parametrize("verb", SOME_VERBS)
-def test_a_token_that_is_refused_before_its_time_is_renewed_once(place: Place, verb: str) -> None:
+def test_a_token_that_is_refused_before_its_time_is_renewed_once(place, verb):
     place.bucket.put("k", b"as it was")
     store, handed_out = place.open(-10, HOUR_SECONDS)
     if verb == "put_stream":
@@ -81,7 +81,7 @@ def test_a_token_that_is_refused_before_its_time_is_renewed_once(place: Place, v
 
 
 @pytest.mark.parametrize("verb", SOME_VERBS)
-def test_fresh_tokens_that_are_refused_too_say_what_to_do(place: Place, verb: str) -> None:
+def test_fresh_tokens_that_are_refused_too_say_what_to_do(place, verb):
     store, handed_out = place.open(-10)
     says = "the next try" if verb == "put_stream" else f"fresh ones.*{place.login}"
     with pytest.raises(CredentialsError, match=says) as caught:
@@ -94,9 +94,7 @@ def test_fresh_tokens_that_are_refused_too_say_what_to_do(place: Place, verb: st
 
 @gcs
 @pytest.mark.parametrize("verb", VERBS)
-def test_gcs_a_token_that_nobody_can_renew_says_so(
-    bucket: Bucket, gcs_server: MotoServer, verb: str
-) -> None:
+def test_gcs_a_token_that_nobody_can_renew_says_so(bucket, gcs_server, verb):
     from google.oauth2.credentials import Credentials as UserCredentials
 
     stale = str(post(f"{gcs_server.gcs_endpoint_url}/o/token?lifetime=-1")["access_token"])
@@ -113,8 +111,8 @@ def test_gcs_a_token_that_nobody_can_renew_says_so(
 
 @gcs
 def test_gcs_a_save_that_is_refused_in_a_part_can_be_tried_again_with_the_same_writer(
-    bucket: Bucket, gcs_server: MotoServer
-) -> None:
+    bucket, gcs_server
+):
     tokens = ShortLived(gcs_server, HOUR_SECONDS)
     state = {"weight": torch.arange(2_000_000)}
     config = dos.TransferConfig(part_size_bytes=5 * 1024 * 1024)
@@ -141,8 +139,8 @@ def test_gcs_a_save_that_is_refused_in_a_part_can_be_tried_again_with_the_same_w
 
 @gcs
 def test_gcs_a_listing_that_is_refused_in_its_midst_goes_on_where_it_was(
-    bucket: Bucket, gcs_server: MotoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bucket, gcs_server, monkeypatch
+):
     for adapter in ("obstore.store", "base"):
         monkeypatch.setattr(f"dcp_objstore.stores.{adapter}._PAGE_KEYS", 60)
     tokens = ShortLived(gcs_server, HOUR_SECONDS)
@@ -194,7 +192,7 @@ def opened(container: AzureBucket, identity: object) -> ObjectStore:
     return open_store(container.url, {**container.storage_options, "credential": identity}, ONCE)
 
 
-def test_azure_a_copy_is_made_with_a_fresh_token(container: AzureBucket) -> None:
+def test_azure_a_copy_is_made_with_a_fresh_token(container):
     container.put("k", b"as it was")
     store = opened(container, Identity(HOUR_SECONDS))
     source = CopySource(f"{store.url}/k", 0, 9, store.head("k").version)
@@ -206,9 +204,7 @@ def test_azure_a_copy_is_made_with_a_fresh_token(container: AzureBucket) -> None
     assert len(identity.handed_out) == 2, "not one for each request"
 
 
-def test_azure_an_upload_that_is_refused_in_a_part_can_be_tried_again(
-    container: AzureBucket, certificate: Certificate
-) -> None:
+def test_azure_an_upload_that_is_refused_in_a_part_can_be_tried_again(container, certificate):
     identity = Identity(2, HOUR_SECONDS)
     store = opened(container, identity)
     trusted = ssl.create_default_context(cafile=certificate[0])
@@ -243,7 +239,7 @@ def test_azure_an_upload_that_is_refused_in_a_part_can_be_tried_again(
     assert len(identity.handed_out) == 2
 
 
-def test_azure_a_key_that_is_refused_says_that_nobody_can_renew_it(azurite: Azurite) -> None:
+def test_azure_a_key_that_is_refused_says_that_nobody_can_renew_it(azurite):
     # In Azurite's place: it tells a wrong key otherwise than Azure does.
     with NetworkProxy(azurite.storage_options) as proxy:
         proxy.plan = lambda asked: Refuse(403, "AuthenticationFailed")
@@ -257,7 +253,7 @@ def test_azure_a_key_that_is_refused_says_that_nobody_can_renew_it(azurite: Azur
             assert KEY not in str(caught.value)
 
 
-def test_the_end_of_a_signature_is_told() -> None:
+def test_the_end_of_a_signature_is_told():
     from azure.storage.blob import generate_container_sas
 
     from dcp_objstore.stores.azure.credentials import find_azure_credentials

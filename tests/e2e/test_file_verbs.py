@@ -40,7 +40,7 @@ def assert_holds(url: str, factor: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_saves_loads_and_overwrites(folder: Folder) -> None:
+def test_saves_loads_and_overwrites(folder):
     url = folder.at("step-1")
     dos.save(state(1), url, progress=False)
     assert_holds(url, 1)
@@ -58,7 +58,7 @@ def test_saves_loads_and_overwrites(folder: Folder) -> None:
     assert folder.uploads() == []
 
 
-def test_deletes_pins_repairs_and_sweeps(folder: Folder) -> None:
+def test_deletes_pins_repairs_and_sweeps(folder):
     for step in (1, 2, 3):
         dos.save(state(step), folder.at(f"step-{step}"), progress=False)
     dos.pin(folder.at("step-1"), "paper")
@@ -83,7 +83,7 @@ def test_deletes_pins_repairs_and_sweeps(folder: Folder) -> None:
     assert_holds(folder.at("step-3"), 3)
 
 
-def test_a_run_is_managed_taken_over_and_resumed(folder: Folder) -> None:
+def test_a_run_is_managed_taken_over_and_resumed(folder):
     keep = [dos.KeepLatest(2)]
     with dos.CheckpointManager(folder.url, keep=keep, save_every=1) as manager:
         assert manager.load(state(0)) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import dcp_objstore as dos
 from tests.support.checkpoints import Options
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 
 
 def trained(seed: int, steps: int) -> dict[str, Any]:
@@ -44,7 +42,7 @@ def load_and_save(rank: int, world: int, url: str, options: Options) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_another_number_of_ranks_loads_into_new_and_used_optimizers(bucket: Bucket) -> None:
+def test_another_number_of_ranks_loads_into_new_and_used_optimizers(bucket):
     run_ranks(2, save_trained, bucket.url, bucket.storage_options)
     for world in (1, 2, 3):
         run_ranks(world, load_and_save, bucket.url, bucket.storage_options)
@@ -103,7 +101,5 @@ def save_fresh(rank: int, world: int, url: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_optimizers_that_have_not_stepped_are_stored_without_a_state_by_several_ranks(
-    tmp_path: Path,
-) -> None:
+def test_optimizers_that_have_not_stepped_are_stored_without_a_state_by_several_ranks(tmp_path):
     assert run_ranks(2, save_fresh, tmp_path.as_uri()) == [[], []]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -12,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_objstore as dos
 from tests.support.checkpoints import cause
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.servers import BUCKET, Bucket, FakeGcsServer
+from tests.support.servers import BUCKET
 from tests.support.states import TrainingJob, fill, tensor_state, wrong_keys
 from tests.support.training_jobs import load_job, resume, save_job
 
@@ -31,7 +30,7 @@ def saved_on_4_resumes_on_2(url: str, options: Options) -> None:
         assert isinstance(cause(outcome.error), dos.errors.CheckpointExistsError)
 
 
-def test_a_local_folder(tmp_path: Path) -> None:
+def test_a_local_folder(tmp_path):
     saved_on_4_resumes_on_2(f"file://{tmp_path}/run/step-1", {})
     names = {path.name for path in (tmp_path / "run" / "step-1").iterdir()}
     assert {"_COMMIT", ".metadata"} < names
@@ -41,7 +40,7 @@ def test_a_local_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_s3fs(bucket: Bucket) -> None:
+def test_s3fs(bucket):
     pytest.importorskip("s3fs", minversion="2025.5")
     saved_on_4_resumes_on_2(bucket.at("step-1"), bucket.storage_options)
     assert {"_COMMIT", ".metadata"} < set(bucket.keys("step-1"))
@@ -50,15 +49,13 @@ def test_s3fs(bucket: Bucket) -> None:
 
 
 @pytest.mark.campaign
-def test_gcsfs(fake_gcs: FakeGcsServer) -> None:
+def test_gcsfs(fake_gcs):
     prefix = secrets.token_hex(4)
     saved_on_4_resumes_on_2(f"gs://{BUCKET}/{prefix}/step-1", fake_gcs.storage_options)
     assert {"_COMMIT", ".metadata"} < set(fake_gcs.keys(f"{prefix}/step-1/"))
 
 
-def test_overwriting_is_refused_where_nothing_can_be_replaced_conditionally(
-    tmp_path: Path,
-) -> None:
+def test_overwriting_is_refused_where_nothing_can_be_replaced_conditionally(tmp_path):
     url = f"file://{tmp_path}/step-1"
     state = tensor_state("plain")
     fill(state)
@@ -69,7 +66,7 @@ def test_overwriting_is_refused_where_nothing_can_be_replaced_conditionally(
     assert isinstance(cause(caught.value), dos.errors.UnsupportedError)
 
 
-def test_memory_within_one_process() -> None:
+def test_memory_within_one_process():
     url = f"memory://{secrets.token_hex(4)}/step-1"
     state = tensor_state("plain")
     fill(state)
@@ -79,7 +76,7 @@ def test_memory_within_one_process() -> None:
     assert wrong_keys(back) == []
 
 
-def test_a_given_filesystem_without_a_create_needs_the_users_promise(tmp_path: Path) -> None:
+def test_a_given_filesystem_without_a_create_needs_the_users_promise(tmp_path):
     import fsspec
     from fsspec.implementations.dirfs import DirFileSystem
 

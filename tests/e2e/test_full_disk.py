@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,9 +32,7 @@ assert dos.open(url + "/b").verify().ok
 """
 
 
-def test_a_full_disk_says_what_is_free_and_what_the_save_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_says_what_is_free_and_what_the_save_needs(tmp_path, monkeypatch):
     write = os.write
 
     def refuse_data(fd: int, data: memoryview) -> int:
@@ -52,7 +49,7 @@ def test_a_full_disk_says_what_is_free_and_what_the_save_needs(
 
 
 @pytest.mark.campaign
-def test_a_save_that_found_no_room_succeeds_when_there_is_some(tmp_path: Path) -> None:
+def test_a_save_that_found_no_room_succeeds_when_there_is_some(tmp_path):
     script = 'mount -t tmpfs -o size=8m tmpfs "$1" || exit 99; exec "$2" -c "$3" "$1"'
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, PROGRAM],

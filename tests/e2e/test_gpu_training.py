@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -92,9 +91,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("backend", "ranks"), [("nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("gloo", 2)]
 )
-def test_sharded_training_on_a_gpu_goes_on_bit_for_bit(
-    backend: str, ranks: int, tmp_path: Path
-) -> None:
+def test_sharded_training_on_a_gpu_goes_on_bit_for_bit(backend, ranks, tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: torch.cuda.is_available() is False")
     started = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -82,9 +81,7 @@ WRONG: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("how", [*WRONG, "damaged"])
-def test_an_answer_that_is_wrong_once_is_not_noticed(
-    bucket: Bucket, proxy: TamperingProxy, how: str
-) -> None:
+def test_an_answer_that_is_wrong_once_is_not_noticed(bucket, proxy, how):
     change = WRONG.get(how) or damaged(bucket)
     proxy.tamper(change, directly, times=1)
     into = torch.zeros(SHAPE)
@@ -94,9 +91,7 @@ def test_an_answer_that_is_wrong_once_is_not_noticed(
 
 
 @pytest.mark.parametrize("how", [*WRONG, "damaged"])
-def test_an_answer_that_stays_wrong_is_an_error_and_is_in_no_tensor(
-    bucket: Bucket, proxy: TamperingProxy, how: str
-) -> None:
+def test_an_answer_that_stays_wrong_is_an_error_and_is_in_no_tensor(bucket, proxy, how):
     def of_data(asked: Asked) -> bool:
         return asked.start is not None and asked.key.endswith(".distcp")
 
@@ -128,9 +123,7 @@ def damaged(bucket: Bucket) -> Change:
     return in_its_block
 
 
-def test_no_signature_is_told(
-    bucket: Bucket, proxy: TamperingProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_signature_is_told(bucket, proxy, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     proxy.tamper(tampering.cut, directly)
     heard: list[object] = []

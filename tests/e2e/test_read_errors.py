@@ -42,7 +42,7 @@ def data_keys(bucket: Bucket, name: str) -> list[str]:
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs")
-def test_a_checkpoint_that_was_never_saved_is_not_found_on_every_rank(bucket: Bucket) -> None:
+def test_a_checkpoint_that_was_never_saved_is_not_found_on_every_rank(bucket):
     for outcome in try_ranks(2, load_sharded, bucket.at("step-9"), bucket.storage_options):
         errors = causes(outcome.error)
         assert {type(error) for error in errors} == {CheckpointNotFoundError}
@@ -50,7 +50,7 @@ def test_a_checkpoint_that_was_never_saved_is_not_found_on_every_rank(bucket: Bu
         assert "step-9" in str(errors[0])
 
 
-def test_a_checkpoint_without_its_marker_is_not_found(bucket: Bucket) -> None:
+def test_a_checkpoint_without_its_marker_is_not_found(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     save_edition_here("lost", url, options)
     bucket.delete("step-1/_COMMIT")
@@ -59,7 +59,7 @@ def test_a_checkpoint_without_its_marker_is_not_found(bucket: Bucket) -> None:
     assert isinstance(refused(url, options), CheckpointNotFoundError)
 
 
-def test_unverified_loading_is_possible_but_only_on_request(bucket: Bucket) -> None:
+def test_unverified_loading_is_possible_but_only_on_request(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     save_edition_here("good", url, options)
     (key,) = data_keys(bucket, "step-1")
@@ -80,7 +80,7 @@ def load_another_shape(rank: int, world_size: int, url: str, options: Options) -
     dcp.load(state, storage_reader=dos.ObjectStoreReader(url, storage_options=options))
 
 
-def test_a_key_or_shape_that_the_checkpoint_lacks_is_named_on_every_rank(bucket: Bucket) -> None:
+def test_a_key_or_shape_that_the_checkpoint_lacks_is_named_on_every_rank(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     save_edition_here("good", url, options)
     for outcome in try_ranks(2, load_more_than_there_is, url, options):
@@ -90,7 +90,7 @@ def test_a_key_or_shape_that_the_checkpoint_lacks_is_named_on_every_rank(bucket:
 
 
 @pytest.mark.backends("seaweed")
-def test_credentials_that_may_only_read_load_but_cannot_save(bucket: Bucket) -> None:
+def test_credentials_that_may_only_read_load_but_cannot_save(bucket):
     options = {**bucket.storage_options, **READ_ONLY}
     save_edition_here("good", bucket.at("step-1"), bucket.storage_options)
     load_here(bucket.at("step-1"), options)
@@ -101,7 +101,7 @@ def test_credentials_that_may_only_read_load_but_cannot_save(bucket: Bucket) -> 
     assert bucket.keys() == before
 
 
-def test_a_state_without_tensors_can_be_saved_and_loaded(bucket: Bucket) -> None:
+def test_a_state_without_tensors_can_be_saved_and_loaded(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     dcp.save({"step": 3}, storage_writer=dos.ObjectStoreWriter(url, storage_options=options))
     state = {"step": 0}
@@ -110,7 +110,7 @@ def test_a_state_without_tensors_can_be_saved_and_loaded(bucket: Bucket) -> None
 
 
 @pytest.mark.backends("moto")
-def test_a_value_that_needs_unpickling_is_refused_until_it_is_trusted(bucket: Bucket) -> None:
+def test_a_value_that_needs_unpickling_is_refused_until_it_is_trusted(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     place = slice(3, 7)
     writer = dos.ObjectStoreWriter(url, storage_options=options)

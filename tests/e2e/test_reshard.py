@@ -11,7 +11,6 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 from tests.support.states import (
     ALL_DTYPES,
     TrainingJob,
@@ -26,7 +25,7 @@ Options = Mapping[str, object]
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure", "file")
-def test_fsdp2_model_and_optimizer_saved_on_8_resume_on_4_and_on_1(bucket: Bucket) -> None:
+def test_fsdp2_model_and_optimizer_saved_on_8_resume_on_4_and_on_1(bucket):
     url = bucket.at("step-1")
     run_ranks(8, save_job, url, bucket.storage_options)
     assert_whole(bucket, "step-1")
@@ -65,9 +64,7 @@ def load_tensors(
         pytest.param(2, "plain", 4, "mesh2d", id="plain-to-mesh2d", marks=pytest.mark.campaign),
     ],
 )
-def test_resharding_is_bit_identical(
-    bucket: Bucket, saved_on: int, saved_as: str, loaded_on: int, loaded_as: str
-) -> None:
+def test_resharding_is_bit_identical(bucket, saved_on, saved_as, loaded_on, loaded_as):
     url = bucket.at("step-1")
     run_ranks(saved_on, save_tensors, saved_as, url, bucket.storage_options)
     assert_whole(bucket, "step-1")
@@ -96,7 +93,7 @@ def load_ddp(rank: int, world_size: int, url: str, options: Options) -> None:
     assert wrong_keys(model.state_dict()) == []
 
 
-def test_ddp_replicated_state_is_saved_once_and_loads_on_every_rank(bucket: Bucket) -> None:
+def test_ddp_replicated_state_is_saved_once_and_loads_on_every_rank(bucket):
     run_ranks(4, save_ddp, bucket.at("step-1"), bucket.storage_options)
     assert_whole(bucket, "step-1")
     stored = b"".join(bucket.get(f"step-1/{key}") for key in bucket.keys("step-1"))
@@ -141,7 +138,7 @@ def load_dtypes(rank: int, world_size: int, url: str, options: Options) -> None:
     assert wrong_keys(state) == []
 
 
-def test_every_dtype_scalar_and_empty_tensor_comes_back_bit_identical(bucket: Bucket) -> None:
+def test_every_dtype_scalar_and_empty_tensor_comes_back_bit_identical(bucket):
     run_ranks(2, save_dtypes, bucket.at("step-1"), bucket.storage_options)
     assert_whole(bucket, "step-1")
     run_ranks(3, load_dtypes, bucket.at("step-1"), bucket.storage_options)
@@ -178,7 +175,7 @@ def load_values(rank: int, world_size: int, url: str, options: Options) -> None:
     assert torch.equal(state["tensor"], torch.arange(4))
 
 
-def test_values_that_are_no_tensors_come_back_equal(bucket: Bucket) -> None:
+def test_values_that_are_no_tensors_come_back_equal(bucket):
     run_ranks(2, save_values, bucket.at("step-1"), bucket.storage_options)
     assert_whole(bucket, "step-1")
     run_ranks(3, load_values, bucket.at("step-1"), bucket.storage_options)
@@ -187,7 +184,7 @@ def test_values_that_are_no_tensors_come_back_equal(bucket: Bucket) -> None:
 STRIDED_KEYS = ("transposed", "narrowed", "leaf", "conjugate")
 
 
-def test_strided_sources_and_destinations_keep_their_values(bucket: Bucket) -> None:
+def test_strided_sources_and_destinations_keep_their_values(bucket):
     base = torch.arange(24.0).reshape(4, 6)
     state = {
         "transposed": base.t(),
@@ -232,7 +229,7 @@ def load_big(rank: int, world_size: int, url: str, options: Options) -> None:
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_objects_of_several_parts_come_back_through_a_small_memory_budget(bucket: Bucket) -> None:
+def test_objects_of_several_parts_come_back_through_a_small_memory_budget(bucket):
     (objects, parts), _ = run_ranks(2, save_big, bucket.at("step-1"), bucket.storage_options)
     assert objects == 2
     assert parts == 4, "11.7 MiB in two objects of 5 MiB parts"

@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 6.0
 
 
 @pytest.mark.campaign
-def test_a_save_over_a_slow_line_sends_each_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_over_a_slow_line_sends_each_part_once(monkeypatch):
     monkeypatch.setattr("dcp_objstore.transfer.parts._GROWN_PART_SIZE_BYTES", PART_BYTES)
     state = {"zeros": torch.zeros(PARTS * PART_BYTES, dtype=torch.uint8)}
     config = dos.TransferConfig(

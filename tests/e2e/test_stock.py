@@ -82,7 +82,7 @@ def stock_load_sharded(rank: int, world_size: int, directory: str) -> None:
     check(state)
 
 
-def test_stock_readers_load_ours_after_a_plain_download(downloaded: Path) -> None:
+def test_stock_readers_load_ours_after_a_plain_download(downloaded):
     for reader in (FileSystemReader(downloaded), FsspecReader(f"file://{downloaded}")):
         state = fresh()
         dcp.load(state, storage_reader=reader)
@@ -90,21 +90,21 @@ def test_stock_readers_load_ours_after_a_plain_download(downloaded: Path) -> Non
     run_ranks(2, stock_load_sharded, str(downloaded))
 
 
-def test_stock_dcp_to_torch_save_converts_ours(downloaded: Path, tmp_path: Path) -> None:
+def test_stock_dcp_to_torch_save_converts_ours(downloaded, tmp_path):
     dcp_to_torch_save(downloaded, tmp_path / "whole.pt")
     state = torch.load(tmp_path / "whole.pt", weights_only=True)
     check(state)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable:UserWarning")
-def test_stock_load_from_keys_reads_ours(downloaded: Path) -> None:
+def test_stock_load_from_keys_reads_ours(downloaded):
     state = _load_state_dict_from_keys("sharded.even", checkpoint_id=downloaded)
     assert same_bits(flat(state)["sharded.even"], seeded("sharded.even", (16, 8)))
     everything = _load_state_dict_from_keys(checkpoint_id=downloaded)
     assert set(flat(everything)) == set(flat(fresh()))
 
 
-def test_the_pickled_metadata_holds_only_what_stock_torch_has(downloaded: Path) -> None:
+def test_the_pickled_metadata_holds_only_what_stock_torch_has(downloaded):
     class StockOnly(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             package = module.split(".", maxsplit=1)[0]
@@ -140,7 +140,7 @@ def load_ours_sharded(rank: int, world_size: int, url: str, options: Options) ->
 
 
 @pytest.mark.parametrize("kind", ["file", "fsspec", "zstd"])
-def test_ours_reads_what_stock_writers_wrote(bucket: Bucket, kind: str, tmp_path: Path) -> None:
+def test_ours_reads_what_stock_writers_wrote(bucket, kind, tmp_path):
     run_ranks(3, save_stock, kind, str(tmp_path / "stock"))
     metadata = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -160,7 +160,7 @@ def save_job_stock(rank: int, world_size: int, directory: str) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_stock_fsdp2_job_continues_from_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_stock_fsdp2_job_continues_from_the_bucket(bucket, tmp_path):
     run_ranks(4, save_job_stock, str(tmp_path / "stock"))
     upload(tmp_path / "stock", bucket, "stock")
     run_ranks(3, load_job, bucket.at("stock"), bucket.storage_options)
@@ -173,9 +173,7 @@ def save_two_halves(rank: int, world: int, place: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["missing", "overlapping"])
-def test_a_tensor_that_its_chunks_do_not_make_up_is_not_half_loaded(
-    tmp_path: Path, wrong: str
-) -> None:
+def test_a_tensor_that_its_chunks_do_not_make_up_is_not_half_loaded(tmp_path, wrong):
     place = tmp_path / "step-1"
     run_ranks(2, save_two_halves, str(place))
     metadata = pickle.loads((place / ".metadata").read_bytes())

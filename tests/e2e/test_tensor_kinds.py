@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,7 +179,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("save", cases(SAVES, default=["async_save", "dcp.save"]))
-def test_every_kind_of_tensor_comes_back_bit_for_bit(save: str) -> None:
+def test_every_kind_of_tensor_comes_back_bit_for_bit(save):
     state = all_kinds()
     expected = {key: by_torch(local(tensor)) for key, tensor in state.items()}
     values = {k: plain(tensor) for k, tensor in state.items() if not local(tensor).is_quantized}
@@ -249,7 +248,7 @@ ADVICE = {
         ],
     ),
 )
-def test_what_could_not_be_loaded_is_refused_at_the_save_by_its_key(kind: str, save: str) -> None:
+def test_what_could_not_be_loaded_is_refused_at_the_save_by_its_key(kind, save):
     url = memory_url()
     state = {"fine": torch.ones(2), "deep": {"odd": REFUSED[kind]()}}
     call = {**SAVES, "async_save": _unspoilt, "dcp.async_save": _unspoilt_by_dcp}[save]
@@ -278,7 +277,7 @@ def _unspoilt_by_dcp(state: dict[str, Any], url: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nested", "jagged", "lazy", "opaque", "partial", "partial codes"])
-def test_what_cannot_be_filled_is_refused_at_the_load_by_its_key(kind: str) -> None:
+def test_what_cannot_be_filled_is_refused_at_the_load_by_its_key(kind):
     url = memory_url()
     dos.save({"fine": torch.ones(2), "odd": torch.ones(3)}, url, progress=False)
     state = {"fine": torch.zeros(2), "odd": REFUSED[kind]()}
@@ -288,7 +287,7 @@ def test_what_cannot_be_filled_is_refused_at_the_load_by_its_key(kind: str) -> N
     assert state["fine"].tolist() == [0, 0]
 
 
-def test_plain_values_load_into_a_wrapper_whose_class_takes_them() -> None:
+def test_plain_values_load_into_a_wrapper_whose_class_takes_them():
     url = memory_url()
     values = torch.randn(3, 4)
     saved = {"boxed": values, "codes": values, "shard": values, "other": Boxed(values)}
@@ -306,7 +305,7 @@ def test_plain_values_load_into_a_wrapper_whose_class_takes_them() -> None:
         assert is_same(local(state[key]), expected)
 
 
-def test_a_wrapper_that_takes_no_plain_values_is_refused_before_a_tensor_is_filled() -> None:
+def test_a_wrapper_that_takes_no_plain_values_is_refused_before_a_tensor_is_filled():
     url = memory_url()
     dos.save({"a": torch.ones(2), "odd": torch.ones(3, 4)}, url, progress=False)
     state = {"a": torch.zeros(2), "odd": codes(3, 4, kind=Frozen)}
@@ -318,7 +317,7 @@ def test_a_wrapper_that_takes_no_plain_values_is_refused_before_a_tensor_is_fill
     assert is_same(state["odd"], before)
 
 
-def test_a_wrapper_loads_into_one_of_another_class_or_with_other_settings_by_its_values() -> None:
+def test_a_wrapper_loads_into_one_of_another_class_or_with_other_settings_by_its_values():
     url = memory_url()
     saved = codes(3, 4, bias=1.0)
     dos.save({"other": saved, "settings": saved}, url, progress=False)
@@ -332,14 +331,14 @@ def test_a_wrapper_loads_into_one_of_another_class_or_with_other_settings_by_its
     assert caught.value.key == "other"
 
 
-def test_a_part_of_a_wrapper_is_read_as_plain_values() -> None:
+def test_a_part_of_a_wrapper_is_read_as_plain_values():
     url = memory_url()
     saved = codes(3, 4)
     dos.save({"x": saved}, url, progress=False)
     assert torch.equal(dos.open(url)["x"][1:, 2:], saved.plain()[1:, 2:])
 
 
-def test_wrappers_with_common_parts_are_loaded_as_if_one_by_one() -> None:
+def test_wrappers_with_common_parts_are_loaded_as_if_one_by_one():
     url = memory_url()
     scale = torch.rand(3)
     tied = Codes(torch.ones(3, 4, dtype=torch.int8), scale)
@@ -366,7 +365,7 @@ class Holder:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [*CLASSES, "sparse", "jagged", "masked", "quantized"])
-def test_tensors_within_values_are_copied_as_a_save_would_write_them(kind: Any) -> None:
+def test_tensors_within_values_are_copied_as_a_save_would_write_them(kind):
     """A tuple or an object is pickled as one, so what is in it needs no place in a grid."""
     makes = {**REFUSED, **KINDS, Codes: KINDS["codes"], Frozen: KINDS["frozen codes"]}
     makes |= {Boxed: KINDS["boxed"], Pair: KINDS["wrapped twice"]}
@@ -393,7 +392,7 @@ class Undeclared(Boxed):
     """A class that `torch.load` does not know to be safe."""
 
 
-def test_a_class_that_was_not_declared_needs_trust_and_the_save_says_so_once() -> None:
+def test_a_class_that_was_not_declared_needs_trust_and_the_save_says_so_once():
     url = memory_url()
     saved = Undeclared(torch.rand(3))
     state = {"x": saved, "y": Undeclared(torch.rand(3)), "z": torch.nn.Parameter(torch.ones(1))}
@@ -411,9 +410,7 @@ def test_a_class_that_was_not_declared_needs_trust_and_the_save_says_so_once() -
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_float4_is_converted_to_nothing_and_refused_before_a_tensor_is_filled(
-    swapped: bool,
-) -> None:
+def test_float4_is_converted_to_nothing_and_refused_before_a_tensor_is_filled(swapped):
     url = memory_url()
     dtypes = [torch.float4_e2m1fn_x2, torch.float32]
     stored, wanted = reversed(dtypes) if swapped else dtypes
@@ -489,7 +486,7 @@ def _save_odd_on_one(rank: int, world: int, url: str, kind: str) -> tuple[str, s
     return said[0]
 
 
-def test_rows_of_wrappers_load_on_another_number_of_ranks_bit_for_bit(tmp_path: Path) -> None:
+def test_rows_of_wrappers_load_on_another_number_of_ranks_bit_for_bit(tmp_path):
     url = (tmp_path / "run" / "step-1").as_uri()
     run_ranks(2, _save_rows, url)
     for world in (1, 2, 3):
@@ -497,7 +494,7 @@ def test_rows_of_wrappers_load_on_another_number_of_ranks_bit_for_bit(tmp_path: 
     run_ranks(2, _load_columns, url)
 
 
-def test_part_of_a_wrapper_is_filled_only_if_its_class_gives_a_view(tmp_path: Path) -> None:
+def test_part_of_a_wrapper_is_filled_only_if_its_class_gives_a_view(tmp_path):
     columns, rows = ((tmp_path / "run" / name).as_uri() for name in ("columns", "rows"))
     run_ranks(2, _save_columns, columns)
     assert run_ranks(1, _cut_what_cannot_be_cut, columns, Codes, "only rows") == ["x"]
@@ -506,7 +503,7 @@ def test_part_of_a_wrapper_is_filled_only_if_its_class_gives_a_view(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["sparse", "lazy", "opaque", "partial"])
-def test_every_rank_is_told_of_what_one_of_them_cannot_save(kind: str, tmp_path: Path) -> None:
+def test_every_rank_is_told_of_what_one_of_them_cannot_save(kind, tmp_path):
     url = (tmp_path / "run" / "step-1").as_uri()
     assert run_ranks(2, _save_odd_on_one, url, kind) == [("UnsupportedError", "odd")] * 2
     assert not list(tmp_path.rglob("_COMMIT"))

@@ -16,7 +16,6 @@ from dcp_objstore.errors import StoreUnavailableError
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import Limiter, limiter_of
 from tests.support.proxy import Asked, Fault, NetworkProxy, SlowDown
-from tests.support.servers import Bucket
 from tests.support.slow_sink import SlowSink
 
 MIB = 1024 * 1024
@@ -78,7 +77,7 @@ def limiter_at(url: str, at: SlowSink | NetworkProxy) -> Limiter:
 
 
 @pytest.mark.parametrize("status", [503, pytest.param(429, marks=pytest.mark.campaign)])
-def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, status: int) -> None:
+def test_a_throttled_save_ends_well_with_few_more_requests(sink, status):
     save(PART_BYTES, "s3://bucket/first", sink)  # the store is tried out once
     usual = requests_of_save(sink, "s3://bucket/step-1")
     sink.plan = slow = Busy(20, 4, status)
@@ -92,7 +91,7 @@ def test_a_throttled_save_ends_well_with_few_more_requests(sink: SlowSink, statu
 
 
 @pytest.mark.parametrize("status", [pytest.param(503, marks=pytest.mark.campaign), 429])
-def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
+def test_a_throttled_load_ends_well_with_few_more_requests(status):
     saved = torch.randint(0, 256, (128 * MIB,), dtype=torch.uint8)
     counts: list[int | None] = []
     heard: list[dos.observe.events.AnyEvent] = []
@@ -129,7 +128,7 @@ def test_a_throttled_load_ends_well_with_few_more_requests(status: int) -> None:
 
 
 @pytest.mark.campaign
-def test_two_saves_at_once_slow_down_together(sink: SlowSink) -> None:
+def test_two_saves_at_once_slow_down_together(sink):
     save(PART_BYTES, "s3://bucket/first", sink)
     usual = 2 * requests_of_save(sink, "s3://bucket/step-1")
     sink.plan = slow = Busy(30, 4)
@@ -150,9 +149,7 @@ def test_two_saves_at_once_slow_down_together(sink: SlowSink) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(
-    bucket: Bucket,
-) -> None:
+def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(bucket):
     """After its retries, and nothing but its beacon is left where the store lets us abort."""
     url = bucket.at("step-1")
     config = dos.TransferConfig(part_size_bytes=PART_BYTES, max_retries=2)
@@ -168,8 +165,8 @@ def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(
 
 @pytest.mark.backends("seaweed")
 def test_a_store_that_says_slow_down_for_ever_fails_the_load_within_the_shared_budget(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bucket, monkeypatch
+):
     monkeypatch.setattr("dcp_objstore.stores.admission.limiter.RETRY_BUDGET", 6.0)
     url = bucket.at("step-1")
     with NetworkProxy(bucket.storage_options) as proxy:

@@ -174,9 +174,7 @@ def change(torn: Torn, how: str) -> Any:
 
 @shared
 @pytest.mark.parametrize("how", cases([*ANSWERS, "damaged"], default=["cut short", "damaged"]))
-def test_an_answer_that_is_wrong_once_is_asked_for_again(
-    torn: Torn, how: str, read_once: bool
-) -> None:
+def test_an_answer_that_is_wrong_once_is_asked_for_again(torn, how, read_once):
     torn.proxy.tamper(change(torn, how), torn.meant, times=1)
     for outcome in torn.load(read_once):
         assert not outcome.failed, outcome
@@ -191,8 +189,8 @@ def test_an_answer_that_is_wrong_once_is_asked_for_again(
     cases([*ANSWERS, "damaged"], default=["cut short", "200 with another length", "damaged"]),
 )
 def test_an_answer_that_is_always_wrong_is_one_error_that_says_where_on_every_rank(
-    torn: Torn, how: str, read_once: bool
-) -> None:
+    torn, how, read_once
+):
     torn.proxy.tamper(change(torn, how), torn.meant)
     error = torn.error(read_once)
     # That connections break says nothing of the object; a later request may get it.
@@ -208,8 +206,8 @@ def test_an_answer_that_is_always_wrong_is_one_error_that_says_where_on_every_ra
 @sized
 @shared
 def test_an_object_that_is_removed_in_the_middle_is_corruption_while_the_commit_stands(
-    tear: Callable[[str], Torn], size: str, read_once: bool
-) -> None:
+    tear, size, read_once
+):
     torn = tear(size)
     torn.proxy.before(torn.meant, lambda: torn.bucket.delete(f"step-1/{torn.victim}"))
     error = torn.error(read_once)
@@ -223,9 +221,7 @@ def test_an_object_that_is_removed_in_the_middle_is_corruption_while_the_commit_
 @sized
 @shared
 @pytest.mark.parametrize("what", ["replaced", "deleted"])
-def test_a_checkpoint_that_goes_in_the_middle_is_gone_on_every_rank(
-    tear: Callable[[str], Torn], what: str, size: str, read_once: bool
-) -> None:
+def test_a_checkpoint_that_goes_in_the_middle_is_gone_on_every_rank(tear, what, size, read_once):
     torn = tear(size)
 
     def act() -> None:
@@ -245,8 +241,8 @@ def test_a_checkpoint_that_goes_in_the_middle_is_gone_on_every_rank(
 
 @shared
 def test_a_checkpoint_that_is_replaced_in_the_middle_loads_while_its_objects_are_there(
-    tear: Callable[[str], Torn], read_once: bool
-) -> None:
+    tear, read_once
+):
     torn = tear("large")
     torn.proxy.before(torn.meant, torn.replace)
     reports = [outcome.value for outcome in torn.load(read_once)]
@@ -256,9 +252,7 @@ def test_a_checkpoint_that_is_replaced_in_the_middle_loads_while_its_objects_are
 @pytest.mark.parametrize("kept", cases(SHAPES, default=["small"]), indirect=True)
 @pytest.mark.parametrize("end", ["_COMMIT", ".msgpack"])
 @pytest.mark.parametrize("how", [tampering.shorter, tampering.flipped(50)], ids=["short", "flip"])
-def test_marker_and_index_are_read_again_before_they_are_called_corrupt(
-    torn: Torn, how: tampering.Change, end: str
-) -> None:
+def test_marker_and_index_are_read_again_before_they_are_called_corrupt(torn, how, end):
     torn.proxy.tamper(how, lambda asked: asked.key.endswith(end), times=1)
     for outcome in torn.load(read_once=True):
         assert not outcome.failed, outcome

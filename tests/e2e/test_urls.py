@@ -9,16 +9,13 @@ import torch
 
 import dcp_objstore as dos
 from tests.support.command_line import environment, run_here
-from tests.support.servers import Bucket
 
 # Large enough that it is read over signed URLs too, which quote such keys by themselves.
 VALUES = 200_000
 
 
 @pytest.mark.parametrize("name", ["k?x=1", "k#part", "a b/100%25+c"])
-def test_a_checkpoint_under_a_key_that_looks_like_a_query_is_saved_listed_and_loaded(
-    bucket: Bucket, name: str
-) -> None:
+def test_a_checkpoint_under_a_key_that_looks_like_a_query_is_saved_listed_and_loaded(bucket, name):
     url, options = bucket.at(name), bucket.storage_options
     dos.save({"w": torch.arange(VALUES)}, url, storage_options=options)
     assert "_COMMIT" in bucket.keys(name)

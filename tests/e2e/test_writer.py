@@ -34,7 +34,6 @@ from tests.support.checkpoints import (
 )
 from tests.support.launcher import say
 from tests.support.ranks import run_ranks, start_workers, wait_for
-from tests.support.servers import Bucket
 
 
 def save_three(rank: int, world_size: int, cached: bool, root: str, options: Options) -> list[str]:
@@ -59,9 +58,7 @@ def save_three(rank: int, world_size: int, cached: bool, root: str, options: Opt
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
 @pytest.mark.parametrize("cached", [False, True])
-def test_one_writer_saves_many_checkpoints_also_with_cached_plans(
-    bucket: Bucket, cached: bool
-) -> None:
+def test_one_writer_saves_many_checkpoints_also_with_cached_plans(bucket, cached):
     commit_ids, _ = run_ranks(2, save_three, cached, bucket.url, bucket.storage_options)
     assert len(set(commit_ids)) == 3
     names = [f"step-{number}" for number in range(3)]
@@ -100,9 +97,7 @@ def save_async_in_a_row(
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 @pytest.mark.backends("seaweed")
-def test_async_saves_in_a_row_commit_the_states_of_their_calls_in_the_memory_of_one(
-    bucket: Bucket, kind: str
-) -> None:
+def test_async_saves_in_a_row_commit_the_states_of_their_calls_in_the_memory_of_one(bucket, kind):
     made = run_ranks(
         2, save_async_in_a_row, kind, bucket.url, bucket.storage_options, timeout_seconds=120
     )
@@ -173,7 +168,7 @@ def overlap(rank: int, world_size: int, where: str, root: str, options: Options)
 
 
 @pytest.mark.parametrize("where", ["planning", "uploading"])
-def test_overlapping_saves_on_one_writer_never_mix(bucket: Bucket, where: str) -> None:
+def test_overlapping_saves_on_one_writer_never_mix(bucket, where):
     ends = run_ranks(2, overlap, where, bucket.url, bucket.storage_options)
     assert ends[0] == ends[1], "both ranks agree on how each save ended"
     assert "saved" in ends[0]
@@ -207,7 +202,7 @@ def save_after_a_failure(rank: int, world_size: int, root: str, options: Options
     dcp.save(dict(edition("good", "shard0")), storage_writer=writer, checkpoint_id=f"{root}/good")
 
 
-def test_a_writer_works_again_after_a_save_that_failed(bucket: Bucket) -> None:
+def test_a_writer_works_again_after_a_save_that_failed(bucket):
     run_ranks(2, save_after_a_failure, bucket.url, bucket.storage_options)
     assert_nothing_visible(bucket, "bad")
     assert edition_in(bucket.at("good"), bucket.storage_options, ["good", "bad"]) == "good"
@@ -225,9 +220,7 @@ def call_blocked(rank: int, world: int, saving: Options, loading: Options) -> No
 
 
 @pytest.mark.parametrize("kind", [PermissionDeniedError, UnsupportedError])
-def test_a_save_that_the_probe_refuses_leaves_nothing(
-    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_the_probe_refuses_leaves_nothing(kind, monkeypatch):
     """As `dcp.save` has it, which tells the writer of no failure."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -242,7 +235,7 @@ def test_a_save_that_the_probe_refuses_leaves_nothing(
     assert list(open_store(url).list()) == []
 
 
-def test_ctrl_c_ends_a_call_that_waits_for_the_store() -> None:
+def test_ctrl_c_ends_a_call_that_waits_for_the_store():
     """The servers, one for the save and one for the load, take the connection and never answer."""
     with contextlib.ExitStack() as stack:
         listeners = [

@@ -69,7 +69,7 @@ def assert_whole(bucket: Bucket, *names: str) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_what_ddp_saved_is_whole_and_a_plain_model_takes_it(run: Run, bucket: Bucket) -> None:
+def test_what_ddp_saved_is_whole_and_a_plain_model_takes_it(run, bucket):
     two, _ = commands("ddp.py")
     assert "resumed after step 0, saved step 10" in run(two, warm=True)
     assert_whole(bucket, "run")
@@ -81,7 +81,7 @@ def test_what_ddp_saved_is_whole_and_a_plain_model_takes_it(run: Run, bucket: Bu
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_ddp_resumes_on_one_rank(run: Run, bucket: Bucket) -> None:
+def test_ddp_resumes_on_one_rank(run, bucket):
     two, one = commands("ddp.py")
     run(two)
     assert "resumed after step 10, saved step 20" in run(one)
@@ -90,9 +90,7 @@ def test_ddp_resumes_on_one_rank(run: Run, bucket: Bucket) -> None:
 
 @pytest.mark.parametrize("warm", cases([True, False], default=[True]))
 @pytest.mark.backends("seaweed")
-def test_what_fsdp_saved_on_two_ranks_loads_alone(
-    run: Run, bucket: Bucket, tmp_path: Path, warm: bool
-) -> None:
+def test_what_fsdp_saved_on_two_ranks_loads_alone(run, bucket, tmp_path, warm):
     save, _, export = commands("fsdp_save_load_reshard.py")
     total = re.findall(r"sum up to (\S+?)[,\n]", run(save, warm=warm) + run(export, warm=warm))
     assert len(total) == 2
@@ -104,7 +102,7 @@ def test_what_fsdp_saved_on_two_ranks_loads_alone(
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_what_fsdp_saved_on_two_ranks_loads_on_three(run: Run) -> None:
+def test_what_fsdp_saved_on_two_ranks_loads_on_three(run):
     save, load, _ = commands("fsdp_save_load_reshard.py")
     total = re.findall(r"sum up to (\S+)", run(save) + run(load))
     assert len(total) == 2
@@ -112,7 +110,7 @@ def test_what_fsdp_saved_on_two_ranks_loads_on_three(run: Run) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_the_manager_loses_no_last_checkpoint(run: Run, bucket: Bucket) -> None:
+def test_the_manager_loses_no_last_checkpoint(run, bucket):
     _, killed, resumed = commands("last_checkpoint.py")
     run(killed, succeeds=False, warm=True)
     assert_whole(bucket, "run/step-10")
@@ -122,7 +120,7 @@ def test_the_manager_loses_no_last_checkpoint(run: Run, bucket: Bucket) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_the_naive_loop_loses_its_last_checkpoint_and_succeeds(run: Run, bucket: Bucket) -> None:
+def test_the_naive_loop_loses_its_last_checkpoint_and_succeeds(run, bucket):
     naive, *_ = commands("last_checkpoint.py")
     run(naive)
     assert_whole(bucket, "naive/step-10")
@@ -130,7 +128,7 @@ def test_the_naive_loop_loses_its_last_checkpoint_and_succeeds(run: Run, bucket:
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run: Run, bucket: Bucket) -> None:
+def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run, bucket):
     (command,) = commands("async_save.py")
     held = re.findall(r"stage (\d) held the loop for \d+\.\d+ s", run(command, warm=True))
     assert held == ["0", "1", "2", "3"]
@@ -139,9 +137,7 @@ def test_each_stage_of_async_save_tells_how_long_it_held_the_loop(run: Run, buck
 
 @pytest.mark.parametrize("warm", cases([True, False], default=[True]))
 @pytest.mark.backends("seaweed")
-def test_an_evaluator_follows_a_trainer_that_deletes_its_old_steps(
-    run: Run, bucket: Bucket, warm: bool
-) -> None:
+def test_an_evaluator_follows_a_trainer_that_deletes_its_old_steps(run, bucket, warm):
     train, evaluate = commands("follow_run.py")
     with ThreadPoolExecutor() as pool:
         evaluated = pool.submit(run, evaluate, warm=warm)
@@ -159,7 +155,7 @@ def test_an_evaluator_follows_a_trainer_that_deletes_its_old_steps(
     assert bucket.uploads() == []
 
 
-def test_every_example_is_short_and_listed_with_a_command_that_starts_it() -> None:
+def test_every_example_is_short_and_listed_with_a_command_that_starts_it():
     table = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) < 80, path

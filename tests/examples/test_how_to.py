@@ -20,13 +20,13 @@ SAYS = {
 }
 
 
-def test_each_page_with_a_program_is_tested() -> None:
+def test_each_page_with_a_program_is_tested():
     programs = {page.stem for page in PAGES.glob("*.md") if "sys.argv" in page.read_text()}
     assert programs == set(SAYS)
 
 
 @pytest.mark.parametrize("page", cases(SAYS, default=["fsdp2-on-fewer-gpus"]))
-def test_the_program_of_a_page_does_what_the_page_says(page: str, tmp_path: Path) -> None:
+def test_the_program_of_a_page_does_what_the_page_says(page, tmp_path):
     text = (PAGES / f"{page}.md").read_text()
     program, commands = (
         re.search(rf"^```{language}\n(.*?)^```", text, re.M | re.S) for language in ("python", "sh")

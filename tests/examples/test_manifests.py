@@ -35,9 +35,7 @@ def pod(jobset: dict[str, Any]) -> dict[str, Any]:
     return pod
 
 
-def test_the_pod_lives_longer_after_sigterm_than_torchrun_lets_its_ranks_live(
-    pod: dict[str, Any],
-) -> None:
+def test_the_pod_lives_longer_after_sigterm_than_torchrun_lets_its_ranks_live(pod):
     (container,) = pod["containers"]
     variables = {one["name"]: one["value"] for one in container["env"]}
     shutdown_seconds = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
@@ -45,9 +43,7 @@ def test_the_pod_lives_longer_after_sigterm_than_torchrun_lets_its_ranks_live(
     assert container["command"][0] == "torchrun", "a shell does not pass SIGTERM on"
 
 
-def test_the_ranks_meet_at_the_first_pod_and_are_as_many_as_there_are_gpus(
-    jobset: dict[str, Any], pod: dict[str, Any]
-) -> None:
+def test_the_ranks_meet_at_the_first_pod_and_are_as_many_as_there_are_gpus(jobset, pod):
     (job,) = jobset["spec"]["replicatedJobs"]
     (container,) = pod["containers"]
     options = dict(part[2:].split("=") for part in container["command"] if part[:2] == "--")
@@ -58,7 +54,7 @@ def test_the_ranks_meet_at_the_first_pod_and_are_as_many_as_there_are_gpus(
     assert int(options["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
 
 
-def test_memory_and_copies_have_room_and_every_volume_is_mounted(pod: dict[str, Any]) -> None:
+def test_memory_and_copies_have_room_and_every_volume_is_mounted(pod):
     (container,) = pod["containers"]
     mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
     volumes = {one["name"]: one for one in pod["volumes"]}
@@ -70,9 +66,7 @@ def test_memory_and_copies_have_room_and_every_volume_is_mounted(pod: dict[str, 
     assert mounts["copies"] == container["command"][-1]
 
 
-def test_the_job_is_in_the_queue_that_has_what_it_asks_for(
-    jobset: dict[str, Any], pod: dict[str, Any]
-) -> None:
+def test_the_job_is_in_the_queue_that_has_what_it_asks_for(jobset, pod):
     kueue = manifests("kueue.yaml")
     queue = kueue["LocalQueue"]
     label = jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
@@ -89,12 +83,12 @@ def test_the_job_is_in_the_queue_that_has_what_it_asks_for(
     assert gib(quota["memory"]) >= 2 * gib(asked["memory"])
 
 
-def test_the_service_account_is_the_pods(pod: dict[str, Any]) -> None:
+def test_the_service_account_is_the_pods(pod):
     account = manifests("jobset.yaml")["ServiceAccount"]
     assert account["metadata"]["name"] == pod["serviceAccountName"]
 
 
-def test_skypilot_runs_a_program_that_is_there_with_the_url_it_was_given() -> None:
+def test_skypilot_runs_a_program_that_is_there_with_the_url_it_was_given():
     task = yaml.safe_load((EXAMPLES / "skypilot" / "train.yaml").read_text())
     command = task["run"].split()
     (program,) = [word for word in command if word.endswith(".py")]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("ipykernel")
 tour = pytest.importorskip("tests.support.tour")
 
 
-def test_each_cell_of_the_tour_prints_what_the_notebook_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_cell_of_the_tour_prints_what_the_notebook_shows(tmp_path, monkeypatch):
     monkeypatch.setenv("PET_STANDALONE", "1")  # else each torchrun of a machine wants port 29500
     assert tour.printed(tour.run(tmp_path)) == tour.printed(tour.kept())

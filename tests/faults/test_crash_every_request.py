@@ -51,11 +51,11 @@ def harm(scene: Scene) -> dict[str, Verdict]:
 @pytest.mark.parametrize(
     "scene", cases(SMALL + LARGE, default=DEFAULT), ids=lambda one: f"{one.name}-{one.ranks}"
 )
-def test_crash_at_any_request_leaves_the_old_or_the_new_and_no_rest(scene: Scene) -> None:
+def test_crash_at_any_request_leaves_the_old_or_the_new_and_no_rest(scene):
     assert harm(scene) == {}
 
 
-def test_saves_are_cut_between_the_parts_of_an_upload() -> None:
+def test_saves_are_cut_between_the_parts_of_an_upload():
     scene = next(one for one in DEFAULT if one.shape.large_rank == 0)
     verbs = [where.verb for where in cuts(scene, scene.begin())]
     assert verbs.count("part") == 4  # two parts, each cut before and after
@@ -63,7 +63,7 @@ def test_saves_are_cut_between_the_parts_of_an_upload() -> None:
 
 
 @pytest.mark.campaign
-def test_stock_writer_is_torn_in_the_same_harness() -> None:
+def test_stock_writer_is_torn_in_the_same_harness():
     """Or the harness could not see it in ours."""
     overwriting = [one for one in scenes.scenes() if one.writer == STOCK and one.before == OLD]
     found = [verdict for scene in overwriting for verdict in harm(scene).values()]
@@ -72,7 +72,7 @@ def test_stock_writer_is_torn_in_the_same_harness() -> None:
     assert [verdict for verdict in found if verdict.orphans]
 
 
-def test_killed_process_reaches_nothing_any_more() -> None:
+def test_killed_process_reaches_nothing_any_more():
     bucket = Bucket()
     shape = Shape(1, large_rank=0)
     scene = replace(SMALL[0], shape=shape)

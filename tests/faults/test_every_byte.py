@@ -89,7 +89,7 @@ def check_every(checkpoint: Path, damages: Damages, stride: int) -> dict[str, tu
 
 # The strides have no common factor with the powers of two in which things are laid out.
 @pytest.mark.parametrize("damages", [flips, truncations])
-def test_no_damage_loads_a_wrong_value(checkpoint: Path, damages: Damages) -> None:
+def test_no_damage_loads_a_wrong_value(checkpoint, damages):
     counts = check_every(checkpoint, damages, stride=101)
     # Marker and index carry digests of all their bytes.
     for name in ("_COMMIT", "index"):
@@ -101,7 +101,5 @@ def test_no_damage_loads_a_wrong_value(checkpoint: Path, damages: Damages) -> No
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("damages", [flips, truncations])
-def test_no_damage_of_any_single_byte_loads_a_wrong_value(
-    checkpoint: Path, damages: Damages
-) -> None:
+def test_no_damage_of_any_single_byte_loads_a_wrong_value(checkpoint, damages):
     check_every(checkpoint, damages, stride=1)

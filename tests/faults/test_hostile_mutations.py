@@ -286,7 +286,7 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore")
 @quick
 @given(seed=st.integers(0, 2**64))
-def test_a_mutation_is_within_bounds_or_a_typed_error(kind: str, seed: int) -> None:
+def test_a_mutation_is_within_bounds_or_a_typed_error(kind, seed):
     hostile.fired.clear()
     KINDS[kind](seed)
     assert hostile.fired == []
@@ -297,7 +297,7 @@ def test_a_mutation_is_within_bounds_or_a_typed_error(kind: str, seed: int) -> N
 @pytest.mark.filterwarnings("ignore")
 @thorough
 @given(seed=st.integers(0, 2**64))
-def test_many_mutations_are_within_bounds_or_typed_errors(kind: str, seed: int) -> None:
+def test_many_mutations_are_within_bounds_or_typed_errors(kind, seed):
     hostile.fired.clear()
     KINDS[kind](seed)
     assert hostile.fired == []

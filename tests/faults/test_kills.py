@@ -254,9 +254,7 @@ def kill_many(bucket: Bucket, seeds: Sequence[int]) -> Counter[str]:
     return fell_into
 
 
-def test_a_job_that_is_killed_resumes_on_another_number_of_ranks_with_nothing_torn_or_lost(
-    bucket: Bucket,
-) -> None:
+def test_a_job_that_is_killed_resumes_on_another_number_of_ranks_with_nothing_torn_or_lost(bucket):
     # Of both ranks at the marker, and of the coordinator in a part and at the listing.
     assert kill_many(bucket, (0, 2, 3)).total() == 3
 
@@ -264,6 +262,6 @@ def test_a_job_that_is_killed_resumes_on_another_number_of_ranks_with_nothing_to
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("batch", range(10), ids=lambda batch: f"batch-{batch}")
-def test_fifty_kills(bucket: Bucket, batch: int) -> None:
+def test_fifty_kills(bucket, batch):
     fell_into = kill_many(bucket, range(100 + 50 * batch, 150 + 50 * batch))
     assert set(fell_into) == set(PHASES), "kills fall into every phase of a save"

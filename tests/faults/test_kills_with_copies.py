@@ -184,7 +184,7 @@ def kill_often(bucket: Bucket, path: Path, seed: int, kills: int) -> Counter[str
     return rack.counts
 
 
-def test_a_job_that_is_killed_goes_on_from_its_nodes(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_job_that_is_killed_goes_on_from_its_nodes(bucket, tmp_path):
     counts = kill_often(bucket, tmp_path, 0, 1)
     assert counts["resumed"] > 0
 
@@ -192,7 +192,7 @@ def test_a_job_that_is_killed_goes_on_from_its_nodes(bucket: Bucket, tmp_path: P
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(1, 9))
-def test_twenty_kills(bucket: Bucket, tmp_path: Path, seed: int) -> None:
+def test_twenty_kills(bucket, tmp_path, seed):
     counts = kill_often(bucket, tmp_path, seed, 20)
     assert counts["resumed"] > 10
     assert counts["with all nodes"] > 0
@@ -200,7 +200,7 @@ def test_twenty_kills(bucket: Bucket, tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
-def test_restarts_by_torchrun_fetch_nothing(bucket: Bucket, tmp_path: Path) -> None:
+def test_restarts_by_torchrun_fetch_nothing(bucket, tmp_path):
     """Each rank dies with its copies of a step that is never committed."""
     url, node = bucket.at("run"), tmp_path / "node"
     node.mkdir()

@@ -29,7 +29,7 @@ from dcp_objstore.errors import (
 )
 from tests.support.checkpoints import assert_nothing_visible
 from tests.support.launcher import Outcome, Ranks
-from tests.support.proxy import Asked, Cut, Fault, Meant, NetworkProxy, Side
+from tests.support.proxy import Asked, Cut, Fault, NetworkProxy
 from tests.support.ranks import run_ranks, start_workers, try_ranks
 from tests.support.servers import BUCKET, Bucket
 from tests.support.states import fill, tensor_state, wrong_keys
@@ -124,8 +124,8 @@ def assert_orphans_are_reported(bucket: Bucket, name: str) -> None:
     ],
 )
 def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
-    bucket: Bucket, proxy: NetworkProxy, stalled: int, world_size: int
-) -> None:
+    bucket, proxy, stalled, world_size
+):
     """Its connections stand still in the middle of a part; the server never hears the rest."""
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(is_part, after_bytes=MIB)
@@ -152,8 +152,8 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
     ],
 )
 def test_a_coordinator_that_is_stalled_before_the_commit_fails_the_save_on_every_rank(
-    bucket: Bucket, proxy: NetworkProxy, what: Meant
-) -> None:
+    bucket, proxy, what
+):
     """Small requests obey the stall time-out, although their own time-outs are minutes."""
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(what)
@@ -174,9 +174,7 @@ def test_a_coordinator_that_is_stalled_before_the_commit_fails_the_save_on_every
         pytest.param(False, id="put-alone", marks=pytest.mark.campaign),
     ],
 )
-def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(
-    bucket: Bucket, proxy: NetworkProxy, reading: bool
-) -> None:
+def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(bucket, proxy, reading):
     """Whether the marker can be read meanwhile or not: what was sent may still land."""
     url, options = bucket.at("step-1"), bucket.storage_options
 
@@ -196,9 +194,7 @@ def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(
     held.release()
 
 
-def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(
-    bucket: Bucket, proxy: NetworkProxy
-) -> None:
+def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(bucket, proxy):
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(lambda asked: asked.name == ".metadata" and asked.method == "PUT")
     ways, configs = [proxy.storage_options, options], [IMPATIENT, PATIENT]
@@ -209,9 +205,7 @@ def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(
 
 
 @pytest.mark.parametrize("name", ["_COMMIT", pytest.param("index.", marks=pytest.mark.campaign)])
-def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(
-    bucket: Bucket, proxy: NetworkProxy, name: str
-) -> None:
+def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(bucket, proxy, name):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(2, save, url, [options], [PATIENT])
     held = proxy.hold(lambda asked: asked.name.startswith(name), "answer", after_bytes=20)
@@ -222,7 +216,7 @@ def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(
     held.release()
 
 
-def test_one_stalled_connection_only_delays_a_save(bucket: Bucket, proxy: NetworkProxy) -> None:
+def test_one_stalled_connection_only_delays_a_save(bucket, proxy):
     url = bucket.at("step-1")
     held = proxy.hold(is_part, after_bytes=MIB, times=1)
     config = dos.TransferConfig(
@@ -235,7 +229,7 @@ def test_one_stalled_connection_only_delays_a_save(bucket: Bucket, proxy: Networ
     held.release()
 
 
-def test_a_slow_network_is_no_stall(bucket: Bucket, proxy: NetworkProxy) -> None:
+def test_a_slow_network_is_no_stall(bucket, proxy):
     """A part takes nearly half of the stall time-out; all of a rank's take longer than that."""
     url = bucket.at("step-1")
     proxy.bytes_per_second = 4 * MIB
@@ -253,9 +247,7 @@ def test_a_slow_network_is_no_stall(bucket: Bucket, proxy: NetworkProxy) -> None
         pytest.param(1, id="other-rank"),
     ],
 )
-def test_a_stalled_load_fails_soon_and_typed_on_every_rank(
-    bucket: Bucket, proxy: NetworkProxy, stalled: int
-) -> None:
+def test_a_stalled_load_fails_soon_and_typed_on_every_rank(bucket, proxy, stalled):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(3, save, url, [options], [PATIENT])
     held = proxy.hold(is_range, "answer", after_bytes=MIB)
@@ -286,9 +278,7 @@ def save_until_ctrl_c(rank: int, world: int, url: str, *ways: object) -> None:
     [False, pytest.param(True, marks=pytest.mark.campaign)],
     ids=["stalled-rank", "every-rank"],
 )
-def test_ctrl_c_ends_a_stalled_save_long_before_any_time_out(
-    bucket: Bucket, proxy: NetworkProxy, crew: Ranks, everywhere: bool
-) -> None:
+def test_ctrl_c_ends_a_stalled_save_long_before_any_time_out(bucket, proxy, crew, everywhere):
     """The time-outs are minutes; what it takes are the 5 s that the transport has for its abort."""
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(is_part, after_bytes=MIB)
@@ -334,9 +324,7 @@ class Cutter:
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in range(1, 30))]
 )
-def test_connections_cut_at_random_only_delay_a_save_and_a_load(
-    bucket: Bucket, proxy: NetworkProxy, seed: int
-) -> None:
+def test_connections_cut_at_random_only_delay_a_save_and_a_load(bucket, proxy, seed):
     url, ways = bucket.at("step-1"), [proxy.storage_options]
     config = dos.TransferConfig(part_size_bytes=PART_SIZE_BYTES, request_size_bytes=4 * MIB)
     cutter = Cutter(proxy, seed, 0.3, 8)
@@ -355,8 +343,8 @@ def test_connections_cut_at_random_only_delay_a_save_and_a_load(
 
 @pytest.mark.parametrize("side", [pytest.param("request", marks=pytest.mark.campaign), "answer"])
 def test_a_save_survives_the_loss_of_every_kind_of_request_and_of_every_kind_of_answer(
-    bucket: Bucket, proxy: NetworkProxy, side: Side
-) -> None:
+    bucket, proxy, side
+):
     """Each once: nothing of the request arrives; or it takes effect, and its answer is lost."""
     url = bucket.at("step-1")
     lost: set[tuple[str, ...]] = set()
@@ -400,9 +388,7 @@ def server() -> Iterator[SeaweedServer]:
         pytest.param(lambda asked: asked.method == "PUT" and asked.name == "_COMMIT", id="commit"),
     ],
 )
-def test_a_server_that_is_killed_and_restarted_in_mid_save_only_delays_it(
-    server: SeaweedServer, crew: Ranks, moment: Meant
-) -> None:
+def test_a_server_that_is_killed_and_restarted_in_mid_save_only_delays_it(server, crew, moment):
     bucket = Bucket(
         "seaweed",
         f"s3://{BUCKET}/{secrets.token_hex(4)}",

@@ -113,8 +113,8 @@ DEFAULT = [
 
 @pytest.mark.parametrize(("behaviour", "transport", "verb"), cases(TABLE, default=DEFAULT))
 def test_a_verb_does_what_is_asked_for_on_an_odd_server(
-    server: OddServer, tmp_path: Path, behaviour: str, transport: str, verb: str
-) -> None:
+    server, tmp_path, behaviour, transport, verb
+):
     server.behaviour = BEHAVIOURS[behaviour]
     VERBS[verb](server, server.options(transport), tmp_path)
     assert not server.uploads

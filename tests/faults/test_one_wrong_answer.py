@@ -333,9 +333,7 @@ def share(first: Bucket, operation: Operation, number: int) -> Iterator[tuple[st
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.name)
 @pytest.mark.parametrize("number", cases(range(_SHARES), default=[0]))
-def test_one_wrong_answer_anywhere_does_no_harm(
-    first: Bucket, operation: Operation, number: int
-) -> None:
+def test_one_wrong_answer_anywhere_does_no_harm(first, operation, number):
     ends = dict(share(first, operation, number))
     harm = [f"{at}: {end}" for at, end in ends.items() if end not in (RIGHT, REFUSED, NOT_MET)]
     assert not harm, "\n".join(harm)

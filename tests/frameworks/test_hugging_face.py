@@ -210,9 +210,7 @@ def accelerate_job(
         return {"found": found, "saved": look()}
 
 
-def test_an_accelerator_goes_on_with_other_ranks_and_another_wrapper(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_an_accelerator_goes_on_with_other_ranks_and_another_wrapper(bucket, tmp_path):
     jobs = [("fsdp2", 2), ("single", 1), ("fsdp1", 2), ("ddp", 2), ("fsdp2", 3)]
     before: list[dict[str, Any]] = []
     for step, (kind, world) in enumerate(jobs):
@@ -233,9 +231,7 @@ def test_an_accelerator_goes_on_with_other_ranks_and_another_wrapper(
     assert_only_commits(bucket, *(f"step-{step}" for step in range(len(jobs))))
 
 
-def test_an_accelerators_run_keeps_its_dataloader_hooks_and_naming(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_an_accelerators_run_keeps_its_dataloader_hooks_and_naming(bucket, tmp_path):
     def begin() -> tuple[Any, Any]:
         job = accelerated(
             "single",
@@ -284,7 +280,7 @@ class Harmful:
         return os.symlink, (".", "harm")
 
 
-def test_a_custom_object_runs_no_code_unless_it_is_trusted(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_custom_object_runs_no_code_unless_it_is_trusted(bucket, tmp_path):
     with a_machine(str(tmp_path)):
         job = accelerated("single")
         job["counter"].counts = {"harm": Harmful()}
@@ -305,7 +301,7 @@ def test_a_custom_object_runs_no_code_unless_it_is_trusted(bucket: Bucket, tmp_p
 @pytest.mark.parametrize(
     "name", ["../harm", "/tmp/harm", "a/../../harm", "custom_checkpoint_0.pkl/x"]
 )
-def test_a_hostile_name_of_a_file_is_refused(bucket: Bucket, tmp_path: Path, name: str) -> None:
+def test_a_hostile_name_of_a_file_is_refused(bucket, tmp_path, name):
     with a_machine(str(tmp_path)):
         state = accelerator_state(accelerated("single")["accelerator"])
         access: Any = {"storage_options": bucket.storage_options}
@@ -318,7 +314,7 @@ def test_a_hostile_name_of_a_file_is_refused(bucket: Bucket, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("values", [{"a": 1}, [1], 1])
-def test_values_that_are_no_files_are_named_as_such(tmp_path: Path, values: Any) -> None:
+def test_values_that_are_no_files_are_named_as_such(tmp_path, values):
     with (
         a_machine(str(tmp_path)),
         pytest.raises(dos.errors.StateMismatchError, match="no files of accelerate"),
@@ -330,9 +326,7 @@ def test_values_that_are_no_files_are_named_as_such(tmp_path: Path, values: Any)
         dos.load(accelerator_state(accelerator), url, progress=False)
 
 
-def test_of_files_with_one_name_a_rank_reads_its_own_or_that_of_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_files_with_one_name_a_rank_reads_its_own_or_that_of_rank_0(tmp_path, monkeypatch):
     for rank, expected in enumerate([b"0", b"1", b"0"]):
         monkeypatch.setattr(hf, "rank_and_world_size", lambda rank=rank: (rank, 3))
         hf._write_files(tmp_path, [{"one": b"0"}, {"one": b"1", "two": b"2"}], trust_pickle=False)
@@ -340,7 +334,7 @@ def test_of_files_with_one_name_a_rank_reads_its_own_or_that_of_rank_0(
         assert (tmp_path / "two").read_bytes() == b"2"
 
 
-def test_an_accelerator_that_saves_in_its_own_way_is_refused(tmp_path: Path) -> None:
+def test_an_accelerator_that_saves_in_its_own_way_is_refused(tmp_path):
     with a_machine(str(tmp_path)):
         accelerator = accelerated("single")["accelerator"]
         accelerator.state.distributed_type = DistributedType.DEEPSPEED
@@ -454,9 +448,7 @@ def trainer_job(
         return seen
 
 
-def test_a_trainer_goes_on_with_other_ranks_and_another_wrapper(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_trainer_goes_on_with_other_ranks_and_another_wrapper(bucket, tmp_path):
     """Each job on a machine of its own: all it finds is the bucket."""
     jobs = [("single", 1), ("ddp", 2), ("fsdp2", 3), ("fsdp1", 2), ("fsdp2", 2), ("single", 1)]
     before: dict[str, Any] = {}
@@ -479,9 +471,7 @@ def test_a_trainer_goes_on_with_other_ranks_and_another_wrapper(
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_an_interrupted_training_ends_as_one_that_was_not(
-    bucket: Bucket, tmp_path: Path, background: bool
-) -> None:
+def test_an_interrupted_training_ends_as_one_that_was_not(bucket, tmp_path, background):
     """Bit for bit: the order of the data, dropout, the schedule, and the optimizer."""
 
     def train(last: int, url: str, resume: bool) -> dict[str, Any]:
@@ -501,7 +491,7 @@ def test_an_interrupted_training_ends_as_one_that_was_not(
     assert bucket.uploads() == []
 
 
-def test_a_training_that_starts_again_on_its_node_needs_no_objects(tmp_path: Path) -> None:
+def test_a_training_that_starts_again_on_its_node_needs_no_objects(tmp_path):
     (node := tmp_path / "node").mkdir()
     for last, resume in ((3, False), (5, True)):
         with a_machine(str(tmp_path)):
@@ -513,8 +503,8 @@ def test_a_training_that_starts_again_on_its_node_needs_no_objects(tmp_path: Pat
 
 
 def test_save_total_limit_deletes_on_the_bucket_and_spares_the_best_and_the_pinned(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+    bucket, tmp_path
+):
     losses = {1: 5.0, 2: 1.0, 3: 4.0, 4: 3.0, 5: 2.0, 6: 1.0, 7: 6.0}
     loads: list[str] = []
 
@@ -563,9 +553,7 @@ def test_save_total_limit_deletes_on_the_bucket_and_spares_the_best_and_the_pinn
     assert bucket.uploads() == []
 
 
-def test_a_url_resumes_a_step_of_this_run_or_starts_from_one_of_another(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_url_resumes_a_step_of_this_run_or_starts_from_one_of_another(bucket, tmp_path):
     access: Any = {"storage_options": bucket.storage_options}
 
     def train(run: str, last: int, resume: str | bool | None, **arguments: Any) -> Any:
@@ -598,7 +586,7 @@ def test_a_url_resumes_a_step_of_this_run_or_starts_from_one_of_another(
         train("weights", 2, True)
 
 
-def test_from_pretrained_loads_an_exported_step(bucket: Bucket, tmp_path: Path) -> None:
+def test_from_pretrained_loads_an_exported_step(bucket, tmp_path):
     options = bucket.storage_options
     with a_machine(str(tmp_path / "machine")):
         trainer = make_trainer(At(2, stop))
@@ -633,7 +621,7 @@ class Plain(torch.nn.Module):
         return {"loss": self.table(input_ids).square().mean() + 0 * labels.sum()}
 
 
-def test_a_plain_module_is_trained_on(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_plain_module_is_trained_on(bucket, tmp_path):
     for last in (1, 2):
         with a_machine(str(tmp_path)):
             trainer = make_trainer(At(last, stop), model=Plain())
@@ -653,14 +641,8 @@ def test_a_plain_module_is_trained_on(bucket: Bucket, tmp_path: Path) -> None:
     ],
 )
 def test_the_last_step_and_the_best_one_are_saved_although_a_save_is_under_way(
-    bucket: Bucket,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    on_busy: str,
-    last: int,
-    arguments: dict[str, Any],
-    saved: list[int],
-) -> None:
+    bucket, tmp_path, monkeypatch, on_busy, last, arguments, saved
+):
     monkeypatch.setattr(RunSaves, "is_idle", lambda saves: saves._pending is None)  # all are slow
     if "greater_is_better" in arguments:  # the loss becomes smaller
         best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
@@ -698,13 +680,13 @@ def preempted_job(rank: int, world: int, folder: str, url: str, options: Options
         return int(trainer.state.global_step)
 
 
-def test_sigterm_on_one_rank_saves_a_step_of_all_and_stops(bucket: Bucket, tmp_path: Path) -> None:
+def test_sigterm_on_one_rank_saves_a_step_of_all_and_stops(bucket, tmp_path):
     steps = run_ranks(2, preempted_job, str(tmp_path), bucket.url, bucket.storage_options)
     assert steps[0] == steps[1] < 5000
     assert_only_commits(bucket, f"step-{steps[0]}")
 
 
-def test_what_a_trainer_cannot_do_on_a_bucket_is_refused(tmp_path: Path) -> None:
+def test_what_a_trainer_cannot_do_on_a_bucket_is_refused(tmp_path):
     with a_machine(str(tmp_path)):
         trainer = make_trainer()
         with pytest.raises(dos.errors.InvalidUrlError):
@@ -733,7 +715,7 @@ def test_what_a_trainer_cannot_do_on_a_bucket_is_refused(tmp_path: Path) -> None
             with_object_store(deep, "s3://bucket/run")
 
 
-def test_a_trainer_whose_output_folder_is_a_url_is_refused(tmp_path: Path) -> None:
+def test_a_trainer_whose_output_folder_is_a_url_is_refused(tmp_path):
     with a_machine(str(tmp_path)):
         trainer = make_trainer()
         trainer.args.output_dir = "s3://bucket/run"
@@ -769,9 +751,7 @@ def saved_by_peft(model: Any, folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_a_trainer_saves_the_adapters_alone_under_every_wrapper(
-    bucket: Bucket, tmp_path: Path, peft: Any
-) -> None:
+def test_a_trainer_saves_the_adapters_alone_under_every_wrapper(bucket, tmp_path, peft):
     jobs = [("single", 1), ("fsdp2", 2), ("fsdp1", 2), ("ddp", 2), ("single", 1)]
     before: dict[str, Any] = {}
     for number, (kind, world) in enumerate(jobs, 1):
@@ -796,7 +776,7 @@ def test_a_trainer_saves_the_adapters_alone_under_every_wrapper(
         assert {*described["names"].values()} == trained
 
 
-def test_peft_reads_what_is_exported_of_a_step(bucket: Bucket, tmp_path: Path, peft: Any) -> None:
+def test_peft_reads_what_is_exported_of_a_step(bucket, tmp_path, peft):
     options = bucket.storage_options
     with a_machine(str(tmp_path / "machine")):
         trainer = make_trainer(At(2, stop), model=adapted())
@@ -824,9 +804,7 @@ def test_peft_reads_what_is_exported_of_a_step(bucket: Bucket, tmp_path: Path, p
     ],
     ids=["dora", "biases and an embedding", "tokens"],
 )
-def test_each_of_several_adapters_is_saved_loaded_and_exported(
-    tmp_path: Path, peft: Any, settings: dict[str, Any]
-) -> None:
+def test_each_of_several_adapters_is_saved_loaded_and_exported(tmp_path, peft, settings):
     url, model = memory_url(), adapted(**settings)
     tokens = settings.get("trainable_token_indices")
     second = peft.LoraConfig(
@@ -856,7 +834,7 @@ def test_each_of_several_adapters_is_saved_loaded_and_exported(
     assert_same(other.state_dict(), model.state_dict())
 
 
-def test_a_prompt_encoder_resumes_and_is_left_to_peft_to_export(tmp_path: Path, peft: Any) -> None:
+def test_a_prompt_encoder_resumes_and_is_left_to_peft_to_export(tmp_path, peft):
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model, other = (peft.get_peft_model(gpt2(), config) for _ in range(2))
     dos.save(peft_state(model), url := memory_url())
@@ -867,7 +845,7 @@ def test_a_prompt_encoder_resumes_and_is_left_to_peft_to_export(tmp_path: Path, 
     assert not (tmp_path / "prompts").exists()
 
 
-def test_the_best_adapters_are_loaded_at_the_end(bucket: Bucket, tmp_path: Path, peft: Any) -> None:
+def test_the_best_adapters_are_loaded_at_the_end(bucket, tmp_path, peft):
     options = bucket.storage_options
     with a_machine(str(tmp_path)):
         trainer = make_trainer(
@@ -899,9 +877,7 @@ def test_the_best_adapters_are_loaded_at_the_end(bucket: Bucket, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("credentials")
-def test_what_the_page_says_of_peft_runs_with_accelerate_too(
-    bucket: Bucket, tmp_path: Path, peft: Any
-) -> None:
+def test_what_the_page_says_of_peft_runs_with_accelerate_too(bucket, tmp_path, peft):
     (block,) = re.findall(r"^```py\n(.*?)^```", ADAPTERS.read_text(), re.M | re.S)
     model = adapted()
     names = {"optimizer": torch.optim.AdamW(model.parameters()), "base": gpt2()}
@@ -927,8 +903,8 @@ def injected() -> Any:
 
 
 def test_adapters_that_transformers_has_added_are_saved_alone_as_the_trainer_does(
-    bucket: Bucket, tmp_path: Path, peft: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bucket, tmp_path, peft, monkeypatch
+):
     # transformers 5.24 wants PEFT 0.22 for this; 0.21 does, too.
     monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     options = bucket.storage_options
@@ -950,7 +926,7 @@ def test_adapters_that_transformers_has_added_are_saved_alone_as_the_trainer_doe
     assert torch.equal(loaded(rows).logits, model(rows).logits)
 
 
-def test_no_other_model_has_the_state_of_one_of_peft(peft: Any) -> None:
+def test_no_other_model_has_the_state_of_one_of_peft(peft):
     with pytest.raises(dos.errors.ConfigError, match="GPT2LMHeadModel"):
         peft_state(gpt2())
 
@@ -970,9 +946,7 @@ def credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("credentials")
-def test_the_example_resumes_on_one_rank(
-    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_resumes_on_one_rank(bucket, tmp_path, capsys):
     for line in py_blocks()[0].splitlines():
         assert line in EXAMPLE.read_text()
     assert len(EXAMPLE.read_text().splitlines()) < 80
@@ -1003,7 +977,7 @@ def test_the_example_resumes_on_one_rank(
 
 
 @pytest.mark.usefixtures("credentials")
-def test_what_the_page_says_of_accelerate_runs(bucket: Bucket, tmp_path: Path) -> None:
+def test_what_the_page_says_of_accelerate_runs(bucket, tmp_path):
     _, one_step, run, _ = (block.replace("s3://bucket/run", bucket.url) for block in py_blocks())
     job: dict[str, Any] = {}
     with a_machine(str(tmp_path)):

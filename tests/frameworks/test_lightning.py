@@ -245,8 +245,8 @@ def in_one_file(job: Job, name: str, file: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["model-parallel", "fsdp"])
 def test_a_trainer_goes_on_with_1_and_with_3_ranks_and_from_a_file_by_itself(
-    bucket: Bucket, job: Job, kind: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    bucket, job, kind, tmp_path_factory
+):
     assert run(2, job, kind=kind)["resumed"] is None
     assert names(bucket) == ["step=2.ckpt", "step=4.ckpt"]
     alone = run(1, job, kind=kind, ckpt_path="last", steps=6)
@@ -272,9 +272,7 @@ def test_a_trainer_goes_on_with_1_and_with_3_ranks_and_from_a_file_by_itself(
         assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
 
 
-def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint_as_the_last(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint_as_the_last(bucket, tmp_path):
     def second_save(asked: Asked) -> bool:
         return asked.method == "PUT" and "step=4" in asked.key and asked.name.startswith("__1_")
 
@@ -297,7 +295,7 @@ def test_a_rank_killed_in_a_save_leaves_the_previous_checkpoint_as_the_last(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_top_k_deletes_by_our_rules(bucket: Bucket, job: Job) -> None:
+def test_top_k_deletes_by_our_rules(bucket, job):
     best = {"monitor": "number", "mode": "max", "save_top_k": 2, "save_last": True}
     first = run(2, job, callback=best, steps=6, storage={"grace_seconds": 0})
     assert first["kept"] == ["step=4.ckpt", "step=6.ckpt"]
@@ -333,9 +331,7 @@ def save_in_the_background(rank: int, world_size: int, job: Job) -> tuple[list[s
         return saved, "nothing"
 
 
-def test_saves_in_the_background_end_with_fit_and_deletions_wait_for_them(
-    bucket: Bucket, job: Job
-) -> None:
+def test_saves_in_the_background_end_with_fit_and_deletions_wait_for_them(bucket, job):
     changes = {"callback": {"save_top_k": 1}, "storage": {"background": True}, "steps": 8}
     first, other = run_ranks(2, save_in_the_background, Job(**{**vars(job), **changes}))
     assert first == (["step=8.ckpt"], "InvalidUrlError")
@@ -357,7 +353,7 @@ def stay_in_the_root(rank: int, world_size: int, job: Job) -> list[Any]:
         return said
 
 
-def test_a_root_in_the_bucket_is_where_best_and_last_are_found(bucket: Bucket, job: Job) -> None:
+def test_a_root_in_the_bucket_is_where_best_and_last_are_found(bucket, job):
     first, second = run_ranks(2, stay_in_the_root, job)
     assert first == second
     folder = bucket.at("checkpoints")
@@ -394,14 +390,14 @@ def look_at_names(rank: int, world_size: int, job: Job) -> dict[str, Any]:
         return found
 
 
-def test_what_exists_is_what_is_committed_whatever_s3fs_remembers(bucket: Bucket, job: Job) -> None:
+def test_what_exists_is_what_is_committed_whatever_s3fs_remembers(bucket, job):
     for found in run_ranks(1, look_at_names, job):
         assert found["saved"] == found["saved, by s3fs"] == [True, False]
         assert found["deleted"] == [False, True]
         assert found["deleted, by s3fs"] == [True, False]
 
 
-def test_names_that_are_taken_get_a_version(bucket: Bucket, job: Job) -> None:
+def test_names_that_are_taken_get_a_version(bucket, job):
     run(1, job, steps=2)  # so that Lightning lists the folder when the next job starts
     twice = {"monitor": "number", "mode": "max", "filename": "model", "save_top_k": 2}
     found = run(1, job, callback=twice, steps=4)
@@ -433,9 +429,7 @@ def load_untrusted(rank: int, world_size: int, job: Job) -> list[str]:
         return said
 
 
-def test_objects_need_trust_and_checkpoints_of_weights_alone_are_not_the_last(
-    bucket: Bucket, job: Job
-) -> None:
+def test_objects_need_trust_and_checkpoints_of_weights_alone_are_not_the_last(bucket, job):
     run(2, job, hparam=Width(), steps=2)
     run(1, job, callback={"filename": "light-{step}", "save_weights_only": True}, steps=2)
     assert names(bucket) == ["step=2.ckpt", "light-step=2.ckpt"]
@@ -444,7 +438,7 @@ def test_objects_need_trust_and_checkpoints_of_weights_alone_are_not_the_last(
     assert loaded == "tuple"
 
 
-def test_the_older_name_of_the_package_is_served_too(bucket: Bucket, job: Job) -> None:
+def test_the_older_name_of_the_package_is_served_too(bucket, job):
     pytest.importorskip("pytorch_lightning")
     run(1, job, package="pytorch_lightning", steps=2)
     found = run(1, job, package="pytorch_lightning", ckpt_path="last", steps=4)
@@ -510,7 +504,7 @@ def work_by_fabric(rank: int, world_size: int, job: Job) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["model-parallel", "fsdp"])
-def test_fabric_goes_on_with_1_and_with_3_ranks(bucket: Bucket, job: Job, kind: str) -> None:
+def test_fabric_goes_on_with_1_and_with_3_ranks(bucket, job, kind):
     job = Job(**{**vars(job), "kind": kind})
     for world_size, steps in ((2, 2), (1, 4), (3, 6)):
         before = bucket.at(f"{steps - 2}.ckpt") if steps > 2 else None
@@ -533,7 +527,7 @@ def test_fabric_goes_on_with_1_and_with_3_ranks(bucket: Bucket, job: Job, kind: 
     assert "optimizer.state.0.weight.exp_avg" in saved
 
 
-def test_what_cannot_be_served_is_refused() -> None:
+def test_what_cannot_be_served_is_refused():
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
@@ -565,9 +559,7 @@ def keep_local(rank: int, world_size: int, job: Job) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["model-parallel", "fsdp"])
-def test_local_paths_stay_lightnings_and_have_the_same_keys(
-    bucket: Bucket, job: Job, tmp_path_factory: pytest.TempPathFactory, kind: str
-) -> None:
+def test_local_paths_stay_lightnings_and_have_the_same_keys(bucket, job, tmp_path_factory, kind):
     from lightning.fabric.utilities.load import _load_distributed_checkpoint
     from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 
@@ -589,9 +581,7 @@ def test_local_paths_stay_lightnings_and_have_the_same_keys(
     assert one["param_groups"] == other["param_groups"]
 
 
-def test_the_example_trains_and_goes_on_with_another_number_of_ranks(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_the_example_trains_and_goes_on_with_another_number_of_ranks(bucket, tmp_path):
     for ranks, steps, before in ((2, 10, "nothing"), (1, 15, "s3://")):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         done = subprocess.run(
@@ -611,7 +601,7 @@ def test_the_example_trains_and_goes_on_with_another_number_of_ranks(
     assert_only_commits(bucket)
 
 
-def test_the_page_shows_lines_of_the_example() -> None:
+def test_the_page_shows_lines_of_the_example():
     example = {line.strip() for line in EXAMPLE.read_text().splitlines()}
     lines = [line.strip() for line in page_blocks()[0].splitlines() if line.strip()]
     assert set(lines) <= example, set(lines) - example

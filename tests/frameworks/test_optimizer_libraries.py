@@ -19,7 +19,7 @@ _LEAST_RIGHT = {"pytorch_optimizer": 134, "schedulefree": 11, "timm": 23, "torch
 
 @pytest.mark.parametrize("scene", cases(SCENES, default=["fresh", "stepped"]))
 @pytest.mark.parametrize("library", _LEAST_RIGHT)
-def test_each_optimizer_goes_on_as_through_its_own_state_dict(library: str, scene: str) -> None:
+def test_each_optimizer_goes_on_as_through_its_own_state_dict(library, scene):
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     found = [row(case, SCENES[scene]) for case in cases_of(library)]

@@ -25,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 import dcp_objstore as dos
 from tests.support.elastic import environment
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 
 pytestmark = [pytest.mark.backends("seaweed"), pytest.mark.timeout(600)]
 
@@ -253,9 +252,7 @@ def save_and_load(rank: int, world_size: int, name: str, url: str, env: dict[str
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_its_own_checkpoint_code_saves_to_a_bucket_and_resumes_from_it(
-    bucket: Bucket, name: str
-) -> None:
+def test_its_own_checkpoint_code_saves_to_a_bucket_and_resumes_from_it(bucket, name):
     door = DOORS[name]
     if importlib.util.find_spec(door.package) is None:
         pytest.skip(f"no checkout of {name} on PYTHONPATH")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.support.elastic import (
     assert_quotes,
     environment,
 )
-from tests.support.servers import Bucket
 
 pytest.importorskip("ray.train.torch")
 
@@ -43,8 +41,8 @@ finally:
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
 def test_workers_go_on_after_the_newest_step_when_one_is_killed_and_when_there_are_fewer(
-    bucket: Bucket, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    bucket, tmp_path, tmp_path_factory
+):
     url = bucket.at("run")
     env = environment(bucket) | {
         elastic.KILLS: f"{tmp_path} 1:30",
@@ -67,5 +65,5 @@ def test_workers_go_on_after_the_newest_step_when_one_is_killed_and_when_there_a
     assert assert_only_whole_steps(bucket, url, tmp_path) == [30, 40, 50]
 
 
-def test_the_page_quotes_the_example() -> None:
+def test_the_page_quotes_the_example():
     assert_quotes("frameworks/ray.md", "ray_train.py")

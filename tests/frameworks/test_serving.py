@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,9 +35,7 @@ def export_here(rank: int, world: int, url: str, out: str, settings: dict[str, A
     dos.export_checkpoint(url, out, process_group=dist.group.WORLD, progress=False, **settings)
 
 
-def test_the_streamer_of_vllm_and_sglang_reads_the_bucket(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_streamer_of_vllm_and_sglang_reads_the_bucket(bucket, tmp_path, monkeypatch):
     streamer = pytest.importorskip("runai_model_streamer")
     pytest.importorskip("runai_model_streamer_s3")
     state = {f"w{number}": seeded(f"w{number}", (50, 10)).bfloat16() for number in range(7)}
@@ -65,9 +62,7 @@ def test_the_streamer_of_vllm_and_sglang_reads_the_bucket(
     assert all(same_bits(found[name], value) for name, value in state.items())
 
 
-def test_a_folder_from_the_bucket_is_a_model_with_its_tokenizer(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_folder_from_the_bucket_is_a_model_with_its_tokenizer(bucket, tmp_path):
     """By the commands of docs/serving.md, then by from_pretrained: the same tokens and logits."""
     transformers = pytest.importorskip("transformers")
     model, tokenizer = tiny_model(transformers)

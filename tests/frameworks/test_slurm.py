@@ -121,8 +121,8 @@ class Job:
 @pytest.mark.backends("file", "seaweed")
 @pytest.mark.parametrize("grace_seconds", [0, 120])
 def test_a_job_that_another_displaces_saves_its_last_step_and_goes_on_after_it(
-    bucket: Bucket, tmp_path: Path, grace_seconds: int
-) -> None:
+    bucket, tmp_path, grace_seconds
+):
     with Slurm(2, grace_seconds=grace_seconds) as slurm:
         job = Job(slurm, bucket, tmp_path)
         assert job.wait_for_start(0) == 0
@@ -141,7 +141,7 @@ def test_a_job_that_another_displaces_saves_its_last_step_and_goes_on_after_it(
 
 @campaign
 @pytest.mark.backends("file", "seaweed")
-def test_a_job_that_is_requeued_goes_on_after_its_last_step(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_job_that_is_requeued_goes_on_after_its_last_step(bucket, tmp_path):
     with Slurm(2) as slurm:
         job = Job(slurm, bucket, tmp_path)
         saved = job.wait_for_steps()
@@ -154,9 +154,7 @@ def test_a_job_that_is_requeued_goes_on_after_its_last_step(bucket: Bucket, tmp_
 
 @campaign
 @pytest.mark.backends("file", "seaweed")
-def test_a_job_at_its_time_limit_saves_and_queues_itself_again(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_job_at_its_time_limit_saves_and_queues_itself_again(bucket, tmp_path):
     with Slurm(2) as slurm:
         # Slurm may send the signal a minute earlier.
         job = Job(slurm, bucket, tmp_path, "--time=4", "--signal=B:USR1@90")
@@ -170,9 +168,7 @@ def test_a_job_at_its_time_limit_saves_and_queues_itself_again(
 
 @campaign
 @pytest.mark.backends("file", "seaweed")
-def test_scancel_saves_the_last_step_and_the_next_job_goes_on_after_it(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_scancel_saves_the_last_step_and_the_next_job_goes_on_after_it(bucket, tmp_path):
     with Slurm(2) as slurm:
         job = Job(slurm, bucket, tmp_path)
         job.wait_for_steps()
@@ -188,9 +184,7 @@ def test_scancel_saves_the_last_step_and_the_next_job_goes_on_after_it(
 
 @campaign
 @pytest.mark.backends("file", "seaweed")
-def test_a_job_that_loses_a_node_goes_on_with_another_after_its_newest_step(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_job_that_loses_a_node_goes_on_with_another_after_its_newest_step(bucket, tmp_path):
     with Slurm(3) as slurm:
         job = Job(slurm, bucket, tmp_path)
         job.wait_for_steps()
@@ -207,9 +201,7 @@ def test_a_job_that_loses_a_node_goes_on_with_another_after_its_newest_step(
 
 @campaign
 @pytest.mark.backends("file", "seaweed")
-def test_the_steps_of_an_attempt_that_slurm_cannot_reach_do_not_count(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_the_steps_of_an_attempt_that_slurm_cannot_reach_do_not_count(bucket, tmp_path):
     with Slurm(4) as slurm:
         job = Job(slurm, bucket, tmp_path)
         job.wait_for_steps()
@@ -233,9 +225,7 @@ def test_the_steps_of_an_attempt_that_slurm_cannot_reach_do_not_count(
 
 @campaign
 @pytest.mark.backends("file", "seaweed")
-def test_a_requeued_job_reads_the_scratch_of_its_nodes_and_nothing_else(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_requeued_job_reads_the_scratch_of_its_nodes_and_nothing_else(bucket, tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with Slurm(2) as slurm:
@@ -270,9 +260,7 @@ for name, share in (("fits", 0.3), ("too-large", 0.7)):
 
 @campaign
 @pytest.mark.backends("file")
-def test_copies_in_memory_leave_room_below_the_limit_that_slurm_sets_for_the_job(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_copies_in_memory_leave_room_below_the_limit_that_slurm_sets_for_the_job(bucket, tmp_path):
     (tmp_path / "save.py").write_text(SAVE)
     with Slurm(1) as slurm, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         if not slurm.has_cgroups:
@@ -289,7 +277,7 @@ def test_copies_in_memory_leave_room_below_the_limit_that_slurm_sets_for_the_job
 
 @campaign
 @pytest.mark.backends("seaweed")
-def test_under_srun_the_demo_uses_the_tasks_that_are_there(bucket: Bucket, tmp_path: Path) -> None:
+def test_under_srun_the_demo_uses_the_tasks_that_are_there(bucket, tmp_path):
     report = tmp_path / "report.md"
     command = [sys.executable, "-m", "dcp_objstore", "demo", "--url", bucket.url]
     with Slurm(2) as slurm:
@@ -307,7 +295,7 @@ def test_under_srun_the_demo_uses_the_tasks_that_are_there(bucket: Bucket, tmp_p
     assert bucket.uploads() == []
 
 
-def test_the_batch_script_is_what_bash_and_the_page_take_it_for() -> None:
+def test_the_batch_script_is_what_bash_and_the_page_take_it_for():
     subprocess.run(["bash", "-n", str(SCRIPT)], check=True)
     assert_quotes("how-to/slurm.md", "slurm/train.py")
     page = (EXAMPLES.parent / "docs" / "how-to" / "slurm.md").read_text()
@@ -317,9 +305,7 @@ def test_the_batch_script_is_what_bash_and_the_page_take_it_for() -> None:
 
 
 @pytest.mark.backends("file")
-def test_the_program_of_the_batch_script_trains_on_two_ranks_and_ends_the_run(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_the_program_of_the_batch_script_trains_on_two_ranks_and_ends_the_run(bucket, tmp_path):
     program = str(EXAMPLES / "slurm" / "train.py")
     words = ["torchrun", "--nproc-per-node", "2", program, bucket.at("run"), "10"]
     env = {"OMP_NUM_THREADS": "1"}

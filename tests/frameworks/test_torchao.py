@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,9 +74,7 @@ def held(tensor: torch.Tensor) -> tuple[str, list[bytes]]:
 
 @pytest.mark.parametrize("save", ["save", "async_save"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_quantized_optimizer_goes_on_as_if_it_had_not_been_saved(
-    optimizer: str, save: str
-) -> None:
+def test_a_quantized_optimizer_goes_on_as_if_it_had_not_been_saved(optimizer, save):
     url = memory_url()
     training = made(optimizer)
     train(*training, seed=1)
@@ -115,9 +112,7 @@ def _parts_after(rank: int, world: int, url: str, optimizer: str) -> list[bytes]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_quantized_optimizer_goes_on_under_fsdp2_and_with_fewer_ranks(
-    optimizer: str, tmp_path: Path
-) -> None:
+def test_a_quantized_optimizer_goes_on_under_fsdp2_and_with_fewer_ranks(optimizer, tmp_path):
     url = (tmp_path / "run" / "step-1").as_uri()
     assert run_ranks(2, _resume_sharded, url, optimizer) == [True, True]
     (one,) = run_ranks(1, _parts_after, url, optimizer)
@@ -135,7 +130,7 @@ def _weights(config: str) -> nn.Module:
 
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("config", WEIGHTS)
-def test_quantized_weights_load_into_others_and_into_plain_ones(config: str, save: str) -> None:
+def test_quantized_weights_load_into_others_and_into_plain_ones(config, save):
     url = memory_url()
     saved, other = _weights(config).state_dict(), _weights(config).state_dict()
     SAVES[save](dict(saved), url)
@@ -147,7 +142,7 @@ def test_quantized_weights_load_into_others_and_into_plain_ones(config: str, sav
 
 
 @pytest.mark.parametrize("kind", ["OptimState8bit", "OptimState4bit", "OptimStateFp8"])
-def test_plain_state_loads_into_quantized_state_and_back(kind: str) -> None:
+def test_plain_state_loads_into_quantized_state_and_back(kind):
     import torchao.optim.subclass_4bit as four
     import torchao.optim.subclass_8bit as eight
     import torchao.optim.subclass_fp8 as fp8

@@ -17,7 +17,6 @@ from tests.support.elastic import (
     environment,
     newest_of,
 )
-from tests.support.servers import Bucket
 
 pytest.importorskip("torchft")
 
@@ -27,9 +26,7 @@ GO_ON = r"goes on after step (\d+)"
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
-def test_a_killed_replica_group_is_healed_and_the_bucket_outlives_all_of_them(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_killed_replica_group_is_healed_and_the_bucket_outlives_all_of_them(bucket, tmp_path):
     url = bucket.at("run")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -66,5 +63,5 @@ def test_a_killed_replica_group_is_healed_and_the_bucket_outlives_all_of_them(
     assert assert_only_whole_steps(bucket, url, tmp_path)[-1] == kept + 20
 
 
-def test_the_page_quotes_the_example() -> None:
+def test_the_page_quotes_the_example():
     assert_quotes("frameworks/torchft.md", "torchft_train.py")

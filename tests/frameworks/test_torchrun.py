@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from tests.support.elastic import (
     environment,
     newest_of,
 )
-from tests.support.servers import Bucket
 
 EXAMPLE = EXAMPLES / "torchrun_elastic.py"
 GO_ON = r"(\d+ ranks go on after step \d+)"
@@ -32,8 +30,8 @@ def torchrun(*options: str, url: str, steps: int) -> list[str]:
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
 def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_size(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+    bucket, tmp_path
+):
     url, env = bucket.at("run"), environment(bucket)
     # Each dies when its data of that step is on the store: rank 0 would commit it, rank 1 not.
     kills = {elastic.KILLS: f"{tmp_path} 1:20 0:30 1:50"}
@@ -53,8 +51,8 @@ def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_si
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
 def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_last_save(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+    bucket, tmp_path
+):
     url, go = bucket.at("run"), tmp_path / "go"
     env = environment(bucket) | {elastic.PAUSE_SECONDS: "0.05", elastic.GO: str(go)}
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -92,5 +90,5 @@ def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the
     assert assert_only_whole_steps(bucket, url, tmp_path)[-1] > alone
 
 
-def test_the_page_quotes_the_example() -> None:
+def test_the_page_quotes_the_example():
     assert_quotes("frameworks/torchrun.md", "torchrun_elastic.py")

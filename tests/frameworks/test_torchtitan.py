@@ -170,9 +170,7 @@ def committed(bucket: Bucket) -> list[int]:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_a_run_is_saved_tidied_up_and_resumed_on_another_number_of_ranks(
-    bucket: Bucket, mode: str
-) -> None:
+def test_a_run_is_saved_tidied_up_and_resumed_on_another_number_of_ranks(bucket, mode):
     run: tuple[Any, ...] = (bucket.url, bucket.storage_options)
     config: dict[str, Any] = {"async_mode": mode, "keep_latest_k": 2}
     assert run_ranks(2, train, *run, 4, config) == [(0, 4)] * 2
@@ -215,12 +213,12 @@ def load_again_and_again(
         return found, filesystem.listdir(url)
 
 
-def test_all_ranks_load_the_same_step_whenever_they_load(bucket: Bucket) -> None:
+def test_all_ranks_load_the_same_step_whenever_they_load(bucket):
     found = run_ranks(2, load_again_and_again, bucket.url, bucket.storage_options)
     assert found == [([2, 8, 8], ["step-2", "step-7", "step-8", "step-9"])] * 2
 
 
-def test_a_job_that_went_back_keeps_where_it_came_from_and_its_last_step(bucket: Bucket) -> None:
+def test_a_job_that_went_back_keeps_where_it_came_from_and_its_last_step(bucket):
     run: tuple[Any, ...] = (bucket.url, bucket.storage_options)
     run_ranks(2, train, *run, 4, {"keep_latest_k": 0})
     # With as many ranks as before, the data loader goes on, too.
@@ -243,7 +241,7 @@ def refused(rank: int, world: int, url: str, options: Options) -> str:
     return "resumed"
 
 
-def test_a_listing_that_fails_is_the_same_error_on_all_ranks(bucket: Bucket) -> None:
+def test_a_listing_that_fails_is_the_same_error_on_all_ranks(bucket):
     found = run_ranks(2, refused, bucket.url, bucket.storage_options)
     assert found == ["CredentialsError 0"] * 2
 
@@ -256,9 +254,7 @@ def train_with_torchs_own_writer(rank: int, world: int, folder: str) -> None:
         job.close()
 
 
-def test_a_run_of_torchs_own_writer_is_resumed_and_left_alone(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_run_of_torchs_own_writer_is_resumed_and_left_alone(bucket, tmp_path):
     run_ranks(2, train_with_torchs_own_writer, str(tmp_path / "run"))
     assert sorted(one.name for one in (tmp_path / "run").iterdir()) == ["step-2", "step-3"]
     before = [one for one in (tmp_path / "run").rglob("*") if one.is_file()]
@@ -273,9 +269,7 @@ def test_a_run_of_torchs_own_writer_is_resumed_and_left_alone(
     assert found == (5, 6)
 
 
-def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(bucket, tmp_path, monkeypatch):
     swept: list[str] = []
 
     def sweep(run: StoreSpec, **settings: Any) -> dos.reports.SweepReport:
@@ -312,7 +306,7 @@ def test_a_folder_is_looked_at_and_tidied_up_by_the_librarys_rules(
     assert not filesystem.exists(tmp_path / "local")
 
 
-def test_a_torchtitan_without_these_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torchtitan_without_these_functions_is_refused(monkeypatch):
     monkeypatch.setattr(torchtitan._Installed, "has_hooks", False)
     monkeypatch.delattr(filesystem, "rmtree")
     with pytest.raises(dos.errors.UnsupportedError, match="rmtree"):
@@ -320,7 +314,7 @@ def test_a_torchtitan_without_these_functions_is_refused(monkeypatch: pytest.Mon
     assert type(FileSystemWriter("s3://bucket/key")) is FileSystemWriter
 
 
-def test_an_install_that_is_refused_leaves_that_of_the_library_in_order(tmp_path: Path) -> None:
+def test_an_install_that_is_refused_leaves_that_of_the_library_in_order(tmp_path):
     run = (tmp_path / "run").as_uri()
     for step in (1, 2):
         dos.save({"step": step}, f"{run}/step-{step}", progress=False)
@@ -339,7 +333,7 @@ assert filesystem.listdir(sys.argv[1]) == ["step-2"]
     subprocess.run([sys.executable, "-c", program, run], check=True)
 
 
-def test_the_example_goes_on_with_another_number_of_ranks(bucket: Bucket) -> None:
+def test_the_example_goes_on_with_another_number_of_ranks(bucket):
     options = bucket.storage_options
     env = {
         **os.environ,
@@ -361,7 +355,7 @@ def test_the_example_goes_on_with_another_number_of_ranks(bucket: Bucket) -> Non
         assert f"after step {start}, trained to step {steps}" in done.stdout, done.stderr
 
 
-def test_the_page_shows_what_the_example_does() -> None:
+def test_the_page_shows_what_the_example_does():
     page = (ROOT / "docs" / "frameworks" / "torchtitan.md").read_text()
     example = EXAMPLE.read_text()
     launcher, shown = re.findall(r"^```py\n(.*?)^```", page, re.M | re.S)

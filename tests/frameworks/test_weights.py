@@ -117,16 +117,14 @@ def as_from_pretrained(
 
 
 @pytest.mark.backends("seaweed")
-def test_a_model_under_fsdp2_is_as_from_pretrained_makes_it(
-    bucket: Bucket, tmp_path: Path, family: str
-) -> None:
+def test_a_model_under_fsdp2_is_as_from_pretrained_makes_it(bucket, tmp_path, family):
     save_pretrained(family, tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists()
     url = upload(tmp_path, bucket)
     run_ranks(2, as_from_pretrained, family, str(tmp_path), url, bucket.storage_options)
 
 
-def test_a_plain_model_is_as_from_pretrained_makes_it(tmp_path: Path, family: str) -> None:
+def test_a_plain_model_is_as_from_pretrained_makes_it(tmp_path, family):
     save_pretrained(family, tmp_path)
     kind, config = FAMILIES[family]
     model = kind.from_config(config, dtype=torch.bfloat16)
@@ -136,7 +134,7 @@ def test_a_plain_model_is_as_from_pretrained_makes_it(tmp_path: Path, family: st
 
 
 @pytest.mark.backends("seaweed")
-def test_the_program_of_the_page_runs(bucket: Bucket, tmp_path: Path) -> None:
+def test_the_program_of_the_page_runs(bucket, tmp_path):
     save_pretrained("llama", tmp_path / "llama", torch.float32)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     url, options = upload(tmp_path / "llama", bucket), bucket.storage_options

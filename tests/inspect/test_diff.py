@@ -20,9 +20,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import StateMismatchError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.inspect import compare, slabs
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 from tests.support.states import seeded
-from tests.support.wrapped_stores import Request
 
 
 class Opaque:
@@ -51,9 +49,7 @@ def saved(tmp_path: Path) -> Callable[[str, dict[str, Any]], str]:
 
 
 @pytest.mark.backends("seaweed")
-def test_by_digests_only_markers_and_indices_are_fetched(
-    bucket: Bucket, requests: list[Request]
-) -> None:
+def test_by_digests_only_markers_and_indices_are_fetched(bucket, requests):
     one, other, options = bucket.at("step-1"), bucket.at("step-2"), bucket.storage_options
     dos.save(state(), one, storage_options=options, progress=False)
     changed = state()
@@ -81,9 +77,7 @@ def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) ->
     dos.save({**state(), "model": {**state()["model"], **model}}, url, storage_options=options)
 
 
-def test_what_is_cut_otherwise_is_read(
-    tmp_path: Path, saved: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_cut_otherwise_is_read(tmp_path, saved, monkeypatch):
     monkeypatch.setattr(slabs, "WINDOW_BYTES", 4096)
     sharded = (tmp_path / "sharded").as_uri()
     run_ranks(2, save_rows, sharded, {})
@@ -96,7 +90,7 @@ def test_what_is_cut_otherwise_is_read(
     assert (tensor.key, tensor.what, tensor.changed_elements) == ("model.w", "changed", None)
 
 
-def test_keys_shapes_and_dtypes(saved: Callable[..., str]) -> None:
+def test_keys_shapes_and_dtypes(saved):
     other = state()
     other["model"]["w"] = other["model"]["w"].reshape(300, 100).bfloat16()
     other["model"]["b"] = other["model"]["b"].half()
@@ -134,9 +128,7 @@ NUMBERS: dict[torch.dtype, list[list[complex]]] = {
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_stats_are_those_of_the_numbers(
-    dtype: torch.dtype, saved: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stats_are_those_of_the_numbers(dtype, saved, monkeypatch):
     monkeypatch.setattr(compare, "_PIECE_ELEMENTS", 2)
     wide = torch.complex128 if dtype.is_complex else torch.float64
     a, b = (torch.tensor(row, dtype=wide).to(dtype) for row in NUMBERS[dtype])
@@ -148,7 +140,7 @@ def test_stats_are_those_of_the_numbers(
     assert tensor.mean_difference == float(distance.mean())
 
 
-def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(saved: Callable[..., str]) -> None:
+def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(saved):
     nan = float("nan")
     rows = [[nan, 1.0, 2.0], [nan, nan, 5.0]]
     a, b = (saved(str(at), {"w": torch.tensor(row)}) for at, row in enumerate(rows))
@@ -160,11 +152,8 @@ def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(saved: Callable[...,
 
 
 def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
-    tmp_path: Path,
-    saved: Callable[..., str],
-    requests: list[Request],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, saved, requests, monkeypatch
+):
     monkeypatch.setattr(slabs, "WINDOW_BYTES", 4096)
     dcp.save(state(), checkpoint_id=tmp_path / "stock")
     ours, stock = saved("ours", state()), (tmp_path / "stock").as_uri()
@@ -186,9 +175,7 @@ def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
 
 
 @pytest.mark.filterwarnings("ignore:.*trust_pickle")
-def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(
-    tmp_path: Path, saved: Callable[..., str]
-) -> None:
+def test_a_value_that_is_not_trusted_differs_by_its_digest_alone(tmp_path, saved):
     one, two = (saved(str(n), {"a": n, "opaque": Opaque(n)}) for n in (1, 2))
     known, unknown = dos.diff(one, two).values
     assert (known.key, known.value, known.other_value) == ("a", 1, 2)
@@ -218,7 +205,7 @@ VALUES: list[Any] = [
 ]
 
 
-def test_values_are_compared_bit_for_bit_with_their_types() -> None:
+def test_values_are_compared_bit_for_bit_with_their_types():
     digests = []
     for one in (*VALUES, *copy.deepcopy(VALUES)):
         digests.append(next(n for n, other in enumerate(VALUES) if compare.same(one, other)))
@@ -226,13 +213,13 @@ def test_values_are_compared_bit_for_bit_with_their_types() -> None:
     assert compare.same({"a": 1, "b": {3, "x"}}, {"b": {"x", 3}, "a": 1})
 
 
-def test_a_changed_collection_of_tensors_is_a_difference(saved: Callable[..., str]) -> None:
+def test_a_changed_collection_of_tensors_is_a_difference(saved):
     one, two = (saved(str(n), {"queue": deque([torch.full((3,), n)])}) for n in (1, 2))
     (value,) = dos.diff(one, two).values
     assert value.key == "queue"
 
 
-def test_what_repeats_or_contains_itself_is_compared_in_proportion_to_its_size() -> None:
+def test_what_repeats_or_contains_itself_is_compared_in_proportion_to_its_size():
     itself: list[Any] = []
     itself.append(itself)
     assert compare.same(itself, copy.deepcopy(itself))

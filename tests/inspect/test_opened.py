@@ -34,7 +34,6 @@ from dcp_objstore.errors import (
 from tests.support import hostile, pickles
 from tests.support.hostile_cases import many_times_one_chunk
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 from tests.support.states import ALL_DTYPES, same_bits, seeded
 
 WIDE = (3000, 2000)  # 24 MB: six blocks
@@ -73,7 +72,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> dos.Checkpoint:
     return dos.open(url)
 
 
-def test_a_checkpoint_is_a_mapping_of_its_keys(url: str) -> None:
+def test_a_checkpoint_is_a_mapping_of_its_keys(url):
     ckpt = dos.open(url)
     assert list(ckpt) == list(ckpt.keys())
     assert set(ckpt) == {
@@ -98,7 +97,7 @@ def test_a_checkpoint_is_a_mapping_of_its_keys(url: str) -> None:
     assert ckpt.commit_id in repr(ckpt)
 
 
-def test_tensors_values_and_patterns_read_what_was_saved(url: str) -> None:
+def test_tensors_values_and_patterns_read_what_was_saved(url):
     ckpt, saved = dos.open(url), training_state()
     assert same_bits(ckpt["model.embed.weight"].read(), saved["model"]["embed"]["weight"])
     assert ckpt["optim.betas"].read() == (0.9, 0.95)
@@ -119,7 +118,7 @@ def test_tensors_values_and_patterns_read_what_was_saved(url: str) -> None:
         ckpt.read([3])  # type: ignore[list-item]
 
 
-def test_an_absent_key_is_a_key_error_with_the_nearest_names(url: str) -> None:
+def test_an_absent_key_is_a_key_error_with_the_nearest_names(url):
     ckpt = dos.open(url)
     with pytest.raises(KeyError, match=r"embed\.weigth.*nearest: model\.embed\.weight") as caught:
         ckpt["model.embed.weigth"]
@@ -128,7 +127,7 @@ def test_an_absent_key_is_a_key_error_with_the_nearest_names(url: str) -> None:
     assert ckpt.get("nothing") is None
 
 
-def test_a_state_dict_comes_back_nested_as_it_was_saved_or_flat(url: str) -> None:
+def test_a_state_dict_comes_back_nested_as_it_was_saved_or_flat(url):
     saved = training_state()
     whole = dos.read_state_dict(url)
     assert whole.keys() == saved.keys()
@@ -148,7 +147,7 @@ def test_a_state_dict_comes_back_nested_as_it_was_saved_or_flat(url: str) -> Non
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3, 4)], ids=str)
-def test_every_dtype_and_shape_reads_bit_identical(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_every_dtype_and_shape_reads_bit_identical(tmp_path, shape):
     state = {str(dtype): seeded(str(dtype), shape, dtype) for dtype in ALL_DTYPES}
     url = (tmp_path / "step-1").as_uri()
     dos.save(state, url, progress=False)
@@ -166,7 +165,7 @@ def test_every_dtype_and_shape_reads_bit_identical(tmp_path: Path, shape: tuple[
     ],
     ids=str,
 )
-def test_a_part_is_what_indexing_the_whole_would_give(sharded: dos.Checkpoint, index: Any) -> None:
+def test_a_part_is_what_indexing_the_whole_would_give(sharded, index):
     entry = sharded["tall"]
     assert isinstance(entry, dos.reports.TensorEntry)
     assert len(entry.chunks) == 3
@@ -176,12 +175,12 @@ def test_a_part_is_what_indexing_the_whole_would_give(sharded: dos.Checkpoint, i
 @pytest.mark.parametrize(
     "index", [7, -8, (0, 5), (0, 0, 0), (..., ...), slice(None, None, 2), None, True, [0], "a", 1.5]
 )
-def test_what_selects_no_part_is_an_index_error(sharded: dos.Checkpoint, index: Any) -> None:
+def test_what_selects_no_part_is_an_index_error(sharded, index):
     with pytest.raises(IndexError):
         sharded["tall"][index]  # type: ignore[index]
 
 
-def test_a_part_fetches_only_the_blocks_that_hold_it(sharded: dos.Checkpoint) -> None:
+def test_a_part_fetches_only_the_blocks_that_hold_it(sharded):
     entry = sharded["wide"]
     assert isinstance(entry, dos.reports.TensorEntry)
     assert same_bits(entry[10:12], seeded("wide", WIDE)[10:12])
@@ -198,7 +197,7 @@ def test_a_part_fetches_only_the_blocks_that_hold_it(sharded: dos.Checkpoint) ->
     assert unverified.last_read.total_bytes == 2 * WIDE[1] * 4
 
 
-def test_damage_is_found_by_what_reads_it_and_nothing_else(tmp_path: Path) -> None:
+def test_damage_is_found_by_what_reads_it_and_nothing_else(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     state = {"a": seeded("a", (64,)), "b": seeded("b", (64,))}
     dos.save(state, url, progress=False)
@@ -213,7 +212,7 @@ def test_damage_is_found_by_what_reads_it_and_nothing_else(tmp_path: Path) -> No
     assert caught.value.key == "b"
 
 
-def test_an_opened_checkpoint_that_is_replaced_is_gone(url: str, tmp_path: Path) -> None:
+def test_an_opened_checkpoint_that_is_replaced_is_gone(url, tmp_path):
     ckpt = dos.open(url)
     dos.save({"other": torch.ones(2)}, url, overwrite=True, progress=False)
     (tmp_path / "step-7" / ckpt.objects[0]).unlink()
@@ -223,7 +222,7 @@ def test_an_opened_checkpoint_that_is_replaced_is_gone(url: str, tmp_path: Path)
         ckpt.verify()
 
 
-def test_values_that_need_trust_need_it_here_too(tmp_path: Path) -> None:
+def test_values_that_need_trust_need_it_here_too(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     with pytest.warns(UserWarning, match="trust_pickle"):
         dos.save({"part": slice(1, 2), "step": 1}, url, progress=False)
@@ -235,7 +234,7 @@ def test_values_that_need_trust_need_it_here_too(tmp_path: Path) -> None:
     assert dos.read_state_dict(url, trust_pickle=True) == {"part": slice(1, 2), "step": 1}
 
 
-def test_values_that_run_nothing_need_no_trust(tmp_path: Path) -> None:
+def test_values_that_run_nothing_need_no_trust(tmp_path):
     state = {"when": datetime(2026, 1, 1, tzinfo=UTC), "seen": np.arange(6).reshape(2, 3)}
     url = (tmp_path / "step-1").as_uri()
     with warnings.catch_warnings():
@@ -251,7 +250,7 @@ def test_values_that_run_nothing_need_no_trust(tmp_path: Path) -> None:
         assert np.array_equal(found["seen"], state["seen"])
 
 
-def test_what_another_library_wrote_opens_too(tmp_path: Path) -> None:
+def test_what_another_library_wrote_opens_too(tmp_path):
     state = {"model": {"w": seeded("w", (6, 4))}, "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "stock")
     ckpt = dos.open((tmp_path / "stock").as_uri())
@@ -262,9 +261,7 @@ def test_what_another_library_wrote_opens_too(tmp_path: Path) -> None:
     assert ckpt.nested(ckpt.read())["step"] == 3
 
 
-def test_opening_what_another_library_wrote_takes_no_memory_beyond_its_metadata(
-    tmp_path: Path,
-) -> None:
+def test_opening_what_another_library_wrote_takes_no_memory_beyond_its_metadata(tmp_path):
     body = many_times_one_chunk(3000)
     (tmp_path / ".metadata").write_bytes(body)
     url = tmp_path.as_uri()
@@ -279,7 +276,7 @@ def test_opening_what_another_library_wrote_takes_no_memory_beyond_its_metadata(
 
 
 @pytest.mark.parametrize("name", ["bits8", "uint3", "quint4x2"])
-def test_a_dtype_that_another_library_cannot_have_saved_is_named(tmp_path: Path, name: str) -> None:
+def test_a_dtype_that_another_library_cannot_have_saved_is_named(tmp_path, name):
     properties = pickles.properties(pickles.name("torch", name))
     tensor = pickles.mapped({pickles.text("w"): pickles.tensor(properties)})
     info = pickles.mapped({pickles.index(): pickles.info()})
@@ -293,7 +290,7 @@ def test_a_dtype_that_another_library_cannot_have_saved_is_named(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["float3", "quint4x2"])
-def test_a_tensor_of_an_unknown_dtype_spoils_no_other_key(tmp_path: Path, name: str) -> None:
+def test_a_tensor_of_an_unknown_dtype_spoils_no_other_key(tmp_path, name):
     for key, body in hostile.with_tensor(dtype=name).items():
         (tmp_path / key).write_bytes(body)
     url = tmp_path.as_uri()
@@ -320,7 +317,7 @@ def test_a_tensor_of_an_unknown_dtype_spoils_no_other_key(tmp_path: Path, name: 
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_a_quantized_tensor_is_refused_by_name_where_it_would_be_made(tmp_path: Path) -> None:
+def test_a_quantized_tensor_is_refused_by_name_where_it_would_be_made(tmp_path):
     quantized = torch.quantize_per_tensor(torch.ones(4), 0.1, 3, torch.qint8)
     url = tmp_path.as_uri()
     dos.save({"q": quantized, "x": torch.ones(2)}, url, progress=False)
@@ -337,7 +334,7 @@ def test_a_quantized_tensor_is_refused_by_name_where_it_would_be_made(tmp_path: 
     assert torch.equal(opened.read("x", progress=False)["x"], torch.ones(2))
 
 
-def test_bad_arguments_and_absent_checkpoints_are_typed(tmp_path: Path) -> None:
+def test_bad_arguments_and_absent_checkpoints_are_typed(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         dos.open((tmp_path / "none").as_uri())
     with pytest.raises(ConfigError, match="verify"):
@@ -348,12 +345,12 @@ def read_part(rank: int, world: int, url: str) -> float:
     return float(dos.read_state_dict(url, keys="step", nested=False)["step"]) + rank
 
 
-def test_each_rank_of_a_job_may_read_by_itself(url: str) -> None:
+def test_each_rank_of_a_job_may_read_by_itself(url):
     assert run_ranks(2, read_part, url) == [7.0, 8.0]
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs")
-def test_parts_are_read_from_a_bucket(bucket: Bucket) -> None:
+def test_parts_are_read_from_a_bucket(bucket):
     options = bucket.storage_options
     run_ranks(2, save_wide, bucket.at("step-1"), options)
     ckpt = dos.open(bucket.at("step-1"), storage_options=options)

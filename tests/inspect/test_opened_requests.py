@@ -7,7 +7,6 @@ import secrets
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def ranges(requests: list[Request]) -> list[int]:
     return [request.bytes for request in requests]
 
 
-def test_opening_takes_two_requests_and_a_row_one_block(requests: list[Request]) -> None:
+def test_opening_takes_two_requests_and_a_row_one_block(requests):
     wide = seeded("wide", WIDE)
     url = saved({"wide": wide, "step": 3})
     requests.clear()
@@ -73,7 +72,7 @@ def test_opening_takes_two_requests_and_a_row_one_block(requests: list[Request])
     assert requests[-1].bytes == 8
 
 
-def test_many_small_tensors_are_read_in_few_requests(requests: list[Request]) -> None:
+def test_many_small_tensors_are_read_in_few_requests(requests):
     state = {f"w{number:04}": seeded(str(number), (256,)) for number in range(1000)}
     ckpt = dos.open(saved(state))
     requests.clear()
@@ -82,7 +81,7 @@ def test_many_small_tensors_are_read_in_few_requests(requests: list[Request]) ->
     assert all(same_bits(found[key], tensor) for key, tensor in state.items())
 
 
-def test_threads_share_an_opened_checkpoint() -> None:
+def test_threads_share_an_opened_checkpoint():
     wide = seeded("wide", WIDE)
     ckpt = dos.open(saved({"wide": wide, "step": 3}))
 
@@ -96,7 +95,7 @@ def test_threads_share_an_opened_checkpoint() -> None:
         assert all(pool.map(read, range(32)))
 
 
-def test_openings_and_entries_compare_and_hash() -> None:
+def test_openings_and_entries_compare_and_hash():
     url = saved({"w": torch.ones(2), "step": 1})
     one, two = dos.open(url), dos.open(url)
     assert one == one  # noqa: PLR0124
@@ -106,7 +105,7 @@ def test_openings_and_entries_compare_and_hash() -> None:
     assert len({one["w"], one["w"], two["w"], one["step"]}) == 3
 
 
-def test_a_tensor_entry_is_not_iterated_row_by_row(requests: list[Request]) -> None:
+def test_a_tensor_entry_is_not_iterated_row_by_row(requests):
     ckpt = dos.open(saved({"w": torch.ones(100, 2)}))
     requests.clear()
     with pytest.raises(TypeError):
@@ -116,7 +115,7 @@ def test_a_tensor_entry_is_not_iterated_row_by_row(requests: list[Request]) -> N
     assert requests == []
 
 
-def test_a_pickled_opening_reads_on_and_carries_no_secret() -> None:
+def test_a_pickled_opening_reads_on_and_carries_no_secret():
     ckpt = dos.open(saved({"w": torch.ones(2)}))
     copied = pickle.loads(pickle.dumps(ckpt))
     assert (copied.url, copied.commit_id) == (ckpt.url, ckpt.commit_id)
@@ -134,7 +133,7 @@ def test_a_pickled_opening_reads_on_and_carries_no_secret() -> None:
     assert b"AKIAEXAMPLE" not in pickle.dumps(private)
 
 
-def test_tensors_are_made_on_the_device_that_was_asked_for() -> None:
+def test_tensors_are_made_on_the_device_that_was_asked_for():
     ckpt = dos.open(saved({"w": torch.ones(2)}))
     assert ckpt.read("w", device=torch.device("cpu"))["w"].device.type == "cpu"
     with pytest.raises(UnsupportedError, match="meta"):  # so it was made there, not moved there
@@ -145,12 +144,12 @@ def test_tensors_are_made_on_the_device_that_was_asked_for() -> None:
             ckpt.read("w", device=device)  # type: ignore[arg-type]
 
 
-def test_settings_of_the_wrong_kind_are_refused() -> None:
+def test_settings_of_the_wrong_kind_are_refused():
     with pytest.raises(ConfigError, match="TransferConfig"):
         dos.open(saved({"w": torch.ones(2)}), config={"max_retries": 2})  # type: ignore[arg-type]
 
 
-def test_a_tensor_whose_chunks_leave_rows_out_is_refused_not_made_up(tmp_path: Path) -> None:
+def test_a_tensor_whose_chunks_leave_rows_out_is_refused_not_made_up(tmp_path):
     full = seeded("w", (8, 3))
     dcp.save({"w": full}, checkpoint_id=tmp_path / "stock")
     path = tmp_path / "stock" / ".metadata"
@@ -172,7 +171,7 @@ class Vanishing:
     """Its module is gone when it is loaded."""
 
 
-def test_a_trusted_value_of_an_absent_class_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trusted_value_of_an_absent_class_says_so(monkeypatch):
     module = types.ModuleType("module_of_the_past")
     module.Vanishing = Vanishing  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -7,7 +7,6 @@ import pickle
 import tracemalloc
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +20,14 @@ OTHERS = {"path": Path("a"), "large": "x" * 20_000, "buffer": io.BytesIO(b"x")}
 
 
 @pytest.mark.filterwarnings("ignore:.*weights_only")
-def test_plain_values_are_read_and_others_left_out(tmp_path: Path) -> None:
+def test_plain_values_are_read_and_others_left_out(tmp_path):
     url = f"file://{tmp_path}/step-1"
     dos.save({**PLAIN, **OTHERS, "w": torch.ones(3)}, url)
     opened = dos.open(url)
     assert opened.plain_values([*PLAIN, *OTHERS]) == PLAIN
 
 
-def test_inspect_shows_plain_values_and_metadata(tmp_path: Path) -> None:
+def test_inspect_shows_plain_values_and_metadata(tmp_path):
     url = f"file://{tmp_path}/step-1"
     dos.save({"opt": {"lr": 0.25}, "w": torch.ones(3)}, url, user_metadata={"note": "of a test"})
     shown = run_here("inspect", url).stdout
@@ -36,7 +35,7 @@ def test_inspect_shows_plain_values_and_metadata(tmp_path: Path) -> None:
     assert "of a test" in shown
 
 
-def test_a_damaged_value_is_not_shown(tmp_path: Path) -> None:
+def test_a_damaged_value_is_not_shown(tmp_path):
     url = f"file://{tmp_path}/step-1"
     dos.save({"lr": 0.25, "n": 7}, url)
     (data,) = tmp_path.glob("step-1/*.distcp")
@@ -68,11 +67,11 @@ def archive(pickled: bytes) -> bytes:
     ],
     ids=["plain", "a call", "deep", "cycle", "tuples", "cut off"],
 )
-def test_hostile_values_are_left_out(pickled: bytes, value: Any) -> None:
+def test_hostile_values_are_left_out(pickled, value):
     assert _decoded("k", archive(pickled)) == ({} if value is None else {"k": value})
 
 
-def test_a_packed_value_is_left_out_and_not_unpacked() -> None:
+def test_a_packed_value_is_left_out_and_not_unpacked():
     """A few KiB may unpack to any size."""
     packed = io.BytesIO()
     with (

@@ -24,7 +24,7 @@ from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 KEYS = dict.fromkeys(["model.a.weight", "model.a.bias", "model.b[0]", "Model.c", "step"])
 
 
-def test_patterns_match_whole_keys_and_keep_their_order() -> None:
+def test_patterns_match_whole_keys_and_keep_their_order():
     assert matching(KEYS, None) == list(KEYS)
     assert matching(KEYS, "model.*") == ["model.a.weight", "model.a.bias", "model.b[0]"]
     assert matching(KEYS, {"step", "*.bias", "model.?.bias"}) == ["model.a.bias", "step"]
@@ -32,7 +32,7 @@ def test_patterns_match_whole_keys_and_keep_their_order() -> None:
     assert matching(KEYS, []) == []
 
 
-def test_a_key_with_brackets_is_found_by_its_name() -> None:
+def test_a_key_with_brackets_is_found_by_its_name():
     assert matching(KEYS, "model.b[0]") == ["model.b[0]"]
 
 
@@ -45,13 +45,13 @@ def test_a_key_with_brackets_is_found_by_its_name() -> None:
         ("b*", "no key matches"),
     ],
 )
-def test_a_pattern_without_a_match_is_refused_with_a_hint(pattern: str, hint: str) -> None:
+def test_a_pattern_without_a_match_is_refused_with_a_hint(pattern, hint):
     with pytest.raises(StateMismatchError, match=hint):
         matching(KEYS, ["step", pattern])
 
 
 @pytest.mark.parametrize("patterns", [3, [3], [None], [b"step"]])
-def test_a_pattern_that_is_no_text_is_refused(patterns: Any) -> None:
+def test_a_pattern_that_is_no_text_is_refused(patterns):
     with pytest.raises(ConfigError):
         matching(KEYS, patterns)
 
@@ -71,9 +71,7 @@ def shapes_and_indices(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Any, ...
 
 @settings(deadline=None, max_examples=150)
 @given(shapes_and_indices())
-def test_an_index_selects_what_it_selects_of_a_tensor(
-    drawn: tuple[tuple[int, ...], tuple[Any, ...]],
-) -> None:
+def test_an_index_selects_what_it_selects_of_a_tensor(drawn):
     shape, index = drawn
     whole = torch.arange(int(np.prod(shape, dtype=int))).reshape(shape)
     try:
@@ -89,7 +87,7 @@ def test_an_index_selects_what_it_selects_of_a_tensor(
     assert torch.equal(part.reshape(kept), wanted)
 
 
-def test_arrays_and_steps_are_no_part() -> None:
+def test_arrays_and_steps_are_no_part():
     arrays = (np.array([0, 1]), torch.tensor([0.5]), torch.tensor(True), np.True_)
     for index in (*arrays, (..., np.array([1, 2])), slice(0, 4, -1)):
         with pytest.raises(IndexError):
@@ -102,7 +100,7 @@ Chunks = list[tuple[tuple[int, int], tuple[int, int]]]
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_a_box_that_the_chunks_do_not_fill_is_refused(data: st.DataObject) -> None:
+def test_a_box_that_the_chunks_do_not_fill_is_refused(data):
     def box(what: str) -> tuple[tuple[int, int], tuple[int, int]]:
         offsets = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)), what)
         sizes = data.draw(st.tuples(*(st.integers(1, 4 - at) for at in offsets)), what)
@@ -128,7 +126,7 @@ def test_a_box_that_the_chunks_do_not_fill_is_refused(data: st.DataObject) -> No
         assert caught.value.key == "w"
 
 
-def test_places_become_dicts_and_lists_again() -> None:
+def test_places_become_dicts_and_lists_again():
     places: dict[str, tuple[str | int, ...]] = {
         "a.b": ("a", "b"),
         "a.1": ("a", "1"),
@@ -157,6 +155,6 @@ def test_places_become_dicts_and_lists_again() -> None:
     ],
     ids=str,
 )
-def test_places_that_cannot_be_are_refused(places: dict[str, tuple[str | int, ...]]) -> None:
+def test_places_that_cannot_be_are_refused(places):
     with pytest.raises(CheckpointCorruptError, match="impossible place"):
         nested({"x": 1, "y": 2}, places)

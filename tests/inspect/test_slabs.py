@@ -27,9 +27,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     starts=st.lists(st.integers(0, 8), unique=True).map(sorted),
     dtype=st.sampled_from([torch.uint8, torch.float32, torch.float64]),
 )
-def test_slabs_are_a_tensor_front_to_back(
-    shape: list[int], starts: list[int], dtype: torch.dtype
-) -> None:
+def test_slabs_are_a_tensor_front_to_back(shape, starts, dtype):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slabs, "WINDOW_BYTES", WINDOW)
         patch.setattr(slabs, "BLOCK_SIZE_BYTES", 16)
@@ -41,16 +39,16 @@ def test_slabs_are_a_tensor_front_to_back(
         assert slab.size_bytes == part.numel() * dtype.itemsize <= WINDOW
 
 
-def test_slabs_begin_where_stored_blocks_do() -> None:
+def test_slabs_begin_where_stored_blocks_do():
     found = [slab.box.offsets[0] for slab in cut("w", (100, 4), torch.uint8, (0, 50))]
     assert found == [0, 16, 32, 48, 62, 78, 94]  # from 50 on, three blocks of four rows further
 
 
-def test_a_tensor_without_elements_has_no_slab() -> None:
+def test_a_tensor_without_elements_has_no_slab():
     assert list(cut("w", (0, 5), torch.float32)) == []
 
 
-def test_what_was_taken_is_not_kept_and_little_is_read_ahead() -> None:
+def test_what_was_taken_is_not_kept_and_little_is_read_ahead():
     made: list[weakref.ref[torch.Tensor]] = []
     read: list[int] = []
 

@@ -11,8 +11,6 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.inspect import slabs, stats
-from tests.support.servers import Bucket
-from tests.support.wrapped_stores import Request
 
 NAN, INF = float("nan"), float("inf")
 
@@ -58,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_figures_are_those_of_all_numbers(name: str) -> None:
+def test_the_figures_are_those_of_all_numbers(name):
     tensor = CASES[name]()
     found = stats_of(tensor)
     wide = (tensor.abs() if tensor.is_complex() else tensor).to(torch.float64).reshape(-1)
@@ -79,7 +77,7 @@ def test_the_figures_are_those_of_all_numbers(name: str) -> None:
     assert sum(count for *_, count in found.histogram) == tensor.numel()
 
 
-def test_nan_and_inf_are_counted_and_left_out() -> None:
+def test_nan_and_inf_are_counted_and_left_out():
     found = stats_of(torch.tensor([NAN, 1.0, -INF, INF, 3.0, NAN] * 500))
     assert (found.elements, found.nans, found.infs) == (3000, 1000, 1000)
     assert (found.minimum, found.maximum, found.mean) == (1.0, 3.0, 2.0)
@@ -91,9 +89,7 @@ def test_nan_and_inf_are_counted_and_left_out() -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_only_that_tensor_is_read_and_each_byte_once(
-    bucket: Bucket, requests: list[Request]
-) -> None:
+def test_only_that_tensor_is_read_and_each_byte_once(bucket, requests):
     url, options = bucket.at("step-1"), bucket.storage_options
     state = {"before": normal(3000, 700), "w": normal(3000, 1024), "step": 1}
     dos.save(state, url, storage_options=options, progress=False)
@@ -109,7 +105,7 @@ def test_only_that_tensor_is_read_and_each_byte_once(
     assert len(set(ranges)) == len(ranges) >= 3
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_what_is_no_number_is_refused():
     with pytest.raises(UnsupportedError) as caught:
         stats_of(torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
     assert caught.value.key == "w"

@@ -13,9 +13,8 @@ import dcp_objstore as dos
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CredentialsError, UnsupportedError
 from dcp_objstore.stores.spec import StoreSpec
-from tests.support.servers import Bucket
 from tests.support.states import seeded
-from tests.support.wrapped_stores import ChangingStore, Through
+from tests.support.wrapped_stores import ChangingStore
 
 BLOCK = 4 * MIB
 SIZE = 9 * MIB // 4  # elements of a tensor of two blocks and a bit
@@ -46,7 +45,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_an_intact_checkpoint_is_ok(large: tuple[dos.Checkpoint, Path], deep: bool) -> None:
+def test_an_intact_checkpoint_is_ok(large, deep):
     ckpt, path = large
     report = ckpt.verify(deep=deep)
     assert report.ok
@@ -57,9 +56,7 @@ def test_an_intact_checkpoint_is_ok(large: tuple[dos.Checkpoint, Path], deep: bo
     assert not deep or report.total_bytes == size
 
 
-def test_every_damaged_block_is_named_not_the_first_alone(
-    large: tuple[dos.Checkpoint, Path],
-) -> None:
+def test_every_damaged_block_is_named_not_the_first_alone(large):
     ckpt, path = large
     flip(path, place_of(path, 10))
     flip(path, place_of(path, BLOCK // 2 + 10))
@@ -71,9 +68,7 @@ def test_every_damaged_block_is_named_not_the_first_alone(
     assert all(path.name in damage.text for damage in report.damaged)
 
 
-def test_a_truncated_object_is_reported_with_the_blocks_that_it_lost(
-    large: tuple[dos.Checkpoint, Path],
-) -> None:
+def test_a_truncated_object_is_reported_with_the_blocks_that_it_lost(large):
     ckpt, path = large
     path.write_bytes(path.read_bytes()[: place_of(path, BLOCK // 4 + 100)])
     found = {(d.what, d.key, d.block) for d in ckpt.verify().damaged}
@@ -81,16 +76,14 @@ def test_a_truncated_object_is_reported_with_the_blocks_that_it_lost(
     assert ("block", "w", 0) not in found
 
 
-def test_an_object_that_has_grown_is_reported(large: tuple[dos.Checkpoint, Path]) -> None:
+def test_an_object_that_has_grown_is_reported(large):
     ckpt, path = large
     path.write_bytes(path.read_bytes() + b"more")
     (damage,) = ckpt.verify().damaged
     assert damage.what == "size"
 
 
-def test_a_block_that_differs_only_once_is_not_damaged(
-    large: tuple[dos.Checkpoint, Path], through: Through
-) -> None:
+def test_a_block_that_differs_only_once_is_not_damaged(large, through):
     ckpt, _ = large
     seen: set[int] = set()
 
@@ -106,9 +99,7 @@ def test_a_block_that_differs_only_once_is_not_damaged(
 
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, CredentialsError])
-def test_a_verification_that_ends_early_names_the_damage_so_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool, error: type[BaseException]
-) -> None:
+def test_a_verification_that_ends_early_names_the_damage_so_far(tmp_path, monkeypatch, deep, error):
     state = {"w": torch.arange(6 * MIB, dtype=torch.float32), "step": 5}  # six blocks
     _, path = saved(tmp_path / "step-1", state)
     for element in (10, 6 * MIB - 10):
@@ -133,14 +124,14 @@ def test_a_verification_that_ends_early_names_the_damage_so_far(
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_a_checkpoint_without_digests_says_so(tmp_path: Path, quick: bool) -> None:
+def test_a_checkpoint_without_digests_says_so(tmp_path, quick):
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "stock")
     with pytest.raises(UnsupportedError, match="without digests"):
         dos.open((tmp_path / "stock").as_uri()).verify(quick=quick)
 
 
 @pytest.mark.backends("seaweed")
-def test_what_arrives_in_pieces_is_compared_piece_by_piece(bucket: Bucket) -> None:
+def test_what_arrives_in_pieces_is_compared_piece_by_piece(bucket):
     """Over plain HTTP a request of several blocks arrives block by block."""
     url, options = bucket.at("step-1"), bucket.storage_options
     state = {"a": torch.arange(6 * MIB, dtype=torch.int32), "b": torch.ones(3)}

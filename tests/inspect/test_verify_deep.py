@@ -20,13 +20,12 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import (
     CheckpointGoneError,
     CorruptDataError,
-    DcpObjstoreError,
     ObjectNotFoundError,
 )
 from dcp_objstore.inspect.verify import _Framing
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
-from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore, Through, Verb
+from tests.support.wrapped_stores import ChangingStore, Fault, FaultStore, Verb
 
 
 def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
@@ -48,12 +47,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("kind", "what"), [(ObjectNotFoundError, "missing"), (CorruptDataError, "size")]
 )
 def test_an_object_that_vanishes_while_it_is_read_is_reported_and_the_rest_compared(
-    url: str,
-    through: Through,
-    kind: type[DcpObjstoreError],
-    what: str,
-    deep: bool,
-) -> None:
+    url, through, kind, what, deep
+):
     config = TransferConfig(download_concurrency=1, request_size_bytes=4 * MIB)
     ckpt = dos.open(url, config=config)
     assert ckpt.verify(deep=deep).blocks == 4
@@ -71,9 +66,7 @@ def test_an_object_that_vanishes_while_it_is_read_is_reported_and_the_rest_compa
     assert (report.objects, report.blocks) == (2, 2)
 
 
-def test_framing_that_differs_only_in_one_transfer_is_not_damaged(
-    url: str, through: Through
-) -> None:
+def test_framing_that_differs_only_in_one_transfer_is_not_damaged(url, through):
     ckpt = dos.open(url)
     damaged = []
 
@@ -87,7 +80,7 @@ def test_framing_that_differs_only_in_one_transfer_is_not_damaged(
     assert damaged
 
 
-def test_of_the_framing_only_what_came_before_its_turn_is_kept() -> None:
+def test_of_the_framing_only_what_came_before_its_turn_is_kept():
     framing = _Framing()
     for number in (1, 0, 2, 4, 3):
         framing.add(number, bytes([number]))
@@ -98,7 +91,7 @@ def test_of_the_framing_only_what_came_before_its_turn_is_kept() -> None:
     assert framing.digest() == in_order.digest()
 
 
-def test_a_marker_that_counts_other_things_than_the_index_is_found(tmp_path: Path) -> None:
+def test_a_marker_that_counts_other_things_than_the_index_is_found(tmp_path):
     dos.save({"w": seeded("w", (4,)), "step": 2}, (tmp_path / "a").as_uri(), progress=False)
     path = tmp_path / "a" / "_COMMIT"
     marker = decode_marker(path.read_bytes())
@@ -117,7 +110,7 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["_COMMIT", "index.*"])
-def test_marker_and_index_of_an_opened_checkpoint_are_read_again(tmp_path: Path, name: str) -> None:
+def test_marker_and_index_of_an_opened_checkpoint_are_read_again(tmp_path, name):
     place = tmp_path / "a"
     dos.save({"w": seeded("w", (4,))}, place.as_uri(), progress=False)
     ckpt = dos.open(place.as_uri())
@@ -134,9 +127,7 @@ def test_marker_and_index_of_an_opened_checkpoint_are_read_again(tmp_path: Path,
         assert [damage.what for damage in ckpt.verify().damaged] == ["unreadable"]
 
 
-def test_an_opened_checkpoint_that_was_replaced_is_not_taken_for_the_new_one(
-    tmp_path: Path,
-) -> None:
+def test_an_opened_checkpoint_that_was_replaced_is_not_taken_for_the_new_one(tmp_path):
     place = (tmp_path / "a").as_uri()
     dos.save({"w": seeded("w", (4,))}, place, progress=False)
     ckpt = dos.open(place)
@@ -146,9 +137,7 @@ def test_an_opened_checkpoint_that_was_replaced_is_not_taken_for_the_new_one(
     assert dos.open(place).verify(deep=True).ok
 
 
-def test_a_dot_metadata_that_misleads_stock_torch_is_found_and_repaired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dot_metadata_that_misleads_stock_torch_is_found_and_repaired(tmp_path, monkeypatch):
     place, state = tmp_path / "a", {"v": torch.ones(2000), "w": torch.zeros(2000)}
     dos.save(state, place.as_uri(), progress=False)
     path, whole = place / ".metadata", (place / ".metadata").read_bytes()
@@ -175,7 +164,7 @@ def test_a_dot_metadata_that_misleads_stock_torch_is_found_and_repaired(
     assert not answers
 
 
-def test_a_checkpoint_without_a_dot_metadata_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_dot_metadata_is_whole(tmp_path):
     place = (tmp_path / "a").as_uri()
     dos.save({"w": seeded("w", (4,))}, place, stock_metadata=False, progress=False)
     assert dos.open(place).verify(deep=True).ok

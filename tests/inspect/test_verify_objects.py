@@ -20,7 +20,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import ObjectStore
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded
-from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Request, Through, Verb
+from tests.support.wrapped_stores import Fault, FaultStore, RecordingStore, Request, Verb
 
 RANKS = 4
 
@@ -66,7 +66,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(body)
 
 
-def test_damage_of_every_kind_is_found_in_one_go(copied: Path) -> None:
+def test_damage_of_every_kind_is_found_in_one_go(copied):
     flipped, start = payload_of(copied, 0)
     flip(flipped, start + 8399)
     missing = object_of(copied, 1)
@@ -99,7 +99,7 @@ def fails_to_read(name: str, error: BaseException) -> Callable[[ObjectStore], Ob
     return lambda store: FaultStore(store, plan)
 
 
-def test_what_is_no_damage_is_raised(copied: Path, through: Through) -> None:
+def test_what_is_no_damage_is_raised(copied, through):
     ckpt = dos.open(copied.as_uri())
     name = object_of(copied, 1).name
     through(fails_to_read(name, StoreUnavailableError("away", object_key=name)))
@@ -107,9 +107,7 @@ def test_what_is_no_damage_is_raised(copied: Path, through: Through) -> None:
         ckpt.verify()
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_gone_not_damaged(
-    copied: Path, through: Through
-) -> None:
+def test_a_checkpoint_that_is_replaced_meanwhile_is_gone_not_damaged(copied, through):
     ckpt = dos.open(copied.as_uri())
     lost = object_of(copied, 1).name
     dos.save({"other": seeded("other", (3,))}, copied.as_uri(), overwrite=True, progress=False)
@@ -142,7 +140,7 @@ class InFlight(RecordingStore):
             self._bytes -= size
 
 
-def test_no_more_is_held_than_the_budget_allows(tmp_path: Path, through: Through) -> None:
+def test_no_more_is_held_than_the_budget_allows(tmp_path, through):
     url = (tmp_path / "step-1").as_uri()
     dos.save({"w": seeded("w", (10 * MIB,))}, url, progress=False)  # 40 MiB, ten blocks
     config = TransferConfig(

@@ -20,7 +20,6 @@ from dcp_objstore.inspect.verify import _elements
 from dcp_objstore.stores import open_store
 from tests.support.servers import Bucket
 from tests.support.states import seeded
-from tests.support.wrapped_stores import Request
 
 
 def save_steps(bucket: Bucket, *steps: int) -> None:
@@ -36,9 +35,7 @@ def object_of(bucket: Bucket, step: int) -> str:
 
 
 @pytest.mark.backends("seaweed", "file")
-def test_every_damaged_step_is_reported_and_the_first_whole_one_is_the_newest(
-    bucket: Bucket, requests: list[Request]
-) -> None:
+def test_every_damaged_step_is_reported_and_the_first_whole_one_is_the_newest(bucket, requests):
     save_steps(bucket, 8, 9, 10, 11, 12, 13)
     url, options = bucket.at("run"), bucket.storage_options
     bucket.put("run/step-13/_COMMIT", b"{}")
@@ -78,9 +75,7 @@ def test_every_damaged_step_is_reported_and_the_first_whole_one_is_the_newest(
 
 
 @pytest.mark.backends("seaweed")
-def test_a_quick_verification_reads_no_tensor_and_finds_what_is_missing_or_cut(
-    bucket: Bucket, requests: list[Request]
-) -> None:
+def test_a_quick_verification_reads_no_tensor_and_finds_what_is_missing_or_cut(bucket, requests):
     save_steps(bucket, 1, 2, 3, 4)
     bucket.delete(object_of(bucket, 2))
     whole = bucket.get(object_of(bucket, 3))
@@ -102,7 +97,7 @@ def test_a_quick_verification_reads_no_tensor_and_finds_what_is_missing_or_cut(
     assert (report.ok, report.quick, report.blocks, report.total_bytes) == (True, True, 0, 0)
 
 
-def test_wrong_calls_say_what_is_wrong(tmp_path) -> None:
+def test_wrong_calls_say_what_is_wrong(tmp_path):
     url = (tmp_path / "run").as_uri()
     dos.save({"w": torch.ones(3)}, f"{url}/step-1", progress=False)
     for verify in (dos.open(f"{url}/step-1").verify, lambda **how: dos.verify_run(url, **how)):
@@ -114,7 +109,7 @@ def test_wrong_calls_say_what_is_wrong(tmp_path) -> None:
         dos.verify_run(f"{url}/step-1")
 
 
-def test_a_step_that_is_deleted_meanwhile_is_left_out(tmp_path) -> None:
+def test_a_step_that_is_deleted_meanwhile_is_left_out(tmp_path):
     url = (tmp_path / "run").as_uri()
     for step in (1, 2, 3):
         dos.save({"w": torch.ones(3)}, f"{url}/step-{step}", progress=False)
@@ -125,7 +120,7 @@ def test_a_step_that_is_deleted_meanwhile_is_left_out(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3_000_001,), (3000, 1001), (3, 700, 1500), (2, 1, 3, 500_001)])
-def test_the_named_elements_are_the_smallest_box_around_a_block(shape: tuple[int, ...]) -> None:
+def test_the_named_elements_are_the_smallest_box_around_a_block(shape):
     url = f"memory://verify/{secrets.token_hex(4)}"
     dos.save({"w": torch.zeros(shape, dtype=torch.int16)}, url, progress=False)
     index = ix.decode(open_committed(open_store(url))[1])

@@ -73,7 +73,7 @@ FORMS = [str, as_path, os.path.abspath]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_checkpoint_id_alone_is_committed_and_loaded(bucket: Bucket, form: Any) -> None:
+def test_a_checkpoint_id_alone_is_committed_and_loaded(bucket, form):
     with dos.install(storage_options=bucket.storage_options):
         dcp.save(state(3), checkpoint_id=form(bucket.at("step-3")))
         assert is_committed(bucket, "step-3")
@@ -84,9 +84,7 @@ def test_a_checkpoint_id_alone_is_committed_and_loaded(bucket: Bucket, form: Any
     ("writer", "reader"), [(FileSystemWriter, FileSystemReader), (FsspecWriter, FsspecReader)]
 )
 @pytest.mark.parametrize("form", FORMS)
-def test_torchs_classes_made_for_a_url_are_ours(
-    bucket: Bucket, writer: Any, reader: Any, form: Any
-) -> None:
+def test_torchs_classes_made_for_a_url_are_ours(bucket, writer, reader, form):
     dos.install(storage_options=bucket.storage_options)
     url = form(bucket.at("step-3"))
     made = writer(path=url, single_file_per_rank=False, thread_count=4)
@@ -98,9 +96,7 @@ def test_torchs_classes_made_for_a_url_are_ours(
     assert found["step"] == 3
 
 
-def test_a_checkpoint_id_counts_more_than_the_path_that_a_class_was_made_with(
-    bucket: Bucket,
-) -> None:
+def test_a_checkpoint_id_counts_more_than_the_path_that_a_class_was_made_with(bucket):
     """As in torch's tutorial of `async_save`: one writer for the run, a `checkpoint_id` a step."""
     dos.install(storage_options=bucket.storage_options)
     writer, reader = FileSystemWriter(bucket.url), FileSystemReader(bucket.url)
@@ -114,7 +110,7 @@ def test_a_checkpoint_id_counts_more_than_the_path_that_a_class_was_made_with(
         assert found["step"] == step
 
 
-def test_storage_options_of_an_fsspec_writer_count(bucket: Bucket) -> None:
+def test_storage_options_of_an_fsspec_writer_count(bucket):
     dos.install()
     url = bucket.at("step-3")
     dcp.save(state(3), storage_writer=FsspecWriter(url, **bucket.storage_options))
@@ -124,7 +120,7 @@ def test_storage_options_of_an_fsspec_writer_count(bucket: Bucket) -> None:
     assert found["step"] == 3
 
 
-def test_local_paths_and_subclasses_stay_torchs(tmp_path: Path, bucket: Bucket) -> None:
+def test_local_paths_and_subclasses_stay_torchs(tmp_path, bucket):
     class Own(FileSystemWriter):
         pass
 
@@ -147,7 +143,7 @@ def test_local_paths_and_subclasses_stay_torchs(tmp_path: Path, bucket: Bucket) 
     assert (path / ".metadata").exists()
 
 
-def test_only_the_schemes_that_are_named_are_taken(tmp_path: Path) -> None:
+def test_only_the_schemes_that_are_named_are_taken(tmp_path):
     dos.install(schemes=["memory", "file"])
     assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
     for url in (f"memory://{tmp_path.name}/a", f"file://{tmp_path}/a"):
@@ -156,7 +152,7 @@ def test_only_the_schemes_that_are_named_are_taken(tmp_path: Path) -> None:
     assert (tmp_path / "a" / MARKER_KEY).exists()
 
 
-def test_a_url_is_replaced_as_torch_does_unless_someone_says_no(bucket: Bucket) -> None:
+def test_a_url_is_replaced_as_torch_does_unless_someone_says_no(bucket):
     url = bucket.at("step-3")
     with dos.install(storage_options=bucket.storage_options):
         dcp.save(state(3), checkpoint_id=url)
@@ -172,7 +168,7 @@ def test_a_url_is_replaced_as_torch_does_unless_someone_says_no(bucket: Bucket) 
         assert loaded(url) == 6
 
 
-def test_afterwards_torchs_classes_do_what_they_did(tmp_path: Path) -> None:
+def test_afterwards_torchs_classes_do_what_they_did(tmp_path):
     with dos.install(), dos.install(schemes=["gs"]):
         assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/key")
     assert not FileSystemWriter.validate_checkpoint_id("gs://bucket/key")
@@ -182,7 +178,7 @@ def test_afterwards_torchs_classes_do_what_they_did(tmp_path: Path) -> None:
     assert loaded(tmp_path / "s3:" / "b") == 3
 
 
-def test_torchs_tools_for_torch_save_read_and_write_buckets(bucket: Bucket, tmp_path: Path) -> None:
+def test_torchs_tools_for_torch_save_read_and_write_buckets(bucket, tmp_path):
     torch.save(state(3), tmp_path / "in.pt")
     with dos.install(storage_options=bucket.storage_options):
         torch_save_to_dcp(tmp_path / "in.pt", bucket.at("step-3"))
@@ -204,7 +200,7 @@ def save_in_the_background(rank: int, world: int, url: str, options: Options) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_background_saves_are_committed_in_thread_and_process_mode(bucket: Bucket) -> None:
+def test_background_saves_are_committed_in_thread_and_process_mode(bucket):
     run_ranks(1, save_in_the_background, bucket.url, bucket.storage_options)
     for name in ("thread-0", "process-0", "thread-1", "process-1"):
         assert is_committed(bucket, name)
@@ -251,17 +247,13 @@ def save_while_training(rank: int, world: int, url: str, way: str) -> tuple[list
 
 
 @pytest.mark.parametrize("way", ["installed", "imported", "writer"])
-def test_an_async_save_of_dcp_without_a_group_does_not_mix_with_the_training(
-    tmp_path: Path, way: str
-) -> None:
+def test_an_async_save_of_dcp_without_a_group_does_not_mix_with_the_training(tmp_path, way):
     url = (tmp_path / "run").as_uri()
     assert run_ranks(2, save_while_training, url, way) == [([2.0] * 40, 1)] * 2
     assert [step.name for step in dos.steps(url)] == ["step-1", "step-2"]
 
 
-def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(bucket, monkeypatch):
     ended = threading.Event()
     set_up = state_dict_saver._storage_setup
 
@@ -279,14 +271,14 @@ def test_a_save_that_runs_when_the_installation_ends_goes_where_it_was_sent(
     assert is_committed(bucket, "step-3")
 
 
-def test_functions_that_install_replaces_are_still_pickled_by_their_names() -> None:
+def test_functions_that_install_replaces_are_still_pickled_by_their_names():
     """As programs do that hand them to a pool of processes."""
     dos.install()
     for function in (dcp.async_save, state_dict_saver.async_save):
         assert pickle.loads(pickle.dumps(function)) is function
 
 
-def test_install_changes_nothing_but_distributed_checkpoint() -> None:
+def test_install_changes_nothing_but_distributed_checkpoint():
     code = """if True:
         import os, pathlib, shutil, torch, torch.distributed.checkpoint
         modules = (os, os.path, pathlib, shutil, torch)
@@ -299,7 +291,7 @@ def test_install_changes_nothing_but_distributed_checkpoint() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_what_cannot_be_kept_is_refused():
     with pytest.raises(dos.errors.ConfigError, match="at least one scheme"):
         dos.install(schemes="s3")
     with pytest.raises(dos.errors.ConfigError, match="at least one scheme"):
@@ -316,7 +308,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
         FileSystemWriter()  # type: ignore[call-arg]
 
 
-def test_a_torch_without_these_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_these_hooks_is_refused(monkeypatch):
     class Other:
         def execute_save(self, state: object) -> None: ...
 
@@ -338,8 +330,8 @@ def test_a_torch_without_these_hooks_is_refused(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_saves_with_our_writer_in_the_default_group_get_a_group_of_their_own(
-    ours: bool, settings: dict[str, Any], own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ours, settings, own, monkeypatch
+):
     made: list[Any] = []
     monkeypatch.setattr(module, "own_group", lambda *args: made.append(args) or "own")
     writer: Any = (

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import dcp_objstore as dos
@@ -14,12 +12,11 @@ from dcp_objstore.checkpoint import commit as commits
 from dcp_objstore.checkpoint.names import parse_index_key
 from dcp_objstore.integrations.lightning import _ObjectStore, _url
 from dcp_objstore.run.housekeeping import Deletions
-from tests.support.wrapped_stores import Request
 
 
 def test_last_is_what_was_committed_last_whatever_the_clocks_of_the_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: list[Request]
-) -> None:
+    tmp_path, monkeypatch, requests
+):
     run, first, second = tmp_path.as_uri(), "z-step=100.ckpt", "a-step=200.ckpt"
     dos.save({"w": torch.zeros(1)}, f"{run}/{first}", progress=False)
 

@@ -33,7 +33,7 @@ def _state(value: float) -> dict[str, Any]:
     return {"w": torch.full((300,), value)}
 
 
-def test_install_hands_it_to_writer_and_reader(tmp_path: Path, node: Path) -> None:
+def test_install_hands_it_to_writer_and_reader(tmp_path, node):
     dos.install(schemes=("file",), local=node)
     url, found = f"file://{tmp_path}/run/step-1", _state(0)
     dcp.save(_state(1), checkpoint_id=url)
@@ -45,7 +45,7 @@ def test_install_hands_it_to_writer_and_reader(tmp_path: Path, node: Path) -> No
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_lightning_saves_and_loads_with_it(tmp_path: Path, node: Path, background: bool) -> None:
+def test_lightning_saves_and_loads_with_it(tmp_path, node, background):
     store = _ObjectStore(
         background=background,
         deletions=Deletions(0),
@@ -63,7 +63,7 @@ def test_lightning_saves_and_loads_with_it(tmp_path: Path, node: Path, backgroun
     assert torch.equal(found["w"], _state(1)["w"])
 
 
-def test_a_trainer_of_hugging_face_loads_with_it(tmp_path: Path, node: Path) -> None:
+def test_a_trainer_of_hugging_face_loads_with_it(tmp_path, node):
     url, found = f"file://{tmp_path}/run", _state(0)
     run = _TrainerRun(TRAINER, url, False, {"local": node})
     with run.manager as manager:
@@ -74,6 +74,6 @@ def test_a_trainer_of_hugging_face_loads_with_it(tmp_path: Path, node: Path) -> 
     assert torch.equal(found["w"], _state(1)["w"])
 
 
-def test_a_trainer_without_a_preemption_is_told_so(tmp_path: Path) -> None:
+def test_a_trainer_without_a_preemption_is_told_so(tmp_path):
     with pytest.raises(ConfigError, match="preemption"):
         _TrainerRun(TRAINER, f"file://{tmp_path}/run", False, {"preemption": None})

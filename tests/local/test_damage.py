@@ -14,7 +14,7 @@ import dcp_objstore as dos
 from dcp_objstore.errors import CorruptDataError
 from tests.support.campaign import cases
 from tests.support.node_copies import Node, restart
-from tests.support.wrapped_stores import ChangingStore, RecordingStore, Request, Through
+from tests.support.wrapped_stores import ChangingStore, RecordingStore, Request
 
 MIB = 1024 * 1024
 
@@ -45,7 +45,7 @@ STRIDES = cases([1, 211], default=[211])
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.timeout(1800)
-def test_no_flipped_byte_loads_a_wrong_value(node: Node, stride: int) -> None:
+def test_no_flipped_byte_loads_a_wrong_value(node, stride):
     node.rows = SMALL_ROWS
     node.save(1)
     copy = node.copy_of(1)
@@ -63,7 +63,7 @@ def test_no_flipped_byte_loads_a_wrong_value(node: Node, stride: int) -> None:
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.timeout(1800)
-def test_no_truncation_loads_a_wrong_value(node: Node, stride: int) -> None:
+def test_no_truncation_loads_a_wrong_value(node, stride):
     node.rows = SMALL_ROWS
     node.save(1)
     copy = node.copy_of(1)
@@ -91,9 +91,7 @@ def large(node: Node) -> Node:
 
 
 @pytest.mark.parametrize(("places",), cases([((0,),), ((58,),), ((9, 41),)], default=[((9, 41),)]))
-def test_damage_costs_what_is_left_of_its_request_and_no_more(
-    large: Node, requests: list[Request], places: tuple[int, ...]
-) -> None:
+def test_damage_costs_what_is_left_of_its_request_and_no_more(large, requests, places):
     """By what the report counts, and by the requests of the store. The next load finds no copy."""
     restart()
     flip(large.copy_of(1), *(place * MIB + 77_777 for place in places))
@@ -108,7 +106,7 @@ def test_damage_costs_what_is_left_of_its_request_and_no_more(
     assert not large.copies
 
 
-def test_a_whole_copy_costs_no_request(large: Node, requests: list[Request]) -> None:
+def test_a_whole_copy_costs_no_request(large, requests):
     restart()
     requests.clear()
     report = large.load(1)
@@ -121,9 +119,7 @@ def test_a_whole_copy_costs_no_request(large: Node, requests: list[Request]) -> 
 
 
 @pytest.mark.parametrize("answers", [1, 2])
-def test_damage_in_the_copy_and_in_an_answer_of_the_store(
-    large: Node, through: Through, answers: int
-) -> None:
+def test_damage_in_the_copy_and_in_an_answer_of_the_store(large, through, answers):
     """One damaged answer is asked for again, as without copies; a second one is an error."""
     flip(large.copy_of(1), 9 * MIB)
     left = [answers]
@@ -147,7 +143,7 @@ def test_damage_in_the_copy_and_in_an_answer_of_the_store(
     assert report.local_bytes == report.total_bytes - rest.bytes >= 8 * MIB
 
 
-def test_without_verification_copies_are_not_read(large: Node) -> None:
+def test_without_verification_copies_are_not_read(large):
     flip(large.copy_of(1), 9 * MIB)
     assert large.load(1, verify=False).local_bytes == 0
 
@@ -164,7 +160,7 @@ def longer(node: Node) -> bytes:
 
 
 @pytest.mark.parametrize("content", [of_another_step, longer])
-def test_another_file_in_the_place_of_a_copy(node: Node, content: Callable[[Node], bytes]) -> None:
+def test_another_file_in_the_place_of_a_copy(node, content):
     for step in (1, 2):
         node.save(step)
     node.copy_of(1).write_bytes(content(node))
@@ -189,9 +185,7 @@ def during_reads(patched: pytest.MonkeyPatch, at_read: int, act: Callable[[], No
 
 
 @pytest.mark.parametrize("at_read", cases([1, 3, 15], default=[3]))
-def test_a_copy_that_a_save_writes_over_while_it_is_read(
-    large: Node, monkeypatch: pytest.MonkeyPatch, at_read: int
-) -> None:
+def test_a_copy_that_a_save_writes_over_while_it_is_read(large, monkeypatch, at_read):
     number = large.copy_of(1).stat().st_ino
 
     saved = threading.Event()
@@ -209,9 +203,7 @@ def test_a_copy_that_a_save_writes_over_while_it_is_read(
 
 
 @pytest.mark.parametrize("at_read", cases([1, 3], default=[1]))
-def test_a_copy_that_is_removed_while_it_is_read(
-    large: Node, monkeypatch: pytest.MonkeyPatch, at_read: int
-) -> None:
+def test_a_copy_that_is_removed_while_it_is_read(large, monkeypatch, at_read):
     copy = large.copy_of(1)
     during_reads(monkeypatch, at_read, copy.unlink)
     report = large.load(1)

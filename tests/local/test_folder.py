@@ -63,9 +63,7 @@ def fifo_instead(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [give_away, open_to_all, link_instead, fifo_instead])
-def test_a_folder_that_others_could_have_made_is_not_used(
-    node: Node, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
-) -> None:
+def test_a_folder_that_others_could_have_made_is_not_used(node, caplog, spoil):
     node.save(1)
     spoil(node.home)
     before = {path: path.lstat().st_ino for path in node.folder.rglob("*")}
@@ -80,9 +78,7 @@ def test_a_folder_that_others_could_have_made_is_not_used(
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "fifo"])
-def test_what_is_no_folder_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_what_is_no_folder_is_one_warning(tmp_path, caplog, kind):
     node = Node(tmp_path / kind, f"memory://{secrets.token_hex(6)}/run")
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
@@ -94,7 +90,7 @@ def test_what_is_no_folder_is_one_warning(
 
 
 @pytest.mark.parametrize("local", ["s3://bucket/x", "file:///tmp", "", "a\0b", 7, True])
-def test_what_is_no_path_is_refused_at_once(local: object) -> None:
+def test_what_is_no_path_is_refused_at_once(local):
     with pytest.raises(ConfigError, match="local"):
         dos.load({}, "memory://nothing/here", local=local)  # type: ignore[arg-type]
 
@@ -114,9 +110,7 @@ def as_second_name(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [as_fifo, as_link, as_second_name, give_away])
-def test_a_copy_that_is_no_file_of_ours_is_neither_read_nor_written(
-    node: Node, spoil: Callable[[Path], None]
-) -> None:
+def test_a_copy_that_is_no_file_of_ours_is_neither_read_nor_written(node, spoil):
     node.save(1)
     spoil(node.copy_of(1))
     elsewhere = run_of(node) / "elsewhere"
@@ -129,9 +123,7 @@ def test_a_copy_that_is_no_file_of_ours_is_neither_read_nor_written(
     assert not node.unused
 
 
-def test_a_folder_that_is_read_only_is_read(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_is_read_only_is_read(node, monkeypatch, caplog):
     node.save(1)
 
     def refuse(*_: object, **__: object) -> None:
@@ -149,7 +141,7 @@ def test_a_folder_that_is_read_only_is_read(
 # --- what stays
 
 
-def test_two_states_stay_after_any_number_of_saves_and_restarts(node: Node) -> None:
+def test_two_states_stay_after_any_number_of_saves_and_restarts(node):
     for step in range(1, 12):
         if step % 3 == 0:
             restart()
@@ -162,7 +154,7 @@ def test_two_states_stay_after_any_number_of_saves_and_restarts(node: Node) -> N
 
 
 @pytest.mark.parametrize("name", ["step-{}/model", "{}/a/b"])
-def test_two_states_stay_where_each_step_has_a_prefix_of_its_own(node: Node, name: str) -> None:
+def test_two_states_stay_where_each_step_has_a_prefix_of_its_own(node, name):
     for step in range(1, 9):
         url = f"{node.run}/{name.format(step)}"
         dos.save(state_of(step), url, local=node.local, progress=False)
@@ -172,7 +164,7 @@ def test_two_states_stay_where_each_step_has_a_prefix_of_its_own(node: Node, nam
     assert report.fetched_bytes == 0
 
 
-def test_checkpoints_that_differ_in_words_stay_side_by_side(node: Node) -> None:
+def test_checkpoints_that_differ_in_words_stay_side_by_side(node):
     for step in (1, 2, 3):
         for name in ("model", "optim"):
             url = f"{node.run}/{name}-{step}"
@@ -181,7 +173,7 @@ def test_checkpoints_that_differ_in_words_stay_side_by_side(node: Node) -> None:
     assert names == ["model-2", "model-3", "optim-2", "optim-3"]
 
 
-def test_saves_write_over_what_is_older(node: Node) -> None:
+def test_saves_write_over_what_is_older(node):
     for step in range(1, 5):
         node.save(step)
     older, inode = node.copy_of(3), node.copy_of(3).stat().st_ino
@@ -192,8 +184,8 @@ def test_saves_write_over_what_is_older(node: Node) -> None:
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_a_save_that_is_killed_leaves_the_newest_step_and_is_written_over(
-    node: Node, monkeypatch: pytest.MonkeyPatch, *, loaded: bool
-) -> None:
+    node, monkeypatch, *, loaded
+):
     """It leaves a file that is not whole, and perhaps one that is: of a step without a commit."""
     for step in (1, 2):
         node.save(step)
@@ -228,9 +220,7 @@ def failing(through: Through) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("where", [".distcp", "index", "_COMMIT"])
-def test_two_states_stay_after_failed_saves_one_of_them_the_newest(
-    node: Node, through: Through, where: str
-) -> None:
+def test_two_states_stay_after_failed_saves_one_of_them_the_newest(node, through, where):
     fail = failing(through)
     node.run += "/tmp."  # as a file that is not whole once was named
     for step in range(1, 4):
@@ -249,9 +239,7 @@ def test_two_states_stay_after_failed_saves_one_of_them_the_newest(
     assert node.steps == [9, 10]
 
 
-def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
-    node: Node, through: Through
-) -> None:
+def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(node, through):
     fail = failing(through)
     node.rows = 6 * 1024  # more than a part
     config = dos.TransferConfig(part_size_bytes=5 * MIB)
@@ -265,9 +253,7 @@ def test_an_upload_that_breaks_off_leaves_neither_a_file_nor_a_descriptor(
     assert open_files(node.folder) == opened
 
 
-def test_a_folder_that_is_removed_during_a_save_costs_its_copies(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_removed_during_a_save_costs_its_copies(node, monkeypatch):
     finish = copies._Beside._finish
 
     def removing(copy: copies._Beside) -> None:
@@ -282,9 +268,7 @@ def test_a_folder_that_is_removed_during_a_save_costs_its_copies(
     assert node.load(2).fetched_bytes == 0
 
 
-def test_a_write_that_hangs_does_not_hold_up_who_gives_the_copy_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_write_that_hangs_does_not_hold_up_who_gives_the_copy_up(monkeypatch):
     monkeypatch.setattr(copies, "LOCK_POLICY", replace(LOCK_POLICY, patience_seconds=0.01))
     copy = copies._Beside(Path("copy"), -1, Path("temporary"), None)  # type: ignore[arg-type]
     with copy._lock:
@@ -292,14 +276,14 @@ def test_a_write_that_hangs_does_not_hold_up_who_gives_the_copy_up(
     assert copy._is_open
 
 
-def test_one_url_that_is_overwritten_has_two_states(node: Node) -> None:
+def test_one_url_that_is_overwritten_has_two_states(node):
     for count in range(4):
         node.save(1, overwrite=True)
         assert len(node.files) == min(count + 1, 2)
         assert node.load(1).fetched_bytes == 0
 
 
-def test_a_process_that_saves_keeps_what_it_has_saved_whatever_it_loads(node: Node) -> None:
+def test_a_process_that_saves_keeps_what_it_has_saved_whatever_it_loads(node):
     for step in (1, 2):
         node.save(step)
     node.load(1)
@@ -321,13 +305,13 @@ def held(node: Node, process: int) -> list[str]:
     return [place for place in places if str(node.folder) in place]
 
 
-def test_between_saves_and_loads_no_file_is_open_and_no_lock_is_held(node: Node) -> None:
+def test_between_saves_and_loads_no_file_is_open_and_no_lock_is_held(node):
     node.save(1)
     node.load(1)
     assert not held(node, os.getpid())
 
 
-def test_a_forked_child_holds_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_holds_nothing(node, monkeypatch):
     """A DataLoader's worker that is forked in a save, and lives on."""
     finish = copies._Beside._finish
     seen: list[list[str]] = []
@@ -363,7 +347,7 @@ def of_process(run: Path, process: str) -> None:
     mark.rename(run / f"=used {process}")
 
 
-def test_two_runs_in_one_folder_have_two_states_each(node: Node) -> None:
+def test_two_runs_in_one_folder_have_two_states_each(node):
     other = beside(node, "other")
     for step in (1, 2, 3):
         node.save(step)
@@ -374,7 +358,7 @@ def test_two_runs_in_one_folder_have_two_states_each(node: Node) -> None:
         assert one.load(3).fetched_bytes == 0
 
 
-def test_a_run_that_this_process_has_left_gives_its_room_to_the_next(node: Node) -> None:
+def test_a_run_that_this_process_has_left_gives_its_room_to_the_next(node):
     for trial in range(4):
         run = beside(node, f"trial-{trial}", 240)
         run.save(1)
@@ -397,8 +381,8 @@ DEAD, ELSEWHERE = 2**22 + 1, "another-boot pid:[1] 7"
     ],
 )
 def test_a_run_gives_its_room_away_only_if_its_processes_have_ended(
-    node: Node, process: str, age_seconds: float, *, is_kept: bool
-) -> None:
+    node, process, age_seconds, *, is_kept
+):
     node.save(1)
     run = run_of(node)
     of_process(run, process.format(place=folder.place_of_pids(), dead=DEAD))
@@ -410,7 +394,7 @@ def test_a_run_gives_its_room_away_only_if_its_processes_have_ended(
     assert len(other.unused) == is_kept
 
 
-def test_what_nobody_has_used_for_a_day_is_removed_though_there_is_room(node: Node) -> None:
+def test_what_nobody_has_used_for_a_day_is_removed_though_there_is_room(node):
     ages = {}
     for number, hours in enumerate((30, 20, 0)):
         beside(node, str(number)).save(1)
@@ -432,7 +416,7 @@ def write_and_wait(rank: int, world: int, node: Node) -> None:
     node.save(1)
 
 
-def test_what_another_job_writes_stays_until_it_is_killed(tmp_path: Path) -> None:
+def test_what_another_job_writes_stays_until_it_is_killed(tmp_path):
     (tmp_path / "node").mkdir()
     node = Node(tmp_path / "node", (tmp_path / "bucket" / "run").as_uri())
     other = beside(node, "other", 150)

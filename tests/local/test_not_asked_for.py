@@ -6,7 +6,6 @@ import inspect
 import re
 import secrets
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -61,9 +60,7 @@ def manage(run: str) -> None:
         manager.step(4, state_of(4))
 
 
-def test_no_code_of_copies_is_called_and_no_folder_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_of_copies_is_called_and_no_folder_made(tmp_path, monkeypatch):
     for name in ("HOME", "TMPDIR"):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -76,9 +73,7 @@ def test_no_code_of_copies_is_called_and_no_folder_made(
     assert not [path for path in tmp_path.rglob("*dcp-objstore-*") if path.is_dir()]
 
 
-def test_copies_change_no_request_but_those_that_they_spare(
-    tmp_path: Path, requests: list[Request]
-) -> None:
+def test_copies_change_no_request_but_those_that_they_spare(tmp_path, requests):
     run = f"memory://{secrets.token_hex(6)}/run"
     use(f"{run}-1")
     without = shapes(requests)

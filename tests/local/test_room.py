@@ -46,9 +46,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> int:
 
 # Two states fit, one and a half, and half a one; the file system keeps a tenth for others.
 @pytest.mark.parametrize(("rows", "whole"), [(6 * KIB, 5), (10 * KIB, 1), (18 * KIB, 0)])
-def test_a_tmpfs_that_is_too_small_fails_nothing(
-    tmpfs: Path, caplog: pytest.LogCaptureFixture, rows: int, whole: int
-) -> None:
+def test_a_tmpfs_that_is_too_small_fails_nothing(tmpfs, caplog, rows, whole):
     node = Node(tmpfs, f"memory://{secrets.token_hex(6)}/run", rows=rows)
     reports = []
     for step in range(1, 6):
@@ -63,9 +61,7 @@ def test_a_tmpfs_that_is_too_small_fails_nothing(
 
 
 @pytest.mark.parametrize("room_kib", [0, 50, 150, 230, 1000])
-def test_max_bytes_are_never_exceeded(
-    node: Node, caplog: pytest.LogCaptureFixture, room_kib: int
-) -> None:
+def test_max_bytes_are_never_exceeded(node, caplog, room_kib):
     """A state takes 101 KiB; the files of a folder are whole pages."""
     node.max_bytes = room_kib * KIB
     for step in range(1, 6):
@@ -77,16 +73,14 @@ def test_max_bytes_are_never_exceeded(
     assert len(node.unused) <= 5
 
 
-def test_max_bytes_give_no_room_that_the_file_system_does_not_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_max_bytes_give_no_room_that_the_file_system_does_not_have(tmp_path, monkeypatch):
     system = SimpleNamespace(f_bavail=3, f_frsize=4 * KIB, f_blocks=10**6)
     monkeypatch.setattr(os, "statvfs", lambda _: system)
     rooms = [room.room_bytes(tmp_path / "home", most) for most in (10 * KIB, 100 * KIB)]
     assert rooms == [10 * KIB, 12 * KIB]
 
 
-def test_a_file_counts_as_large_as_it_will_be(tmp_path: Path) -> None:
+def test_a_file_counts_as_large_as_it_will_be(tmp_path):
     """So two ranks that begin at a time do not take the same room."""
     home = tmp_path / "home"
     home.mkdir()
@@ -95,9 +89,7 @@ def test_a_file_counts_as_large_as_it_will_be(tmp_path: Path) -> None:
     assert room.room_bytes(home, 25 * MIB) == 15 * MIB
 
 
-def test_a_save_of_many_objects_says_once_that_there_is_no_room(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_of_many_objects_says_once_that_there_is_no_room(node, caplog):
     node.rows, node.max_bytes = 40 * KIB, 8 * KIB
     config = dos.TransferConfig(max_object_size_bytes=8 * MIB)
     for count in (1, 2):
@@ -106,7 +98,7 @@ def test_a_save_of_many_objects_says_once_that_there_is_no_room(
     assert warnings(caplog) == 1
 
 
-def test_a_value_whose_size_was_not_known_is_not_beyond_max_bytes(node: Node) -> None:
+def test_a_value_whose_size_was_not_known_is_not_beyond_max_bytes(node):
     state = {"plain": [str(item) * (MIB // 2) for item in range(9)]}
     for max_bytes, copies_there in ((2 * MIB, 0), (24 * MIB, 1)):
         local = dos.Local(str(node.folder), max_bytes=max_bytes)
@@ -115,9 +107,7 @@ def test_a_value_whose_size_was_not_known_is_not_beyond_max_bytes(node: Node) ->
         assert len(node.files) == copies_there
 
 
-def test_a_lock_that_a_stopped_process_holds_costs_the_copies_and_no_more(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_a_stopped_process_holds_costs_the_copies_and_no_more(node, monkeypatch):
     node.save(1)
     monkeypatch.setattr(copies, "LOCK_POLICY", replace(LOCK_POLICY, patience_seconds=0.01))
     with locked(node.home, LOCK_POLICY):
@@ -130,7 +120,7 @@ def test_a_lock_that_a_stopped_process_holds_costs_the_copies_and_no_more(
 # --- memory
 
 
-def test_a_tmpfs_leaves_memory_to_the_job(tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tmpfs_leaves_memory_to_the_job(tmpfs, monkeypatch):
     node = Node(tmpfs, f"memory://{secrets.token_hex(6)}/run")
     monkeypatch.setattr(room, "free_memory_bytes", lambda: [10 * MIB, 50 * KIB])
     node.save(1)
@@ -153,8 +143,8 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     ],
 )
 def test_the_limit_of_each_cgroup_from_the_own_one_up_counts_without_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, root: str, names: tuple[str, ...]
-) -> None:
+    tmp_path, monkeypatch, own, root, names
+):
     (tmp_path / "self").write_text(f"3:pids:/elsewhere\n{own}\n")
     monkeypatch.setattr(room, "_OWN_CGROUPS", tmp_path / "self")
     monkeypatch.setattr(room, "_MOUNTED", tmp_path)
@@ -224,14 +214,8 @@ ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE]
 )
 @pytest.mark.timeout(600)
 def test_an_error_at_any_call_of_a_save_leaves_the_same_checkpoint(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: int,
-    saved_before: int,
-    *,
-    for_good: bool,
-) -> None:
+    tmp_path, monkeypatch, caplog, error, saved_before, *, for_good
+):
     """In the first save, which makes the folders, and in one that writes files over."""
     node = Node(tmp_path / "first", f"memory://{secrets.token_hex(6)}/run")
     node.folder.mkdir()
@@ -264,8 +248,8 @@ def test_an_error_at_any_call_of_a_save_leaves_the_same_checkpoint(
 
 @pytest.mark.parametrize("for_good", [False, True])
 def test_an_error_at_any_call_of_a_load_loads_the_same_values(
-    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, for_good: bool
-) -> None:
+    node, monkeypatch, caplog, *, for_good
+):
     node.rows = 9 * KIB  # three blocks
     node.save(1)
     disk = Disk(monkeypatch, node)

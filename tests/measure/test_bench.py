@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -30,7 +29,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.measure.api import CONFIG, Spread, Throughput, _doubts, _Round
 from tests.support.campaign import cases
 from tests.support.command_line import environment
-from tests.support.proxy import Asked, Meant, NetworkProxy, Refuse
+from tests.support.proxy import Asked, NetworkProxy, Refuse
 from tests.support.servers import BUCKET, READ_ONLY, WRITE_ONLY, Bucket
 from tests.support.unfinished_uploads import Before
 
@@ -54,7 +53,7 @@ def measure(bucket: Bucket, **arguments: object) -> dos.measure.BenchReport:
     return dos.measure.bench(bucket.url, **{**usual, **options, **arguments})  # type: ignore[arg-type]
 
 
-def test_the_figures_are_of_the_bytes_that_were_moved_and_nothing_stays(bucket: Bucket) -> None:
+def test_the_figures_are_of_the_bytes_that_were_moved_and_nothing_stays(bucket):
     before = Before(bucket)
     with NetworkProxy(bucket.storage_options) as proxy:
         report = measure(bucket, storage_options=proxy.storage_options)
@@ -81,9 +80,7 @@ def test_the_figures_are_of_the_bytes_that_were_moved_and_nothing_stays(bucket: 
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
-def test_a_folder_and_a_store_in_memory_are_measured_and_left_as_they_were(
-    scheme: str, tmp_path: Path
-) -> None:
+def test_a_folder_and_a_store_in_memory_are_measured_and_left_as_they_were(scheme, tmp_path):
     place = f"{tmp_path}/new/run" if scheme == "file" else "bench-test/run"
     report = dos.measure.bench(f"{scheme}://{place}", size_bytes=SIZE, seconds=1.5)
     assert report.copy_gib_per_second.median > 0
@@ -96,7 +93,7 @@ def round_of(seconds: float) -> _Round:
     return _Round(seconds, seconds, 1 << 30, 64, 16 * MIB, 8)
 
 
-def test_noise_is_told_of() -> None:
+def test_noise_is_told_of():
     steady = [round_of(seconds) for seconds in (1.0, 1.01, 1.0)]
     assert list(_doubts("saves", steady)) == []
     (warning,) = _doubts("saves", [round_of(2.0), *steady])
@@ -106,7 +103,7 @@ def test_noise_is_told_of() -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_who_may_not_do_all_of_it_is_told_before_anything_large_is_sent(bucket: Bucket) -> None:
+def test_who_may_not_do_all_of_it_is_told_before_anything_large_is_sent(bucket):
     before = Before(bucket)
     for rights in (READ_ONLY, WRITE_ONLY):
         with NetworkProxy({**bucket.storage_options, **rights}) as proxy:
@@ -117,7 +114,7 @@ def test_who_may_not_do_all_of_it_is_told_before_anything_large_is_sent(bucket: 
 
 
 @pytest.mark.backends("seaweed")
-def test_wrong_urls_settings_and_credentials_are_told(bucket: Bucket) -> None:
+def test_wrong_urls_settings_and_credentials_are_told(bucket):
     with pytest.raises(InvalidUrlError):
         dos.measure.bench("bucket/run")
     for wrong in (
@@ -138,7 +135,7 @@ def test_wrong_urls_settings_and_credentials_are_told(bucket: Bucket) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_a_full_bucket_is_told_and_nothing_stays(bucket: Bucket) -> None:
+def test_a_full_bucket_is_told_and_nothing_stays(bucket):
     before = Before(bucket)
 
     def full(asked: Asked) -> Refuse | None:
@@ -171,7 +168,7 @@ def large_range(asked: Asked) -> bool:
 @pytest.mark.usefixtures("usual_signals")
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("meant", cases([marker, part, plain_put, large_range], default=[marker]))
-def test_nothing_stays_after_ctrl_c(bucket: Bucket, meant: Meant) -> None:
+def test_nothing_stays_after_ctrl_c(bucket, meant):
     """A request that is under way takes effect before the removal."""
     before = Before(bucket)
     with NetworkProxy(bucket.storage_options) as proxy:
@@ -192,7 +189,7 @@ def test_nothing_stays_after_ctrl_c(bucket: Bucket, meant: Meant) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
-def test_nothing_stays_after_sigterm(bucket: Bucket) -> None:
+def test_nothing_stays_after_sigterm(bucket):
     before = Before(bucket)
     with NetworkProxy(bucket.storage_options) as proxy:
         held = proxy.hold(part)
@@ -213,7 +210,7 @@ def test_nothing_stays_after_sigterm(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_what_cannot_be_removed_is_named(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_removed_is_named(bucket, caplog):
     large = [0]
 
     def no_more_deletes(asked: Asked) -> Refuse | None:
@@ -229,9 +226,7 @@ def test_what_cannot_be_removed_is_named(bucket: Bucket, caplog: pytest.LogCaptu
     assert f"remove everything below {bucket.url}/{name}" in caplog.text
 
 
-def test_the_figures_are_not_lost_if_uploads_cannot_be_opened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_figures_are_not_lost_if_uploads_cannot_be_opened(monkeypatch):
     """They are opened with boto3, which may find other credentials than the store did."""
 
     def refuse(spec: object) -> NoReturn:
@@ -243,9 +238,7 @@ def test_the_figures_are_not_lost_if_uploads_cannot_be_opened(
 
 
 @pytest.mark.backends("seaweed")
-def test_what_cannot_be_listed_any_more_is_named(
-    bucket: Bucket, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_listed_any_more_is_named(bucket, caplog):
     """As when credentials expire while plain requests are sent: of these no key is known."""
     expired: list[Asked] = []
 
@@ -265,9 +258,7 @@ def test_what_cannot_be_listed_any_more_is_named(
 
 
 @pytest.mark.campaign
-def test_a_server_that_dies_ends_it_and_the_rest_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_server_that_dies_ends_it_and_the_rest_is_named(caplog):
     with SeaweedServer() as server, NetworkProxy(server.storage_options) as proxy:
         server.create_bucket(BUCKET)
         bucket = Bucket("seaweed", f"s3://{BUCKET}/run", *[server.storage_options] * 2)
@@ -312,9 +303,7 @@ def figures(gib_per_second: float, connections: int, cpu: float = 0.3) -> Throug
         (figures(0.3, 1), figures(0.3, 1), figures(0.3, 1), "gives no more"),
     ],
 )
-def test_words_say_what_a_save_waits_for(
-    whole: Throughput, plain: Throughput, alone: Throughput, says: str
-) -> None:
+def test_words_say_what_a_save_waits_for(whole, plain, alone, says):
     spread = Spread.of([1.0])
     report = dos.measure.BenchReport(
         url="s3://b/run",
@@ -340,9 +329,7 @@ def test_words_say_what_a_save_waits_for(
 
 
 @pytest.mark.backends("seaweed")
-def test_the_table_fits_80_columns_and_json_has_all_of_it(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_fits_80_columns_and_json_has_all_of_it(bucket, monkeypatch, capsys):
     for name, value in environment(bucket.storage_options).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("COLUMNS", "80")

@@ -6,25 +6,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.model.__main__ import mutants, searches
-from tests.model.checker import Config, Result
+from tests.model.checker import Result
 
 QUICK = searches(quick=True)
 MUTANTS = mutants()
 
 
 @pytest.mark.parametrize("config", QUICK, ids=lambda config: config.name)
-def test_no_order_of_steps_and_no_fault_breaks_a_promise(config: Config) -> None:
+def test_no_order_of_steps_and_no_fault_breaks_a_promise(config):
     result = config.search()
     assert not result.wrong, _told(result)
 
 
 @pytest.mark.campaign
-def test_millions_of_states_break_no_promise() -> None:
+def test_millions_of_states_break_no_promise():
     states = 0
     for config in searches(quick=False):
         result = config.search()
@@ -44,7 +42,7 @@ LONGEST = "a sweep goes on although the marker has changed"
         for name, catch in MUTANTS.items()
     ],
 )
-def test_every_weakened_rule_is_caught(catch: Callable[[], tuple[str, Result] | None]) -> None:
+def test_every_weakened_rule_is_caught(catch):
     caught = catch()
     assert caught, "nothing breaks without this rule"
     print(_told(caught[1]))

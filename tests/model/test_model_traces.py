@@ -295,7 +295,7 @@ def _told(stage: Stage, why: str, path: Path | None = None) -> str:
     return "\n".join([*lines, "" if path is None else f"model: {path.stores()}"])
 
 
-def test_what_the_code_does_is_a_path_in_the_model() -> None:
+def test_what_the_code_does_is_a_path_in_the_model():
     for seed in range(120):
         run(seed)
 
@@ -324,7 +324,7 @@ def test_what_the_code_does_is_a_path_in_the_model() -> None:
         default=["no fence", "tombstone removed", LATE_LOOK, UNREAD],
     ),
 )
-def test_a_mutant_is_no_model_of_the_code(mutant: str) -> None:
+def test_a_mutant_is_no_model_of_the_code(mutant):
     """The check above has teeth: where code and model differ by one rule, it sees that."""
     with pytest.raises(AssertionError):
         for seed in range(400):
@@ -332,7 +332,7 @@ def test_a_mutant_is_no_model_of_the_code(mutant: str) -> None:
 
 
 @pytest.mark.campaign
-def test_what_the_code_does_is_a_path_in_the_model_for_long() -> None:
+def test_what_the_code_does_is_a_path_in_the_model_for_long():
     for seed in range(1000, 11_000):
         run(seed)
 
@@ -402,7 +402,7 @@ _DEFAULT = ["save over another", "delete now", "sweep what was replaced", "repai
         ],
     ),
 )
-def test_one_fault_at_any_request_is_answered_truly_and_heals(name: str, order: Order) -> None:
+def test_one_fault_at_any_request_is_answered_truly_and_heals(name, order):
     operation = OPERATIONS[name]
     usual = _one_fault(operation, 0, None, order)[1].word
     tried: Counter[str] = Counter()
@@ -489,12 +489,12 @@ def play(seed: int) -> Stage:
     return stage
 
 
-def test_drawn_faults_of_every_kind_are_answered_truly_and_heal() -> None:
+def test_drawn_faults_of_every_kind_are_answered_truly_and_heal():
     for seed in range(100):
         play(seed)
 
 
-def test_drawn_faults_meet_everything_that_they_are_for() -> None:
+def test_drawn_faults_meet_everything_that_they_are_for():
     """Or they would prove nothing."""
     left = {*KINDS, CRASH, "late  ", "success", LOST, UNKNOWN, "swept", DELETED, DONE, WHOLE}
     for seed in range(300, 600):
@@ -505,7 +505,7 @@ def test_drawn_faults_meet_everything_that_they_are_for() -> None:
     pytest.fail(f"never came up: {left}")
 
 
-def test_the_same_seed_gives_the_same_log() -> None:
+def test_the_same_seed_gives_the_same_log():
     for act in (run, play):
         seen_logs = set()
         for seed in range(20):
@@ -518,7 +518,7 @@ def test_the_same_seed_gives_the_same_log() -> None:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
-def test_ten_thousand_drawn_faults_are_answered_truly_and_heal() -> None:
+def test_ten_thousand_drawn_faults_are_answered_truly_and_heal():
     for seed in range(10_000, 20_000):
         play(seed)
 
@@ -564,7 +564,7 @@ def in_any_order(seed: int, steps: int) -> Counter[str]:
     return done
 
 
-def test_any_order_of_operations_crashes_and_faults_does_what_the_reference_says() -> None:
+def test_any_order_of_operations_crashes_and_faults_does_what_the_reference_says():
     done = Counter[str]()
     for seed in range(60):
         done += in_any_order(seed, 40)
@@ -573,6 +573,6 @@ def test_any_order_of_operations_crashes_and_faults_does_what_the_reference_says
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
-def test_any_long_order_of_operations_does_what_the_reference_says() -> None:
+def test_any_long_order_of_operations_does_what_the_reference_says():
     for seed in range(10_000, 12_000):
         in_any_order(seed, 200)

@@ -50,16 +50,16 @@ def mutants(code: str) -> dict[str, Mutant]:
         ),
     ],
 )
-def test_a_slip_changes_one_place(code: str, change: str, mutated: str) -> None:
+def test_a_slip_changes_one_place(code, change, mutated):
     assert mutants(code)[change].apply(code) == mutated
 
 
-def test_texts_annotations_and_logging_are_left_alone() -> None:
+def test_texts_annotations_and_logging_are_left_alone():
     code = 'def f(a: int | None) -> "x":\n    """Doc."""\n    logger.info("no", a + 1)\n'
     assert mutants(f"{code}    assert a > 1") == {}
 
 
-def test_a_mutant_keeps_its_name_while_its_function_and_line_stay() -> None:
+def test_a_mutant_keeps_its_name_while_its_function_and_line_stay():
     code = "class A:\n    def f(self):\n        return a + b\n"
     (before,) = (m for m in mutants(code).values() if m.kind == "computed")
     (after,) = (m for m in mutants(f"import os\n\n{code}").values() if m.kind == "computed")
@@ -71,20 +71,20 @@ def test_a_mutant_keeps_its_name_while_its_function_and_line_stay() -> None:
     assert elsewhere.name != before.name
 
 
-def test_slips_that_read_the_same_have_names_of_their_own() -> None:
+def test_slips_that_read_the_same_have_names_of_their_own():
     found = mutants_of("module.py", "def f():\n    if a:\n        pass\n    if a:\n        pass\n")
     assert len({mutant.name for mutant in found}) == len(found) == 6
     assert [mutant.change for mutant in found[1::3]] == ["a -> True", "a -> True (2)"]
 
 
-def test_what_is_run_at_import_is_reached_by_its_name_or_its_function() -> None:
+def test_what_is_run_at_import_is_reached_by_its_name_or_its_function():
     found = mutants("LIMIT = 3\nclass A:\n    b: int = 5\ndef f(a=7):\n    return a\n")
     assert found["3 -> 4"].mentions == ("LIMIT",)
     assert found["5 -> 6"].mentions == ("b", "A")
     assert (found["7 -> 8"].mentions, found["7 -> 8"].lines) == ((), (5,))
 
 
-def test_every_mutant_is_python() -> None:
+def test_every_mutant_is_python():
     code = ast.unparse(ast.parse(open(ast.__file__).read()))[:30_000].rpartition("\ndef ")[0]  # noqa: PTH123, SIM115
     found = mutants_of("ast.py", code)
     assert len(found) > 500

@@ -34,7 +34,6 @@ from dcp_objstore.write import upload_items as uploading
 from tests.support.listening import Heard, of
 from tests.support.proxy import Asked, Cut, NetworkProxy
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 from tests.support.wrapped_stores import Fault, FaultStore, Verb
 
 MIB = 1024 * 1024
@@ -55,7 +54,7 @@ def state(megabytes: int = 24) -> dict[str, Any]:
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("transport", ["native", "boto3"])
-def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket, transport: Any) -> None:
+def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket, transport):
     heard, url = Heard(), bucket.at("step-7")
     config = dataclasses.replace(CONFIG, transport=transport)
     given: dict[str, Any] = {"storage_options": bucket.storage_options, "config": config}
@@ -94,7 +93,7 @@ def test_a_save_and_a_load_are_told_of_whole_and_in_order(bucket: Bucket, transp
     assert end.report.commit_id == report.commit_id
 
 
-def test_of_several_objects_each_is_planned() -> None:
+def test_of_several_objects_each_is_planned():
     heard, config = Heard(), dataclasses.replace(CONFIG, max_object_size_bytes=5 * MIB)
     values = {str(number): torch.ones(MIB) for number in range(3)}
     report = dos.save(values, memory_url(), on_event=heard, config=config)
@@ -109,7 +108,7 @@ def assert_rows_do_not_overlap(told: Sequence[Any]) -> None:
         assert all(one.end_ns <= other.start_ns for one, other in pairwise(row))
 
 
-def test_reads_and_verifications_of_an_opened_checkpoint_are_told_of() -> None:
+def test_reads_and_verifications_of_an_opened_checkpoint_are_told_of():
     heard, url = Heard(), memory_url()
     dos.save(state(1), url)
     found = dos.read_state_dict(url, "w", on_event=heard, config=CONFIG)
@@ -127,7 +126,7 @@ def test_reads_and_verifications_of_an_opened_checkpoint_are_told_of() -> None:
     assert (heard[-1].operation, heard[-1].error) == ("open", "CheckpointNotFoundError")  # type: ignore[union-attr]
 
 
-def test_a_run_hands_its_listeners_to_every_save_and_load(tmp_path: Path) -> None:
+def test_a_run_hands_its_listeners_to_every_save_and_load(tmp_path):
     heard, url = Heard(), memory_url()
     trace = tmp_path / "{name}.json"
     with dos.CheckpointManager(url, save_every=1, on_event=heard, trace=trace) as run:
@@ -139,7 +138,7 @@ def test_a_run_hands_its_listeners_to_every_save_and_load(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} == {"step-1.json", "step-2.json"}
 
 
-def test_the_report_is_there_when_saved_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_there_when_saved_is_told(monkeypatch):
     pass_on, seen = Channel.pass_on, threading.Event()
     reports: list[tuple[str, dos.reports.SaveReport | None]] = []
 
@@ -161,7 +160,7 @@ def test_the_report_is_there_when_saved_is_told(monkeypatch: pytest.MonkeyPatch)
     assert report.commit_id == commit_id
 
 
-def test_every_event_can_be_pickled_and_says_what_it_is() -> None:
+def test_every_event_can_be_pickled_and_says_what_it_is():
     for kind in get_args(AnyEvent):
         assert issubclass(kind, events.Event)
         assert kind.__doc__
@@ -171,7 +170,7 @@ def test_every_event_can_be_pickled_and_says_what_it_is() -> None:
         assert not hasattr(event, "__dict__")
 
 
-def test_the_commits_second_try_is_told_of(through: Through) -> None:
+def test_the_commits_second_try_is_told_of(through):
     asked = []
 
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
@@ -192,7 +191,7 @@ def test_the_commits_second_try_is_told_of(through: Through) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_boto3s_own_retries_are_told_of_to_whom_they_concern(bucket: Bucket) -> None:
+def test_boto3s_own_retries_are_told_of_to_whom_they_concern(bucket):
     config = dataclasses.replace(CONFIG, transport="boto3", max_retries=5)
     heard, other = Heard(), Heard()
     bystander = Channel("save", bucket.at("step-77"))
@@ -217,9 +216,7 @@ def test_boto3s_own_retries_are_told_of_to_whom_they_concern(bucket: Bucket) -> 
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("name", ["run/step-7", "run?lr=1e-3/#7 50%"])
-def test_a_load_counts_and_tells_its_own_retries_whatever_its_url_has(
-    bucket: Bucket, name: str
-) -> None:
+def test_a_load_counts_and_tells_its_own_retries_whatever_its_url_has(bucket, name):
     """Not those of a load at the same time whose URL has the same name in it."""
     options, urls = bucket.storage_options, [bucket.at(name), bucket.at(f"other/{name}")]
     large = {"w": state()["w"]}  # so that each answer is longer than what comes of one that is cut
@@ -251,9 +248,7 @@ def test_a_load_counts_and_tells_its_own_retries_whatever_its_url_has(
             pass
 
 
-def test_a_range_that_comes_damaged_is_counted_and_told_as_a_retry(
-    through: Through,
-) -> None:
+def test_a_range_that_comes_damaged_is_counted_and_told_as_a_retry(through):
     url, damaged = memory_url(), []
     dos.save(state(), url, config=CONFIG)
 
@@ -275,9 +270,7 @@ def test_a_range_that_comes_damaged_is_counted_and_told_as_a_retry(
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in")
-def test_nothing_is_told_of_parts_and_ranges_where_nobody_listens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_told_of_parts_and_ranges_where_nobody_listens(monkeypatch):
     def build(*_: object, **__: object) -> None:
         raise AssertionError("an event was built")
 
@@ -297,9 +290,7 @@ def test_nothing_is_told_of_parts_and_ranges_where_nobody_listens(
 
 
 @pytest.mark.parametrize("raised", [ValueError("no metric"), SystemExit(3), KeyboardInterrupt()])
-def test_what_a_callback_raises_is_logged_once_and_the_save_and_load_go_on(
-    raised: BaseException, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_callback_raises_is_logged_once_and_the_save_and_load_go_on(raised, caplog):
     heard, url = Heard(), memory_url()
 
     def broken(event: AnyEvent) -> None:
@@ -322,8 +313,8 @@ def test_what_a_callback_raises_is_logged_once_and_the_save_and_load_go_on(
 
 
 def test_a_callback_that_never_returns_holds_up_nothing_but_its_own_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("dcp_objstore.observe.dispatch._PATIENCE_SECONDS", 0.2)
     let_go, url = threading.Event(), memory_url()
     trace = tmp_path / "save.json"
@@ -336,7 +327,7 @@ def test_a_callback_that_never_returns_holds_up_nothing_but_its_own_events(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_a_slow_callback_delays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_callback_delays_no_part(monkeypatch):
     uploaded, waited = threading.Event(), []
     upload = uploading.upload_object
 
@@ -356,7 +347,7 @@ def test_a_slow_callback_delays_no_part(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("wrong", [{"on_event": 3}, {"trace": "s3://b/t.json"}, {"trace": "{x}"}])
-def test_wrong_listeners_are_refused_before_anything_is_saved(wrong: dict[str, Any]) -> None:
+def test_wrong_listeners_are_refused_before_anything_is_saved(wrong):
     url = memory_url()
     with pytest.raises(dos.errors.ConfigError, match=next(iter(wrong))):
         dos.save(state(1), url, **wrong)
@@ -389,7 +380,7 @@ def fails_on_rank_1(rank: int, world: int, root: str) -> list[tuple[str, int | N
     return [(one.error, one.failed_rank, one.url[-6:]) for one in of(events.Failed, heard)]
 
 
-def test_a_failure_is_told_once_on_every_rank_and_each_has_its_trace(tmp_path: Path) -> None:
+def test_a_failure_is_told_once_on_every_rank_and_each_has_its_trace(tmp_path):
     told = run_ranks(2, fails_on_rank_1, str(tmp_path))
     assert [one[1:] for (one,) in told] == [(1, "step-2")] * 2
     written = {path.name for path in (tmp_path / "traces").iterdir()}
@@ -402,7 +393,7 @@ def test_a_failure_is_told_once_on_every_rank_and_each_has_its_trace(tmp_path: P
     assert any(one["name"].startswith("save failed: ") for one in failed)
 
 
-def test_a_failed_upload_is_told_under_dcps_own_call_too(through: Through) -> None:
+def test_a_failed_upload_is_told_under_dcps_own_call_too(through):
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
         del key, nth
         return (
@@ -424,7 +415,7 @@ def test_a_failed_upload_is_told_under_dcps_own_call_too(through: Through) -> No
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_the_copy_of_a_background_save_is_told_of(wait: bool) -> None:
+def test_the_copy_of_a_background_save_is_told_of(wait):
     heard = Heard()
     handle = dos.async_save(state(), memory_url(), on_event=heard, wait_for_staging=wait)
     handle.result(30)
@@ -446,7 +437,7 @@ class Written:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_in_process_mode_events_are_told_in_the_child_or_refused(tmp_path: Path) -> None:
+def test_in_process_mode_events_are_told_in_the_child_or_refused(tmp_path):
     run_ranks(1, process_mode, str(tmp_path))
     told = (tmp_path / "told").read_text().split()
     assert told[0] == "Staged"
@@ -478,7 +469,7 @@ def spans(document: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in document["traceEvents"] if one["ph"] == "X"]
 
 
-def test_a_trace_lies_on_one_axis_with_that_of_torch_profiler(tmp_path: Path) -> None:
+def test_a_trace_lies_on_one_axis_with_that_of_torch_profiler(tmp_path):
     with torch.profiler.profile() as profiler, torch.profiler.record_function("around"):
         dos.save(state(), memory_url(), config=CONFIG, trace=tmp_path / "save.json")
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
@@ -496,11 +487,11 @@ def test_a_trace_lies_on_one_axis_with_that_of_torch_profiler(tmp_path: Path) ->
     assert saved["pid"] != around["pid"]
 
 
-def test_every_kind_of_event_has_a_row_in_a_trace() -> None:
+def test_every_kind_of_event_has_a_row_in_a_trace():
     assert set(get_args(AnyEvent)) == _NAMES.keys()
 
 
-def test_a_trace_is_written_of_a_save_that_has_no_room_for_copies(tmp_path: Path) -> None:
+def test_a_trace_is_written_of_a_save_that_has_no_room_for_copies(tmp_path):
     local = dos.Local(str(tmp_path), max_bytes=1)
     dos.save(
         state(), memory_url(), config=CONFIG, local=local, trace=tmp_path / "t.json", progress=False
@@ -509,7 +500,7 @@ def test_a_trace_is_written_of_a_save_that_has_no_room_for_copies(tmp_path: Path
     assert {"save", "local not used"} <= {one["name"] for one in written}
 
 
-def test_a_trace_is_what_the_viewers_want(tmp_path: Path) -> None:
+def test_a_trace_is_what_the_viewers_want(tmp_path):
     dos.save(state(), memory_url(), config=CONFIG, trace=tmp_path / "new" / "save.json")
     document = json.loads((tmp_path / "new" / "save.json").read_text())
     named = {
@@ -536,15 +527,13 @@ def test_a_trace_is_what_the_viewers_want(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["save.json"]
 
 
-def test_a_trace_that_cannot_be_written_only_warns(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trace_that_cannot_be_written_only_warns(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     dos.save(state(1), memory_url(), trace=tmp_path / "file" / "save.json")
     assert "could not be written" in caplog.text
 
 
-def test_traces_with_other_bases_are_moved_onto_one_axis(tmp_path: Path) -> None:
+def test_traces_with_other_bases_are_moved_onto_one_axis(tmp_path):
     for name, base in (("a", 5_000), ("b.gz", 2_000)):
         one = {"ph": "X", "ts": 1.5, "dur": 1, "name": name, "pid": 1, "tid": 1}
         document = {"baseTimeNanoseconds": base, "traceEvents": [one, {"ph": "M"}]}
@@ -569,9 +558,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_bars_are_drawn_from_the_events_on_a_terminal_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bars_are_drawn_from_the_events_on_a_terminal_alone(monkeypatch):
     url = memory_url()
     for shown, screen in ((True, Terminal()), (False, io.StringIO())):
         monkeypatch.setattr(sys, "stderr", screen)
@@ -589,7 +576,7 @@ def test_bars_are_drawn_from_the_events_on_a_terminal_alone(
     assert screen.getvalue() == ""
 
 
-def test_a_bar_counts_what_parts_and_ranges_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_counts_what_parts_and_ranges_say(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     channel, bar = Channel("load", "memory://x"), Bar("load")
     channel.add(bar.take, "bar", detailed=True, flush=bar.flush)

@@ -10,7 +10,7 @@ from dcp_objstore.reports import CopyReport, ExportReport, LoadReport, SaveRepor
 MIB = 1024**2
 
 
-def test_a_saved_checkpoint_is_one_line() -> None:
+def test_a_saved_checkpoint_is_one_line():
     report = SaveReport(url="s3://b/run", total_bytes=3 * MIB, seconds=1.5, objects=1, parts=2)
     assert str(report) == "saved s3://b/run: 3.00 MiB in 1.50 s (2.00 MiB/s), 1 object, 2 parts"
     copied = SaveReport(
@@ -19,7 +19,7 @@ def test_a_saved_checkpoint_is_one_line() -> None:
     assert str(copied).endswith(", 1 part, 2 B of them copied by the store")
 
 
-def test_a_loaded_checkpoint_says_where_its_bytes_came_from_and_what_was_left() -> None:
+def test_a_loaded_checkpoint_says_where_its_bytes_came_from_and_what_was_left():
     report = LoadReport(
         url="s3://b/run",
         total_bytes=3 * MIB,
@@ -43,7 +43,7 @@ def test_a_loaded_checkpoint_says_where_its_bytes_came_from_and_what_was_left() 
     ]
 
 
-def test_exports_and_copies_name_what_they_wrote() -> None:
+def test_exports_and_copies_name_what_they_wrote():
     export = ExportReport(
         url="s3://b/run", files=("a", "b"), tensors=1, left_out=("x", "y"), total_bytes=5, seconds=1
     )
@@ -71,7 +71,7 @@ def test_exports_and_copies_name_what_they_wrote() -> None:
     ]
 
 
-def test_a_name_of_a_store_does_not_act_on_the_terminal() -> None:
+def test_a_name_of_a_store_does_not_act_on_the_terminal():
     state = {"w": torch.ones(2), "\x1b[2J": torch.ones(2)}
     dos.save(state, "memory://reports/run", progress=False)
     shown = str(dos.load({"w": torch.zeros(2)}, "memory://reports/run", progress=False))

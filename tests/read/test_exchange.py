@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -282,8 +281,8 @@ def run(
 @pytest.mark.parametrize("ahead_bytes", [0, 20 * BLOCK])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_byte_is_fetched_by_one_rank_and_reaches_all_that_need_it(
-    monkeypatch: pytest.MonkeyPatch, layout: str, hosts: tuple[int, ...], ahead_bytes: int
-) -> None:
+    monkeypatch, layout, hosts, ahead_bytes
+):
     jobs = [Rank(LAYOUTS[layout](rank)) for rank in range(3)]
     shares = share_out([job.offer(rank, 3) for rank, job in enumerate(jobs)])
     ranks, outcomes = run(monkeypatch, jobs, shares, hosts, ahead_bytes)
@@ -309,8 +308,8 @@ def test_each_byte_is_fetched_by_one_rank_and_reaches_all_that_need_it(
 
 
 def test_where_memory_cannot_be_shared_all_is_sent_and_whole_stretches_without_a_copy(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(shared_memory, "_BOOT_ID", tmp_path / "absent")
     messages: list[int] = []
     slots: list[tuple[int, int]] = []
@@ -337,7 +336,7 @@ def test_where_memory_cannot_be_shared_all_is_sent_and_whole_stretches_without_a
     assert all(any(low <= at < high for low, high in slots) for at in messages)
 
 
-def test_what_another_key_fills_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_key_fills_is_left_alone(monkeypatch):
     """The reads are taken out of the spans after the ranks have planned who fetches what."""
     for hosts in ((0, 0, 0), (0, 1, 2)):
         twice = [Rank([*_part, *_part]) for _part in map(LAYOUTS["columns"], range(3))]
@@ -402,8 +401,8 @@ def one(two: RankThreads) -> RankGroup:
     ],
 )
 def test_there_are_slots_for_two_rounds_or_for_what_may_be_fetched_ahead(
-    one: RankGroup, of_rounds: list[int], ahead_bytes: int, slots: int
-) -> None:
+    one, of_rounds, ahead_bytes, slots
+):
     """The next round is fetched while others still read what was fetched for this one."""
     numbers = itertools.count()
     rounds = [
@@ -415,7 +414,7 @@ def test_there_are_slots_for_two_rounds_or_for_what_may_be_fetched_ahead(
     assert prepared(ExchangePlan(rounds), one, ahead_bytes).memory_bytes == slots * BLOCK
 
 
-def test_there_is_memory_for_what_the_largest_round_brings(one: RankGroup) -> None:
+def test_there_is_memory_for_what_the_largest_round_brings(one):
     whole, packed = Segment(0, 40), Segment(40, 64, packed_bytes=5, read=0)
     rounds = [
         [request_of(1, 0, to0=(whole, packed)), request_of(1, 1, to0=(packed,))],
@@ -427,7 +426,7 @@ def test_there_is_memory_for_what_the_largest_round_brings(one: RankGroup) -> No
     assert prepared(ExchangePlan([]), one).memory_bytes == 0
 
 
-def test_slots_are_as_large_as_the_largest_request_wherever_that_begins(one: RankGroup) -> None:
+def test_slots_are_as_large_as_the_largest_request_wherever_that_begins(one):
     sizes = [BLOCK, 2 * BLOCK, 1]
     rounds = [[request_of(0, n, size, to1=()) for n, size in enumerate(sizes)]]
     exchanging = prepared(ExchangePlan(rounds), one)
@@ -436,9 +435,7 @@ def test_slots_are_as_large_as_the_largest_request_wherever_that_begins(one: Ran
     assert [slot.nbytes for slot in slots if slot is not None] == sizes
 
 
-def test_nobody_finds_the_slots_once_the_ranks_have_found_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nobody_finds_the_slots_once_the_ranks_have_found_them(monkeypatch):
     addresses: list[SharedMemoryAddress] = []
     mapped: list[memoryview] = []
 
@@ -457,7 +454,7 @@ def test_nobody_finds_the_slots_once_the_ranks_have_found_them(
     assert not any(really(address) for address in addresses)
 
 
-def test_a_slot_is_free_when_all_ranks_are_in_the_next_round(two: RankThreads) -> None:
+def test_a_slot_is_free_when_all_ranks_are_in_the_next_round(two):
     """Until then, one of them may still read it."""
     plan = ExchangePlan([[request_of(0, n, to1=())] for n in range(3)])
 
@@ -477,7 +474,7 @@ def test_a_slot_is_free_when_all_ranks_are_in_the_next_round(two: RankThreads) -
     assert first == [False, False, False, False, True, False]
 
 
-def test_messages_are_kept_no_longer_than_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_kept_no_longer_than_their_round(monkeypatch):
     sent: dict[int, list[Any]] = {0: [], 1: [], 2: []}
     kept: dict[int, int] = {}
 
@@ -499,16 +496,14 @@ def test_messages_are_kept_no_longer_than_their_round(monkeypatch: pytest.Monkey
 # --- one rank's part ------------------------------------------------------------------------------
 
 
-def test_what_is_not_shared_waits_for_nothing(one: RankGroup) -> None:
+def test_what_is_not_shared_waits_for_nothing(one):
     exchanging, own = prepared(ExchangePlan([]), one), RangeRequest[Any](0, 0, 4)
     assert exchanging.may_begin(own)
     assert exchanging.admit(own, Progress(60)) is None
     exchanging.keep(own, Progress(60))
 
 
-def test_a_worker_gets_a_slot_as_soon_as_it_is_its_turn(
-    monkeypatch: pytest.MonkeyPatch, one: RankGroup
-) -> None:
+def test_a_worker_gets_a_slot_as_soon_as_it_is_its_turn(monkeypatch, one):
     """Though it looks only now and then whether the transfer was stopped."""
     monkeypatch.setattr(exchange, "STEP_SECONDS", 600.0)
     rounds = [[request_of(0, n, to1=())] for n in range(3)]
@@ -538,7 +533,7 @@ def test_a_worker_gets_a_slot_as_soon_as_it_is_its_turn(
         assert waiting.result(30) is not None
 
 
-def test_a_worker_that_waits_for_a_slot_ends_with_the_transfer(one: RankGroup) -> None:
+def test_a_worker_that_waits_for_a_slot_ends_with_the_transfer(one):
     """No other rank may ever free one: it may have failed."""
     exchanging = prepared(ExchangePlan([[request_of(0, n, to1=())] for n in range(3)]), one)
     progress = Progress(60)
@@ -553,9 +548,7 @@ def test_a_worker_that_waits_for_a_slot_ends_with_the_transfer(one: RankGroup) -
             exchanging._freed = 1
 
 
-def test_a_worker_that_waits_to_know_who_reads_its_slots_ends_with_the_transfer(
-    two: RankThreads,
-) -> None:
+def test_a_worker_that_waits_to_know_who_reads_its_slots_ends_with_the_transfer(two):
     progress = Progress(60)
     stopped = threading.Event()
 
@@ -579,9 +572,7 @@ def test_a_worker_that_waits_to_know_who_reads_its_slots_ends_with_the_transfer(
 @pytest.mark.parametrize(
     ("columns", "is_packed"), [(1, True), (24, True), (25, False), (39, False), (40, False)]
 )
-def test_parts_of_a_stretch_are_packed_if_they_are_three_quarters_of_it_or_less(
-    columns: int, is_packed: bool
-) -> None:
+def test_parts_of_a_stretch_are_packed_if_they_are_three_quarters_of_it_or_less(columns, is_packed):
     """Of two rows of 40 bytes; between the parts lies what is not needed."""
     item = _tensor_item("t", (0, 0), (2, columns))
     location = ItemLocation(3, 1000, 80, (2, 40), "uint8", None)
@@ -644,9 +635,7 @@ def load_all(
     ],
     ids=str,
 )
-def test_a_rank_that_fails_is_named_by_all_others_and_nobody_waits(
-    monkeypatch: pytest.MonkeyPatch, where: str, failing: set[int]
-) -> None:
+def test_a_rank_that_fails_is_named_by_all_others_and_nobody_waits(monkeypatch, where, failing):
     def fail(rank: int, _: Exchange, at: str) -> None:
         if rank in failing and at == where:
             raise CheckpointCorruptError(f"of rank {rank}") if rank else ZeroDivisionError("own")
@@ -664,9 +653,7 @@ def test_a_rank_that_fails_is_named_by_all_others_and_nobody_waits(
         assert (f"of rank {first}" if first else "ZeroDivisionError: own") in str(outcome)
 
 
-def test_a_rank_that_fails_after_the_last_round_fails_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_fails_after_the_last_round_fails_alone(monkeypatch):
     def fail(rank: int, _: Exchange, at: str) -> None:
         if rank == 1 and at == "done":
             raise ZeroDivisionError
@@ -677,9 +664,7 @@ def test_a_rank_that_fails_after_the_last_round_fails_alone(
     assert isinstance(outcomes[1], ZeroDivisionError)
 
 
-def test_a_rank_that_cannot_read_the_slots_of_others_fails_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_cannot_read_the_slots_of_others_fails_all(monkeypatch):
     def attach(address: Any) -> Any:
         if ranks.calling.rank == 1:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -694,9 +679,7 @@ def test_a_rank_that_cannot_read_the_slots_of_others_fails_all(
         assert "Cannot allocate memory" in str(outcome)
 
 
-def test_a_rank_that_only_receives_fails_all_if_it_cannot_read_the_slots(
-    monkeypatch: pytest.MonkeyPatch, two: RankThreads
-) -> None:
+def test_a_rank_that_only_receives_fails_all_if_it_cannot_read_the_slots(monkeypatch, two):
     def attach(_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -716,8 +699,8 @@ def test_a_rank_that_only_receives_fails_all_if_it_cannot_read_the_slots(
 
 @pytest.mark.parametrize("call", ["all_gather_object", "all_reduce", "isend", "irecv"])
 def test_a_rank_that_loses_the_others_in_a_step_does_not_wait_for_them_in_another(
-    monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+    monkeypatch, call
+):
     """Nor do they: their connections break, too."""
 
     def broken(self: RankThreads, *args: Any, group: RankGroup, **settings: Any) -> Any:

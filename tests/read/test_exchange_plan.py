@@ -45,8 +45,8 @@ _jobs = st.lists(st.lists(_row(), max_size=12).map(_needs), min_size=1, max_size
 @given(_jobs, st.integers(1, 400), st.integers(1, 1000), st.sampled_from([0, 64, 1000]))
 @settings(max_examples=80, deadline=None)
 def test_shared_blocks_are_fetched_once_and_reach_every_rank_that_needs_them(
-    needs: list[Needs], request_size_bytes: int, round_size_bytes: int, gap_bytes: int
-) -> None:
+    needs, request_size_bytes, round_size_bytes, gap_bytes
+):
     plans = plan_exchange(
         needs,
         request_size_bytes=request_size_bytes,
@@ -136,11 +136,8 @@ _holdings = st.tuples(
 @given(_jobs, _holdings, st.integers(1, 400), st.integers(1, 1000))
 @settings(max_examples=80, deadline=None)
 def test_what_a_node_has_is_read_there_once_for_its_ranks_and_once_for_all_others(
-    needs: list[Needs],
-    holdings: tuple[list[bytes | None], dict[bytes, frozenset[int]]],
-    request_size_bytes: int,
-    round_size_bytes: int,
-) -> None:
+    needs, holdings, request_size_bytes, round_size_bytes
+):
     nodes, objects = holdings
     held = [
         Held(node, objects[node]) if node is not None and objects[node] else None
@@ -181,7 +178,7 @@ def test_what_a_node_has_is_read_there_once_for_its_ranks_and_once_for_all_other
 
 @given(_jobs)
 @settings(max_examples=40, deadline=None)
-def test_without_copies_the_plan_is_as_if_there_were_no_nodes(needs: list[Needs]) -> None:
+def test_without_copies_the_plan_is_as_if_there_were_no_nodes(needs):
     sizes = {"request_size_bytes": 200, "round_size_bytes": 400}
     plans = plan_exchange(needs, **sizes)
     assert plan_exchange(needs, **sizes, held=[None] * len(needs)) == plans
@@ -190,7 +187,7 @@ def test_without_copies_the_plan_is_as_if_there_were_no_nodes(needs: list[Needs]
 
 @given(_jobs, st.integers(64, 1000))
 @settings(max_examples=60, deadline=None)
-def test_a_round_has_no_more_bytes_than_its_bound(needs: list[Needs], bound: int) -> None:
+def test_a_round_has_no_more_bytes_than_its_bound(needs, bound):
     plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=bound)
     for number in range(len(plans[0].rounds)):
         sizes = [
@@ -203,14 +200,14 @@ def test_a_round_has_no_more_bytes_than_its_bound(needs: list[Needs], bound: int
         assert len(sizes) == 1 or sum(sizes) <= bound
 
 
-def test_replicas_are_fetched_evenly_by_bytes() -> None:
+def test_replicas_are_fetched_evenly_by_bytes():
     every_block = _needs([(0, n * 64, n * 64 + 64, n * 64, n * 64 + 64, 0, -1) for n in range(64)])
     plans = plan_exchange([every_block] * 8, request_size_bytes=128, round_size_bytes=1024)
     fetched = [sum(r.end - r.start for r in plan.fetched_by(n)) for n, plan in enumerate(plans)]
     assert fetched == [64 * 64 // 8] * 8
 
 
-def test_a_rank_with_much_to_fetch_alone_fetches_nothing_for_others() -> None:
+def test_a_rank_with_much_to_fetch_alone_fetches_nothing_for_others():
     both = [(0, n * 64, n * 64 + 64, n * 64, n * 64 + 64, 0, -1) for n in range(4)]
     alone = [(1, 0, 4096, 0, 4096, 0, -1)]
     plans = plan_exchange(
@@ -220,7 +217,7 @@ def test_a_rank_with_much_to_fetch_alone_fetches_nothing_for_others() -> None:
     assert len(list(plans[1].fetched_by(1))) == 4
 
 
-def test_many_small_neighbours_make_one_request_and_one_segment_each() -> None:
+def test_many_small_neighbours_make_one_request_and_one_segment_each():
     small = _needs(
         [(0, n * 2048, n * 2048 + 1024, n * 2048, n * 2048 + 1024, 0, -1) for n in range(4000)]
     )
@@ -230,7 +227,7 @@ def test_many_small_neighbours_make_one_request_and_one_segment_each() -> None:
     assert all(len(segments) == 1 for segments in requests[0].messages.values())
 
 
-def test_a_segment_is_as_long_as_what_is_packed_of_it_or_as_its_bytes() -> None:
+def test_a_segment_is_as_long_as_what_is_packed_of_it_or_as_its_bytes():
     assert Segment(64, 96).length_bytes == 32
     assert (Segment(64, 96).packed_bytes, Segment(64, 96).read) == (0, -1)
     assert Segment(64, 128, packed_bytes=10, read=3).length_bytes == 10
@@ -255,9 +252,7 @@ def _both(*blocks: tuple[int, int], number: int = 0) -> list[tuple[int, ...]]:
         ([(0, 500), (500, 510)], [(0, 500), (500, 510)]),
     ],
 )
-def test_neighbours_share_a_request_up_to_its_size_and_over_small_gaps(
-    blocks: list[tuple[int, int]], requests: list[tuple[int, int]]
-) -> None:
+def test_neighbours_share_a_request_up_to_its_size_and_over_small_gaps(blocks, requests):
     """Of 200 bytes at most; a gap may have 10."""
     needs = [_needs(_both(*blocks))] * 2
     plans = plan_exchange(needs, request_size_bytes=200, round_size_bytes=9999, gap_bytes=10)
@@ -268,7 +263,7 @@ def test_neighbours_share_a_request_up_to_its_size_and_over_small_gaps(
     assert [block for *_, inside in found for block in inside] == blocks
 
 
-def test_only_what_the_same_ranks_need_of_one_object_shares_a_request() -> None:
+def test_only_what_the_same_ranks_need_of_one_object_shares_a_request():
     one, two, three = (0, 10), (10, 20), (20, 30)
     needs = [
         _needs(_both(one, two, three) + _both((30, 40), number=1)),
@@ -284,7 +279,7 @@ def test_only_what_the_same_ranks_need_of_one_object_shares_a_request() -> None:
 
 
 @pytest.mark.parametrize("other", [(0, 1, 64), (0, 0, 32), (0, 0, 65), (1, 0, 64)])
-def test_only_a_block_of_the_same_object_and_bounds_is_shared(other: tuple[int, int, int]) -> None:
+def test_only_a_block_of_the_same_object_and_bounds_is_shared(other):
     number, start, end = other
     needs = [_needs(_both((0, 64))), _needs(_both((start, end), number=number))]
     for plan in plan_exchange(needs, request_size_bytes=200, round_size_bytes=9999):
@@ -294,7 +289,7 @@ def test_only_a_block_of_the_same_object_and_bounds_is_shared(other: tuple[int, 
 @pytest.mark.parametrize(
     ("bound", "rounds"), [(100, [2, 2, 1]), (99, [1, 1, 1, 1, 1]), (149, [2, 2, 1]), (250, [5])]
 )
-def test_a_round_takes_requests_until_its_bound(bound: int, rounds: list[int]) -> None:
+def test_a_round_takes_requests_until_its_bound(bound, rounds):
     needs = [_needs(_both(*((n * 50, n * 50 + 50) for n in range(5))))] * 3
     plans = plan_exchange(needs, request_size_bytes=50, round_size_bytes=bound)
     for plan in plans:
@@ -306,7 +301,7 @@ def test_a_round_takes_requests_until_its_bound(bound: int, rounds: list[int]) -
         ]
 
 
-def test_who_has_least_to_fetch_fetches_next_and_of_equals_the_first() -> None:
+def test_who_has_least_to_fetch_fetches_next_and_of_equals_the_first():
     shared = _both(*((n * 50, n * 50 + 50) for n in range(6)))
     needs = [
         _needs([*shared, *_both((0, 120), number=1)]),
@@ -335,11 +330,7 @@ def test_who_has_least_to_fetch_fetches_next_and_of_equals_the_first() -> None:
         ),
     ],
 )
-def test_a_message_has_what_the_reads_of_a_rank_need(
-    monkeypatch: pytest.MonkeyPatch,
-    wants: list[tuple[int, int, int, int]],
-    segments: list[Segment],
-) -> None:
+def test_a_message_has_what_the_reads_of_a_rank_need(monkeypatch, wants, segments):
     """A gap of up to 10 bytes between two stretches is sent, too."""
     monkeypatch.setattr(module, "DEFAULT_GAP_BYTES", 10)
     needs = [_needs(_both((0, 64))), _needs([(0, 0, 64, *want) for want in wants])]
@@ -350,7 +341,7 @@ def test_a_message_has_what_the_reads_of_a_rank_need(
     assert received == request
 
 
-def test_a_copy_is_read_for_others_on_one_node_and_on_the_same_for_a_whole_object() -> None:
+def test_a_copy_is_read_for_others_on_one_node_and_on_the_same_for_a_whole_object():
     """Which node it is changes with the object, so that the nodes have as much to send."""
     blocks = [(0, 64), (64, 128)]
     of_all = [*_both(*blocks), *_both(*blocks, number=1), *_both(*blocks, number=2)]
@@ -371,7 +362,7 @@ def test_a_copy_is_read_for_others_on_one_node_and_on_the_same_for_a_whole_objec
     assert plans[0].alone([Span(0, 0, 64, None)]) == [Span(0, 0, 64, None)]
 
 
-def test_each_node_reads_what_lies_together_with_one_request() -> None:
+def test_each_node_reads_what_lies_together_with_one_request():
     held = [Held(node, frozenset({0})) for node in (b"a", b"a", b"b", b"b")]
     needs = [_needs(_both((0, 64), (64, 128)))] * 4
     plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=9999, held=held)
@@ -379,7 +370,7 @@ def test_each_node_reads_what_lies_together_with_one_request() -> None:
     assert [(r.end, [*r.messages]) for r in requests] == [(128, [1]), (128, [3])]
 
 
-def test_a_node_that_reads_it_anyway_reads_it_for_others() -> None:
+def test_a_node_that_reads_it_anyway_reads_it_for_others():
     """Rather than another one that has it, too."""
     held = [Held(b"a", frozenset({1})), Held(b"b", frozenset({1})), None]
     needs = [_needs(_both((0, 64), number=1)), _needs([]), _needs(_both((0, 64), number=1))]
@@ -388,7 +379,7 @@ def test_a_node_that_reads_it_anyway_reads_it_for_others() -> None:
     assert (request.fetcher, [*request.messages]) == (0, [2])
 
 
-def test_without_copies_requests_follow_each_other_as_they_lie_in_the_object() -> None:
+def test_without_copies_requests_follow_each_other_as_they_lie_in_the_object():
     """So all ranks have something to fetch in most rounds."""
     blocks = [(n * 50, n * 50 + 50) for n in range(6)]
     needs = [_needs(_both(*blocks[n // 2 :: 2])) for n in range(4)]
@@ -398,7 +389,7 @@ def test_without_copies_requests_follow_each_other_as_they_lie_in_the_object() -
         assert starts == [[first], [first + 100], [first + 200]]
 
 
-def test_what_a_node_reads_by_itself_counts_as_what_its_rank_fetches() -> None:
+def test_what_a_node_reads_by_itself_counts_as_what_its_rank_fetches():
     held = [Held(b"a", frozenset({1})), None, None]
     own = _both((0, 150), number=1)
     shared = _both(*((n * 50, n * 50 + 50) for n in range(4)))

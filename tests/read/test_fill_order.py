@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -51,16 +50,11 @@ BYTES = ALL.view(torch.uint8).view(4, 24)
         ([ALL], [ALL[:0]], set(), set()),
     ],
 )
-def test_keys_that_share_memory_end_as_if_they_were_filled_in_turn(
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    covered: set[str],
-    after: set[str],
-) -> None:
+def test_keys_that_share_memory_end_as_if_they_were_filled_in_turn(first, second, covered, after):
     assert fill_order({"first": first, "second": second}) == (covered, after)
 
 
-def test_wrappers_share_what_their_parts_share() -> None:
+def test_wrappers_share_what_their_parts_share():
     scale, codes = torch.ones(3), torch.ones(3, 4, dtype=torch.int8)
     tied, near = Codes(codes, scale), Codes(torch.ones(3, 4, dtype=torch.int8), scale)
     assert fill_order({"a": [tied], "b": [tied]}) == ({"a"}, set())
@@ -104,7 +98,5 @@ class On:
         ),
     ],
 )
-def test_what_is_filled_in_vain_and_what_after_others_holds_for_many_keys(
-    tensors: Mapping[str, torch.Tensor], covered: set[str], after: set[str]
-) -> None:
+def test_what_is_filled_in_vain_and_what_after_others_holds_for_many_keys(tensors, covered, after):
     assert fill_order({key: [tensor] for key, tensor in tensors.items()}) == (covered, after)

@@ -182,7 +182,7 @@ def shape_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 @example(((4,), [Box((0,), (3,)), Box((0,), (3,))]), False)  # enough elements, but one is left out
 @example(((4,), [Box((1,), (3,)), Box((1,), (3,))]), False)
 @example(((2, 2), [Box((0, 0), (2, 1)), Box((0, 0), (2, 1))]), True)
-def test_boxes_fill_a_shape_if_no_element_is_left_out(case, as_arrays: bool) -> None:
+def test_boxes_fill_a_shape_if_no_element_is_left_out(case, as_arrays):
     shape, boxes = case
     left = np.ones(shape, dtype=bool)
     for box in boxes:
@@ -203,7 +203,7 @@ def test_a_hole_behind_many_dimensions_is_not_taken_for_filled():
 
 
 @pytest.mark.parametrize("cells", [4, 5])
-def test_boxes_that_interlock_in_too_many_pieces_are_refused(monkeypatch, cells: int):
+def test_boxes_that_interlock_in_too_many_pieces_are_refused(monkeypatch, cells):
     """It would take out of proportion to find out whether they fill the shape."""
     monkeypatch.setattr(geometry, "_LEAST_PIECES", 0)
     monkeypatch.setattr(geometry, "_PIECES_PER_BOX", 2)
@@ -218,7 +218,7 @@ def test_boxes_that_interlock_in_too_many_pieces_are_refused(monkeypatch, cells:
 
 
 @pytest.mark.parametrize("ranks", [1, 7, 400])
-def test_a_tensor_that_was_divided_as_one_long_row_fills_its_shape(ranks: int):
+def test_a_tensor_that_was_divided_as_one_long_row_fills_its_shape(ranks):
     """A rank's stretch is several boxes, whose borders hardly ever meet."""
     shape = (61, 127, 33)
     count = math.prod(shape)
@@ -257,14 +257,12 @@ def test_elements_beyond_what_a_float_tells_apart_are_counted_exactly():
         ((0, 0), (1, 2), True),
     ],
 )
-def test_a_box_fits_up_to_the_last_element(
-    sizes: tuple[int, ...], shape: tuple[int, ...], inside: bool
-) -> None:
+def test_a_box_fits_up_to_the_last_element(sizes, shape, inside):
     assert fits(Box((1, 2), sizes), shape) is inside
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_a_box_is_cut_out_and_a_whole_tensor_left_as_it_is() -> None:
+def test_a_box_is_cut_out_and_a_whole_tensor_left_as_it_is():
     """torch cannot cut one that is quantized by channels."""
     tensor = torch.arange(12).view(3, 4)
     assert narrow(tensor, Box((1, 2), (2, 2))).tolist() == [[6, 7], [10, 11]]

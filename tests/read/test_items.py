@@ -50,7 +50,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> StoredCheckpoint:
     return ours() if request.param == "ours" else stock(tmp_path)
 
 
-def test_items_say_what_was_saved_and_where_it_lies(opened: StoredCheckpoint) -> None:
+def test_items_say_what_was_saved_and_where_it_lies(opened):
     items = opened.items
     keys = ["a", "nested.b", "nested.sparse", "scalar", "step"]
     assert len(items) == len(keys)
@@ -91,7 +91,7 @@ def test_items_say_what_was_saved_and_where_it_lies(opened: StoredCheckpoint) ->
         assert items.metadata.storage_meta is None or items.metadata.storage_meta.load_id is None
 
 
-def test_renamed_items_are_the_same_under_other_keys(opened: StoredCheckpoint) -> None:
+def test_renamed_items_are_the_same_under_other_keys(opened):
     own = opened.items
     assert not isinstance(own, RenamedItems)
     items = RenamedItems(own, [("^nested", "model"), ("^a$", "first")])
@@ -122,7 +122,7 @@ def test_renamed_items_are_the_same_under_other_keys(opened: StoredCheckpoint) -
     assert RenamedItems(own, [("^a$", "first")]).paths is None
 
 
-def test_an_item_of_ours_has_the_digests_of_its_blocks_and_a_bound() -> None:
+def test_an_item_of_ours_has_the_digests_of_its_blocks_and_a_bound():
     opened = ours()
     found = opened.item("a", (0, 0))
     assert (found.sizes, found.dtype) == ((2, 3), "float32")
@@ -133,7 +133,7 @@ def test_an_item_of_ours_has_the_digests_of_its_blocks_and_a_bound() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_what_only_torch_decodes_is_bounded_by_what_is_stored() -> None:
+def test_what_only_torch_decodes_is_bounded_by_what_is_stored():
     dos.save(
         {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)}, url := memory_url()
     )
@@ -142,7 +142,7 @@ def test_what_only_torch_decodes_is_bounded_by_what_is_stored() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # as above
-def test_a_dtype_that_is_unknown_is_refused_whoever_decodes_it() -> None:
+def test_a_dtype_that_is_unknown_is_refused_whoever_decodes_it():
     state = {"q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "t": torch.ones(3)}
     dos.save(state, url := memory_url())
     index = open_stored_checkpoint(StoreSpec(url)).index
@@ -157,9 +157,7 @@ def test_a_dtype_that_is_unknown_is_refused_whoever_decodes_it() -> None:
 
 
 @pytest.mark.parametrize("meta", [None, StorageMeta(checkpoint_id="theirs", save_id="saved")])
-def test_planners_see_the_metadata_of_a_stock_checkpoint_with_the_id_of_the_load(
-    meta: StorageMeta | None,
-) -> None:
+def test_planners_see_the_metadata_of_a_stock_checkpoint_with_the_id_of_the_load(meta):
     metadata = Metadata({}, storage_meta=meta)
     found = StockItems(metadata, {}).describe("loaded").storage_meta
     theirs = meta or StorageMeta()
@@ -172,7 +170,7 @@ def test_planners_see_the_metadata_of_a_stock_checkpoint_with_the_id_of_the_load
     assert metadata.storage_meta is meta
 
 
-def test_a_payload_is_undone_or_is_raw() -> None:
+def test_a_payload_is_undone_or_is_raw():
     body = io.BytesIO()
     torch.save(torch.arange(100.0), body)
     size = len(body.getvalue())
@@ -196,11 +194,11 @@ def test_a_payload_is_undone_or_is_raw() -> None:
         ((("b", "d"),), ["a.d", "a.c"]),
     ],
 )
-def test_rules_are_applied_one_after_the_other(rename: Any, names: list[str]) -> None:
+def test_rules_are_applied_one_after_the_other(rename, names):
     assert renamed(["a.b", "a.c"], rename) == dict(zip(["a.b", "a.c"], names, strict=True))
 
 
-def test_no_two_keys_get_one_name_and_none_gets_an_empty_one() -> None:
+def test_no_two_keys_get_one_name_and_none_gets_an_empty_one():
     assert renamed([""], [("^", "")]) == {"": ""}
     with pytest.raises(StateMismatchError, match="'b' and 'a' both become 'x'"):
         renamed(["b", "a"], [("^.$", "x")])

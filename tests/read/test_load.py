@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 from unittest.mock import Mock
 
@@ -42,7 +41,7 @@ def remove_data(url: str) -> None:
             store.delete(meta.key)
 
 
-def test_an_error_says_whether_tensors_may_be_partly_filled(url: str) -> None:
+def test_an_error_says_whether_tensors_may_be_partly_filled(url):
     """Not before the first byte is read."""
     with pytest.raises(CheckpointNotFoundError) as early:
         dos.load({"t": torch.zeros(5)}, memory_url(), progress=False)
@@ -70,17 +69,15 @@ def test_an_error_says_whether_tensors_may_be_partly_filled(url: str) -> None:
     ],
 )
 def test_of_a_module_that_was_saved_in_part_an_error_says_how_it_is_loaded(
-    left_out: Iterable[str], parts: Any, asked: Iterable[str], advice: str
-) -> None:
+    left_out, parts, asked, advice
+):
     found = api._advice(left_out, parts, asked)
     assert advice in found
     assert bool(found) == bool(advice)
 
 
 @pytest.mark.parametrize("rank", [0, 1, None])
-def test_what_a_partial_load_leaves_is_warned_of_by_the_first_rank(
-    url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: int | None
-) -> None:
+def test_what_a_partial_load_leaves_is_warned_of_by_the_first_rank(url, caplog, monkeypatch, rank):
     monkeypatch.setattr(api, "current_rank", lambda: rank)
     state = {"t": torch.zeros(5), **{f"x{n}": torch.zeros(1) for n in range(7)}}
     report = dos.load(state, url, strict=False, progress=False)
@@ -97,8 +94,8 @@ def test_what_a_partial_load_leaves_is_warned_of_by_the_first_rank(
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_parameters_without_optimizer_state_are_warned_of_by_the_first_rank(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: int, strict: bool
-) -> None:
+    caplog, monkeypatch, rank, strict
+):
     def trained() -> dict[str, Any]:
         model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
         optimizer = torch.optim.AdamW(model.parameters())
@@ -115,9 +112,7 @@ def test_parameters_without_optimizer_state_are_warned_of_by_the_first_rank(
     assert all(text in line for line in said for text in texts)
 
 
-def test_a_load_that_nobody_has_finished_is_the_failure_of_another_rank(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_nobody_has_finished_is_the_failure_of_another_rank(url, monkeypatch):
     load = Mock()
     monkeypatch.setattr(api.state_dict_loader, "load", load)
     with pytest.raises(RankFailedError, match="without reporting") as caught:
@@ -126,7 +121,7 @@ def test_a_load_that_nobody_has_finished_is_the_failure_of_another_rank(
     assert load.call_args.kwargs["no_dist"] is True, "one process needs nobody else"
 
 
-def test_a_value_that_cannot_be_restored_fails_the_load(url: str) -> None:
+def test_a_value_that_cannot_be_restored_fails_the_load(url):
     class Stateful:
         def state_dict(self) -> dict[str, Any]:
             return {"x": 1}
@@ -140,7 +135,7 @@ def test_a_value_that_cannot_be_restored_fails_the_load(url: str) -> None:
     assert PARTLY in str(caught.value)
 
 
-def test_an_error_before_the_checkpoint_is_open_is_as_it_is(url: str) -> None:
+def test_an_error_before_the_checkpoint_is_open_is_as_it_is(url):
     heard = Heard()
     with pytest.raises(StateMismatchError, match="both become") as caught:
         dos.load({}, url, rename=[("^.$", "x")], on_event=heard, progress=False)
@@ -148,14 +143,12 @@ def test_an_error_before_the_checkpoint_is_open_is_as_it_is(url: str) -> None:
     assert len(of(Failed, heard)) == 1
 
 
-def test_a_partial_load_of_all_that_is_asked_for_warns_of_nothing(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_partial_load_of_all_that_is_asked_for_warns_of_nothing(url, caplog):
     dos.load({"t": torch.zeros(5)}, url, strict=False, progress=False)
     assert caplog.records == []
 
 
-def test_errors_before_the_load_are_reported_with_the_url(url: str) -> None:
+def test_errors_before_the_load_are_reported_with_the_url(url):
     heard = Heard()
     with pytest.raises(DcpObjstoreError):
         dos.load({"t": torch.zeros(5, device="meta")}, url, on_event=heard, progress=False)
@@ -165,7 +158,7 @@ def test_errors_before_the_load_are_reported_with_the_url(url: str) -> None:
     assert "on_dtype" in str(caught.value)
 
 
-def test_each_setting_reaches_the_load(url: str, tmp_path: Any) -> None:
+def test_each_setting_reaches_the_load(url, tmp_path):
     heard: list[Any] = []
     report = dos.load(
         {"new": torch.zeros(5)},
@@ -189,7 +182,7 @@ class Custom:
 
 
 @pytest.mark.filterwarnings("ignore:the value of 'v' needs")
-def test_a_value_that_may_run_code_is_refused_unless_it_is_trusted() -> None:
+def test_a_value_that_may_run_code_is_refused_unless_it_is_trusted():
     dos.save({"v": Custom()}, url := memory_url(), progress=False)
     state: dict[str, Any] = {"v": None}
     with pytest.raises(UntrustedPickleError, match="Custom"):
@@ -199,7 +192,7 @@ def test_a_value_that_may_run_code_is_refused_unless_it_is_trusted() -> None:
     assert isinstance(state["v"], Custom)
 
 
-def test_an_optimizer_loses_what_was_saved_without_state_and_keeps_what_was_not_saved() -> None:
+def test_an_optimizer_loses_what_was_saved_without_state_and_keeps_what_was_not_saved():
     def trained(*names: str, stepped: str) -> tuple[nn.ModuleDict, torch.optim.AdamW]:
         model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
         optimizer = torch.optim.AdamW(model.parameters())

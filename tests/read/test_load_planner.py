@@ -60,9 +60,7 @@ class WithExtraState(torch.nn.Module):
 
 @pytest.mark.parametrize("fresh", [torch.ones(2), torch.ones(3, 3), torch.ones(2).int(), 5, None])
 @pytest.mark.parametrize("trained", [torch.arange(2.0), 7, "text"])
-def test_a_module_gets_the_extra_state_that_was_saved_whatever_its_own_is(
-    trained: Any, fresh: Any
-) -> None:
+def test_a_module_gets_the_extra_state_that_was_saved_whatever_its_own_is(trained, fresh):
     dos.save({"m": WithExtraState(trained)}, url := memory_url(), progress=False)
     module = WithExtraState(fresh)
     dos.load({"m": module}, url, progress=False)
@@ -73,7 +71,7 @@ def test_a_module_gets_the_extra_state_that_was_saved_whatever_its_own_is(
     )
 
 
-def test_every_key_that_does_not_fit_is_named_with_both_sides() -> None:
+def test_every_key_that_does_not_fit_is_named_with_both_sides():
     metadata = saved(
         {"fine": torch.ones(2), "value": 3, "shape": torch.ones(2, 3)}
         | {"int": torch.ones(1), "bytes": torch.ones(1), "last": torch.ones(4)}
@@ -98,7 +96,7 @@ def test_every_key_that_does_not_fit_is_named_with_both_sides() -> None:
         ]
 
 
-def test_every_tensor_of_another_dtype_is_named_where_that_is_an_error() -> None:
+def test_every_tensor_of_another_dtype_is_named_where_that_is_an_error():
     metadata = saved({"step": 3, "a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)})
     state = {
         "absent": torch.ones(1),
@@ -120,9 +118,7 @@ def test_every_tensor_of_another_dtype_is_named_where_that_is_an_error() -> None
 @pytest.mark.parametrize(
     ("count", "shown", "more"), [(1, "in 1 key:", ""), (10, "in 10 keys:", ""), (13, "13", "3")]
 )
-def test_an_error_shows_the_first_ten_keys_and_counts_the_others(
-    count: int, shown: str, more: str
-) -> None:
+def test_an_error_shows_the_first_ten_keys_and_counts_the_others(count, shown, more):
     summary, *lines = mismatch("they differ", [f"key\n{n}" for n in range(count)]).message.split(
         "\n  "
     )
@@ -133,7 +129,7 @@ def test_an_error_shows_the_first_ten_keys_and_counts_the_others(
     assert bool(more) == ("more" in lines[-1]) == (f"and {more} more" in lines[-1])
 
 
-def test_the_nearest_names_are_looked_for_only_where_they_are_shown() -> None:
+def test_the_nearest_names_are_looked_for_only_where_they_are_shown():
     metadata = saved({f"layer{n}.weight": torch.ones(1) for n in range(14)})
     state = {f"layer{n}.wight": torch.ones(1) for n in range(14)}
     text = refusal(state, metadata)
@@ -146,7 +142,7 @@ def test_the_nearest_names_are_looked_for_only_where_they_are_shown() -> None:
     assert line.strip() == "qqq: not in the checkpoint"
 
 
-def test_what_is_missing_and_unexpected_is_in_the_order_of_state_and_checkpoint() -> None:
+def test_what_is_missing_and_unexpected_is_in_the_order_of_state_and_checkpoint():
     metadata = saved({"d": 1, "b": torch.ones(1), "c": torch.ones(1), "a": torch.ones(1)})
     one = planner({"y": 1, "b": torch.ones(1), "x": torch.ones(1)}, metadata, strict=False)
     plan = one.create_local_plan()
@@ -169,9 +165,7 @@ def test_what_is_missing_and_unexpected_is_in_the_order_of_state_and_checkpoint(
         ([{}, {}], None),
     ],
 )
-def test_ranks_are_refused_if_the_checkpoint_has_nothing_that_any_of_them_asks_for(
-    states: list[dict[str, Any]], counted: str | None
-) -> None:
+def test_ranks_are_refused_if_the_checkpoint_has_nothing_that_any_of_them_asks_for(states, counted):
     metadata = saved({"a": 1})
     of_ranks = plans(metadata, *states, strict=False)
     coordinator = planner(states[0], metadata, strict=False)
@@ -182,7 +176,7 @@ def test_ranks_are_refused_if_the_checkpoint_has_nothing_that_any_of_them_asks_f
         coordinator.create_global_plan(of_ranks)
 
 
-def test_ranks_that_load_from_different_urls_are_refused() -> None:
+def test_ranks_that_load_from_different_urls_are_refused():
     metadata = saved({"a": 1})
     of_ranks = [plans(metadata, {"a": 1}, url=url)[0] for url in ("one", "two")]
     with pytest.raises(InvalidUrlError, match="rank 0 has one and rank 1 two"):
@@ -190,9 +184,7 @@ def test_ranks_that_load_from_different_urls_are_refused() -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_part_must_be_asked_for_by_the_ranks_together(
-    strict: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_part_must_be_asked_for_by_the_ranks_together(strict, caplog):
     """Of twelve keys, in the parts of a byte; keys beside it do not count."""
     keys = [f"part.{n}" for n in range(12)]
     metadata = saved({**dict.fromkeys(keys, 1), "parting": 1, "other": 1})
@@ -223,9 +215,7 @@ def test_a_part_must_be_asked_for_by_the_ranks_together(
         ({"upstate.3.step": 1}, None),
     ],
 )
-def test_an_error_for_missing_keys_says_what_may_help(
-    state: dict[str, Any], advice: str | None
-) -> None:
+def test_an_error_for_missing_keys_says_what_may_help(state, advice):
     text = refusal(state, saved({"w": 1, "v": 1}))
     if advice is None:
         assert "rename" not in text
@@ -234,7 +224,7 @@ def test_an_error_for_missing_keys_says_what_may_help(
         assert advice in text
 
 
-def test_a_key_that_another_one_fills_is_not_asked_for() -> None:
+def test_a_key_that_another_one_fills_is_not_asked_for():
     metadata = saved({"embed": torch.ones(3), "other": torch.ones(3)})
     weight = torch.zeros(3)
     state = {"head": weight, "embed": weight, "other": torch.zeros(3)}
@@ -246,7 +236,7 @@ def test_a_key_that_another_one_fills_is_not_asked_for() -> None:
     assert "head: not in" in refusal({"head": weight, "other": torch.zeros(3)}, metadata)
 
 
-def test_a_stored_dtype_that_is_unknown_is_no_other_dtype() -> None:
+def test_a_stored_dtype_that_is_unknown_is_no_other_dtype():
     """That it cannot be read is said where it is read."""
     metadata = saved({"t": torch.ones(3)})
     entry: Any = metadata.state_dict_metadata["t"]
@@ -255,9 +245,7 @@ def test_a_stored_dtype_that_is_unknown_is_no_other_dtype() -> None:
 
 
 @pytest.mark.parametrize("call", ["create_local_plan", "create_global_plan"])
-def test_whatever_goes_wrong_while_planning_has_a_rank_and_can_be_sent(
-    monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_whatever_goes_wrong_while_planning_has_a_rank_and_can_be_sent(monkeypatch, call):
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -270,9 +258,7 @@ def test_whatever_goes_wrong_while_planning_has_a_rank_and_can_be_sent(
 
 @pytest.mark.parametrize("wants_all", [True, False])
 @pytest.mark.parametrize("rank", ["0", "1", "2"])
-def test_a_rank_asks_for_its_own_value_or_for_all(
-    monkeypatch: pytest.MonkeyPatch, rank: str, wants_all: bool
-) -> None:
+def test_a_rank_asks_for_its_own_value_or_for_all(monkeypatch, rank, wants_all):
     """One that did not exist asks for none; values that no rank saved are missing."""
     monkeypatch.setattr(module, "own_name", lambda: rank)
     metadata = saved({"rng": {"0": 10, "1": 11, "x": 12}, "other": {"0": 1}})

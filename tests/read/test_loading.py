@@ -118,9 +118,7 @@ def views() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("origin", ["ours", "stock"])
-def test_conjugated_and_negated_destinations_hold_what_was_saved(
-    tmp_path: Path, origin: str
-) -> None:
+def test_conjugated_and_negated_destinations_hold_what_was_saved(tmp_path, origin):
     state = views()
     saved = {key: seeded(key, value.shape, value.dtype) for key, value in state.items()}
     if origin == "ours":
@@ -134,9 +132,7 @@ def test_conjugated_and_negated_destinations_hold_what_was_saved(
 
 
 @pytest.mark.parametrize("origin", ["ours", "stock"])
-def test_loading_leaves_a_tensors_storage_as_resizable_as_it_was(
-    tmp_path: Path, origin: str
-) -> None:
+def test_loading_leaves_a_tensors_storage_as_resizable_as_it_was(tmp_path, origin):
     """FSDP frees and allocates its parameters by resizing their storage."""
     saved = seeded("t", (1000,))
     url = memory_url()
@@ -152,7 +148,7 @@ def test_loading_leaves_a_tensors_storage_as_resizable_as_it_was(
 
 
 @pytest.mark.parametrize("origin", ["ours", "stock"])
-def test_autograd_is_told_that_a_destination_was_written(tmp_path: Path, origin: str) -> None:
+def test_autograd_is_told_that_a_destination_was_written(tmp_path, origin):
     url = memory_url()
     if origin == "ours":
         dcp.save({"t": torch.ones(9)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
@@ -188,9 +184,7 @@ SHARED: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
 
 @pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("writer", ["ours", "stock"])
-def test_where_keys_share_memory_the_last_one_fills_it_as_with_torch(
-    tmp_path: Path, shared: str, writer: str
-) -> None:
+def test_where_keys_share_memory_the_last_one_fills_it_as_with_torch(tmp_path, shared, writer):
     # What is asked for last lies first in the object.
     saved = {
         f"{key}": torch.full(value.shape, key + 1, dtype=value.dtype)
@@ -209,7 +203,7 @@ def test_where_keys_share_memory_the_last_one_fills_it_as_with_torch(
     assert torch.equal(memory, expected)
 
 
-def test_tied_tensors_of_many_blocks_are_filled_by_the_last_key() -> None:
+def test_tied_tensors_of_many_blocks_are_filled_by_the_last_key():
     size = 5 * MIB
     url, tied = memory_url(), torch.zeros(size)
     dos.save({"head": torch.full((size,), 2.0), "embed": torch.ones(size)}, url, progress=False)
@@ -217,7 +211,7 @@ def test_tied_tensors_of_many_blocks_are_filled_by_the_last_key() -> None:
     assert tied.unique().tolist() == [2.0]
 
 
-def test_one_warning_names_the_first_tensor_whose_values_may_not_fit() -> None:
+def test_one_warning_names_the_first_tensor_whose_values_may_not_fit():
     url = memory_url()
     dos.save({"a": torch.ones(3), "b": torch.ones(3)}, url)
     with pytest.warns(UserWarning, match="a: saved as float32, converted to float16") as told:
@@ -239,9 +233,7 @@ def sparse(layout: str) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
 @pytest.mark.parametrize("layout", ["coo", "csr", "bsr"])
-def test_sparse_tensors_are_refused_by_name_before_anything_is_sent(
-    tmp_path: Path, layout: str
-) -> None:
+def test_sparse_tensors_are_refused_by_name_before_anything_is_sent(tmp_path, layout):
     url = f"file://{tmp_path}/step-1"
     state = {"a": torch.zeros(3), "deep": {"s": sparse(layout)}}
     with pytest.raises(CheckpointException) as caught:
@@ -257,7 +249,7 @@ def test_sparse_tensors_are_refused_by_name_before_anything_is_sent(
 
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
 @pytest.mark.parametrize("layout", ["coo", "csr", "bsr"])
-def test_sparse_destinations_are_refused_by_name(layout: str) -> None:
+def test_sparse_destinations_are_refused_by_name(layout):
     url = memory_url()
     dcp.save({"s": torch.eye(4)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
     with pytest.raises(CheckpointException) as caught:
@@ -267,7 +259,7 @@ def test_sparse_destinations_are_refused_by_name(layout: str) -> None:
     assert error.key == "s"
 
 
-def test_destinations_whose_elements_share_memory_are_refused_by_name() -> None:
+def test_destinations_whose_elements_share_memory_are_refused_by_name():
     url = memory_url()
     saved = {"one": torch.ones(1), "two": torch.ones(2)}
     dcp.save(saved, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
@@ -306,9 +298,7 @@ QUANTIZED: dict[str, tuple[Callable[[], torch.Tensor], list[Callable[[], torch.T
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("by", ["us", "stock torch"])
-def test_a_quantized_tensor_loads_only_into_one_that_is_quantized_alike(
-    tmp_path: Path, kind: str, by: str
-) -> None:
+def test_a_quantized_tensor_loads_only_into_one_that_is_quantized_alike(tmp_path, kind, by):
     make, others = QUANTIZED[kind]
     saved = make()
     url = stock_checkpoint(tmp_path, {"q": saved}) if by == "stock torch" else memory_url()
@@ -340,9 +330,7 @@ def gathered(payload_bytes: int, arrived: Callable[[ItemRead], None]) -> ItemRea
     return read
 
 
-def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape(monkeypatch):
     def of_size(size: int) -> TensorStorageMetadata:
         chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
         properties = TensorProperties(torch.float32)
@@ -361,7 +349,7 @@ def test_tensors_that_are_cut_alike_are_whole_only_with_the_same_shape(
     assert caught.value.key == "half"
 
 
-def test_a_chunk_without_a_place_is_an_error_that_says_which() -> None:
+def test_a_chunk_without_a_place_is_an_error_that_says_which():
     chunk = ChunkStorageMetadata(torch.Size([4]), torch.Size([4]))
     saved = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), [chunk])
     checkpoint = StoredCheckpoint((), StockItems(Metadata({"t": saved, "v": saved}), {}))
@@ -372,7 +360,7 @@ def test_a_chunk_without_a_place_is_an_error_that_says_which() -> None:
         assert text in caught.value.message
 
 
-def test_a_value_is_held_once_however_it_arrives() -> None:
+def test_a_value_is_held_once_however_it_arrives():
     size = 8 * MIB
     blocks = [np.full(size // 4, n, dtype=np.uint8) for n in range(4)]
     arrived: list[ItemRead] = []
@@ -393,9 +381,7 @@ def test_a_value_is_held_once_however_it_arrives() -> None:
     assert body.read(1) == b"\0", "it stands at its beginning"
 
 
-def test_a_value_is_whole_whose_first_blocks_arrive_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_value_is_whole_whose_first_blocks_arrive_at_once(monkeypatch):
     meeting = threading.Barrier(2)
 
     def make_memory(content: bytes) -> io.BytesIO:
@@ -411,7 +397,7 @@ def test_a_value_is_whole_whose_first_blocks_arrive_at_once(
     assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
 
 
-def test_a_value_is_complete_whose_last_blocks_arrive_at_once() -> None:
+def test_a_value_is_complete_whose_last_blocks_arrive_at_once():
     arrived: list[ItemRead] = []
     read = gathered(8, arrived.append)
     read._missing_bytes = MeetingNumber(8)
@@ -420,7 +406,7 @@ def test_a_value_is_complete_whose_last_blocks_arrive_at_once() -> None:
     assert [one.take().getvalue() for one in arrived] == [b"aaaabbbb"]
 
 
-def test_values_that_are_complete_at_once_all_count_in_the_queue() -> None:
+def test_values_that_are_complete_at_once_all_count_in_the_queue():
     queue = CompletionQueue(15)
     reads = [gathered(8, queue.add) for _ in range(3)]
     queue._waiting_bytes = MeetingNumber(0)
@@ -435,7 +421,7 @@ def test_values_that_are_complete_at_once_all_count_in_the_queue() -> None:
     assert queue._waiting_bytes == 0
 
 
-def test_a_queue_of_values_is_full_above_its_limit() -> None:
+def test_a_queue_of_values_is_full_above_its_limit():
     queue = CompletionQueue(16)
     reads = [gathered(size, queue.add) for size in (8, 8, 1)]
     full = []
@@ -449,7 +435,7 @@ def test_a_queue_of_values_is_full_above_its_limit() -> None:
     assert not queue.is_full
 
 
-def test_a_queue_that_was_given_up_goes_without_the_garbage_collector() -> None:
+def test_a_queue_that_was_given_up_goes_without_the_garbage_collector():
     """Its values lead to what takes them: a planner, and its state."""
     queue = CompletionQueue(16)
     read = gathered(8, queue.add)
@@ -464,15 +450,15 @@ def test_a_queue_that_was_given_up_goes_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_an_item_without_bytes_is_complete_at_once() -> None:
+def test_an_item_without_bytes_is_complete_at_once():
     arrived: list[ItemRead] = []
     gathered(0, arrived.append)
     assert [read.take().getvalue() for read in arrived] == [b""]
 
 
 def test_tensors_of_a_stock_checkpoint_are_placed_where_they_arrive_and_do_not_pile_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """The calling thread is kept busy with a value until all tensors are in place."""
     tensors = {f"t{n:02}": seeded(f"t{n}", (MIB // 4,)) for n in range(40)}
     url = stock_checkpoint(tmp_path / "step-1", {"step": 3, **tensors})
@@ -510,7 +496,7 @@ def test_tensors_of_a_stock_checkpoint_are_placed_where_they_arrive_and_do_not_p
     assert max(held) < 2 * 3 * 1.1 * MIB
 
 
-def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_the_planner_has_not_taken_are_bounded(monkeypatch):
     """The planner takes its time with the first: until all is fetched, or fetching has paused."""
     url = memory_url()
     values = {f"v{n:02}": f"{n:02}" * (MIB // 2) for n in range(48)}
@@ -584,9 +570,7 @@ class JumpingClock:
         return self.now
 
 
-def test_a_load_whose_values_take_longer_than_the_stall_time_out_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_load_whose_values_take_longer_than_the_stall_time_out_goes_on(monkeypatch):
     """Meanwhile nothing can be fetched, because what has arrived waits for its place."""
     url, clock = memory_url(), JumpingClock()
     values = {f"v{n}": f"{n}" * (4 * MIB) for n in range(8)}
@@ -608,7 +592,7 @@ def test_a_load_whose_values_take_longer_than_the_stall_time_out_goes_on(
     assert state == values
 
 
-def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:
+def test_a_value_larger_than_the_memory_budget_loads_beside_others():
     """Its last block arrives in one request with the first blocks of the next value."""
     url = memory_url()
     sizes = {"a": 11 * MIB, "b": 6 * MIB, "c": 9 * MIB, "d": 5 * MIB}
@@ -622,7 +606,7 @@ def test_a_value_larger_than_the_memory_budget_loads_beside_others() -> None:
     assert all(torch.equal(state[key][0], value) for key, (value,) in values.items())
 
 
-def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
+def test_a_worker_that_waits_for_room_ends_with_the_transfer():
     completed = CompletionQueue(limit_bytes=10)
     read = gathered(11, completed.add)
     read.accept(0, bytes(11))
@@ -638,9 +622,7 @@ def test_a_worker_that_waits_for_room_ends_with_the_transfer() -> None:
         pool.submit(completed.wait_for_room, Progress(60)).result(timeout=10)
 
 
-def test_a_stock_tensor_that_cannot_be_read_is_named_and_not_fetched_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stock_tensor_that_cannot_be_read_is_named_and_not_fetched_again(tmp_path, monkeypatch):
     state = {"fine": seeded("fine", (50,)), "hurt": seeded("hurt", (70,))}
     url = stock_checkpoint(tmp_path / "step-1", dict(state))
     (data,) = (tmp_path / "step-1").glob("*.distcp")
@@ -679,7 +661,7 @@ class MeetingPlanner(DefaultLoadPlanner):
         self._meeting.wait(timeout=20)
 
 
-def test_threads_that_share_a_reader_each_load_what_they_asked_for() -> None:
+def test_threads_that_share_a_reader_each_load_what_they_asked_for():
     root = memory_url()
     for n in range(2):
         writer = dos.ObjectStoreWriter(f"{root}/step-{n}")
@@ -704,8 +686,8 @@ def test_threads_that_share_a_reader_each_load_what_they_asked_for() -> None:
 
 
 def test_a_block_that_two_reads_need_is_fetched_once_and_an_item_that_is_absent_is_not_found(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     dos.save({"t": torch.ones(3)}, tmp_path.as_uri())
     opened = open_rooted(StoreSpec(tmp_path.as_uri()).open())
     location = opened.items.find("t", (0,), None)
@@ -736,9 +718,7 @@ class Shared:
         return True
 
 
-def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(monkeypatch):
     fetch, run, planned = session.fetch_ranges, session.run_load, []
 
     def watch(store: Any, keys: Any, requests: Any, *args: Any, **settings: Any) -> Any:
@@ -759,7 +739,7 @@ def test_what_ranks_hold_in_common_is_part_of_the_memory_budget(
     assert planned == [(8 * MIB, 3), (5 * MIB, 3)]
 
 
-def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch):
     """Alone, and with other ranks what need not wait for a slot."""
     fetch, run, given = session.fetch_ranges, session.run_load, []
 
@@ -779,9 +759,7 @@ def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch: pytest.Monke
     assert given == [(False, False), (True, True)]
 
 
-def test_streams_are_settled_if_any_destination_is_on_a_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_streams_are_settled_if_any_destination_is_on_a_device(monkeypatch):
     """And requests do not grow: their bodies take slots of the ring."""
     settled: list[bool] = []
     monkeypatch.setattr(session, "settle_streams", lambda: settled.append(True))
@@ -802,9 +780,7 @@ def test_streams_are_settled_if_any_destination_is_on_a_device(
     assert session._request_size(store, [], {host}, fixed) == 4 * MIB
 
 
-def test_a_rank_without_a_group_to_share_in_loads_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_without_a_group_to_share_in_loads_by_itself(monkeypatch):
     url = memory_url()
     dos.save({"t": torch.ones(3)}, url)
     reader = dos.ObjectStoreReader(url, process_group=object())  # type: ignore[arg-type]
@@ -817,9 +793,7 @@ def test_a_rank_without_a_group_to_share_in_loads_by_itself(
     assert reader.read_metadata().state_dict_metadata.keys() == {"t"}
 
 
-def test_nothing_more_is_asked_for_when_a_planner_has_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_more_is_asked_for_when_a_planner_has_failed(monkeypatch):
     """Its error may be kept, with all that it refers to, for as long as the program runs."""
     url = memory_url()
     values = {f"value{n}": "x" * 5 * MIB for n in range(6)}
@@ -848,7 +822,7 @@ def test_nothing_more_is_asked_for_when_a_planner_has_failed(
     assert len(stopped) == 1
 
 
-def test_a_failed_load_leaves_the_reader_fit_for_the_next() -> None:
+def test_a_failed_load_leaves_the_reader_fit_for_the_next():
     url = memory_url()
     reader = dos.ObjectStoreReader(url)
     with pytest.raises(CheckpointException) as caught:
@@ -862,7 +836,7 @@ def test_a_failed_load_leaves_the_reader_fit_for_the_next() -> None:
     assert reader.last_load is not None
 
 
-def test_writer_and_reader_have_the_ids_that_are_stored_and_planned_with(tmp_path: Path) -> None:
+def test_writer_and_reader_have_the_ids_that_are_stored_and_planned_with(tmp_path):
     """As torch's own have them."""
     url, planner = memory_url(), DefaultLoadPlanner()
     writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(url)
@@ -882,14 +856,14 @@ def test_writer_and_reader_have_the_ids_that_are_stored_and_planned_with(tmp_pat
 
 
 @pytest.mark.parametrize("kind", [dos.ObjectStoreWriter, dos.ObjectStoreReader])
-def test_dcp_is_told_which_checkpoint_ids_are_urls(kind: Any) -> None:
+def test_dcp_is_told_which_checkpoint_ids_are_urls(kind):
     """It chooses what stores a checkpoint by that."""
     assert kind.validate_checkpoint_id("s3://bucket/step-1") is True
     for other in ("/scratch/step-1", Path("s3:/bucket/step-1"), None):
         assert kind.validate_checkpoint_id(other) is False
 
 
-def test_a_checkpoint_id_that_contradicts_the_url_is_refused_until_that_url_was_used() -> None:
+def test_a_checkpoint_id_that_contradicts_the_url_is_refused_until_that_url_was_used():
     url, other = memory_url(), memory_url()
     writer, reader = dos.ObjectStoreWriter(url), dos.ObjectStoreReader(f"{url}/")
     for plugin, call in ((writer, dcp.save), (reader, dcp.load)):
@@ -906,9 +880,7 @@ def test_a_checkpoint_id_that_contradicts_the_url_is_refused_until_that_url_was_
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
-def test_an_object_at_the_very_key_of_the_url_is_said_to_be_no_checkpoint(
-    scheme: str, tmp_path: Path
-) -> None:
+def test_an_object_at_the_very_key_of_the_url_is_said_to_be_no_checkpoint(scheme, tmp_path):
     run = memory_url() if scheme == "memory" else f"file://{tmp_path}"
     body = io.BytesIO()
     torch.save({"t": torch.ones(3)}, body)
@@ -921,7 +893,7 @@ def test_an_object_at_the_very_key_of_the_url_is_said_to_be_no_checkpoint(
             read(f"{run}/model")
 
 
-def test_a_report_that_is_taken_for_the_state_says_where_the_state_is() -> None:
+def test_a_report_that_is_taken_for_the_state_says_where_the_state_is():
     url = memory_url()
     dos.save({"t": torch.ones(3)}, url)
     report = dos.load({"t": torch.zeros(3)}, url)

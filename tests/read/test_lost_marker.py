@@ -47,9 +47,7 @@ READS: dict[str, Callable[[str, Path], object]] = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_checkpoint_that_lost_its_marker_is_not_read_unverified(
-    checkpoint: Path, tmp_path: Path, read: str
-) -> None:
+def test_a_checkpoint_that_lost_its_marker_is_not_read_unverified(checkpoint, tmp_path, read):
     with pytest.raises((DcpObjstoreError, dcp.api.CheckpointException)) as caught:
         READS[read](checkpoint.as_uri(), tmp_path / "copy")
     error = caught.value if isinstance(caught.value, DcpObjstoreError) else cause(caught.value)
@@ -59,7 +57,7 @@ def test_a_checkpoint_that_lost_its_marker_is_not_read_unverified(
     assert not (tmp_path / "copy" / MARKER).exists()
 
 
-def test_it_is_read_unverified_where_that_is_asked_for(checkpoint: Path) -> None:
+def test_it_is_read_unverified_where_that_is_asked_for(checkpoint):
     state, url = new_state(), checkpoint.as_uri()
     assert dos.load(state, url, verify=False, progress=False).commit_id is None
     assert state["step"] == 7
@@ -70,19 +68,19 @@ def test_it_is_read_unverified_where_that_is_asked_for(checkpoint: Path) -> None
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_verify_says_that_there_is_nothing_to_verify_it_with(checkpoint: Path, quick: bool) -> None:
+def test_verify_says_that_there_is_nothing_to_verify_it_with(checkpoint, quick):
     with pytest.raises(UnsupportedError, match=MARKER):
         dos.open(checkpoint.as_uri(), verify=False).verify(quick=quick)
 
 
-def test_what_needs_the_marker_names_it(checkpoint: Path) -> None:
+def test_what_needs_the_marker_names_it(checkpoint):
     url = checkpoint.as_uri()
     for change in (dos.repair, dos.delete, lambda url: dos.pin(url, "paper")):
         with pytest.raises(CheckpointNotFoundError, match=MARKER):
             change(url)
 
 
-def test_with_its_marker_copied_back_it_is_verified_again(tmp_path: Path) -> None:
+def test_with_its_marker_copied_back_it_is_verified_again(tmp_path):
     folder = tmp_path / "step-7"
     dos.save({"w": torch.ones(9), "step": 7}, folder.as_uri(), progress=False)
     marker = (folder / MARKER).read_bytes()
@@ -93,6 +91,6 @@ def test_with_its_marker_copied_back_it_is_verified_again(tmp_path: Path) -> Non
     assert dos.open(folder.as_uri()).verify(progress=False).ok
 
 
-def test_an_empty_checkpoint_of_another_library_is_none_of_ours(tmp_path: Path) -> None:
+def test_an_empty_checkpoint_of_another_library_is_none_of_ours(tmp_path):
     dcp.save({}, checkpoint_id=tmp_path / "stock")
     assert list(dos.open((tmp_path / "stock").as_uri())) == []

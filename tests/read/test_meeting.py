@@ -62,9 +62,7 @@ def planned() -> PlannedLoad:
     return PlannedLoad(checkpoint, [read], [Span(3, 0, 80, Block("t", 0, None, [read]))])
 
 
-def test_an_offer_says_what_a_rank_needs_and_which_checkpoint_it_has_opened(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_offer_says_what_a_rank_needs_and_which_checkpoint_it_has_opened(monkeypatch):
     monkeypatch.setattr(meeting, "current_rank", lambda: 5)
     ours: Any = SimpleNamespace(commit_id="commit", fingerprint=None)
     foreign: Any = SimpleNamespace(commit_id=None, fingerprint="state")
@@ -98,12 +96,12 @@ def test_an_offer_says_what_a_rank_needs_and_which_checkpoint_it_has_opened(
 # --- shares ---------------------------------------------------------------------------------------
 
 
-def test_a_single_rank_shares_nothing() -> None:
+def test_a_single_rank_shares_nothing():
     assert share_out([]) == []
     assert share_out([offer(0, [whole(0)], 1)]) == [None]
 
 
-def test_ranks_share_only_in_exactly_their_group_in_its_order() -> None:
+def test_ranks_share_only_in_exactly_their_group_in_its_order():
     rows = [whole(0)]
     assert all(share_out([offer(0, rows), offer(1, rows)]))
     assert share_out([offer(1, rows), offer(0, rows)]) == [None, None]
@@ -117,13 +115,13 @@ def test_ranks_share_only_in_exactly_their_group_in_its_order() -> None:
         ([False, True, True], "rank 0 has False and rank 1 True"),
     ],
 )
-def test_who_verifies_differently_is_named(verify: list[bool], text: str) -> None:
+def test_who_verifies_differently_is_named(verify, text):
     offers = [offer(n, [whole(0)], 3, verify=verify[n]) for n in range(3)]
     with pytest.raises(ConfigError, match=text):
         share_out(offers)
 
 
-def test_all_shares_have_the_name_of_their_load_and_no_other_load_has_it() -> None:
+def test_all_shares_have_the_name_of_their_load_and_no_other_load_has_it():
     meetings = []
     for _ in range(2):
         shares = share_out([offer(n, [whole(0)]) for n in range(2)])
@@ -132,7 +130,7 @@ def test_all_shares_have_the_name_of_their_load_and_no_other_load_has_it() -> No
     assert meetings[0] != meetings[1]
 
 
-def test_the_fetcher_gets_the_selections_of_what_it_packs_and_no_others() -> None:
+def test_the_fetcher_gets_the_selections_of_what_it_packs_and_no_others():
     a, b, c = (object() for _ in range(3))
     packed = [(0, 0, MIB, 0, MIB, MIB // 4, 7), (0, 0, MIB, 0, MIB, MIB // 8, 8)]
     offers = [
@@ -155,8 +153,8 @@ def test_the_fetcher_gets_the_selections_of_what_it_packs_and_no_others() -> Non
     [((64, 64), 8, 8), ((64, 40), 8, 5), ((32, 64), 8, 4), ((8, 8), 8, 4), ((64, 64), 2, 2)],
 )
 def test_a_request_takes_no_more_than_half_of_a_rounds_memory_but_a_whole_block(
-    budgets_mib: tuple[int, int], request_mib: int, size_mib: int
-) -> None:
+    budgets_mib, request_mib, size_mib
+):
     rows = [whole(0, MIB, n * MIB) for n in range(32)]
     shares = share_out(
         [
@@ -177,7 +175,7 @@ def test_a_request_takes_no_more_than_half_of_a_rounds_memory_but_a_whole_block(
     assert len(rounds) == -(-32 * MIB // max(rounds))
 
 
-def test_a_copy_of_another_node_is_worth_it_where_too_little_is_shared_otherwise() -> None:
+def test_a_copy_of_another_node_is_worth_it_where_too_little_is_shared_otherwise():
     own = [whole(1 + n, 100 * MIB) for n in range(2)]
     for held, together in (
         ([None, None], False),
@@ -191,9 +189,7 @@ def test_a_copy_of_another_node_is_worth_it_where_too_little_is_shared_otherwise
 
 
 @pytest.mark.parametrize(("own_mib", "together"), [(40, True), (42, False)])
-def test_ranks_share_what_saves_them_more_than_three_percent_of_all_they_need(
-    own_mib: int, together: bool
-) -> None:
+def test_ranks_share_what_saves_them_more_than_three_percent_of_all_they_need(own_mib, together):
     """One of three is spared 1 MiB twice, and two requests, each as good as 256 KiB."""
     offers = [offer(n, [whole(0), whole(1 + n, own_mib * MIB // 3 * 2)], 3) for n in range(3)]
     assert [share is not None for share in share_out(offers)] == [together] * 3
@@ -221,9 +217,7 @@ def arrive(
 of_thread = threading.local()
 
 
-def test_ranks_that_all_come_load_together(
-    monkeypatch: pytest.MonkeyPatch, store: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_that_all_come_load_together(monkeypatch, store, caplog):
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(arrive, monkeypatch, rank) for rank in range(3)]
         assert [answer.result(60) for answer in answers] == [True] * 3
@@ -231,9 +225,7 @@ def test_ranks_that_all_come_load_together(
     assert store.get("dcp_objstore/meeting/arrivals") == b"3", "each load has its own"
 
 
-def test_one_rank_decides_for_all_who_come_later_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, store: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_rank_decides_for_all_who_come_later_and_says_so(monkeypatch, store, caplog):
     monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", 0.01)
     with caplog.at_level(logging.WARNING):
         assert not arrive(monkeypatch, 1)
@@ -246,8 +238,8 @@ def test_one_rank_decides_for_all_who_come_later_and_says_so(
 
 @pytest.mark.parametrize(("longest", "timeout"), [(0.5, 60.0), (60.0, 0.5)])
 def test_patience_is_the_shorter_of_five_seconds_and_the_peers_time_out(
-    monkeypatch: pytest.MonkeyPatch, store: Any, longest: float, timeout: float
-) -> None:
+    monkeypatch, store, longest, timeout
+):
     assert meeting._PATIENCE_SECONDS == 5
     waited: list[float] = []
     monkeypatch.setattr(meeting, "_PATIENCE_SECONDS", longest)
@@ -256,9 +248,7 @@ def test_patience_is_the_shorter_of_five_seconds_and_the_peers_time_out(
     assert waited == [0.5]
 
 
-def test_other_threads_have_the_store_between_two_short_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_other_threads_have_the_store_between_two_short_waits_for_it(monkeypatch):
     waited: list[float] = []
 
     class Store:
@@ -277,9 +267,7 @@ def test_other_threads_have_the_store_between_two_short_waits_for_it(
     assert max(waited) == pytest.approx(0.002)
 
 
-def test_a_store_that_is_gone_is_the_failure_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch, store: Any
-) -> None:
+def test_a_store_that_is_gone_is_the_failure_of_a_rank(monkeypatch, store):
     def broken(*_: object) -> Any:
         raise dist.DistNetworkError("Connection reset by peer")
 

@@ -37,15 +37,13 @@ def load(server: OddServer, transport: str) -> bool:
 
 @ALL
 @pytest.mark.parametrize("behaviour", ["weak ETags", "a CDN's ETags"])
-def test_weights_load_where_answers_have_other_etags_than_listings(
-    transport: str, behaviour: str
-) -> None:
+def test_weights_load_where_answers_have_other_etags_than_listings(transport, behaviour):
     with weights(BEHAVIOURS[behaviour]) as server:
         assert load(server, transport)
 
 
 @ALL
-def test_weights_that_were_replaced_since_they_were_listed_are_not_loaded(transport: str) -> None:
+def test_weights_that_were_replaced_since_they_were_listed_are_not_loaded(transport):
     """Only a second listing that is as the first one says that nothing was replaced."""
     new = save({"w": WEIGHT + 1})
     tag = hashlib.md5(new).hexdigest()
@@ -63,7 +61,7 @@ def test_weights_that_were_replaced_since_they_were_listed_are_not_loaded(transp
 
 
 @ALL
-def test_weights_load_from_answers_in_chunks(transport: str) -> None:
+def test_weights_load_from_answers_in_chunks(transport):
     with weights(BEHAVIOURS["chunked answers"]) as server:
         assert load(server, transport)
         store = open_store("s3://bucket/m", server.options(transport))
@@ -78,7 +76,7 @@ def test_weights_load_from_answers_in_chunks(transport: str) -> None:
 
 @ALL
 @pytest.mark.parametrize("stray", ["/README.md", "./a", "../a", "a//b"])
-def test_a_key_with_an_empty_segment_hides_no_other(transport: str, stray: str) -> None:
+def test_a_key_with_an_empty_segment_hides_no_other(transport, stray):
     strays = ("-first", stray, "zlast")
     with weights(Behaviour(strays=strays)) as server:
         assert load(server, transport)
@@ -87,9 +85,7 @@ def test_a_key_with_an_empty_segment_hides_no_other(transport: str, stray: str) 
         assert listed == sorted({*strays, "model.safetensors"})
 
 
-def test_without_boto3_a_key_with_an_empty_segment_is_an_error_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_boto3_a_key_with_an_empty_segment_is_an_error_that_says_what_to_do(monkeypatch):
     with weights(BEHAVIOURS["empty segments"]) as server:
         store = open_store("s3://bucket/m", server.options())
         monkeypatch.setattr(store, "_over_boto3", None)
@@ -97,7 +93,7 @@ def test_without_boto3_a_key_with_an_empty_segment_is_an_error_that_says_what_to
             list(store.list())
 
 
-def test_what_was_listed_before_such_a_key_comes_once() -> None:
+def test_what_was_listed_before_such_a_key_comes_once():
     """obstore gives a thousand keys at a time."""
     names = [f"a{number:04}" for number in range(1001)]
     with weights(Behaviour(strays=(*names, "b//c", "d"))) as server:

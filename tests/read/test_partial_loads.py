@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,9 +37,7 @@ def saved(url: str) -> tuple[nn.Sequential, torch.optim.AdamW]:
     return made, optimizer
 
 
-def test_weights_load_without_the_optimizer_and_the_rest_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_load_without_the_optimizer_and_the_rest_is_named(tmp_path, caplog):
     url = (tmp_path / "step-5").as_uri()
     made, _ = saved(url)
     fresh = model(2)
@@ -55,9 +52,7 @@ def test_weights_load_without_the_optimizer_and_the_rest_is_named(
     assert "optimizer state" not in caplog.text
 
 
-def test_a_larger_model_takes_what_there_is_and_keeps_the_rest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_larger_model_takes_what_there_is_and_keeps_the_rest(tmp_path, caplog):
     url = (tmp_path / "step-5").as_uri()
     made, optimizer = saved(url)
     larger = model(3)
@@ -89,7 +84,7 @@ def test_a_larger_model_takes_what_there_is_and_keeps_the_rest(
     assert larger[2].weight in theirs.state
 
 
-def test_an_optimizer_that_was_not_saved_is_left_as_it_is(tmp_path: Path) -> None:
+def test_an_optimizer_that_was_not_saved_is_left_as_it_is(tmp_path):
     url = (tmp_path / "weights").as_uri()
     made, _ = trained(2)
     dos.save({"model": made}, url, progress=False)
@@ -102,7 +97,7 @@ def test_an_optimizer_that_was_not_saved_is_left_as_it_is(tmp_path: Path) -> Non
     assert all(key.startswith("optim.") for key in report.missing)
 
 
-def test_shapes_must_fit_also_in_a_partial_load(tmp_path: Path) -> None:
+def test_shapes_must_fit_also_in_a_partial_load(tmp_path):
     url = (tmp_path / "step-5").as_uri()
     saved(url)
     state = {"model": nn.Sequential(nn.Linear(5, 4))}
@@ -110,7 +105,7 @@ def test_shapes_must_fit_also_in_a_partial_load(tmp_path: Path) -> None:
         dos.load(state, url, strict=False, progress=False)
 
 
-def test_a_checkpoint_with_nothing_of_the_state_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_with_nothing_of_the_state_is_refused(tmp_path):
     url = (tmp_path / "step-5").as_uri()
     saved(url)
     with pytest.raises(StateMismatchError, match="none of the 4 keys"):
@@ -125,7 +120,7 @@ def load_stages(rank: int, world: int, url: str) -> tuple[tuple[str, ...], float
     return report.missing, float(state[f"stage{rank}"][0])
 
 
-def test_each_rank_reports_what_its_own_state_misses(tmp_path: Path) -> None:
+def test_each_rank_reports_what_its_own_state_misses(tmp_path):
     url = (tmp_path / "step-5").as_uri()
     dos.save({f"stage{n}": torch.full((3,), n + 1.0) for n in range(2)}, url, progress=False)
     assert run_ranks(3, load_stages, url) == [((), 1.0), ((), 2.0), (("stage2",), 0.0)]
@@ -142,19 +137,19 @@ def test_each_rank_reports_what_its_own_state_misses(tmp_path: Path) -> None:
         ("model.head.weigth", "model.head.weight"),
     ],
 )
-def test_the_nearest_of_many_names_is_found(asked: str, first: str, others: int) -> None:
+def test_the_nearest_of_many_names_is_found(asked, first, others):
     saved = [f"mod{number:04}.norm.bias" for number in range(others)]
     saved.insert(others // 2, "model.head.weight")
     assert nearest(asked, saved)[0] == first
 
 
-def test_of_many_names_the_end_counts_as_much_as_the_start() -> None:
+def test_of_many_names_the_end_counts_as_much_as_the_start():
     saved = [f"encoder.norm{number:04}.bias" for number in range(300)]
     saved.append("decoder.head.weight")
     assert nearest("encoder.head.weight", saved)[0] == "decoder.head.weight"
 
 
-def test_of_names_with_a_prefix_more_or_less_the_shortest_prefix_is_named_first() -> None:
+def test_of_names_with_a_prefix_more_or_less_the_shortest_prefix_is_named_first():
     saved = ["ema.module.model.head.weight", "model.head.weight", "x.model.head.weight", "weight"]
     assert nearest("head.weight", saved) == ["weight", "model.head.weight", "x.model.head.weight"]
     # After them come those that are merely alike.
@@ -165,16 +160,14 @@ def test_of_names_with_a_prefix_more_or_less_the_shortest_prefix_is_named_first(
     assert nearest("layer9.weight", saved) == saved[:0:-1]
 
 
-def test_of_the_names_inside_a_key_up_to_three_are_named() -> None:
+def test_of_the_names_inside_a_key_up_to_three_are_named():
     saved = [f"model.layers.{number}" for number in range(4)]
     assert nearest("model", saved[:2]) == saved[:2]
     assert nearest("model", saved) == saved[:3]
 
 
 @pytest.mark.parametrize("ranks", [["empty", "empty"], ["empty", "full"], ["full", "empty"]])
-def test_a_load_is_called_empty_only_if_no_rank_loads_anything(
-    ranks: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_load_is_called_empty_only_if_no_rank_loads_anything(ranks, caplog):
     url = memory_url()
     dos.save({"t": torch.ones(2)}, url, progress=False)
     plans, metadata = [], dos.ObjectStoreReader(url).read_metadata()
@@ -187,9 +180,7 @@ def test_a_load_is_called_empty_only_if_no_rank_loads_anything(
     assert ("nothing is loaded" in caplog.text) is ("full" not in ranks)
 
 
-def test_a_value_whose_name_begins_like_that_of_a_module_is_none_of_its_keys(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_value_whose_name_begins_like_that_of_a_module_is_none_of_its_keys(caplog):
     state = {"model": model(2), "model.ema": {"decay": torch.ones(1), "model": model(1)}}
     dos.save(state, url := memory_url(), progress=False)
     dos.load({"model": model(2)}, url, progress=False)
@@ -200,9 +191,7 @@ def test_a_value_whose_name_begins_like_that_of_a_module_is_none_of_its_keys(
     assert "2 keys" in caplog.text
 
 
-def test_a_model_that_is_smaller_than_the_saved_one_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_is_smaller_than_the_saved_one_is_warned_of(tmp_path, caplog):
     url = tmp_path.as_uri()
     saved(url)
     dos.load({"model": model(2)}, url)
@@ -223,7 +212,7 @@ def load_stage(rank: int, _world: int, url: str) -> list[str]:
     return messages
 
 
-def test_what_another_rank_asks_for_is_not_warned_of(tmp_path: Path) -> None:
+def test_what_another_rank_asks_for_is_not_warned_of(tmp_path):
     for layers, warned in ((2, False), (3, True)):
         url = f"{tmp_path.as_uri()}/{layers}"
         dos.save({"model": model(layers)}, url)
@@ -233,16 +222,14 @@ def test_what_another_rank_asks_for_is_not_warned_of(tmp_path: Path) -> None:
         assert second == []
 
 
-def test_who_asks_for_torchs_optimizer_state_is_told_to_pass_the_optimizer(
-    tmp_path: Path,
-) -> None:
+def test_who_asks_for_torchs_optimizer_state_is_told_to_pass_the_optimizer(tmp_path):
     url = tmp_path.as_uri()
     _, optimizer = saved(url)
     with pytest.raises(StateMismatchError, match="pass the optimizer itself"):
         dos.load({"optim": optimizer.state_dict()}, url)
 
 
-def test_an_optimizer_that_was_passed_is_not_said_to_be_torchs_state(tmp_path: Path) -> None:
+def test_an_optimizer_that_was_passed_is_not_said_to_be_torchs_state(tmp_path):
     url = tmp_path.as_uri()
     saved(url)
     larger = model(3)  # its parameters have names such as 2.weight
@@ -251,9 +238,7 @@ def test_an_optimizer_that_was_passed_is_not_said_to_be_torchs_state(tmp_path: P
     assert "pass the optimizer itself" not in str(caught.value)
 
 
-def test_who_names_a_model_that_was_saved_without_a_name_is_told_the_rename(
-    tmp_path: Path,
-) -> None:
+def test_who_names_a_model_that_was_saved_without_a_name_is_told_the_rename(tmp_path):
     url = tmp_path.as_uri()
     dos.save(dict(model(2).state_dict()), url)
     with pytest.raises(StateMismatchError, match=r'rename=\[\("\^", "model\."\)\]'):

@@ -111,16 +111,14 @@ def saved(sink: Sink, tmp_path: Path) -> str:
         default=[((0, 0, 1, 1), 0), ((2, 0, 0, 1, 1), 0), ((0, 0, 1), 0), ((0, 0, 1, -1), 0)],
     ),
 )
-def test_nothing_is_fetched_that_a_node_has(
-    sink: Sink, tmp_path: Path, saved: str, nodes: tuple[int, ...], dim: int
-) -> None:
+def test_nothing_is_fetched_that_a_node_has(sink, tmp_path, saved, nodes, dim):
     folders = _nodes(tmp_path, *nodes)
     reports = run_ranks(len(nodes), _load, saved, sink.storage_options, folders, 2, dim)
     assert [report.fetched_bytes for report in reports] == [0] * len(nodes)
     assert sum(report.local_bytes for report in reports) > 0
 
 
-def test_two_states_stay_and_the_older_one_is_written_over(sink: Sink, tmp_path: Path) -> None:
+def test_two_states_stay_and_the_older_one_is_written_over(sink, tmp_path):
     run = f"s3://bucket/{tmp_path.name}"
     run_ranks(4, _save, run, sink.storage_options, _nodes(tmp_path, 0, 0, 1, 1), 4)
     steps = sorted({copy.parent.name for copy in _copies(tmp_path)})
@@ -128,9 +126,7 @@ def test_two_states_stay_and_the_older_one_is_written_over(sink: Sink, tmp_path:
     assert len(_copies(tmp_path)) == 8
 
 
-def test_a_lost_node_costs_its_own_bytes_and_no_more(
-    sink: Sink, tmp_path: Path, saved: str
-) -> None:
+def test_a_lost_node_costs_its_own_bytes_and_no_more(sink, tmp_path, saved):
     of_step = [copy for copy in _copies(tmp_path) if copy.parent.name == "step-2"]
     lost_bytes = sum(copy.stat().st_size for copy in of_step if "node1" in copy.parts)
     shutil.rmtree(tmp_path / "node1")
@@ -140,7 +136,7 @@ def test_a_lost_node_costs_its_own_bytes_and_no_more(
     assert 0 < fetched_bytes <= lost_bytes
 
 
-def test_a_folder_of_another_step_is_not_read(sink: Sink, tmp_path: Path, saved: str) -> None:
+def test_a_folder_of_another_step_is_not_read(sink, tmp_path, saved):
     """The copies of step 1 under the names of step 2: each rank's, and each the other's."""
     for copy in _copies(tmp_path):
         if copy.parent.name == "step-2":

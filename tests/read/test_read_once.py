@@ -45,7 +45,6 @@ from tests.support.campaign import cases
 from tests.support.checkpoints import cause, causes
 from tests.support.listening import Heard, of
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded
 
 Options = Mapping[str, object]
@@ -123,7 +122,7 @@ def load_stage(rank: int, world: int, url: str, options: Options) -> list[float]
     return state["stage"]["w"].tolist()
 
 
-def test_each_rank_renames_by_its_own_rules(sink: Sink) -> None:
+def test_each_rank_renames_by_its_own_rules(sink):
     url = "s3://bucket/stages"
     state = {"layers": {str(rank): {"w": torch.full((4,), 10.0 + rank)} for rank in range(3)}}
     dos.save(state, url, storage_options=sink.storage_options, progress=False)
@@ -151,8 +150,8 @@ MANY_ROUNDS = [(dim, True, SMALL) for dim in (None, 1)]
     ),
 )
 def test_the_store_sends_each_byte_once_whatever_the_number_of_ranks(
-    sink: Sink, saved: str, dim: int | None, verify: bool, config: TransferConfig
-) -> None:
+    sink, saved, dim, verify, config
+):
     counted(sink)
     settings = {"verify": verify, "config": config}
     reports = run_ranks(5, load_with, saved, sink.storage_options, dim, settings)
@@ -179,7 +178,7 @@ def load_with(
     return load(rank, world, url, options, dim, **settings)
 
 
-def test_without_read_once_every_rank_fetches_what_it_needs(sink: Sink, saved: str) -> None:
+def test_without_read_once_every_rank_fetches_what_it_needs(sink, saved):
     settings = {"read_once": False}
     reports = run_ranks(3, load_with, saved, sink.storage_options, None, settings)
     assert sum(report.total_bytes for report in reports) >= 3 * PAYLOAD_BYTES
@@ -202,9 +201,7 @@ def load_with_dcp(rank: int, world: int, url: str, options: Options, told: bool)
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_reader_that_was_not_told_of_a_subgroup_loads_without_sharing(
-    sink: Sink, saved: str, told: bool
-) -> None:
+def test_a_reader_that_was_not_told_of_a_subgroup_loads_without_sharing(sink, saved, told):
     found = run_ranks(3, load_with_dcp, saved, sink.storage_options, told)
     fetched, received = (sum(column) for column in zip(*found, strict=True))
     if told:
@@ -261,7 +258,7 @@ def load_pieces(rank: int, world: int, url: str, options: Options, folder: str, 
         assert same_bits(found, expected)
 
 
-def test_a_rank_may_have_several_parts_of_a_block(sink: Sink, saved: str, tmp_path: Path) -> None:
+def test_a_rank_may_have_several_parts_of_a_block(sink, saved, tmp_path):
     run_ranks(2, load_pieces, saved, sink.storage_options, str(tmp_path), 2)
 
 
@@ -278,9 +275,7 @@ def load_tied(
 
 
 @pytest.mark.parametrize(("dim", "hosts"), cases(product([0, 1], [1, 2]), default=[(0, 1), (1, 2)]))
-def test_tied_tensors_of_ranks_are_filled_by_the_last_key(
-    sink: Sink, tmp_path: Path, dim: int, hosts: int
-) -> None:
+def test_tied_tensors_of_ranks_are_filled_by_the_last_key(sink, tmp_path, dim, hosts):
     url, options = f"s3://bucket/tied-{dim}-{hosts}", sink.storage_options
     saved = {"wide": seeded("wide", SHAPES["wide"]), "tied": torch.ones(SHAPES["wide"])}
     dos.save(saved, url, storage_options=options, progress=False)
@@ -290,9 +285,7 @@ def test_tied_tensors_of_ranks_are_filled_by_the_last_key(
 @pytest.mark.parametrize(
     ("dim", "hosts"), cases(product([None, 0, 1], [2, 4]), default=[(None, 4), (1, 2)])
 )
-def test_ranks_on_several_hosts_send_each_other_what_they_want(
-    sink: Sink, saved: str, tmp_path: Path, dim: int | None, hosts: int
-) -> None:
+def test_ranks_on_several_hosts_send_each_other_what_they_want(sink, saved, tmp_path, dim, hosts):
     arguments = (saved, sink.storage_options, dim, str(tmp_path), hosts)
     reports = run_ranks(4, load_across_hosts, *arguments)
     fetched_bytes = sum(report.total_bytes for report in reports)
@@ -314,9 +307,7 @@ def alone() -> Iterator[dist.ProcessGroup]:
 # Failures: on one rank alone, during many rounds.
 
 
-def test_an_error_where_the_checkpoint_is_opened_goes_without_the_garbage_collector(
-    alone: dist.ProcessGroup,
-) -> None:
+def test_an_error_where_the_checkpoint_is_opened_goes_without_the_garbage_collector(alone):
     """Its traceback has what was opened till then."""
 
     class Opened:
@@ -407,9 +398,7 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
         ("fewer", UnsupportedError, "read_once=False"),
     ],
 )
-def test_a_rank_that_fails_fails_all_and_none_waits_for_it(
-    sink: Sink, saved: str, how: str, kind: type[BaseException], text: str
-) -> None:
+def test_a_rank_that_fails_fails_all_and_none_waits_for_it(sink, saved, how, kind, text):
     url, options = saved, sink.storage_options
     outcomes = try_ranks(3, load_failing, url, options, how)
     for outcome in outcomes:
@@ -445,9 +434,7 @@ def kept_by_a_failed_load(rank: int, world: int, url: str, options: Options) -> 
     return kept
 
 
-def test_a_rank_that_fails_while_others_fetch_leaves_no_tensor_in_memory(
-    sink: Sink, saved: str
-) -> None:
+def test_a_rank_that_fails_while_others_fetch_leaves_no_tensor_in_memory(sink, saved):
     assert run_ranks(3, kept_by_a_failed_load, saved, sink.storage_options) == [0, 0, 0]
 
 
@@ -475,7 +462,7 @@ def load_interrupted(rank: int, world: int, url: str, options: Options, number: 
     return waited
 
 
-def test_ctrl_c_while_ranks_wait_for_each_other_ends_all_of_them(sink: Sink, saved: str) -> None:
+def test_ctrl_c_while_ranks_wait_for_each_other_ends_all_of_them(sink, saved):
     arguments = (saved, sink.storage_options)
     often, *_ = run_ranks(2, load_interrupted, *arguments, 0)
     assert often > 3
@@ -503,9 +490,7 @@ def load_unopened(rank: int, world: int, url: str, options: Options, kind: type)
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
-def test_whatever_fails_where_the_checkpoint_is_opened_for_all_is_raised_on_all(
-    sink: Sink, saved: str, kind: type[BaseException]
-) -> None:
+def test_whatever_fails_where_the_checkpoint_is_opened_for_all_is_raised_on_all(sink, saved, kind):
     first, *others = try_ranks(3, load_unopened, saved, sink.storage_options, kind)
     assert isinstance(first.error, kind if kind is KeyboardInterrupt else RankFailedError), first
     for outcome in others:
@@ -533,9 +518,7 @@ def load_unlike(
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_rank_that_verifies_gets_nothing_from_one_that_does_not(
-    sink: Sink, saved: str, told: bool
-) -> None:
+def test_a_rank_that_verifies_gets_nothing_from_one_that_does_not(sink, saved, told):
     arguments = (saved, sink.storage_options, "verify", [False, True], told)
     for outcome in try_ranks(2, load_unlike, *arguments):
         error = outcome.error if told else cause(outcome.error)
@@ -543,16 +526,14 @@ def test_a_rank_that_verifies_gets_nothing_from_one_that_does_not(
         assert "verify" in str(error)
 
 
-def test_ranks_that_differ_in_reading_once_are_refused_and_do_not_wait_for_each_other(
-    sink: Sink, saved: str
-) -> None:
+def test_ranks_that_differ_in_reading_once_are_refused_and_do_not_wait_for_each_other(sink, saved):
     arguments = (saved, sink.storage_options, "read_once", [True, False], True)
     for outcome in try_ranks(2, load_unlike, *arguments):
         assert isinstance(outcome.error, ConfigError), outcome
         assert "read_once" in str(outcome.error)
 
 
-def test_the_smallest_memory_budget_and_request_size_of_the_ranks_hold_for_all() -> None:
+def test_the_smallest_memory_budget_and_request_size_of_the_ranks_hold_for_all():
     size = 4 * MIB
     blocks = [(0, n * size, (n + 1) * size, n * size, (n + 1) * size, 0, -1) for n in range(16)]
 
@@ -582,7 +563,7 @@ def test_the_smallest_memory_budget_and_request_size_of_the_ranks_hold_for_all()
 
 
 @pytest.mark.backends("seaweed")
-def test_a_rank_that_is_killed_while_loading_fails_the_others_at_once(bucket: Bucket) -> None:
+def test_a_rank_that_is_killed_while_loading_fails_the_others_at_once(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(2, save_sharded, url, options)
     outcomes = try_ranks(3, load_failing, url, options, "kill")
@@ -632,9 +613,7 @@ def load_late(
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_planner_that_fails_before_the_reading_fails_all_with_its_error_alone(
-    sink: Sink, saved: str, told: bool
-) -> None:
+def test_a_planner_that_fails_before_the_reading_fails_all_with_its_error_alone(sink, saved, told):
     outcomes = try_ranks(3, load_late, saved, sink.storage_options, "fails", told)
     for outcome in outcomes:
         (error,) = causes(outcome.error)
@@ -643,9 +622,7 @@ def test_a_planner_that_fails_before_the_reading_fails_all_with_its_error_alone(
 
 
 @pytest.mark.parametrize("others", [0, 1, 2])
-def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
-    others: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_waits_for_others_as_long_as_they_keep_coming(others, monkeypatch):
     """One of three: the others come one by one, whenever it has run out of patience."""
 
     class Store:
@@ -675,8 +652,8 @@ def test_a_rank_waits_for_others_as_long_as_they_keep_coming(
     [(MIB, 1, False), (7 * MIB, 1, True), (1, 10, False), (1, 30, True)],
 )
 def test_ranks_load_together_only_if_that_saves_more_than_three_percent(
-    shared_bytes: int, count: int, together: bool
-) -> None:
+    shared_bytes, count, together
+):
     """Of bytes, and of requests, each of which costs as much as 256 KiB."""
     offers = []
     for rank in (0, 1):
@@ -702,9 +679,7 @@ def test_ranks_load_together_only_if_that_saves_more_than_three_percent(
 
 @pytest.mark.parametrize("other", [0, 1])
 @pytest.mark.parametrize("group", [None, group_digest([0])])
-def test_ranks_load_together_only_if_each_of_them_expects_the_others(
-    other: int, group: bytes | None
-) -> None:
+def test_ranks_load_together_only_if_each_of_them_expects_the_others(other, group):
     needs = np.array([(0, 0, 100, 0, 100, 0, -1)], dtype=NEED)
     offers = [
         Offer(
@@ -722,9 +697,7 @@ def test_ranks_load_together_only_if_each_of_them_expects_the_others(
 
 
 @pytest.mark.parametrize("how", ["slow", "own plan"])
-def test_ranks_do_not_fail_for_one_that_is_late_or_goes_its_own_way(
-    sink: Sink, saved: str, how: str
-) -> None:
+def test_ranks_do_not_fail_for_one_that_is_late_or_goes_its_own_way(sink, saved, how):
     reports = run_ranks(3, load_late, saved, sink.storage_options, how, True)
     assert {report.received_bytes for report in reports} == {0}
     assert sum(report.total_bytes for report in reports) >= 3 * PAYLOAD_BYTES
@@ -740,7 +713,7 @@ def load_mostly_own(rank: int, world: int, url: str, options: Options) -> dos.re
     return report
 
 
-def test_ranks_do_not_wait_for_each_other_to_save_next_to_nothing(sink: Sink) -> None:
+def test_ranks_do_not_wait_for_each_other_to_save_next_to_nothing(sink):
     url, options = "s3://bucket/own", sink.storage_options
     state = {f"own{n}": torch.full((2 * MIB,), n + 1.0) for n in range(3)}
     dos.save({**state, "norm": torch.ones(100)}, url, storage_options=options, progress=False)

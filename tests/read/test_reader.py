@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import pickle
 import weakref
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -78,7 +77,7 @@ def settled(heard: Heard, kind: type[Event], reader: dos.ObjectStoreReader) -> l
     return list(of(kind, heard))
 
 
-def test_each_item_is_committed_to_the_planner_once_it_is_filled(url: str) -> None:
+def test_each_item_is_committed_to_the_planner_once_it_is_filled(url):
     committed: dict[str, list[float]] = {}
 
     class Planner(DefaultLoadPlanner):
@@ -92,9 +91,7 @@ def test_each_item_is_committed_to_the_planner_once_it_is_filled(url: str) -> No
     assert load.state["v"] == "value"
 
 
-def test_a_planner_may_change_what_is_read_after_it_was_planned(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planner_may_change_what_is_read_after_it_was_planned(url, monkeypatch):
     """And only then it is planned once more."""
     plan = Mock(wraps=module.plan_load)
     monkeypatch.setattr(module, "plan_load", plan)
@@ -110,7 +107,7 @@ def test_a_planner_may_change_what_is_read_after_it_was_planned(
     assert not load.state["t"].any()
 
 
-def test_events_and_report_say_what_was_read(url: str) -> None:
+def test_events_and_report_say_what_was_read(url):
     heard = Heard()
     reader = reader_of(url, on_event=heard)
     assert reader.last_load is None
@@ -137,9 +134,7 @@ def test_events_and_report_say_what_was_read(url: str) -> None:
     assert reader.last_load is not None and reader.last_load.unverified
 
 
-def test_copies_of_this_node_are_read_only_where_digests_say_that_they_are_right(
-    tmp_path: Path,
-) -> None:
+def test_copies_of_this_node_are_read_only_where_digests_say_that_they_are_right(tmp_path):
     (tmp_path / "copies").mkdir()
     state = {"t": torch.arange(5.0), "v": "value"}
     dos.save(state, url := (tmp_path / "run/step-1").as_uri(), local=str(tmp_path / "copies"))
@@ -153,7 +148,7 @@ def test_copies_of_this_node_are_read_only_where_digests_say_that_they_are_right
 
 
 @pytest.mark.parametrize("how", ["replaced", "retargeted"])
-def test_ranks_that_opened_different_checkpoints_are_refused(url: str, how: str) -> None:
+def test_ranks_that_opened_different_checkpoints_are_refused(url, how):
     load = Load(reader_of(url))
     offer = load.plan.storage_data
     assert isinstance(offer, Offer)
@@ -167,7 +162,7 @@ def test_ranks_that_opened_different_checkpoints_are_refused(url: str, how: str)
         load.reader.prepare_global_plan([LoadPlan([]), *plans])
 
 
-def test_plans_that_a_planner_has_replaced_are_left_as_they_are(url: str) -> None:
+def test_plans_that_a_planner_has_replaced_are_left_as_they_are(url):
     load = Load(reader_of(url))
     plans = [load.plan, LoadPlan([])]
     assert load.reader.prepare_global_plan(plans) is plans
@@ -188,7 +183,7 @@ def of_group(load: Load, rank: int) -> LoadPlan:
     return LoadPlan(load.plan.items, storage_data=offer)
 
 
-def test_each_rank_gets_its_own_share_with_its_plan(url: str) -> None:
+def test_each_rank_gets_its_own_share_with_its_plan(url):
     load = Load(reader_of(url))
     plans = [of_group(load, rank) for rank in range(2)]
     first, second = load.reader.prepare_global_plan(plans)
@@ -201,7 +196,7 @@ def test_each_rank_gets_its_own_share_with_its_plan(url: str) -> None:
     assert (caught.value.rank, caught.value.url) == (0, url)
 
 
-def test_a_plan_of_ranks_is_read_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_ranks_is_read_once(url, monkeypatch):
     """The others would not come to a second reading."""
     asked: list[tuple[str, int]] = []
 
@@ -222,9 +217,7 @@ def test_a_plan_of_ranks_is_read_once(url: str, monkeypatch: pytest.MonkeyPatch)
     assert asked == [("meeting", 3)]
 
 
-def test_the_failure_of_another_rank_is_reported_and_left_to_that_rank(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_failure_of_another_rank_is_reported_and_left_to_that_rank(url, monkeypatch):
     def fail(*_: object, **__: object) -> Any:
         raise PeerFailedError(RankFailedError("of another", rank=7))
 
@@ -237,7 +230,7 @@ def test_the_failure_of_another_rank_is_reported_and_left_to_that_rank(
     assert load.reader.last_load is None
 
 
-def test_an_error_of_the_opening_is_raised_by_the_next_call_with_its_rank() -> None:
+def test_an_error_of_the_opening_is_raised_by_the_next_call_with_its_rank():
     reader = reader_of(url := memory_url())
     metadata = reader.read_metadata()
     assert metadata.state_dict_metadata == {}
@@ -250,9 +243,7 @@ def test_an_error_of_the_opening_is_raised_by_the_next_call_with_its_rank() -> N
     assert plan.storage_data == Offer(url, None)
 
 
-def test_whatever_goes_wrong_while_opening_is_an_error_of_ours(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_goes_wrong_while_opening_is_an_error_of_ours(url, monkeypatch):
     def fail(*_: object, **__: object) -> Any:
         raise ZeroDivisionError("a bug")
 
@@ -264,7 +255,7 @@ def test_whatever_goes_wrong_while_opening_is_an_error_of_ours(
     assert (caught.value.rank, caught.value.url) == (3, url)
 
 
-def test_a_reader_is_aimed_at_other_checkpoints_one_after_the_other(url: str) -> None:
+def test_a_reader_is_aimed_at_other_checkpoints_one_after_the_other(url):
     reader, other = reader_of(url), memory_url()
     Load(reader).read()
     dos.save({"t": torch.ones(5), "v": "other"}, other, progress=False)
@@ -277,9 +268,7 @@ def test_a_reader_is_aimed_at_other_checkpoints_one_after_the_other(url: str) ->
     assert reader.checkpoint_id == other
 
 
-def test_a_rank_whose_group_cannot_pass_bytes_offers_to_load_by_itself(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_group_cannot_pass_bytes_offers_to_load_by_itself(url, monkeypatch):
     def refuse(*_: object) -> None:
         raise UnsupportedError("no gloo here")
 
@@ -293,8 +282,8 @@ def test_a_rank_whose_group_cannot_pass_bytes_offers_to_load_by_itself(
 
 @pytest.mark.parametrize("read_once", [True, False])
 def test_a_rank_offers_to_load_with_those_of_its_group_if_each_byte_is_read_once(
-    url: str, monkeypatch: pytest.MonkeyPatch, read_once: bool
-) -> None:
+    url, monkeypatch, read_once
+):
     monkeypatch.setattr(module, "current_rank", lambda: 0)
     monkeypatch.setattr(module.ObjectStoreReader, "_group_ranks", lambda _: (0, 1))
     offer = Load(reader_of(url, read_once=read_once)).plan.storage_data
@@ -303,9 +292,7 @@ def test_a_rank_offers_to_load_with_those_of_its_group_if_each_byte_is_read_once
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_error_of_the_lowest_rank_names_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_the_error_of_the_lowest_rank_names_the_next_step(monkeypatch, rank):
     """It is the one that all ranks raise; so the others need not ask for it."""
 
     def fail(*_: object, **__: object) -> Any:
@@ -324,7 +311,7 @@ def test_the_error_of_the_lowest_rank_names_the_next_step(
     assert caught.value.rank == rank
 
 
-def test_errors_of_planners_are_ours_with_rank_and_url(url: str) -> None:
+def test_errors_of_planners_are_ours_with_rank_and_url(url):
     class Planner(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
             raise ValueError("no such tensor")
@@ -335,7 +322,7 @@ def test_errors_of_planners_are_ours_with_rank_and_url(url: str) -> None:
     assert (caught.value.rank, caught.value.url) == (0, url)
 
 
-def test_a_pickled_reader_has_its_settings_and_no_load(url: str, tmp_path: Path) -> None:
+def test_a_pickled_reader_has_its_settings_and_no_load(url, tmp_path):
     reader = reader_of(
         url, verify=False, trust_pickle=True, rename=[("^t$", "u")], local=str(tmp_path)
     )
@@ -354,7 +341,7 @@ def test_a_pickled_reader_has_its_settings_and_no_load(url: str, tmp_path: Path)
     assert copy.last_load is not None and copy.last_load.unverified
 
 
-def test_a_load_that_failed_before_its_first_call_is_reported_as_well() -> None:
+def test_a_load_that_failed_before_its_first_call_is_reported_as_well():
     heard = Heard()
     reader = reader_of(url := memory_url(), on_event=heard)
     reader._report_failure(StoreUnavailableError("down"))
@@ -365,7 +352,7 @@ def test_a_load_that_failed_before_its_first_call_is_reported_as_well() -> None:
     assert len(of(Failed, heard)) == 2
 
 
-def test_a_kept_error_is_let_go_once_it_was_raised(url: str) -> None:
+def test_a_kept_error_is_let_go_once_it_was_raised(url):
     class Kept:
         pass
 
@@ -390,6 +377,6 @@ def test_a_kept_error_is_let_go_once_it_was_raised(url: str) -> None:
 @pytest.mark.parametrize(
     "settings", [{"verify": 1}, {"verify": None}, {"on_dtype": "convert"}, {"rename": "ab"}]
 )
-def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
+def test_settings_that_mean_nothing_are_refused(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         dos.ObjectStoreReader("memory://bucket/step", **settings)

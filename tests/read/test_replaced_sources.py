@@ -101,9 +101,7 @@ LOADS: dict[str, Callable[[str, dict[str, torch.Tensor]], object]] = {
 
 @pytest.mark.parametrize("nth", range(6))
 @pytest.mark.parametrize("load", LOADS)
-def test_safetensors_that_are_replaced_are_no_mixture(
-    through: Through, url: str, load: str, nth: int
-) -> None:
+def test_safetensors_that_are_replaced_are_no_mixture(through, url, load, nth):
     """Also while the headers are read, one of each of two files."""
     editions = []
     for value in (1.0, 2.0):
@@ -127,8 +125,8 @@ def test_safetensors_that_are_replaced_are_no_mixture(
 @pytest.mark.parametrize("nth", range(4))
 @pytest.mark.parametrize("load", LOADS)
 def test_a_checkpoint_of_another_library_that_is_replaced_is_no_mixture(
-    through: Through, stock: Editions, url: str, load: str, nth: int, what: str
-) -> None:
+    through, stock, url, load, nth, what
+):
     """Of one object: the one that is read last, also before its first byte is."""
     write(url, stock[0])
     last = open_stored_checkpoint(StoreSpec(url)).object_keys[-1]
@@ -147,7 +145,7 @@ def test_a_checkpoint_of_another_library_that_is_replaced_is_no_mixture(
         LOADS[load](url, to)
 
 
-def test_one_that_is_not_replaced_loads_in_each_way(stock: Editions, url: str) -> None:
+def test_one_that_is_not_replaced_loads_in_each_way(stock, url):
     write(url, stock[0])
     for load in LOADS.values():
         to = state(0.0)
@@ -155,9 +153,7 @@ def test_one_that_is_not_replaced_loads_in_each_way(stock: Editions, url: str) -
         assert all(torch.equal(to[key], value) for key, value in state(1.0).items())
 
 
-def test_an_opened_checkpoint_stays_in_the_state_in_which_it_was_opened(
-    stock: Editions, url: str
-) -> None:
+def test_an_opened_checkpoint_stays_in_the_state_in_which_it_was_opened(stock, url):
     write(url, stock[0])
     opened = dos.open(url)
     write(url, stock[1])
@@ -186,18 +182,14 @@ class ReplacedBetween(WatchedStore):
 
 
 @pytest.mark.parametrize("first", ["list", "get"])
-def test_one_that_is_replaced_while_it_is_opened_is_not_opened(
-    through: Through, stock: Editions, url: str, first: str
-) -> None:
+def test_one_that_is_replaced_while_it_is_opened_is_not_opened(through, stock, url, first):
     write(url, stock[0])
     through(lambda store: ReplacedBetween(store, first, lambda: write(url, stock[1])))
     with pytest.raises(CheckpointGoneError, match="opened"):
         dos.open(url)
 
 
-def test_one_of_ours_that_is_deleted_while_it_is_opened_names_the_next_step(
-    through: Through, url: str
-) -> None:
+def test_one_of_ours_that_is_deleted_while_it_is_opened_names_the_next_step(through, url):
     with dos.CheckpointManager(url, sweep=False) as run:
         for step in (1, 2):
             run.save(step, {"step": step})
@@ -228,9 +220,7 @@ class Damaging(WatchedStore):
 
 @pytest.mark.parametrize("answers", [1, 2])
 @pytest.mark.parametrize("what", ["_COMMIT", "index.", ".metadata", "folder", "file"])
-def test_what_comes_damaged_is_asked_for_once_more(
-    through: Through, stock: Editions, url: str, what: str, answers: int
-) -> None:
+def test_what_comes_damaged_is_asked_for_once_more(through, stock, url, what, answers):
     """It may have been the answer, and not the object."""
     name, place = what, url
     if what in ("folder", "file"):
@@ -252,9 +242,7 @@ def test_what_comes_damaged_is_asked_for_once_more(
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_without_the_right_to_list_the_first_answer_counts(
-    through: Through, stock: Editions, url: str, nth: int
-) -> None:
+def test_without_the_right_to_list_the_first_answer_counts(through, stock, url, nth):
     write(url, stock[0])
     store, asked = open_store(url), []
 
@@ -289,8 +277,8 @@ class Untold(WatchedStore):
 @pytest.mark.parametrize("lacks", ["listed_versions", "conditional_update"])
 @pytest.mark.parametrize("kind", ["stock", "safetensors"])
 def test_where_a_listing_does_not_tell_states_nothing_is_held_to_them(
-    through: Through, stock: Editions, url: str, kind: str, lacks: str
-) -> None:
+    through, stock, url, kind, lacks
+):
     write(url, stock[0] if kind == "stock" else safetensors_objects(1.0))
     through(lambda store: Untold(store, lacks))
     opened = open_stored_checkpoint(StoreSpec(url))
@@ -299,7 +287,7 @@ def test_where_a_listing_does_not_tell_states_nothing_is_held_to_them(
     assert all(bool(value.eq(1).all()) for value in loaded.values())
 
 
-def test_ranks_that_open_different_states_are_told_apart(stock: Editions, url: str) -> None:
+def test_ranks_that_open_different_states_are_told_apart(stock, url):
     """Each rank opens the checkpoint itself, and the coordinator compares."""
     write(url, stock[0])
     spec = StoreSpec(url)
@@ -324,14 +312,8 @@ def torch_objects(folder: Path, value: float) -> dict[str, bytes]:
 @pytest.mark.parametrize("nth", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["safetensors", "pt", "stock"])
 def test_a_source_that_is_replaced_is_not_imported(
-    through: Through,
-    monkeypatch: pytest.MonkeyPatch,
-    stock: Editions,
-    url: str,
-    tmp_path: Path,
-    kind: str,
-    nth: int,
-) -> None:
+    through, monkeypatch, stock, url, tmp_path, kind, nth
+):
     monkeypatch.setattr(import_checkpoint, "_DOWNLOAD_BYTES", 1024 * 1024)
     monkeypatch.setattr(import_checkpoint, "_CONCURRENT_DOWNLOADS", 1)
     old, new = {
@@ -348,7 +330,7 @@ def test_a_source_that_is_replaced_is_not_imported(
     assert [meta.key for meta in open_store(target).list()] == []
 
 
-def test_files_of_one_model_are_imported_in_one_state(through: Through, url: str) -> None:
+def test_files_of_one_model_are_imported_in_one_state(through, url):
     """The last one is replaced before any of it is read."""
     files = {f"m-{key}.safetensors": {key: value} for key, value in state(1.0).items()}
     index = {"weight_map": {key: name for name, one in files.items() for key in one}}
@@ -363,8 +345,8 @@ def test_files_of_one_model_are_imported_in_one_state(through: Through, url: str
 @pytest.mark.parametrize("when", ["loaded", "first read", "second read"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_torch_file_that_is_rewritten_while_it_is_mapped_is_not_imported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: str, in_place: bool
-) -> None:
+    monkeypatch, tmp_path, when, in_place
+):
     """Renamed over it, the old file would still be read, but which one is meant is not known."""
     torch_objects(tmp_path, 1.0)
     new = tmp_path / "new"
@@ -402,7 +384,7 @@ def test_a_torch_file_that_is_rewritten_while_it_is_mapped_is_not_imported(
     assert not (tmp_path / "to" / "_COMMIT").exists()
 
 
-def test_the_state_that_was_opened_travels_to_the_other_ranks(stock: Editions, url: str) -> None:
+def test_the_state_that_was_opened_travels_to_the_other_ranks(stock, url):
     write(url, stock[0])
     opened = open_stored_checkpoint(StoreSpec(url))
     again = pickle.loads(pickle.dumps(opened))

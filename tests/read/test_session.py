@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
     CorruptDataError,
-    DcpObjstoreError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StateMismatchError,
@@ -70,8 +68,8 @@ def opened(state: dict[str, Any]) -> tuple[ObjectStore, StoredCheckpoint]:
     [("auto", False, 16), ("auto", True, 32), (4, False, 32)],
 )
 def test_requests_grow_with_what_is_loaded_as_the_window_or_the_setting_allows(
-    monkeypatch: pytest.MonkeyPatch, concurrency: Any, is_near: bool, size_mib: int
-) -> None:
+    monkeypatch, concurrency, is_near, size_mib
+):
     store: Any = SimpleNamespace(range_reading=RangeReading(ahead=True))
     window = SimpleNamespace(is_near=is_near)
     monkeypatch.setattr(session, "limiter_of", lambda _: SimpleNamespace(window=window))
@@ -88,8 +86,8 @@ def test_requests_grow_with_what_is_loaded_as_the_window_or_the_setting_allows(
     [([4, 3], 8, 4), ([4, 4, 4], 2, 4), ([], 8, 3), ([4] * 9, 8, 10)],
 )
 def test_the_ring_has_slots_for_the_largest_request_and_no_more_than_there_are(
-    monkeypatch: pytest.MonkeyPatch, sizes_mib: list[int], concurrency: int, slots: int
-) -> None:
+    monkeypatch, sizes_mib, concurrency, slots
+):
     made: list[tuple[Any, ...]] = []
 
     def inbound(*args: Any) -> str:
@@ -118,7 +116,7 @@ def test_the_ring_has_slots_for_the_largest_request_and_no_more_than_there_are(
     assert sent == ["inbound"]
 
 
-def test_what_goes_to_a_device_in_part_is_sent() -> None:
+def test_what_goes_to_a_device_in_part_is_sent():
     tensor, other = (
         TensorRead(item("t", (4,)), ItemLocation(0, 0, 4, (4,), "uint8", None)) for _ in range(2)
     )
@@ -149,9 +147,7 @@ AT = {"rank": 3, "object_key": "data", "url": "memory://url"}
         (ObjectNotFoundError("none", **AT), CheckpointCorruptError, "is missing"),
     ],
 )
-def test_the_error_of_a_get_says_what_it_means_and_what_was_read(
-    error: DcpObjstoreError, kind: type[DcpObjstoreError], text: str
-) -> None:
+def test_the_error_of_a_get_says_what_it_means_and_what_was_read(error, kind, text):
     block = 4 * MIB
     spans = [
         Span(0, 100, 200, Block("first", 2 * block, None)),
@@ -201,7 +197,7 @@ def load(
     return run_load(store, planned, destinations, settings.pop("config"), **settings)
 
 
-def test_copies_are_kept_and_counted_if_a_load_has_used_them() -> None:
+def test_copies_are_kept_and_counted_if_a_load_has_used_them():
     store, checkpoint = opened({"t": torch.arange(5.0)})
     for copies in (Copies(), None):
         planned = plan_load(checkpoint, [item("t", (5,))], verify=True)
@@ -217,7 +213,7 @@ def test_copies_are_kept_and_counted_if_a_load_has_used_them() -> None:
         load(store, planned, [torch.zeros(6)], copies=used)
 
 
-def test_retries_are_reported_where_the_store_tells_them() -> None:
+def test_retries_are_reported_where_the_store_tells_them():
     store, checkpoint = opened({"t": torch.arange(5.0)})
     for told, retries in (({"open_range"}, 0), ({"put"}, None)):
 
@@ -228,7 +224,7 @@ def test_retries_are_reported_where_the_store_tells_them() -> None:
         assert load(Telling(store), planned, [torch.zeros(5)]).retries == retries
 
 
-def test_all_destinations_of_another_dtype_are_named_where_that_is_an_error() -> None:
+def test_all_destinations_of_another_dtype_are_named_where_that_is_an_error():
     store, checkpoint = opened({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "v": 3})
     items = [item("v", (0,), LoadItemType.BYTE_IO), *(item(key, (2,)) for key in "abc")]
     planned = plan_load(checkpoint, items, verify=True)
@@ -244,7 +240,7 @@ def test_all_destinations_of_another_dtype_are_named_where_that_is_an_error() ->
     assert all(half.all() for half in halves)
 
 
-def test_of_keys_that_share_memory_only_those_that_count_are_read_or_copied() -> None:
+def test_of_keys_that_share_memory_only_those_that_count_are_read_or_copied():
     _, checkpoint = opened({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(2)})
     memory = torch.zeros(4)
     planned = plan_load(
@@ -260,7 +256,7 @@ def test_of_keys_that_share_memory_only_those_that_count_are_read_or_copied() ->
     assert b in needed and c in needed
 
 
-def test_autograd_is_told_of_what_was_filled_and_of_what_was_copied() -> None:
+def test_autograd_is_told_of_what_was_filled_and_of_what_was_copied():
     store, checkpoint = opened({"a": torch.ones(4), "c": torch.full((2,), 2.0), "d": torch.ones(3)})
     memory, alone = torch.zeros(4), torch.zeros(3)
     planned = plan_load(
@@ -273,7 +269,7 @@ def test_autograd_is_told_of_what_was_filled_and_of_what_was_copied() -> None:
     assert alone._version > before[1]
 
 
-def test_a_load_says_what_it_was_reading_when_it_failed() -> None:
+def test_a_load_says_what_it_was_reading_when_it_failed():
     store, checkpoint = opened({"t": torch.arange(5.0)})
     store.delete(checkpoint.object_keys[0])
     planned = plan_load(checkpoint, [item("t", (5,))], verify=True)
@@ -284,9 +280,7 @@ def test_a_load_says_what_it_was_reading_when_it_failed() -> None:
 
 @pytest.mark.parametrize("to", ["host", "device"])
 @pytest.mark.parametrize("is_one_host", [True, False])
-def test_ranks_that_load_together_fetch_each_byte_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, to: str, is_one_host: bool
-) -> None:
+def test_ranks_that_load_together_fetch_each_byte_once(monkeypatch, tmp_path, to, is_one_host):
     """What all need, and what each needs alone; a value, and one that has no bytes of its own."""
     state = {"a": torch.arange(300.0), "b": torch.ones(2, 500), "v": "value", "none": torch.ones(0)}
     state |= {f"own{n}": torch.full((100,), n + 1.0) for n in range(2)}
@@ -351,9 +345,7 @@ def test_ranks_that_load_together_fetch_each_byte_once(
     assert sum(report.requests for report in reports) >= 3
 
 
-def test_only_what_goes_to_a_device_takes_a_slot_of_its_ring(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_what_goes_to_a_device_takes_a_slot_of_its_ring(monkeypatch):
     store, checkpoint = opened({"t": torch.ones(5), "v": "x" * 9 * MIB})
     use_lane(monkeypatch, LateLane)
     admitted: list[set[str]] = []

@@ -28,7 +28,7 @@ def open_slots() -> set[int]:
     return found
 
 
-def test_another_process_reads_what_was_written() -> None:
+def test_another_process_reads_what_was_written():
     slots = SharedMemory(3, 4096)
     for number in range(3):
         slots[number][:] = bytes([number + 1]) * 4096
@@ -40,7 +40,7 @@ def test_another_process_reads_what_was_written() -> None:
         assert pool.apply(read_there, (slots.address,)) is None
 
 
-def test_who_has_attached_goes_on_reading_and_cannot_write() -> None:
+def test_who_has_attached_goes_on_reading_and_cannot_write():
     slots = SharedMemory(2, 4096)
     assert slots.address is not None
     memory = attach(slots.address)
@@ -55,14 +55,14 @@ def test_who_has_attached_goes_on_reading_and_cannot_write() -> None:
 
 
 @pytest.mark.parametrize("change", ["boot_id", "inode", "process_id", "descriptor"])
-def test_memory_of_another_host_or_container_is_not_attached(change: str) -> None:
+def test_memory_of_another_host_or_container_is_not_attached(change):
     slots = SharedMemory(1, 4096)
     assert slots.address is not None
     wrong = {"boot_id": "another", "inode": 1, "process_id": 2**22 + 1, "descriptor": 0}
     assert attach(dataclasses.replace(slots.address, **{change: wrong[change]})) is None
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind():
     before = open_slots()
     slots = SharedMemory(4, 1 << 20)
     memory = attach(slots.address) if slots.address else None
@@ -70,9 +70,7 @@ def test_nothing_is_left_behind() -> None:
     assert not open_slots() - before
 
 
-def test_memory_that_cannot_be_shared_serves_its_own_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_memory_that_cannot_be_shared_serves_its_own_process(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "absent")
     slots = SharedMemory(2, 4096)
     assert slots.address is None

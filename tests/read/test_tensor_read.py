@@ -117,9 +117,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("wanted", WANTED)
-def test_what_is_verified_is_read_in_whole_blocks_and_else_only_what_is_needed(
-    wanted: str,
-) -> None:
+def test_what_is_verified_is_read_in_whole_blocks_and_else_only_what_is_needed(wanted):
     verified, needed, shared = PIECES[wanted]
     for digests, verify, whole_blocks, pieces in (
         (DIGESTS, True, False, verified),
@@ -142,7 +140,7 @@ def test_what_is_verified_is_read_in_whole_blocks_and_else_only_what_is_needed(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_an_item_that_only_torch_decodes_is_read_whole() -> None:
+def test_an_item_that_only_torch_decodes_is_read_whole():
     read = ItemRead(item((), ()), ItemLocation(3, AT, 150, None, None, None))
     for whole_blocks in (True, False):
         spans = plan_spans([read], verify=True, whole_blocks=whole_blocks)
@@ -150,7 +148,7 @@ def test_an_item_that_only_torch_decodes_is_read_whole() -> None:
         assert places == [(0, 64), (64, 128), (128, 150)]
 
 
-def test_each_block_of_each_item_is_found_by_its_place(tmp_path: Any) -> None:
+def test_each_block_of_each_item_is_found_by_its_place(tmp_path):
     """A rank reads it for others, and verifies it."""
     url = memory_url()
     values = {"a": torch.arange(3.0), "big": torch.arange(9 * MIB // 4), "none": torch.ones(0)}
@@ -181,7 +179,7 @@ def test_each_block_of_each_item_is_found_by_its_place(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("is_value", [True, False])
-def test_a_tensor_is_no_value_and_a_value_no_tensor(is_value: bool) -> None:
+def test_a_tensor_is_no_value_and_a_value_no_tensor(is_value):
     url = memory_url()
     dos.save({"t": torch.ones(2), "v": 3}, url, progress=False)
     opened = open_rooted(StoreSpec(url).open())
@@ -199,7 +197,7 @@ def test_a_tensor_is_no_value_and_a_value_no_tensor(is_value: bool) -> None:
 # --- into tensors ---------------------------------------------------------------------------------
 
 
-def test_a_part_that_the_chunk_does_not_have_is_refused() -> None:
+def test_a_part_that_the_chunk_does_not_have_is_refused():
     read_of((2, 0), (3, 8), (5, 8))
     for offsets, sizes in (((3, 0), (3, 8)), ((0, 1), (5, 8)), ((0,), (5,))):
         with pytest.raises(StateMismatchError, match="requested from a chunk") as told:
@@ -208,7 +206,7 @@ def test_a_part_that_the_chunk_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_bytes_are_received_in_the_tensors_memory_only_where_they_belong(dtype: str) -> None:
+def test_bytes_are_received_in_the_tensors_memory_only_where_they_belong(dtype):
     destination = torch.zeros(3, 8, dtype=getattr(torch, dtype))
     row = 8 * destination.itemsize
     read = read_of((2, 0), (3, 8), (6, 8), dtype)
@@ -242,7 +240,7 @@ def test_bytes_are_received_in_the_tensors_memory_only_where_they_belong(dtype: 
 
 @pytest.mark.parametrize("how", ["whole", "packed", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tensors_of_inference_mode_are_filled_like_any_others(how: str, dtype: torch.dtype) -> None:
+def test_tensors_of_inference_mode_are_filled_like_any_others(how, dtype):
     values = torch.arange(48.0).view(6, 8)
     body = values.numpy().tobytes()
     with torch.inference_mode():
@@ -267,9 +265,7 @@ def test_tensors_of_inference_mode_are_filled_like_any_others(how: str, dtype: t
 
 @pytest.mark.parametrize("how", ["host", "device", "packed device"])
 @pytest.mark.parametrize("cuts", [(0, 192), (0, 70, 77, 130, 192), (64, 160)])
-def test_rows_are_filled_from_blocks_that_begin_and_end_anywhere(
-    how: str, cuts: tuple[int, ...]
-) -> None:
+def test_rows_are_filled_from_blocks_that_begin_and_end_anywhere(how, cuts):
     """Each has some of them."""
     values = torch.arange(48.0).view(6, 8)
     body = values.numpy().tobytes()
@@ -300,9 +296,7 @@ def test_rows_are_filled_from_blocks_that_begin_and_end_anywhere(
         ("int8", False, True),
     ],
 )
-def test_raw_elements_become_quantized_ones_only_from_floats(
-    stored: str, quantized: bool, fits: bool
-) -> None:
+def test_raw_elements_become_quantized_ones_only_from_floats(stored, quantized, fits):
     destination = torch.zeros(4)
     if quantized:
         destination = torch.quantize_per_tensor(destination, 0.5, 0, torch.qint8)
@@ -316,9 +310,7 @@ def test_raw_elements_become_quantized_ones_only_from_floats(
 
 
 @pytest.mark.parametrize("shift", range(4))
-def test_torch_is_given_elements_that_are_aligned_wherever_a_body_begins(
-    monkeypatch: pytest.MonkeyPatch, shift: int
-) -> None:
+def test_torch_is_given_elements_that_are_aligned_wherever_a_body_begins(monkeypatch, shift):
     """Though many processors read others, too."""
     shifts: list[int] = []
 
@@ -343,7 +335,7 @@ def spans_of(*pieces: tuple[int, int], read: Any = None, digest: bytes | None = 
     return [Span(3, AT + low, AT + high, Block("t", low, digest, [*reads])) for low, high in pieces]
 
 
-def test_a_request_is_received_in_a_tensor_if_all_of_it_is_for_that_alone() -> None:
+def test_a_request_is_received_in_a_tensor_if_all_of_it_is_for_that_alone():
     read, other = read_of((0,), (100,), (100,)), read_of((0,), (100,), (100,))
     destination = torch.zeros(100, dtype=torch.uint8)
     for one in (read, other):
@@ -373,7 +365,7 @@ def test_a_request_is_received_in_a_tensor_if_all_of_it_is_for_that_alone() -> N
     assert memory(*spans_of((0, 100), read=value)) is None
 
 
-def test_no_byte_of_a_body_is_passed_on_if_one_of_its_blocks_is_wrong() -> None:
+def test_no_byte_of_a_body_is_passed_on_if_one_of_its_blocks_is_wrong():
     read = read_of((0,), (128,), (128,))
     read.bind(destination := torch.zeros(128, dtype=torch.uint8))
     body = bytes(range(1, 129))
@@ -410,7 +402,7 @@ def fake() -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
-def test_a_destination_has_memory_of_its_own_and_the_shape_that_is_asked_for() -> None:
+def test_a_destination_has_memory_of_its_own_and_the_shape_that_is_asked_for():
     wanted = item((0, 0), (2, 3))
     transposed, column = torch.zeros(3, 2).t(), torch.zeros(1)
     for fine in (torch.zeros(2, 3), transposed, torch.zeros(2, 6)[:, ::2]):
@@ -453,9 +445,7 @@ def test_a_destination_has_memory_of_its_own_and_the_shape_that_is_asked_for() -
         ("float16", "float8_e5m2", True),
     ],
 )
-def test_a_dtype_that_cannot_hold_every_stored_value_is_warned_of(
-    stored: str, wanted: str, is_lossy: bool
-) -> None:
+def test_a_dtype_that_cannot_hold_every_stored_value_is_warned_of(stored, wanted, is_lossy):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         destination = torch.zeros(2, dtype=getattr(torch, wanted))

@@ -43,9 +43,8 @@ from tests.support.campaign import cases
 from tests.support.checkpoints import cause
 from tests.support.command_line import run_here
 from tests.support.ranks import RanksFailedError, run_ranks
-from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded
-from tests.support.wrapped_stores import Request, Through, WatchedStore
+from tests.support.wrapped_stores import WatchedStore
 
 Options = Mapping[str, object]
 MODEL = [("^", "model.")]
@@ -108,9 +107,7 @@ def file_of(header: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
 
 
 @pytest.mark.backends("seaweed", "gcs", "file")
-def test_a_folder_and_a_file_of_a_bucket_are_read_in_every_way(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_folder_and_a_file_of_a_bucket_are_read_in_every_way(bucket, tmp_path):
     tensors, url, options = every_kind(), bucket.at("llama"), bucket.storage_options
     write_shards(tmp_path / "hub", tensors)
     upload(tmp_path / "hub", url, options)
@@ -136,7 +133,7 @@ def test_a_folder_and_a_file_of_a_bucket_are_read_in_every_way(
     assert bucket.uploads() == []
 
 
-def test_what_torchs_own_reader_loads_is_the_same(tmp_path: Path) -> None:
+def test_what_torchs_own_reader_loads_is_the_same(tmp_path):
     tensors = every_kind()
     write_shards(tmp_path, tensors, 3)
     theirs, ours = ({key: torch.zeros_like(t) for key, t in tensors.items()} for _ in range(2))
@@ -175,7 +172,7 @@ def load_as_both(rank: int, world_size: int, folder: str) -> None:
         assert same_bits(one, two), key
 
 
-def test_sharded_tensors_are_as_torchs_own_reader_loads_them(tmp_path: Path) -> None:
+def test_sharded_tensors_are_as_torchs_own_reader_loads_them(tmp_path):
     write_shards(tmp_path, every_kind())
     run_ranks(4, load_as_both, str(tmp_path))
 
@@ -223,7 +220,7 @@ def sink() -> Iterator[Sink]:
 
 
 @pytest.mark.parametrize("how", cases(["fsdp", "tp", "2d", "ddp"], default=["fsdp", "2d"]))
-def test_each_byte_is_fetched_once_and_each_rank_gets_its_own(sink: Sink, how: str) -> None:
+def test_each_byte_is_fetched_once_and_each_rank_gets_its_own(sink, how):
     url, options = "s3://bucket/wide", sink.storage_options
     open_store(url, options).put("model.safetensors", safetensors.torch.save(wide()))
     fetch_stats(sink.endpoint_url, reset=True)
@@ -238,9 +235,7 @@ def test_each_byte_is_fetched_once_and_each_rank_gets_its_own(sink: Sink, how: s
         assert sorted(report.received_bytes for report in reports) == [0, *[500] * 7]
 
 
-def test_opening_takes_one_range_of_each_file_and_one_listing(
-    requests: list[Request], tmp_path: Path
-) -> None:
+def test_opening_takes_one_range_of_each_file_and_one_listing(requests, tmp_path):
     write_shards(tmp_path, every_kind(), 3)
     dos.open(tmp_path.as_uri())
     verbs = Counter(request.verb for request in requests)
@@ -251,9 +246,7 @@ def test_opening_takes_one_range_of_each_file_and_one_listing(
     assert [request.verb for request in requests] == ["head", "open_range"]
 
 
-def test_what_is_absent_takes_no_more_requests_than_before(
-    requests: list[Request], tmp_path: Path
-) -> None:
+def test_what_is_absent_takes_no_more_requests_than_before(requests, tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CheckpointNotFoundError, match="only other objects"):
         dos.open(tmp_path.as_uri())
@@ -263,7 +256,7 @@ def test_what_is_absent_takes_no_more_requests_than_before(
 
 
 @pytest.mark.parametrize("is_run", [True, False])
-def test_weights_stand_beside_any_number_of_other_objects(memory: str, is_run: bool) -> None:
+def test_weights_stand_beside_any_number_of_other_objects(memory, is_run):
     store = open_store(memory)
     for number in range(1200):
         name = "__0_0.0123456789abcdef.distcp" if is_run and not number else "x"
@@ -272,9 +265,7 @@ def test_weights_stand_beside_any_number_of_other_objects(memory: str, is_run: b
     assert list(dos.open(memory)) == ["w"]
 
 
-def test_without_the_right_to_list_a_file_is_read_and_a_folder_is_absent(
-    through: Through, tmp_path: Path
-) -> None:
+def test_without_the_right_to_list_a_file_is_read_and_a_folder_is_absent(through, tmp_path):
     class Unlisted(WatchedStore):
         def list(self, prefix: str = "") -> Any:
             raise PermissionDeniedError("no listing")
@@ -286,7 +277,7 @@ def test_without_the_right_to_list_a_file_is_read_and_a_folder_is_absent(
     dos.read_state_dict(f"{tmp_path.as_uri()}/model-00001-of-00002.safetensors", progress=False)
 
 
-def test_a_long_header_takes_a_second_range(requests: list[Request], memory: str) -> None:
+def test_a_long_header_takes_a_second_range(requests, memory):
     tensors = {f"{'layer' * 20}.{n}": torch.tensor(n) for n in range(3000)}
     put(memory, model=tensors)
     assert int(dos.open(memory)[f"{'layer' * 20}.2999"].read()) == 2999
@@ -298,7 +289,7 @@ def test_a_long_header_takes_a_second_range(requests: list[Request], memory: str
 # --- which files ----------------------------------------------------------------------------------
 
 
-def test_of_several_files_those_count_that_transformers_would_read(memory: str) -> None:
+def test_of_several_files_those_count_that_transformers_would_read(memory):
     one, two, three = ({"w": torch.tensor(n)} for n in range(3))
     put(f"{memory}/original", model=three)  # a folder inside is another model
     with pytest.raises(CheckpointNotFoundError):
@@ -317,9 +308,7 @@ def test_of_several_files_those_count_that_transformers_would_read(memory: str) 
     assert int(dos.open(memory)["w"].read()) == 2
 
 
-def test_files_that_a_listing_was_cut_before_are_asked_for_by_name(
-    memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_a_listing_was_cut_before_are_asked_for_by_name(memory, monkeypatch):
     """Subfolders come between the names of a folder; what is listed first does not decide."""
     for module in (checkpoint_read, stored_checkpoint):
         monkeypatch.setattr(module, "LOOK_AROUND_LIMIT", 3)
@@ -339,14 +328,14 @@ def test_files_that_a_listing_was_cut_before_are_asked_for_by_name(
 
 
 @pytest.mark.parametrize("place", ["shards/part.safetensors", "./part.safetensors"])
-def test_an_index_may_name_files_as_os_path_join_takes_them(memory: str, place: str) -> None:
+def test_an_index_may_name_files_as_os_path_join_takes_them(memory, place):
     place_in = memory if place.startswith(".") else f"{memory}/shards"
     put(place_in, part={"w": torch.ones(2)}, other={"w": torch.zeros(2)})
     open_store(memory).put(INDEX, index_of(w=place))
     assert dos.read_state_dict(memory, progress=False)["w"].tolist() == [1.0, 1.0]
 
 
-def test_one_of_several_shards_is_no_model(memory: str) -> None:
+def test_one_of_several_shards_is_no_model(memory):
     """An upload that has only begun."""
     put(memory, **{"model-00001-of-00002": {"w": torch.ones(1)}})
     with pytest.raises(InputError, match="index"):
@@ -354,7 +343,7 @@ def test_one_of_several_shards_is_no_model(memory: str) -> None:
     assert list(dos.open(f"{memory}/model-00001-of-00002.safetensors")) == ["w"]
 
 
-def test_a_save_that_was_never_committed_is_not_hidden_by_weights(tmp_path: Path) -> None:
+def test_a_save_that_was_never_committed_is_not_hidden_by_weights(tmp_path):
     dos.save({"w": torch.ones(1)}, tmp_path.as_uri(), progress=False)
     safetensors.torch.save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert dos.read_state_dict(tmp_path.as_uri(), progress=False)["w"].item() == 1
@@ -364,7 +353,7 @@ def test_a_save_that_was_never_committed_is_not_hidden_by_weights(tmp_path: Path
         dos.open(tmp_path.as_uri())
 
 
-def test_a_checkpoint_may_have_a_name_like_a_file(tmp_path: Path) -> None:
+def test_a_checkpoint_may_have_a_name_like_a_file(tmp_path):
     url = (tmp_path / "step.safetensors").as_uri()
     dos.save({"w": torch.ones(1)}, url, progress=False)
     assert dos.read_state_dict(url, progress=False)["w"].item() == 1
@@ -385,7 +374,7 @@ def saved_as(kind: str, folder: Path, state: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock", "safetensors"])
-def test_rules_rename_the_keys_of_every_kind_of_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_rules_rename_the_keys_of_every_kind_of_checkpoint(tmp_path, kind):
     state: dict[str, Any] = {"old.a": torch.arange(6.0), "b": torch.arange(3)}
     if kind != "safetensors":
         state |= {"old.step": 7}
@@ -409,17 +398,13 @@ def test_rules_rename_the_keys_of_every_kind_of_checkpoint(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("rules", [[("(", "")], ["abc"], 3, ("ab", "cd"), {"ab": "cd"}])
-def test_wrong_rules_are_refused_before_anything_is_read(
-    requests: list[Request], rules: Any
-) -> None:
+def test_wrong_rules_are_refused_before_anything_is_read(requests, rules):
     with pytest.raises(ConfigError, match="rename"):
         dos.load({"w": torch.ones(1)}, "memory://nowhere/at/all", rename=rules, progress=False)
     assert requests == []
 
 
-def test_bytes_without_digests_are_received_in_the_tensors_own_memory(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_without_digests_are_received_in_the_tensors_own_memory(bucket, monkeypatch):
     """Not what must be converted or spread, is less than what is read, or has a digest to check."""
     saved = {
         "whole": seeded("whole", (3, 2**20)),
@@ -463,7 +448,7 @@ def test_bytes_without_digests_are_received_in_the_tensors_own_memory(
             assert ("whole" in consumed) == ("half" in consumed) == is_checked, source
 
 
-def test_dtypes_are_converted_unless_that_is_an_error(requests: list[Request], memory: str) -> None:
+def test_dtypes_are_converted_unless_that_is_an_error(requests, memory):
     put(memory, model={"a": torch.ones(3), "b": torch.ones(2).half(), "c": torch.ones(1)})
     state = {"a": torch.zeros(3).bfloat16(), "b": torch.zeros(2), "c": torch.zeros(1)}
     with pytest.warns(UserWarning, match=r"saved as float32, converted to bfloat16"):
@@ -499,7 +484,7 @@ def load_strictly(rank: int, world_size: int, url: str) -> None:
         assert not state["w"].any()
 
 
-def test_all_ranks_agree_that_a_dtype_is_an_error(tmp_path: Path) -> None:
+def test_all_ranks_agree_that_a_dtype_is_an_error(tmp_path):
     safetensors.torch.save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, load_strictly, tmp_path.as_uri())
@@ -526,7 +511,7 @@ def untied() -> dict[str, torch.Tensor]:
     }
 
 
-def test_tied_weights_that_the_file_leaves_out_are_what_the_model_ties(memory: str) -> None:
+def test_tied_weights_that_the_file_leaves_out_are_what_the_model_ties(memory):
     put(memory, model=untied())
     model = Tied()
     report = dos.load({"model": model}, memory, rename=MODEL, progress=False)
@@ -540,7 +525,7 @@ def test_tied_weights_that_the_file_leaves_out_are_what_the_model_ties(memory: s
     assert same_bits(weight, untied()["embed.weight"])
 
 
-def test_torchs_own_planner_knows_no_ties(memory: str) -> None:
+def test_torchs_own_planner_knows_no_ties(memory):
     """It raises before a reader sees what the state asks for, so docs/weights.md says it."""
     put(memory, model=untied())
     with pytest.raises(CheckpointException, match=r"Missing key in .*head\.weight"):
@@ -548,7 +533,7 @@ def test_torchs_own_planner_knows_no_ties(memory: str) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_weight_that_is_not_tied_is_missing(memory: str, strict: bool) -> None:
+def test_a_weight_that_is_not_tied_is_missing(memory, strict):
     """Nor is one that shares only a part, or lies in the same memory in another order."""
     put(memory, model={"square": torch.ones(3, 3)})
     square = torch.zeros(3, 3)
@@ -573,9 +558,7 @@ def load_tied(rank: int, world_size: int, url: str, is_tied: bool) -> None:
         assert same_bits(whole, untied()[name.replace("head", "embed")])
 
 
-def test_tied_weights_under_fsdp2_are_filled_on_ranks_without_a_part_of_them(
-    tmp_path: Path,
-) -> None:
+def test_tied_weights_under_fsdp2_are_filled_on_ranks_without_a_part_of_them(tmp_path):
     safetensors.torch.save_file(untied(), tmp_path / "model.safetensors")
     run_ranks(4, load_tied, tmp_path.as_uri(), True)
     with pytest.raises(RanksFailedError) as caught:
@@ -679,7 +662,7 @@ BAD: dict[str, tuple[dict[str, bytes], type[DcpObjstoreError], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path: Path, what: str) -> None:
+def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path, what):
     files, kind, text = BAD[what]
     for name, body in files.items():
         (tmp_path / name).write_bytes(body)
@@ -699,7 +682,7 @@ def test_bad_input_gets_one_clear_error_and_leaves_nothing(tmp_path: Path, what:
     assert {path.name for path in tmp_path.iterdir()} == files.keys()
 
 
-def test_a_tensor_that_a_file_lacks_is_named(memory: str) -> None:
+def test_a_tensor_that_a_file_lacks_is_named(memory):
     for name, body in BAD["the index names a tensor that the file has not"][0].items():
         open_store(memory).put(name, body)
     with pytest.raises(CheckpointCorruptError) as caught:
@@ -708,7 +691,7 @@ def test_a_tensor_that_a_file_lacks_is_named(memory: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["w", "__metadata__"])
-def test_only_the_metadata_of_a_header_may_be_null(memory: str, name: str) -> None:
+def test_only_the_metadata_of_a_header_may_be_null(memory, name):
     put(memory, model=file_of({"v": F32, name: None}, bytes(8)))
     if name == "w":
         with pytest.raises(CheckpointCorruptError, match="'w' has no shape"):
@@ -717,16 +700,14 @@ def test_only_the_metadata_of_a_header_may_be_null(memory: str, name: str) -> No
         assert dos.read_state_dict(memory, progress=False)["v"].tolist() == [0.0, 0.0]
 
 
-def test_the_names_of_metadata_are_its_own(memory: str) -> None:
+def test_the_names_of_metadata_are_its_own(memory):
     metadata = {"dtype": "bf16", "shape": "large", "data_offsets": "none", "format": "pt"}
     put(memory, model=file_of({"__metadata__": metadata, "w": F32}, bytes(8)))
     assert dos.read_state_dict(memory, progress=False)["w"].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F6_E3M2", [4, 4]), ("F4", [16, 1]), ("F4", [])])
-def test_a_tensor_of_an_unknown_dtype_is_left_out(
-    memory: str, dtype: str, shape: list[int]
-) -> None:
+def test_a_tensor_of_an_unknown_dtype_is_left_out(memory, dtype, shape):
     strange = {"dtype": dtype, "shape": shape, "data_offsets": [8, 16]}
     put(memory, model=file_of({"w": F32, "x": strange}, bytes(16)))
     assert dos.read_state_dict(memory, "w", progress=False)["w"].tolist() == [0.0, 0.0]
@@ -736,7 +717,7 @@ def test_a_tensor_of_an_unknown_dtype_is_left_out(
 # --- the commands ---------------------------------------------------------------------------------
 
 
-def test_each_command_says_what_it_makes_of_weights(tmp_path: Path) -> None:
+def test_each_command_says_what_it_makes_of_weights(tmp_path):
     tensors = {"a.w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
     write_shards(tmp_path / "hub", tensors)
     url = (tmp_path / "hub").as_uri()

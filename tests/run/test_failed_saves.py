@@ -6,7 +6,6 @@ import logging
 import secrets
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.write import async_save as async_api
 from tests.support.ranks import run_ranks
 from tests.support.servers import BUCKET
-from tests.support.wrapped_stores import Through
 
 Failing = Callable[[dict[int, BaseException]], None]
 AWAY = errors.StoreUnavailableError("the store is away")
@@ -62,9 +60,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, of: dict[int, BaseException]) -> None:
     monkeypatch.setattr(async_api, "run_save", run_save)
 
 
-def test_training_goes_on_while_saves_fail_and_each_is_an_error_in_the_log(
-    url: str, failing: Failing, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_goes_on_while_saves_fail_and_each_is_an_error_in_the_log(url, failing, caplog):
     stalled = errors.TransferStalledError("no byte moved")
     failing({4: AWAY, 6: stalled, 10: AWAY, 12: errors.CommitUnknownError("no answer")})
     counts = []
@@ -86,7 +82,7 @@ def test_training_goes_on_while_saves_fail_and_each_is_an_error_in_the_log(
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2])
-def test_one_failure_more_than_allowed_is_raised(url: str, failing: Failing, allowed: int) -> None:
+def test_one_failure_more_than_allowed_is_raised(url, failing, allowed):
     failing(dict.fromkeys(range(1, 9), AWAY))
     reached = 0
     settings = {"max_failed_saves": allowed} if allowed else {}
@@ -112,9 +108,7 @@ def test_one_failure_more_than_allowed_is_raised(url: str, failing: Failing, all
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_another_try_does_not_mend_is_raised_at_once(
-    url: str, failing: Failing, error: Exception
-) -> None:
+def test_what_another_try_does_not_mend_is_raised_at_once(url, failing, error):
     failing({1: error})
     with dos.CheckpointManager(url, save_last=False, max_failed_saves=9) as run:
         assert run.async_save(1, state(1))
@@ -122,9 +116,7 @@ def test_what_another_try_does_not_mend_is_raised_at_once(
             run.async_save(2, state(2))
 
 
-def test_the_save_of_the_last_step_is_raised_however_many_may_fail(
-    url: str, failing: Failing
-) -> None:
+def test_the_save_of_the_last_step_is_raised_however_many_may_fail(url, failing):
     failing({2: AWAY})
     with pytest.raises(errors.StoreUnavailableError):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=1, max_failed_saves=9) as run:
@@ -133,9 +125,7 @@ def test_the_save_of_the_last_step_is_raised_however_many_may_fail(
     assert names(url) == ["step-1"]
 
 
-def test_a_failure_before_a_last_step_that_is_committed_is_not_raised(
-    url: str, failing: Failing
-) -> None:
+def test_a_failure_before_a_last_step_that_is_committed_is_not_raised(url, failing):
     failing({2: AWAY})
     with dos.CheckpointManager(url, save_every=2, max_failed_saves=1) as run:
         for step in (1, 2, 3):
@@ -144,8 +134,8 @@ def test_a_failure_before_a_last_step_that_is_committed_is_not_raised(
 
 
 def test_a_save_that_is_waited_for_is_raised_and_lets_the_one_before_it_go(
-    url: str, failing: Failing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, failing, monkeypatch
+):
     failing({1: AWAY})
     with dos.CheckpointManager(url, max_failed_saves=1) as run:
         run.async_save(1, state(1))
@@ -177,8 +167,8 @@ class _Away(WrappedStore):
 
 @pytest.mark.parametrize("every", [1, timedelta(seconds=0.2)])
 def test_a_save_that_cannot_begin_is_a_failed_one_and_is_tried_when_the_next_is_due(
-    url: str, through: Through, every: int | timedelta, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, through, every, monkeypatch
+):
     """After it went back, a job looks for later steps before it saves, while training waits."""
     save_steps(url, range(1, 4))
     monkeypatch.setattr(_Away, "asked", 0)
@@ -216,7 +206,7 @@ def on_a_rank(rank: int, _ranks: int, url: str, allowed: list[int]) -> Any:
         return begun, run.failed_saves
 
 
-def test_all_ranks_count_alike_whichever_of_them_has_failed(tmp_path: Path) -> None:
+def test_all_ranks_count_alike_whichever_of_them_has_failed(tmp_path):
     url = f"file://{tmp_path}/run"
     assert run_ranks(2, on_a_rank, url, [2, 2]) == [([True] * 5, 0)] * 2
     assert names(url) == ["step-1", "step-4", "step-5"]
@@ -225,9 +215,7 @@ def test_all_ranks_count_alike_whichever_of_them_has_failed(tmp_path: Path) -> N
     assert names(f"{url}-less") == ["step-1"]
 
 
-def test_ranks_that_allow_different_numbers_are_told_before_anything_is_saved(
-    tmp_path: Path,
-) -> None:
+def test_ranks_that_allow_different_numbers_are_told_before_anything_is_saved(tmp_path):
     url = f"file://{tmp_path}/run"
     found = run_ranks(2, on_a_rank, url, [2, 1])
     assert [name for name, _ in found] == ["ConfigError"] * 2
@@ -236,12 +224,12 @@ def test_ranks_that_allow_different_numbers_are_told_before_anything_is_saved(
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, None, "3"])
-def test_what_is_no_number_of_saves_is_refused(url: str, wrong: Any) -> None:
+def test_what_is_no_number_of_saves_is_refused(url, wrong):
     with pytest.raises(errors.ConfigError, match="max_failed_saves must be"):
         dos.CheckpointManager(url, max_failed_saves=wrong)
 
 
-def test_a_server_that_is_away_for_some_saves_costs_these_and_no_others() -> None:
+def test_a_server_that_is_away_for_some_saves_costs_these_and_no_others():
     hasty = dos.TransferConfig(max_retries=1, retry_timeout_seconds=1, stall_timeout_seconds=10)
     with SeaweedServer() as server:
         server.create_bucket(BUCKET)
@@ -265,7 +253,7 @@ def test_a_server_that_is_away_for_some_saves_costs_these_and_no_others() -> Non
         assert "step-8" not in kept
 
 
-def test_a_refused_save_has_not_begun(url: str) -> None:
+def test_a_refused_save_has_not_begun(url):
     """The timer goes on from the last save that began."""
     save_steps(url, range(5, 6))
     with dos.CheckpointManager(url, save_last=False) as run:

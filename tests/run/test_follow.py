@@ -16,7 +16,6 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore.checkpoint import catalogue
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY
-from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
@@ -30,9 +29,9 @@ from dcp_objstore.errors import (
 from dcp_objstore.run import follow as following
 from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import numbers
-from tests.support.servers import READ_ONLY, Bucket
+from tests.support.servers import READ_ONLY
 from tests.support.upkeep import save as save_bytes
-from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
+from tests.support.wrapped_stores import Fault, FaultStore, Through
 
 NEXT = r"deleted.*next step of the run is step-%d"
 NO_NEXT = r"was deleted \["  # then comes the URL
@@ -97,7 +96,7 @@ def pins(url: str, **settings: Any) -> dict[str, tuple[str, ...]]:
 # --- order and end
 
 
-def test_each_step_comes_once_in_order_until_the_run_is_finished(url: str, time: Time) -> None:
+def test_each_step_comes_once_in_order_until_the_run_is_finished(url, time):
     time.later = [
         lambda: train(url, [1, 9]),
         lambda: None,
@@ -112,7 +111,7 @@ def test_each_step_comes_once_in_order_until_the_run_is_finished(url: str, time:
     assert len(time.waits) == 4  # of a finished run, nothing is waited for
 
 
-def test_a_job_that_claims_a_finished_run_opens_it_again(url: str, time: Time) -> None:
+def test_a_job_that_claims_a_finished_run_opens_it_again(url, time):
     train(url, [1])
     finish(url)
     assert names(dos.follow(url)) == ["step-1"]
@@ -122,7 +121,7 @@ def test_a_job_that_claims_a_finished_run_opens_it_again(url: str, time: Time) -
     assert len(time.waits) == 2
 
 
-def test_a_job_that_was_superseded_or_has_no_claim_finishes_nothing(url: str, time: Time) -> None:
+def test_a_job_that_was_superseded_or_has_no_claim_finishes_nothing(url, time):
     old = dos.CheckpointManager(url)
     old.save(1, state(1))
     train(url, [2])
@@ -137,7 +136,7 @@ def test_a_job_that_was_superseded_or_has_no_claim_finishes_nothing(url: str, ti
     assert sum(time.waits) == 10
 
 
-def test_finishing_saves_the_last_step_first(url: str, time: Time) -> None:
+def test_finishing_saves_the_last_step_first(url, time):
     with dos.CheckpointManager(url, save_every=2) as run:
         for step in (1, 2, 3):
             run.step(step, state(step))
@@ -148,9 +147,7 @@ def test_finishing_saves_the_last_step_first(url: str, time: Time) -> None:
     assert names(dos.follow(url)) == ["step-2", "step-3"]
 
 
-def test_leaving_the_block_or_a_failed_save_is_no_end(
-    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_the_block_or_a_failed_save_is_no_end(url, time, monkeypatch):
     train(url, [1])
     run = dos.CheckpointManager(url)
     run.load(state(0))
@@ -166,7 +163,7 @@ def test_leaving_the_block_or_a_failed_save_is_no_end(
     assert time.waits == [1]
 
 
-def test_bounds_are_numbers_or_names(url: str, time: Time) -> None:
+def test_bounds_are_numbers_or_names(url, time):
     train(url, [5, 10, 15, 20])
     for name in ("epoch-9", "epoch-10"):
         save_bytes(StoreSpec(f"{url}/{name}").open())
@@ -199,21 +196,19 @@ def test_bounds_are_numbers_or_names(url: str, time: Time) -> None:
         {"pin": ""},
     ],
 )
-def test_wrong_arguments_are_refused_before_the_first_request(
-    url: str, requests: list[Request], wrong: dict[str, Any]
-) -> None:
+def test_wrong_arguments_are_refused_before_the_first_request(url, requests, wrong):
     with pytest.raises(ConfigError):
         dos.follow(url, **wrong)
     assert requests == []
 
 
-def test_only_the_newest_of_the_new_steps_comes_if_that_is_asked_for(url: str, time: Time) -> None:
+def test_only_the_newest_of_the_new_steps_comes_if_that_is_asked_for(url, time):
     train(url, [1, 2, 3])
     time.later = [lambda: train(url, [4, 5]), lambda: train(url, [6]), lambda: finish(url)]
     assert names(dos.follow(url, skip_to_newest=True)) == ["step-3", "step-5", "step-6"]
 
 
-def test_the_time_out_is_that_of_a_wait_and_not_of_the_body(url: str, time: Time) -> None:
+def test_the_time_out_is_that_of_a_wait_and_not_of_the_body(url, time):
     train(url, [1])
     time.later = [lambda: train(url, [2])]
     came = []
@@ -227,9 +222,7 @@ def test_the_time_out_is_that_of_a_wait_and_not_of_the_body(url: str, time: Time
     assert len(time.waits) == 3
 
 
-def test_a_run_without_steps_is_waited_for_and_said_to_have_none(
-    url: str, time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_steps_is_waited_for_and_said_to_have_none(url, time, caplog):
     """The URL may be mistyped, and nothing else would ever tell."""
     time.later = [lambda: train(url, [1]), lambda: finish(url)]
     with caplog.at_level(logging.WARNING, "dcp_objstore"):
@@ -241,9 +234,7 @@ def test_a_run_without_steps_is_waited_for_and_said_to_have_none(
 # --- requests
 
 
-def test_a_poll_sends_one_listing_and_reads_only_markers_that_are_new(
-    url: str, time: Time, requests: list[Request]
-) -> None:
+def test_a_poll_sends_one_listing_and_reads_only_markers_that_are_new(url, time, requests):
     def step(number: int) -> None:
         save_bytes(StoreSpec(f"{url}/step-{number}").open())
         requests.clear()
@@ -273,16 +264,14 @@ def test_a_poll_sends_one_listing_and_reads_only_markers_that_are_new(
     assert set(time.waits) == {30}
 
 
-def test_a_body_that_takes_no_time_causes_no_polls(
-    url: str, time: Time, requests: list[Request]
-) -> None:
+def test_a_body_that_takes_no_time_causes_no_polls(url, time, requests):
     train(url, range(1, 6))
     requests.clear()
     assert len(names(dos.follow(url, timeout_seconds=0))) == 5
     assert [one.verb for one in requests].count("list") == 1
 
 
-def test_a_slow_body_gets_what_is_there_when_it_asks(url: str, time: Time) -> None:
+def test_a_slow_body_gets_what_is_there_when_it_asks(url, time):
     """What was deleted meanwhile does not come; nor does what the trainer went back from."""
     train(url, [1, 2, 3])
     came = []
@@ -299,7 +288,7 @@ def test_a_slow_body_gets_what_is_there_when_it_asks(url: str, time: Time) -> No
 # --- deletions, claims, faults
 
 
-def test_deletions_and_a_run_that_goes_away_end_nothing(url: str, time: Time) -> None:
+def test_deletions_and_a_run_that_goes_away_end_nothing(url, time):
     def remove_all() -> None:
         store = StoreSpec(url).open()
         for meta in list(store.list()):
@@ -319,9 +308,7 @@ def test_deletions_and_a_run_that_goes_away_end_nothing(url: str, time: Time) ->
     assert dropped == []
 
 
-def test_a_step_that_was_deleted_does_not_hide_one_that_stopped_counting_at_that_time(
-    url: str, time: Time
-) -> None:
+def test_a_step_that_was_deleted_does_not_hide_one_that_stopped_counting_at_that_time(url, time):
     def delete_and_go_back() -> None:
         dos.delete(f"{url}/step-1")
         train(url, [4], back_to=2)
@@ -334,7 +321,7 @@ def test_a_step_that_was_deleted_does_not_hide_one_that_stopped_counting_at_that
     assert names(dropped) == ["step-3"]
 
 
-def test_a_new_job_and_a_sweep_yield_nothing_again(url: str, time: Time) -> None:
+def test_a_new_job_and_a_sweep_yield_nothing_again(url, time):
     train(url, [1, 2])
     dropped: list[dos.reports.ListedCheckpoint] = []
     time.later = [
@@ -347,9 +334,7 @@ def test_a_new_job_and_a_sweep_yield_nothing_again(url: str, time: Time) -> None
     assert dropped == []
 
 
-def test_what_was_yielded_and_stopped_counting_is_said_once(
-    url: str, time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_was_yielded_and_stopped_counting_is_said_once(url, time, caplog):
     train(url, [1, 2, 3, 4])
     ids = {step.name: step.commit_id for step in dos.steps(url)}
     dropped: list[dos.reports.ListedCheckpoint] = []
@@ -374,7 +359,7 @@ def test_what_was_yielded_and_stopped_counting_is_said_once(
     assert [text.split()[0] for text in said] == [f"{url}/step-4"]
 
 
-def test_what_a_superseded_job_commits_late_does_not_come(url: str, time: Time) -> None:
+def test_what_a_superseded_job_commits_late_does_not_come(url, time):
     train(url, [1])
     late = dos.CheckpointManager(url)
     late.load(state(0))
@@ -403,9 +388,7 @@ class Outage:
         through(lambda store: FaultStore(store, fail))
 
 
-def test_an_outage_is_waited_for_and_the_first_poll_must_succeed(
-    url: str, time: Time, through: Through, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_outage_is_waited_for_and_the_first_poll_must_succeed(url, time, through, caplog):
     for number in (1, 2):
         save_bytes(StoreSpec(f"{url}/step-{number}").open())
     Outage(through, StoreUnavailableError("slow down"), (1, 3, 4))
@@ -422,9 +405,7 @@ def test_an_outage_is_waited_for_and_the_first_poll_must_succeed(
     assert time.waits == [30, 30, 30]
 
 
-def test_an_outage_that_outlasts_the_time_out_is_raised(
-    url: str, time: Time, through: Through
-) -> None:
+def test_an_outage_that_outlasts_the_time_out_is_raised(url, time, through):
     save_bytes(StoreSpec(f"{url}/step-1").open())
     Outage(through, StoreUnavailableError("down"), range(2, 100))
     with pytest.raises(StoreUnavailableError):
@@ -434,7 +415,7 @@ def test_an_outage_that_outlasts_the_time_out_is_raised(
     assert names(dos.follow(url, timeout_seconds=100)) == ["step-1"]
 
 
-def test_credentials_that_expire_are_no_outage(url: str, time: Time, through: Through) -> None:
+def test_credentials_that_expire_are_no_outage(url, time, through):
     save_bytes(StoreSpec(f"{url}/step-1").open())
     Outage(through, CredentialsError("expired"), [2])
     with pytest.raises(CredentialsError):
@@ -445,9 +426,7 @@ def test_credentials_that_expire_are_no_outage(url: str, time: Time, through: Th
 # --- a step that goes while it is read
 
 
-def test_the_error_of_a_step_that_is_gone_names_the_next_one(
-    url: str, time: Time, through: Through
-) -> None:
+def test_the_error_of_a_step_that_is_gone_names_the_next_one(url, time, through):
     train(url, [1, 2, 3, 10])
     steps = dos.follow(url, until=10)
     opened = dos.open(next(steps).url)
@@ -474,9 +453,7 @@ def test_the_error_of_a_step_that_is_gone_names_the_next_one(
         dos.open(f"{url}/step-10")
 
 
-def test_no_prefix_is_listed_for_a_hint_that_was_never_claimed(
-    url: str, requests: list[Request]
-) -> None:
+def test_no_prefix_is_listed_for_a_hint_that_was_never_claimed(url, requests):
     """It may hold a million objects that have nothing to do with checkpoints."""
     for number in (1, 2):
         dos.save(state(number), f"{url}/step-{number}", progress=False)
@@ -490,7 +467,7 @@ def test_no_prefix_is_listed_for_a_hint_that_was_never_claimed(
 # --- pins
 
 
-def test_a_step_is_pinned_as_long_as_the_body_uses_it(url: str, time: Time) -> None:
+def test_a_step_is_pinned_as_long_as_the_body_uses_it(url, time):
     train(url, [1, 2])
     for step in dos.follow(url, pin="evaluator", until=2):
         assert pins(url) == {step.name: ("evaluator",)}
@@ -509,9 +486,7 @@ def test_a_step_is_pinned_as_long_as_the_body_uses_it(url: str, time: Time) -> N
     assert pins(url) == {"step-1": ("paper",)}
 
 
-def test_a_pin_that_a_killed_follower_left_is_removed_at_the_next_start(
-    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pin_that_a_killed_follower_left_is_removed_at_the_next_start(url, time, monkeypatch):
     train(url, [1, 2, 3])
     for step, name in ((1, "evaluator"), (1, "other"), (2, "evaluator")):
         dos.pin(f"{url}/step-{step}", name)
@@ -532,9 +507,7 @@ def test_a_pin_that_a_killed_follower_left_is_removed_at_the_next_start(
     assert pins(url) == {"step-1": ("other",)}
 
 
-def test_one_answer_that_a_step_is_not_there_does_not_pass_over_it(
-    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_answer_that_a_step_is_not_there_does_not_pass_over_it(url, time, monkeypatch):
     train(url, [1, 2])
     pin, wrong = following.upkeep.pin, [CheckpointNotFoundError("wrong")]
 
@@ -547,7 +520,7 @@ def test_one_answer_that_a_step_is_not_there_does_not_pass_over_it(
     assert names(dos.follow(url, pin="evaluator", timeout_seconds=0)) == ["step-1", "step-2"]
 
 
-def test_a_step_that_is_deleted_before_it_is_pinned_does_not_come(url: str, time: Time) -> None:
+def test_a_step_that_is_deleted_before_it_is_pinned_does_not_come(url, time):
     train(url, [1, 2, 3, 4])
     steps = dos.follow(url, pin="evaluator", timeout_seconds=0)
     assert next(steps).name == "step-1"
@@ -569,9 +542,7 @@ def test_a_step_that_is_deleted_before_it_is_pinned_does_not_come(url: str, time
         assert names(steps) == ["step-5"]
 
 
-def test_retention_leaves_a_pinned_step_and_deletes_it_when_it_is_no_longer_used(
-    url: str, time: Time
-) -> None:
+def test_retention_leaves_a_pinned_step_and_deletes_it_when_it_is_no_longer_used(url, time):
     with dos.CheckpointManager(url, keep=dos.KeepLatest(1), sweep=False) as run:
         run.save(1, state(1))
         steps = dos.follow(url, pin="evaluator")
@@ -588,8 +559,8 @@ def test_retention_leaves_a_pinned_step_and_deletes_it_when_it_is_no_longer_used
 
 
 def test_a_pin_that_cannot_be_removed_is_said_and_the_next_poll_removes_it(
-    url: str, time: Time, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    url, time, monkeypatch, caplog
+):
     train(url, [1])
 
     def fail(*_: object, **__: object) -> None:
@@ -606,16 +577,14 @@ def test_a_pin_that_cannot_be_removed_is_said_and_the_next_poll_removes_it(
     assert pins(url) == {"step-2": ("evaluator",)}
 
 
-def test_a_step_whose_marker_is_damaged_is_passed_over_with_a_pin_too(url: str, time: Time) -> None:
+def test_a_step_whose_marker_is_damaged_is_passed_over_with_a_pin_too(url, time):
     train(url, [1, 2, 3])
     StoreSpec(f"{url}/step-2").open().put(MARKER_KEY, b"damaged")
     steps = dos.follow(url, pin="evaluator", timeout_seconds=0)
     assert names(steps) == ["step-1", "step-3"]
 
 
-def test_a_marker_that_could_not_be_read_is_read_again_at_the_next_poll(
-    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_marker_that_could_not_be_read_is_read_again_at_the_next_poll(url, time, monkeypatch):
     """Two garbled answers prove nothing for ever, though the marker is not written again."""
     train(url, [1, 2])
     read, garbled = catalogue.read_marker, [2]
@@ -630,9 +599,7 @@ def test_a_marker_that_could_not_be_read_is_read_again_at_the_next_poll(
     assert names(dos.follow(url, until=2)) == ["step-1", "step-2"]
 
 
-def test_each_request_of_a_follower_has_its_settings(
-    url: str, time: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_request_of_a_follower_has_its_settings(url, time, monkeypatch):
     train(url, [1])
     config = dos.TransferConfig(max_retries=3)
     configs: list[object] = []
@@ -647,9 +614,7 @@ def test_each_request_of_a_follower_has_its_settings(
     assert configs == [config] * len(configs)
 
 
-def test_a_step_that_was_unpinned_and_deleted_in_the_body_is_no_error(
-    url: str, time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_was_unpinned_and_deleted_in_the_body_is_no_error(url, time, caplog):
     train(url, [1, 2])
     came = []
     for step in dos.follow(url, pin="evaluator", timeout_seconds=0):
@@ -662,7 +627,7 @@ def test_a_step_that_was_unpinned_and_deleted_in_the_body_is_no_error(
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_a_follower_follows_on_a_server(bucket: Bucket, time: Time) -> None:
+def test_a_follower_follows_on_a_server(bucket, time):
     options = {"storage_options": bucket.storage_options}
     url = bucket.at("run")
     time.later = [
@@ -682,9 +647,7 @@ def test_a_follower_follows_on_a_server(bucket: Bucket, time: Time) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_without_a_pin_the_right_to_read_is_enough(
-    bucket: Bucket, seaweed: SeaweedServer, time: Time
-) -> None:
+def test_without_a_pin_the_right_to_read_is_enough(bucket, seaweed, time):
     train(bucket.url, [1], storage_options=bucket.storage_options)
     options = {**bucket.storage_options, **READ_ONLY}
     before = bucket.keys()

@@ -49,7 +49,7 @@ from tests.support.command_line import environment
 from tests.support.proxy import NetworkProxy
 from tests.support.servers import READ_ONLY, Bucket
 from tests.support.unfinished_uploads import PART, begin_upload
-from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
+from tests.support.wrapped_stores import Fault, FaultStore, Through
 
 STATES = {
     "step-1": "committed",
@@ -110,7 +110,7 @@ def listed(bucket: Bucket, **options: object) -> dict[str, dos.reports.ListedChe
 
 
 @pytest.mark.backends("seaweed")
-def test_everything_in_a_run_is_listed_and_nothing_is_changed(run: Bucket) -> None:
+def test_everything_in_a_run_is_listed_and_nothing_is_changed(run):
     before = run.keys(), run.uploads()
     with NetworkProxy(run.storage_options) as proxy:
         found = listed(run, everything=True, storage_options=proxy.storage_options)
@@ -149,7 +149,7 @@ def test_everything_in_a_run_is_listed_and_nothing_is_changed(run: Bucket) -> No
 
 
 @pytest.mark.backends("seaweed")
-def test_without_all_only_markers_are_read(run: Bucket) -> None:
+def test_without_all_only_markers_are_read(run):
     with NetworkProxy(run.storage_options) as proxy:
         found = listed(run, storage_options=proxy.storage_options)
         markers = [asked for asked in proxy.asked if asked.name == "_COMMIT"]
@@ -165,9 +165,7 @@ def test_without_all_only_markers_are_read(run: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_the_table_of_all_fits_80_columns_and_json_has_all_of_it(
-    run: Bucket, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_all_fits_80_columns_and_json_has_all_of_it(run, capsys, monkeypatch):
     for name, value in environment({**run.storage_options, **READ_ONLY}).items():
         monkeypatch.setenv(name, value)
     print_checkpoints(run.at("run"), as_json=False, everything=True)
@@ -215,7 +213,7 @@ def at(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def test_a_place_where_only_leftovers_are_is_found_only_with_all(tmp_path: Path) -> None:
+def test_a_place_where_only_leftovers_are_is_found_only_with_all(tmp_path):
     run = (tmp_path / "run").as_uri()
     put(f"{run}/step-1/{TEMPORARY}0.{data_key(0, 0, new_nonce())}", b"12345", age_seconds=100)
     put(f"{run}/step-1/{TEMPORARY}1.{MARKER_KEY}", b"1", age_seconds=200)
@@ -237,13 +235,13 @@ def test_a_place_where_only_leftovers_are_is_found_only_with_all(tmp_path: Path)
         dos.list_checkpoints((tmp_path / "other").as_uri(), everything=True)
 
 
-def test_leftovers_are_true_if_there_are_any() -> None:
+def test_leftovers_are_true_if_there_are_any():
     for one in ("objects", "saves", "uploads"):
         assert Leftovers(**{one: 1})
     assert not Leftovers()
 
 
-def test_a_listed_checkpoint_says_what_its_marker_says() -> None:
+def test_a_listed_checkpoint_says_what_its_marker_says():
     run = memory_url()
     claim, began = dos.claim_run(run), datetime.now(UTC)
     state = {"w": torch.ones(5), "b": torch.ones(2)}
@@ -298,9 +296,7 @@ def test_a_listed_checkpoint_says_what_its_marker_says() -> None:
         (["logs/x"], False, False),
     ],
 )
-def test_a_place_is_listed_by_what_a_save_has_begun_there(
-    names: list[str], is_listed: bool, with_everything: bool
-) -> None:
+def test_a_place_is_listed_by_what_a_save_has_begun_there(names, is_listed, with_everything):
     run = memory_url()
     dos.save({"w": torch.ones(5)}, f"{run}/step-1")
     for name in (*names, "notes.txt"):
@@ -310,7 +306,7 @@ def test_a_place_is_listed_by_what_a_save_has_begun_there(
         assert [one.name for one in found] == ["step-1", *(["step-2"] if wanted else [])]
 
 
-def test_what_cannot_be_read_is_told_and_the_rest_is_listed() -> None:
+def test_what_cannot_be_read_is_told_and_the_rest_is_listed():
     above = memory_url()
     for name in ("a/step-1", "a/step-2", "a/step-10", "b/step-1"):
         dos.save({"w": torch.ones(5)}, f"{above}/{name}")
@@ -357,9 +353,7 @@ def refuse(through: Through, what: str, error: Exception) -> None:
         UnsupportedError("too new"),
     ],
 )
-def test_a_checkpoint_itself_counts_by_the_claim_of_its_run_if_that_can_be_read(
-    through: Through, error: Exception | None
-) -> None:
+def test_a_checkpoint_itself_counts_by_the_claim_of_its_run_if_that_can_be_read(through, error):
     top = f"memory://{secrets.token_hex(6)}"  # above which there can be no run
     dos.save({"w": torch.ones(5)}, top)
     run = memory_url()
@@ -376,7 +370,7 @@ def test_a_checkpoint_itself_counts_by_the_claim_of_its_run_if_that_can_be_read(
     assert dos.list_checkpoints(top).checkpoints[0].state == "committed"
 
 
-def test_a_checkpoint_is_described_where_nothing_may_be_listed(through: Through) -> None:
+def test_a_checkpoint_is_described_where_nothing_may_be_listed(through):
     run = memory_url()
     dos.save({"w": torch.ones(5)}, f"{run}/step-1")
     whole = dos.list_checkpoints(f"{run}/step-1").checkpoints
@@ -390,9 +384,7 @@ def test_a_checkpoint_is_described_where_nothing_may_be_listed(through: Through)
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("down"), UnsupportedError("no boto3")])
-def test_uploads_that_cannot_be_listed_hide_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, error: DcpObjstoreError
-) -> None:
+def test_uploads_that_cannot_be_listed_hide_nothing_else(monkeypatch, error):
     run = memory_url()
     dos.save({"w": torch.ones(5)}, f"{run}/step-1")
 
@@ -405,7 +397,7 @@ def test_uploads_that_cannot_be_listed_hide_nothing_else(
     assert found.uploads_unseen == error.message
 
 
-def test_the_newest_steps_are_as_many_as_were_asked_for() -> None:
+def test_the_newest_steps_are_as_many_as_were_asked_for():
     run = memory_url()
     for step in (1, 9, 10):
         dos.save({"w": torch.ones(5)}, f"{run}/step-{step}")
@@ -417,7 +409,7 @@ def test_the_newest_steps_are_as_many_as_were_asked_for() -> None:
             dos.steps(run, newest=wrong)  # type: ignore[arg-type]
 
 
-def test_a_listing_through_which_jobs_keep_claiming_the_run_is_given_up(through: Through) -> None:
+def test_a_listing_through_which_jobs_keep_claiming_the_run_is_given_up(through):
     run = memory_url()
     dos.save({"w": torch.ones(5)}, f"{run}/step-1")
     dos.claim_run(run)
@@ -434,7 +426,7 @@ def test_a_listing_through_which_jobs_keep_claiming_the_run_is_given_up(through:
         dos.list_checkpoints(run)
 
 
-def test_of_a_damaged_checkpoint_nothing_is_called_left_over() -> None:
+def test_of_a_damaged_checkpoint_nothing_is_called_left_over():
     run = memory_url()
     for step in (1, 2, 2):
         dos.save({"w": torch.ones(5)}, f"{run}/step-{step}", overwrite=True)
@@ -449,9 +441,7 @@ def test_of_a_damaged_checkpoint_nothing_is_called_left_over() -> None:
         dos.list_checkpoints(f"{run}/step-1", everything=True)
 
 
-def test_what_a_sweep_leaves_alone_is_not_called_left_over(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_sweep_leaves_alone_is_not_called_left_over(capsys):
     """Without its marker, a checkpoint with a `.metadata` may be another library's."""
     run = memory_url()
     for step in (1, 2):
@@ -480,8 +470,8 @@ def test_what_a_sweep_leaves_alone_is_not_called_left_over(
     ],
 )
 def test_of_a_checkpoint_that_changes_meanwhile_nothing_is_called_left_over_by_mistake(
-    monkeypatch: pytest.MonkeyPatch, change: DcpObjstoreError | str
-) -> None:
+    monkeypatch, change
+):
     url = memory_url()
     for _ in range(2):
         dos.save({"w": torch.ones(5)}, url, overwrite=True)
@@ -508,7 +498,7 @@ def test_of_a_checkpoint_that_changes_meanwhile_nothing_is_called_left_over_by_m
     assert found.leftovers.objects == (2 if change == "it is replaced" else 0)
 
 
-def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
+def test_what_a_superseded_step_names_is_not_called_left_over():
     run = memory_url()
     with dos.CheckpointManager(run) as manager:
         for step in (1, 2, 3):
@@ -528,7 +518,7 @@ def test_what_a_superseded_step_names_is_not_called_left_over() -> None:
     assert replaced.written_at == max(meta.last_modified for meta in before)
 
 
-def test_of_each_run_below_a_url_its_own_claim_counts(requests: list[Request]) -> None:
+def test_of_each_run_below_a_url_its_own_claim_counts(requests):
     above = memory_url()
     for run in ("a", "b"):
         with dos.CheckpointManager(f"{above}/{run}") as manager:
@@ -545,7 +535,7 @@ def test_of_each_run_below_a_url_its_own_claim_counts(requests: list[Request]) -
     assert len(found) == 5
 
 
-def test_what_lies_at_the_url_itself_comes_first() -> None:
+def test_what_lies_at_the_url_itself_comes_first():
     url = memory_url()
     put(f"{url}/{data_key(0, 0, new_nonce())}", b"12345")
     (torn,) = dos.list_checkpoints(url).checkpoints
@@ -558,7 +548,7 @@ def test_what_lies_at_the_url_itself_comes_first() -> None:
     )
 
 
-def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch):
     run = memory_url()
     with dos.CheckpointManager(run) as manager:
         for step in (1, 2, 3):
@@ -579,8 +569,8 @@ def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch: pytest.Monke
 
 
 def test_what_replaces_a_checkpoint_before_its_objects_are_listed_is_not_called_left_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     url = memory_url()
     dos.save({"w": torch.ones(5)}, url)
     list_places = listing.list_places

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +37,7 @@ from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.threads import run_into
 from dcp_objstore.write import api, async_save as async_api
 from tests.support.checkpoints import numbers
-from tests.support.servers import Bucket
-from tests.support.wrapped_stores import RecordingStore, Request, Through
+from tests.support.wrapped_stores import RecordingStore
 
 
 @pytest.fixture
@@ -108,7 +106,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_saves_every_n_steps_and_the_next_job_goes_on(bucket: Bucket) -> None:
+def test_saves_every_n_steps_and_the_next_job_goes_on(bucket):
     options = bucket.storage_options
     with dos.CheckpointManager(bucket.url, save_every=3, storage_options=options) as run:
         assert loaded(run)[0] is None
@@ -130,9 +128,7 @@ def test_saves_every_n_steps_and_the_next_job_goes_on(bucket: Bucket) -> None:
     ]
 
 
-def test_steps_that_are_not_called_one_by_one_are_saved_when_a_multiple_was_passed(
-    url: str,
-) -> None:
+def test_steps_that_are_not_called_one_by_one_are_saved_when_a_multiple_was_passed(url):
     with dos.CheckpointManager(url, save_every=25) as run:
         saved = [step for step in range(0, 120, 10) if run.step(step, state(step))]
     assert saved == [30, 50, 80, 100]
@@ -147,7 +143,7 @@ def test_steps_that_are_not_called_one_by_one_are_saved_when_a_multiple_was_pass
         assert run.step(76, state(76))
 
 
-def test_saves_when_the_time_has_come_and_not_before(url: str) -> None:
+def test_saves_when_the_time_has_come_and_not_before(url):
     with dos.CheckpointManager(url, save_every=timedelta(hours=1)) as run:
         train(run, range(1, 50))
         assert run.latest() is None
@@ -168,9 +164,7 @@ def agreed(run: dos.CheckpointManager) -> None:
 
 
 @pytest.mark.parametrize("delay", ["a claim that takes long", "another save"])
-def test_the_timer_fires_once_for_a_save(
-    url: str, delay: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_timer_fires_once_for_a_save(url, delay, monkeypatch):
     """It asks again until the save begins, and that agreement comes after the save."""
     really = manager.run_claim.claim_run
     with dos.CheckpointManager(url, save_every=timedelta(milliseconds=1), save_last=False) as run:
@@ -189,9 +183,7 @@ def test_the_timer_fires_once_for_a_save(
     assert names(url) == ["step-1"]
 
 
-def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
-    url: str, held: threading.Event
-) -> None:
+def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(url, held):
     with dos.CheckpointManager(url, save_every=timedelta(milliseconds=1), on_busy="raise") as run:
         agreed(run)
         assert run.step(1, state(1))
@@ -208,7 +200,7 @@ def test_the_timer_does_not_hold_up_training_until_a_save_has_ended(
     assert names(url) == ["step-1", f"step-{step}"]
 
 
-def test_the_time_until_the_next_save_begins_anew_with_a_load(url: str) -> None:
+def test_the_time_until_the_next_save_begins_anew_with_a_load(url):
     with dos.CheckpointManager(url, save_every=timedelta(hours=1), save_last=False) as run:
         run.save(1, state(1))
         assert run._saves is not None
@@ -217,7 +209,7 @@ def test_the_time_until_the_next_save_begins_anew_with_a_load(url: str) -> None:
         assert run._ask() == frozenset()
 
 
-def test_a_step_can_be_saved_again_after_a_load_that_found_none(url: str) -> None:
+def test_a_step_can_be_saved_again_after_a_load_that_found_none(url):
     with dos.CheckpointManager(url) as run:
         run.save(1, state(1))
         dos.delete(f"{url}/step-1", allow_newest=True)
@@ -228,8 +220,8 @@ def test_a_step_can_be_saved_again_after_a_load_that_found_none(url: str) -> Non
 
 @pytest.mark.parametrize("on_busy", ["skip", "raise"])
 def test_a_save_that_is_due_by_time_waits_for_ranks_that_have_not_seen_the_last_one_end(
-    url: str, on_busy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, on_busy, monkeypatch
+):
     """The timer has asked when rank 0 had ended that save."""
     with dos.CheckpointManager(url, on_busy=on_busy, save_last=False) as run:  # type: ignore[arg-type]
         run.save(1, state(1))
@@ -242,9 +234,7 @@ def test_a_save_that_is_due_by_time_waits_for_ranks_that_have_not_seen_the_last_
     assert names(url) == ["step-1", "step-2"]
 
 
-def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
-    bucket: Bucket, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_newest_that_verifies_is_loaded_and_the_others_are_reported(bucket, caplog):
     options = bucket.storage_options
     with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
         train(run, range(1, 8))
@@ -271,7 +261,7 @@ def test_newest_that_verifies_is_loaded_and_the_others_are_reported(
         )
 
 
-def test_step_whose_marker_is_damaged_is_skipped_and_saved_again(bucket: Bucket) -> None:
+def test_step_whose_marker_is_damaged_is_skipped_and_saved_again(bucket):
     """A job that has yet to claim the run is refused, because the step might count."""
     options = bucket.storage_options
     with dos.CheckpointManager(bucket.url, save_every=1, storage_options=options) as run:
@@ -297,7 +287,7 @@ def test_step_whose_marker_is_damaged_is_skipped_and_saved_again(bucket: Bucket)
         assert (start, found["step"]) == (3, 30)
 
 
-def test_a_damaged_step_is_saved_again_without_a_claim_too(url: str) -> None:
+def test_a_damaged_step_is_saved_again_without_a_claim_too(url):
     for step in (1, 2):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
     damage(f"{url}/step-2")
@@ -309,8 +299,8 @@ def test_a_damaged_step_is_saved_again_without_a_claim_too(url: str) -> None:
 
 @pytest.mark.parametrize(("step", "looks"), [(None, 0), (2, 1)])
 def test_a_job_looks_for_later_steps_once_before_its_first_save_if_it_chose_its_step(
-    url: str, monkeypatch: pytest.MonkeyPatch, step: int | None, looks: int
-) -> None:
+    url, monkeypatch, step, looks
+):
     save_steps(url, [1, 2])
     with dos.CheckpointManager(url, sweep=False) as run:
         loaded(run, step)
@@ -324,7 +314,7 @@ def test_a_job_looks_for_later_steps_once_before_its_first_save_if_it_chose_its_
     assert [store.url for store in stores].count(f"{url}/step-1") == 0, "only the newest is read"
 
 
-def test_after_a_load_the_steps_before_the_loaded_one_cannot_be_saved_again(url: str) -> None:
+def test_after_a_load_the_steps_before_the_loaded_one_cannot_be_saved_again(url):
     with dos.CheckpointManager(url) as run:
         for step in (1, 2, 3):
             run.save(step, state(step))
@@ -338,7 +328,7 @@ def test_after_a_load_the_steps_before_the_loaded_one_cannot_be_saved_again(url:
     assert names(url) == ["step-1", "step-2", "step-3"]
 
 
-def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> None:
+def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url):
     with dos.CheckpointManager(url, save_every=1) as run:
         train(run, range(1, 3))
     for step in (1, 2):
@@ -354,7 +344,7 @@ def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url: str) -> 
 # --- going back
 
 
-def test_steps_later_than_the_one_gone_back_to_do_not_count_after_the_first_save(url: str) -> None:
+def test_steps_later_than_the_one_gone_back_to_do_not_count_after_the_first_save(url):
     """So neither retention nor the job that comes after a crash takes them for this one's."""
     save_steps(url, range(1, 9))
     with (
@@ -379,7 +369,7 @@ def test_steps_later_than_the_one_gone_back_to_do_not_count_after_the_first_save
         assert found["step"] == {8: 8, 6: 60}[step]
 
 
-def test_one_job_goes_back_and_saves_the_same_steps_with_other_values(url: str) -> None:
+def test_one_job_goes_back_and_saves_the_same_steps_with_other_values(url):
     with dos.CheckpointManager(url, save_every=5, keep=dos.KeepLatest(3)) as run:
         train(run, range(1, 42))
         assert loaded(run, 30)[0] == 30
@@ -393,7 +383,7 @@ def test_one_job_goes_back_and_saves_the_same_steps_with_other_values(url: str) 
             assert loaded(run, step)[1]["step"] == 10 * step
 
 
-def test_retention_forgets_the_steps_that_a_job_has_gone_back_past(url: str) -> None:
+def test_retention_forgets_the_steps_that_a_job_has_gone_back_past(url):
     keep = [dos.KeepLatest(2), dos.KeepEvery(3)]
     with dos.CheckpointManager(url, keep=keep) as run:
         for step in range(1, 9):
@@ -404,9 +394,7 @@ def test_retention_forgets_the_steps_that_a_job_has_gone_back_past(url: str) -> 
     assert names(url) == ["step-3", "step-4", "step-5"]
 
 
-def test_a_step_that_is_being_deleted_is_not_gone_back_to(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_being_deleted_is_not_gone_back_to(url, monkeypatch):
     """Else the job would go on from a step that is gone a moment later."""
     go, really = threading.Event(), retaining.delete_step
 
@@ -423,9 +411,7 @@ def test_a_step_that_is_being_deleted_is_not_gone_back_to(
             loaded(run, 1)
 
 
-def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_finds(
-    url: str,
-) -> None:
+def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_finds(url):
     save_steps(url, range(1, 8))
     for step in (5, 6, 7):
         damage(f"{url}/step-{step}")
@@ -442,9 +428,7 @@ def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_f
 
 
 @pytest.mark.parametrize("load", [True, False])
-def test_a_job_that_cannot_leave_later_steps_saves_nothing_before_them(
-    url: str, load: bool
-) -> None:
+def test_a_job_that_cannot_leave_later_steps_saves_nothing_before_them(url, load):
     """Without a claim, or where it never said where it came from."""
     for step in (1, 2, 5):
         dos.save(state(step), f"{url}/step-{step}", progress=False)
@@ -462,9 +446,7 @@ def test_a_job_that_cannot_leave_later_steps_saves_nothing_before_them(
 
 
 @pytest.mark.parametrize("refused", ["pinned", "unpicklable", "background"])
-def test_a_save_that_is_refused_after_going_back_leaves_the_later_steps(
-    url: str, refused: str
-) -> None:
+def test_a_save_that_is_refused_after_going_back_leaves_the_later_steps(url, refused):
     """The next save that commits makes them stop counting, or the next job goes on from them."""
     save_steps(url, (1, 2, 3))
     if refused == "pinned":
@@ -496,9 +478,7 @@ def test_a_save_that_is_refused_after_going_back_leaves_the_later_steps(
         assert loaded(run)[0] == 4
 
 
-def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(url, caplog):
     with dos.CheckpointManager(url) as run:
         for step in (1, 2, 3):
             run.save(step, state(step))
@@ -519,9 +499,7 @@ def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(
 
 
 @pytest.mark.parametrize("save_last", [True, False])
-def test_leaving_the_block_saves_the_last_step_unless_it_is_not_to(
-    url: str, save_last: bool
-) -> None:
+def test_leaving_the_block_saves_the_last_step_unless_it_is_not_to(url, save_last):
     with dos.CheckpointManager(url, save_every=3, save_last=save_last) as run:
         for step in range(1, 8):
             run.step(step, state(step), metrics={"loss": 1 / step})
@@ -540,9 +518,7 @@ def test_leaving_the_block_saves_the_last_step_unless_it_is_not_to(
         assert numbers(run) == ((3, 6, 7) if save_last else (3, 6))
 
 
-def test_the_last_step_is_saved_although_the_save_before_it_failed(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_step_is_saved_although_the_save_before_it_failed(url, monkeypatch):
     monkeypatch.setattr(async_api, "run_save", down)
     with pytest.raises(dos.errors.StoreUnavailableError, match="down"):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=3) as run:
@@ -550,7 +526,7 @@ def test_the_last_step_is_saved_although_the_save_before_it_failed(
     assert names(url) == ["step-4"]
 
 
-def test_a_step_that_was_followed_by_a_save_is_not_the_last_one(url: str) -> None:
+def test_a_step_that_was_followed_by_a_save_is_not_the_last_one(url):
     with dos.CheckpointManager(url) as run:
         run.step(4, state(4))
         report = run.save(5, state(5))
@@ -558,9 +534,7 @@ def test_a_step_that_was_followed_by_a_save_is_not_the_last_one(url: str) -> Non
     assert names(url) == ["step-5"]
 
 
-def test_a_manager_that_was_not_used_closes_without_a_request(
-    url: str, requests: list[Request]
-) -> None:
+def test_a_manager_that_was_not_used_closes_without_a_request(url, requests):
     run = dos.CheckpointManager(url)
     for _ in range(2):
         run.close()
@@ -572,7 +546,7 @@ def test_a_manager_that_was_not_used_closes_without_a_request(
     assert [one.verb for one in requests].count("put") == 0
 
 
-def test_after_an_error_in_the_body_the_state_of_the_last_step_is_not_kept(url: str) -> None:
+def test_after_an_error_in_the_body_the_state_of_the_last_step_is_not_kept(url):
     weight = torch.zeros(4)
     alive = weakref.ref(weight)
     with pytest.raises(ZeroDivisionError), dos.CheckpointManager(url) as run:
@@ -583,9 +557,7 @@ def test_after_an_error_in_the_body_the_state_of_the_last_step_is_not_kept(url: 
     assert alive() is None
 
 
-def test_a_manager_that_nobody_closes_says_what_is_lost(
-    url: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manager_that_nobody_closes_says_what_is_lost(url, capfd, monkeypatch):
     collected, really = threading.Event(), manager._Trained.print_unclosed
 
     def note(trained: manager._Trained) -> None:
@@ -626,9 +598,7 @@ def test_a_manager_that_nobody_closes_says_what_is_lost(
     assert "CheckpointManager" not in capfd.readouterr().err
 
 
-def test_a_failed_save_that_only_retention_has_looked_at_is_still_to_be_raised(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_that_only_retention_has_looked_at_is_still_to_be_raised(url, monkeypatch):
     run = dos.CheckpointManager(url, keep=dos.KeepLatest(1))
     monkeypatch.setattr(async_api, "run_save", down)
     run.async_save(1, state(1))
@@ -646,9 +616,7 @@ def test_a_failed_save_that_only_retention_has_looked_at_is_still_to_be_raised(
 
 
 @pytest.mark.parametrize("owned", [True, False])
-def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
-    url: str, owned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(url, owned, caplog):
     """The run is taken over between its last commit and its deletions."""
     with dos.CheckpointManager(url, claim_run=owned, sweep=False) as old:
         for step in (1, 2, 3):
@@ -665,8 +633,8 @@ def test_retention_of_a_job_that_does_not_have_the_run_deletes_nothing(
 
 @pytest.mark.parametrize("change", ["deleted", "pinned"])
 def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_deleted(
-    url: str, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+    url, monkeypatch, change
+):
     """A few are deleted at a time; a step that is gone, or stays, must not fill the next time."""
     monkeypatch.setattr(retaining, "_AT_A_TIME", 1)
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(3), sweeps=False)
@@ -682,8 +650,8 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
 
 
 def test_a_few_steps_are_deleted_after_each_commit_and_no_marker_is_read_twice_to_plan_it(
-    url: str, monkeypatch: pytest.MonkeyPatch, requests: list[Request]
-) -> None:
+    url, monkeypatch, requests
+):
     monkeypatch.setattr(retaining, "_AT_A_TIME", 2)
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
     for step in range(1, 6):
@@ -703,7 +671,7 @@ def test_a_few_steps_are_deleted_after_each_commit_and_no_marker_is_read_twice_t
 
 
 @pytest.mark.parametrize("how", ["deleted", "without its index"])
-def test_a_step_that_is_gone_displaces_none_that_is_there(url: str, how: str) -> None:
+def test_a_step_that_is_gone_displaces_none_that_is_there(url, how):
     """Somebody has deleted it, or removed what it needs, since this job saved it."""
 
     def lose(step: int) -> None:
@@ -743,9 +711,7 @@ def test_a_step_that_is_gone_displaces_none_that_is_there(url: str, how: str) ->
 
 @pytest.mark.backends("file", "seaweed")
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_at_its_end_a_run_holds_the_bytes_that_keep_says_and_tombstones(
-    bucket: Bucket, tmp_path: Path, on_disk: bool
-) -> None:
+def test_at_its_end_a_run_holds_the_bytes_that_keep_says_and_tombstones(bucket, tmp_path, on_disk):
     options = None if on_disk else bucket.storage_options
     url = (tmp_path / "run").as_uri() if on_disk else bucket.url
     with dos.CheckpointManager(
@@ -767,8 +733,8 @@ def test_at_its_end_a_run_holds_the_bytes_that_keep_says_and_tombstones(
 
 
 def test_with_a_grace_period_objects_stay_that_long_and_what_is_saved_there_again_is_whole(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, monkeypatch
+):
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr(retaining, "time", clock)
@@ -804,7 +770,7 @@ def test_with_a_grace_period_objects_stay_that_long_and_what_is_saved_there_agai
 
 
 @pytest.mark.parametrize("grace", [-1, "1h", None, True, float("nan")])
-def test_a_grace_period_that_is_no_time_is_refused(url: str, grace: Any) -> None:
+def test_a_grace_period_that_is_no_time_is_refused(url, grace):
     with pytest.raises(dos.errors.ConfigError, match="grace_seconds"):
         dos.CheckpointManager(url, grace_seconds=grace)
     with pytest.raises(dos.errors.ConfigError, match="grace_seconds"):
@@ -812,7 +778,7 @@ def test_a_grace_period_that_is_no_time_is_refused(url: str, grace: Any) -> None
 
 
 @pytest.mark.parametrize("pinned_at", [1, 2])
-def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_at: int) -> None:
+def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url, pinned_at):
     """By an evaluator that follows the run, say: before the run was listed, or after that."""
     retainer = retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False)
     for step in range(1, 5):
@@ -827,9 +793,7 @@ def test_a_step_that_was_pinned_is_deleted_once_it_is_unpinned(url: str, pinned_
     assert names(url) == ["step-4"]
 
 
-def test_without_a_policy_or_a_sweep_a_commit_causes_no_requests(
-    url: str, requests: list[Request]
-) -> None:
+def test_without_a_policy_or_a_sweep_a_commit_causes_no_requests(url, requests):
     retaining.Retainer(StoreSpec(url), sweeps=False).committed(1)
     assert requests == []
 
@@ -861,9 +825,7 @@ class Sweeps:
         (dos.errors.UnsupportedError("cannot be swept"), [100]),
     ],
 )
-def test_a_run_is_swept_once_an_hour_if_it_can_be(
-    url: str, monkeypatch: pytest.MonkeyPatch, error: Exception | None, began: list[float]
-) -> None:
+def test_a_run_is_swept_once_an_hour_if_it_can_be(url, monkeypatch, error, began):
     sweeps = Sweeps(monkeypatch)
     sweeps.error = error
     retainer = retaining.Retainer(StoreSpec(url))
@@ -878,13 +840,7 @@ def test_a_run_is_swept_once_an_hour_if_it_can_be(
 
 
 @pytest.mark.parametrize(("deleted", "aborted"), [(0, 0), (1, 0), (0, 1)])
-def test_a_sweep_is_logged_if_it_removed_something(
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    deleted: int,
-    aborted: int,
-) -> None:
+def test_a_sweep_is_logged_if_it_removed_something(url, monkeypatch, caplog, deleted, aborted):
     done = SimpleNamespace(deleted=deleted, deleted_bytes=deleted, uploads_aborted=aborted)
     monkeypatch.setattr(retaining, "sweep_below", lambda *_, **__: done)
     caplog.set_level("INFO", logger="dcp_objstore")
@@ -892,9 +848,7 @@ def test_a_sweep_is_logged_if_it_removed_something(
     assert ("removed" in caplog.text) is bool(deleted or aborted)
 
 
-def test_a_sweep_that_takes_hours_is_not_begun_again(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_takes_hours_is_not_begun_again(url, monkeypatch):
     sweeps = Sweeps(monkeypatch)
     sweeps.go = threading.Event()
     retainer = retaining.Retainer(StoreSpec(url))
@@ -909,9 +863,7 @@ def test_a_sweep_that_takes_hours_is_not_begun_again(
     assert len(sweeps.began) == 2
 
 
-def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(
-    url: str, held: threading.Event
-) -> None:
+def test_old_steps_go_only_after_a_newer_one_is_durable_and_never_the_source(url, held):
     with dos.CheckpointManager(url) as run:
         for step in (1, 2, 3, 4):
             run.save(step, state(step))
@@ -948,9 +900,7 @@ def end_of_upkeep(run: dos.CheckpointManager) -> None:
 
 
 @pytest.mark.parametrize("sweep", [True, False])
-def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(
-    tmp_path: Path, sweep: bool
-) -> None:
+def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(tmp_path, sweep):
     old, young = (
         tmp_path / "step-1" / data_key(0, 0, new_nonce()),
         tmp_path / "step-2" / data_key(0, 0, new_nonce()),
@@ -968,9 +918,7 @@ def test_what_died_a_day_ago_is_swept_up_and_what_is_young_stays(
     assert [step.name for step in dos.steps(f"file://{tmp_path}")] == ["step-3"]
 
 
-def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(url, monkeypatch):
     began, go = threading.Event(), threading.Event()
     over: list[bool] = []
 
@@ -993,9 +941,7 @@ def test_neither_deletions_nor_the_end_of_the_job_wait_for_a_sweep(
     assert over == [True], "it is told to end"
 
 
-def test_nothing_is_deleted_after_a_save_that_failed(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_deleted_after_a_save_that_failed(url, monkeypatch):
     with dos.CheckpointManager(url) as run:
         for step in (1, 2, 3):
             run.save(step, state(step))
@@ -1009,9 +955,7 @@ def test_nothing_is_deleted_after_a_save_that_failed(
     assert names(url) == ["step-1", "step-2", "step-3"]
 
 
-def test_the_end_waits_for_deletions_even_if_the_last_save_has_failed(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_waits_for_deletions_even_if_the_last_save_has_failed(url, monkeypatch):
     really, go = retaining.Retainer.committed, threading.Event()
 
     def later(*args: Any) -> None:
@@ -1032,7 +976,7 @@ def test_the_end_waits_for_deletions_even_if_the_last_save_has_failed(
     assert names(url) == ["step-2"]
 
 
-def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
+def test_best_steps_by_the_metrics_in_the_marker_survive(url):
     losses = {1: 0.5, 2: torch.tensor(0.1), 3: float("nan"), 4: 0.3, 5: 0.4}
     keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
     with dos.CheckpointManager(url, keep=keep) as run:
@@ -1044,7 +988,7 @@ def test_best_steps_by_the_metrics_in_the_marker_survive(url: str) -> None:
     assert names(url) == ["step-2", "step-6"]
 
 
-def test_retention_goes_on_whatever_stands_under_metrics(url: str) -> None:
+def test_retention_goes_on_whatever_stands_under_metrics(url):
     keep = [dos.KeepLatest(1), dos.KeepBest("loss")]
     with dos.CheckpointManager(url, keep=keep, user_metadata={"metrics": ["loss"]}) as run:
         for step in range(1, 4):
@@ -1069,7 +1013,7 @@ class Seeing(dos.RetentionPolicy):
         return frozenset(one.step for one in steps)
 
 
-def test_a_policy_sees_the_metrics_and_pins_of_all_steps_that_count(url: str) -> None:
+def test_a_policy_sees_the_metrics_and_pins_of_all_steps_that_count(url):
     with dos.CheckpointManager(url) as run:
         for step in (1, 2):
             run.save(step, state(step), metrics={"loss": step})
@@ -1085,9 +1029,7 @@ def test_a_policy_sees_the_metrics_and_pins_of_all_steps_that_count(url: str) ->
     ]
 
 
-def test_a_policy_that_fails_is_named_in_the_log_and_nothing_is_deleted(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_policy_that_fails_is_named_in_the_log_and_nothing_is_deleted(url, caplog):
     with dos.CheckpointManager(url, keep=Broken()) as run:
         run.save(1, state(1))
         run.save(2, state(2))
@@ -1095,9 +1037,7 @@ def test_a_policy_that_fails_is_named_in_the_log_and_nothing_is_deleted(
     assert names(url) == ["step-1", "step-2"]
 
 
-def test_metrics_and_config_stand_in_the_marker_and_in_ls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_and_config_stand_in_the_marker_and_in_ls(tmp_path, capsys):
     url = (tmp_path / "run").as_uri()
     with dos.CheckpointManager(url, user_metadata={"model": "tiny"}) as run:
         run.save(
@@ -1111,7 +1051,7 @@ def test_metrics_and_config_stand_in_the_marker_and_in_ls(
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip", "raise"])
-def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, busy: Any) -> None:
+def test_a_second_save_while_one_is_under_way(url, held, busy):
     with dos.CheckpointManager(url, save_every=1, on_busy=busy) as run:
         assert run.step(1, state(1))
         assert run.async_save(2, state(2), on_busy="skip") is None, "as the call says"
@@ -1129,9 +1069,7 @@ def test_a_second_save_while_one_is_under_way(url: str, held: threading.Event, b
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip", "raise"])
-def test_the_managers_of_a_program_do_not_wait_for_each_other(
-    url: str, held: threading.Event, busy: Any
-) -> None:
+def test_the_managers_of_a_program_do_not_wait_for_each_other(url, held, busy):
     """Such as one for the model and one for its averaged weights."""
     urls = [f"{url}/model", f"{url}/ema"]
     with (
@@ -1151,9 +1089,7 @@ def test_the_managers_of_a_program_do_not_wait_for_each_other(
         assert loaded(dos.CheckpointManager(one))[1]["step"] == 1
 
 
-def test_a_failed_save_is_raised_by_its_own_manager_alone(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_is_raised_by_its_own_manager_alone(url, monkeypatch):
     really = async_api.run_save
 
     def fail(writer: Any, *args: Any) -> Any:
@@ -1176,9 +1112,7 @@ def test_a_failed_save_is_raised_by_its_own_manager_alone(
     assert names(f"{url}/model") == []
 
 
-def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
-    url: str, held: threading.Event
-) -> None:
+def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(url, held):
     for step, error in ((1, ZeroDivisionError("mine")), (2, KeyboardInterrupt())):
         held.clear()
         with (
@@ -1194,9 +1128,7 @@ def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(
         assert numbers(run) == (1, 2)
 
 
-def test_a_save_for_which_ctrl_c_ended_one_wait_is_waited_for_at_the_end(
-    url: str, held: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_for_which_ctrl_c_ended_one_wait_is_waited_for_at_the_end(url, held, monkeypatch):
     def ctrl_c() -> None:
         raise KeyboardInterrupt
 
@@ -1212,8 +1144,8 @@ def test_a_save_for_which_ctrl_c_ended_one_wait_is_waited_for_at_the_end(
 
 
 def test_after_an_error_in_the_body_no_rank_waits_for_this_one_to_agree_while_it_saves(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, monkeypatch
+):
     ended: list[str] = []
     close, abandon = manager.StepConsensus.close, manager.RunSaves.abandon
     monkeypatch.setattr(
@@ -1232,8 +1164,8 @@ def test_after_an_error_in_the_body_no_rank_waits_for_this_one_to_agree_while_it
 
 
 def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_body(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, monkeypatch
+):
     monkeypatch.setattr(async_api, "run_save", down)
     with pytest.raises(dos.errors.StoreUnavailableError, match="down"):  # noqa: SIM117
         with dos.CheckpointManager(url, save_every=1) as run:
@@ -1256,8 +1188,8 @@ def test_a_failed_last_save_is_raised_at_the_end_but_not_over_the_error_of_the_b
 
 @pytest.mark.parametrize("how", ["end", "abandon"])
 def test_ctrl_c_while_the_end_waits_gives_back_the_handlers_and_closes_the_manager(
-    url: str, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+    url, monkeypatch, how
+):
     def ctrl_c(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -1272,9 +1204,7 @@ def test_ctrl_c_while_the_end_waits_gives_back_the_handlers_and_closes_the_manag
         run.pin(1)
 
 
-def test_a_save_that_could_not_begin_leaves_nothing_to_wait_for(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_could_not_begin_leaves_nothing_to_wait_for(url, monkeypatch):
     with dos.CheckpointManager(url) as run:
         for failed in ("begin_save", "run_save", "begin_save"):
             with monkeypatch.context() as patch:
@@ -1287,9 +1217,7 @@ def test_a_save_that_could_not_begin_leaves_nothing_to_wait_for(
     assert names(url) == ["step-1", "step-2"]
 
 
-def test_a_save_whose_commit_was_never_answered_is_made_again(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_whose_commit_was_never_answered_is_made_again(url, monkeypatch):
     really = async_api.run_save
 
     def lose_the_answer(*args: Any) -> Any:
@@ -1306,9 +1234,7 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(
 
 
 @pytest.mark.parametrize("error", [dos.errors.CommitUnknownError("no answer"), KeyboardInterrupt()])
-def test_a_save_in_the_foreground_that_may_be_committed_is_made_again(
-    url: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_a_save_in_the_foreground_that_may_be_committed_is_made_again(url, monkeypatch, error):
     really = api.save
 
     def lose_the_answer(*args: Any, **settings: Any) -> Any:
@@ -1324,7 +1250,7 @@ def test_a_save_in_the_foreground_that_may_be_committed_is_made_again(
         assert loaded(run)[1]["step"] == 10
 
 
-def test_a_background_save_that_failed_is_not_said_to_have_saved_its_step(url: str) -> None:
+def test_a_background_save_that_failed_is_not_said_to_have_saved_its_step(url):
     with dos.CheckpointManager(url) as run:
         run.async_save(1, {"lock": threading.Lock()})
         with pytest.raises(dos.errors.UnsupportedError):
@@ -1332,7 +1258,7 @@ def test_a_background_save_that_failed_is_not_said_to_have_saved_its_step(url: s
         run.save(1, state(1))
 
 
-def test_a_save_that_failed_lets_no_other_save_replace_a_step_that_was_there(url: str) -> None:
+def test_a_save_that_failed_lets_no_other_save_replace_a_step_that_was_there(url):
     """It has failed before it looked at the store, so what is there is not its own."""
     save_steps(url, (1,))
     with contextlib.suppress(dos.errors.UnsupportedError), dos.CheckpointManager(url) as run:
@@ -1345,8 +1271,8 @@ def test_a_save_that_failed_lets_no_other_save_replace_a_step_that_was_there(url
 
 
 def test_a_save_that_was_cut_off_is_not_taken_for_the_later_step_that_it_was_to_replace(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, monkeypatch
+):
     """So the next one still goes back past that step."""
 
     def interrupted(*_: object, **__: object) -> None:
@@ -1363,9 +1289,7 @@ def test_a_save_that_was_cut_off_is_not_taken_for_the_later_step_that_it_was_to_
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(
-    url: str, background: bool
-) -> None:
+def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(url, background):
     with dos.CheckpointManager(url, claim_run=False) as run:
         run.save(1, state(1))
     with dos.CheckpointManager(url, claim_run=False) as run:
@@ -1380,9 +1304,7 @@ def test_a_step_of_another_job_is_refused_however_often_a_save_is_tried(
 
 
 @pytest.mark.parametrize("other", [7, 10, 12])
-def test_the_last_step_is_saved_at_the_end_though_an_earlier_one_was_saved_after_it(
-    url: str, other: int
-) -> None:
+def test_the_last_step_is_saved_at_the_end_though_an_earlier_one_was_saved_after_it(url, other):
     """A state that was kept, such as the best one. A later step is beyond the last one."""
     with dos.CheckpointManager(url) as run:
         run.step(10, state(10))
@@ -1391,7 +1313,7 @@ def test_the_last_step_is_saved_at_the_end_though_an_earlier_one_was_saved_after
     assert names(url) == [f"step-{step}" for step in sorted({other, max(10, other)})]
 
 
-def test_a_step_that_was_not_saved_is_not_missed_after_a_load(url: str) -> None:
+def test_a_step_that_was_not_saved_is_not_missed_after_a_load(url):
     save_steps(url, [1])
     with dos.CheckpointManager(url) as run:
         run.step(2, state(2))
@@ -1402,9 +1324,7 @@ def test_a_step_that_was_not_saved_is_not_missed_after_a_load(url: str) -> None:
 
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("moment", ["copied", "begun", "noted"])
-def test_ctrl_c_in_a_step_leaves_nothing_that_close_fails_for(
-    url: str, monkeypatch: pytest.MonkeyPatch, moment: str, background: bool
-) -> None:
+def test_ctrl_c_in_a_step_leaves_nothing_that_close_fails_for(url, monkeypatch, moment, background):
     """As in a notebook, which goes on: while its save begins, just after that, and in between."""
     run = dos.CheckpointManager(url)
     loaded(run)
@@ -1435,9 +1355,7 @@ def test_ctrl_c_in_a_step_leaves_nothing_that_close_fails_for(
     assert names(url) == ["step-1"]
 
 
-def test_close_waits_for_the_save_for_which_ctrl_c_ended_a_wait(
-    url: str, held: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_waits_for_the_save_for_which_ctrl_c_ended_a_wait(url, held, monkeypatch):
     run = dos.CheckpointManager(url, save_every=1)
     run.step(1, state(1))
 
@@ -1453,9 +1371,7 @@ def test_close_waits_for_the_save_for_which_ctrl_c_ended_a_wait(
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_the_error_of_a_save_is_raised_once(
-    url: str, monkeypatch: pytest.MonkeyPatch, closes: bool
-) -> None:
+def test_the_error_of_a_save_is_raised_once(url, monkeypatch, closes):
     run = dos.CheckpointManager(url)
     with monkeypatch.context() as patched:
         patched.setattr(async_api, "run_save", down)
@@ -1487,8 +1403,8 @@ def exits_on_sigterm() -> Iterator[None]:
 
 @pytest.mark.parametrize("save", [True, False])
 def test_a_handler_that_ends_the_program_does_so_after_the_state_was_saved(
-    url: str, exits_on_sigterm: None, save: bool
-) -> None:
+    url, exits_on_sigterm, save
+):
     """Or at once, if it is not to be saved then."""
     preemption = dos.Preemption(save=save)
     with (
@@ -1504,8 +1420,8 @@ def test_a_handler_that_ends_the_program_does_so_after_the_state_was_saved(
 
 
 def test_a_handler_that_ends_the_program_waits_for_the_save_that_drains(
-    url: str, held: threading.Event, exits_on_sigterm: None
-) -> None:
+    url, held, exits_on_sigterm
+):
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Timer(0.1, held.set).start()
@@ -1535,8 +1451,8 @@ def _signal_while_a_save_drains(url: str, held: threading.Event, fails: bool) ->
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_signal_that_no_step_has_seen_ends_the_program_once_the_last_save_is_committed(
-    tmp_path: Path, held: threading.Event, capfd: pytest.CaptureFixture[str], fails: bool
-) -> None:
+    tmp_path, held, capfd, fails
+):
     """It does not cut the save short, and it is not forgotten. An error of the body is logged."""
     url = tmp_path.as_uri()
     forking = multiprocessing.get_context("fork")
@@ -1562,7 +1478,7 @@ def _leave_after_a_signal(url: str) -> None:
     os._exit(3)
 
 
-def test_a_signal_that_the_program_knows_of_does_not_end_it(tmp_path: Path) -> None:
+def test_a_signal_that_the_program_knows_of_does_not_end_it(tmp_path):
     """It may have learned of it from another manager."""
     forking = multiprocessing.get_context("fork")
     child = forking.Process(target=_leave_after_a_signal, args=(tmp_path.as_uri(),))
@@ -1571,9 +1487,7 @@ def test_a_signal_that_the_program_knows_of_does_not_end_it(tmp_path: Path) -> N
     assert child.exitcode == 3
 
 
-def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_never_loaded(
-    url: str,
-) -> None:
+def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_never_loaded(url):
     with dos.CheckpointManager(url, save_every=1) as run:
         assert run.step(1, state(1))
         assert run.step(1, state(1)) is False
@@ -1587,9 +1501,7 @@ def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_ne
             run.save(1, state(9))
 
 
-def test_a_process_group_that_is_made_inside_the_block_is_refused(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_group_that_is_made_inside_the_block_is_refused(url, monkeypatch):
     """The ranks would save when each of them has to, and wait for each other."""
     with dos.CheckpointManager(url, save_last=False) as run:
         run.step(1, state(1))
@@ -1599,9 +1511,7 @@ def test_a_process_group_that_is_made_inside_the_block_is_refused(
 
 
 @pytest.mark.parametrize("module", [manager, claiming])
-def test_ranks_that_do_not_meet_are_reported_as_such(
-    url: str, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_meet_are_reported_as_such(url, module, monkeypatch):
     """Those of the job, unless others are named."""
     groups: list[object] = []
     really = module.meeting
@@ -1625,7 +1535,7 @@ def test_ranks_that_do_not_meet_are_reported_as_such(
     assert groups == ["all", "some"]
 
 
-def test_a_superseded_job_cannot_add_steps(url: str) -> None:
+def test_a_superseded_job_cannot_add_steps(url):
     with pytest.raises(dos.errors.SupersededError), dos.CheckpointManager(url) as zombie:
         zombie.save(1, state(1))
         with dos.CheckpointManager(url) as run:
@@ -1641,7 +1551,7 @@ def test_a_superseded_job_cannot_add_steps(url: str) -> None:
         assert loaded(run)[1]["step"] == 2
 
 
-def test_looking_at_a_run_changes_nothing(url: str) -> None:
+def test_looking_at_a_run_changes_nothing(url):
     with dos.CheckpointManager(url) as run:
         run.save(1, state(1))
         with dos.CheckpointManager(url, claim_run=False) as looker:
@@ -1652,7 +1562,7 @@ def test_looking_at_a_run_changes_nothing(url: str) -> None:
         assert numbers(looker) == (1, 2)
 
 
-def test_other_names_below_the_run_do_not_count(url: str) -> None:
+def test_other_names_below_the_run_do_not_count(url):
     with dos.CheckpointManager(url) as run:
         run.save(10, state(10))
         for name in ("zz-best", "step-010"):
@@ -1669,7 +1579,7 @@ def test_other_names_below_the_run_do_not_count(url: str) -> None:
     assert counted == ["step-010", "step-10", "step-11", "zz-best"], "they go on counting"
 
 
-def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url: str) -> None:
+def test_signal_is_taken_at_the_next_step_and_the_handler_given_back(url):
     came = []
     before = signal.signal(signal.SIGUSR2, lambda number, _: came.append(number))
     try:
@@ -1719,9 +1629,7 @@ def chain(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_in_whatever_order_managers_end_a_signal_then_does_what_it_did_before(
-    url: str, came: list[int], first: int
-) -> None:
+def test_in_whatever_order_managers_end_a_signal_then_does_what_it_did_before(url, came, first):
     original = signal.getsignal(signal.SIGUSR2)
     managers = [catching(url, name).__enter__() for name in ("model", "ema", "teacher")]
     for place in (first, (first + 2) % 3):
@@ -1735,9 +1643,7 @@ def test_in_whatever_order_managers_end_a_signal_then_does_what_it_did_before(
     assert signal.getsignal(signal.SIGUSR2) is original
 
 
-def test_a_handler_that_the_program_has_chained_does_what_was_done_before_the_manager(
-    url: str, came: list[int]
-) -> None:
+def test_a_handler_that_the_program_has_chained_does_what_was_done_before_the_manager(url, came):
     run = catching(url).__enter__()
     chain(signal.SIGUSR2)
     run.close()
@@ -1745,9 +1651,7 @@ def test_a_handler_that_the_program_has_chained_does_what_was_done_before_the_ma
     assert came == [signal.SIGUSR2]
 
 
-def test_a_manager_that_another_thread_has_closed_catches_no_more_signals(
-    url: str, came: list[int]
-) -> None:
+def test_a_manager_that_another_thread_has_closed_catches_no_more_signals(url, came):
     run = catching(url).__enter__()
     closing: Future[None] = Future()
     threading.Thread(target=run_into, args=(closing, run.close)).start()
@@ -1757,9 +1661,7 @@ def test_a_manager_that_another_thread_has_closed_catches_no_more_signals(
     assert came == [signal.SIGUSR2]
 
 
-def test_a_manager_that_nobody_has_closed_catches_no_signals_once_it_is_gone(
-    url: str, came: list[int]
-) -> None:
+def test_a_manager_that_nobody_has_closed_catches_no_signals_once_it_is_gone(url, came):
     original = signal.getsignal(signal.SIGUSR2)
     catching(url).__enter__()
     gc.collect()
@@ -1791,8 +1693,8 @@ def _end_and_signal(url: str, number: signal.Signals, again: bool) -> None:
 )
 @pytest.mark.parametrize("again", [False, True])
 def test_after_the_block_a_chained_signal_has_its_default_action_unless_a_manager_catches_it(
-    url: str, number: signal.Signals, code: int, again: bool
-) -> None:
+    url, number, code, again
+):
     forking = multiprocessing.get_context("fork")
     child = forking.Process(target=_end_and_signal, args=(url, number, again))
     child.start()
@@ -1809,14 +1711,14 @@ def _ignore_and_signal(url: str) -> None:
     os._exit(3)
 
 
-def test_after_the_block_a_chained_signal_is_ignored_if_it_was_before(url: str) -> None:
+def test_after_the_block_a_chained_signal_is_ignored_if_it_was_before(url):
     child = multiprocessing.get_context("fork").Process(target=_ignore_and_signal, args=(url,))
     child.start()
     child.join(60)
     assert child.exitcode == 3
 
 
-def test_a_child_forked_inside_the_block_is_ended_by_sigterm_as_elsewhere(url: str) -> None:
+def test_a_child_forked_inside_the_block_is_ended_by_sigterm_as_elsewhere(url):
     forking = multiprocessing.get_context("fork")
     with dos.CheckpointManager(url) as run:
         here, there = forking.Pipe()
@@ -1851,9 +1753,7 @@ def ending(monkeypatch: pytest.MonkeyPatch) -> Callable[[dos.CheckpointManager],
     return end
 
 
-def test_the_step_at_which_a_job_must_end_is_saved_unless_it_was(
-    url: str, monkeypatch: pytest.MonkeyPatch, ending: Callable[[dos.CheckpointManager], None]
-) -> None:
+def test_the_step_at_which_a_job_must_end_is_saved_unless_it_was(url, monkeypatch, ending):
     """Also if the save before it has failed: what is there now is worth more."""
     with dos.CheckpointManager(url) as run:
         with monkeypatch.context() as patched:
@@ -1868,15 +1768,13 @@ def test_the_step_at_which_a_job_must_end_is_saved_unless_it_was(
     assert names(url) == ["step-2"]
 
 
-def test_a_job_that_saves_nothing_when_it_must_end_still_saves_its_last_step_when_it_need_not(
-    url: str,
-) -> None:
+def test_a_job_that_saves_nothing_when_it_must_end_still_saves_its_last_step_when_it_need_not(url):
     with dos.CheckpointManager(url, preemption=dos.Preemption(save=False)) as run:
         run.step(1, state(1))
     assert names(url) == ["step-1"]
 
 
-def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url: str) -> None:
+def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url):
     with dos.CheckpointManager(
         url, preemption=dos.Preemption(check=lambda: True, signals=(), save=False)
     ) as run:
@@ -1888,9 +1786,7 @@ def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(ur
     assert dos.steps(url) == (), "nor on leaving"
 
 
-def test_a_check_that_fails_does_not_end_training(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_check_that_fails_does_not_end_training(url, caplog):
     asked = threading.Semaphore(0)
 
     def check() -> bool:
@@ -1909,7 +1805,7 @@ class Untrusted:
     """What torch loads only with `trust_pickle`."""
 
 
-def test_loads_trust_and_verify_as_the_manager_was_told(url: str) -> None:
+def test_loads_trust_and_verify_as_the_manager_was_told(url):
     with dos.CheckpointManager(url) as run, pytest.warns(UserWarning, match="trust_pickle"):
         run.save(1, {**state(1), "own": Untrusted()})
     with dos.CheckpointManager(url) as run, pytest.raises(dos.errors.UntrustedPickleError):
@@ -1938,7 +1834,7 @@ def recorded_stores(monkeypatch: pytest.MonkeyPatch) -> list[RecordingStore]:
     return stores
 
 
-def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_latest_and_steps(url, monkeypatch):
     save_steps(url, range(1, 6))
     stores = recorded_stores(monkeypatch)
     with dos.CheckpointManager(url) as run:
@@ -1950,7 +1846,7 @@ def test_requests_of_latest_and_steps(url: str, monkeypatch: pytest.MonkeyPatch)
     assert counts == [2 + 1 + 1, 2 + 1 + 5]
 
 
-def test_after_the_block_the_manager_still_says_what_was_saved(url: str) -> None:
+def test_after_the_block_the_manager_still_says_what_was_saved(url):
     with dos.CheckpointManager(url, save_every=1) as run:
         run.step(1, state(1))
         run.step(2, state(2))
@@ -1958,9 +1854,7 @@ def test_after_the_block_the_manager_still_says_what_was_saved(url: str) -> None
     assert numbers(run) == (1, 2)
 
 
-def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(url, monkeypatch):
     dos.save(state(1), f"{url}/step-1", progress=False)
     store = StoreSpec(url).open()
     saved = [(meta.key, store.get(meta.key, max_size_bytes=2**16)[0]) for meta in store.list()]
@@ -1977,9 +1871,7 @@ def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(
         assert sum(len(store.requests) for store in stores) == 2 + 1 + 2000
 
 
-def test_steps_that_were_deleted_cost_no_requests(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_were_deleted_cost_no_requests(url, monkeypatch):
     """2,000 steps of which 3 are left: their tombstones are listed, and not read."""
     with dos.CheckpointManager(url, keep=dos.KeepLatest(3)) as run:
         for step in range(1, 6):
@@ -2004,9 +1896,7 @@ def test_steps_that_were_deleted_cost_no_requests(
 
 
 @pytest.mark.parametrize("step", [-1, 10**18, True, 1.0, "1", None])
-def test_what_is_no_number_of_a_step_is_refused(
-    url: str, requests: list[Request], step: Any
-) -> None:
+def test_what_is_no_number_of_a_step_is_refused(url, requests, step):
     run = dos.CheckpointManager(url)
     refusing: list[Callable[[], object]] = [
         lambda: check_step(step),
@@ -2023,7 +1913,7 @@ def test_what_is_no_number_of_a_step_is_refused(
 
 
 @pytest.mark.parametrize("step", [-1, 10**18, True, 1.0, "1", None])
-def test_nothing_is_saved_as_what_is_no_number_of_a_step(url: str, step: Any) -> None:
+def test_nothing_is_saved_as_what_is_no_number_of_a_step(url, step):
     with dos.CheckpointManager(url) as run:
         for save in (run.save, run.async_save):
             with pytest.raises(dos.errors.ConfigError, match="whole number"):
@@ -2049,7 +1939,7 @@ def test_nothing_is_saved_as_what_is_no_number_of_a_step(url: str, step: Any) ->
         {"trace": "https://example.com/trace"},
     ],
 )
-def test_wrong_arguments_are_refused_when_it_is_made(url: str, wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused_when_it_is_made(url, wrong):
     with pytest.raises(dos.errors.ConfigError):
         dos.CheckpointManager(url, **wrong)
 
@@ -2061,9 +1951,7 @@ class Unconditional(WrappedStore):
         return self.inner.put(key, data, retry=settings.get("retry", True))
 
 
-def test_a_store_without_conditions_is_refused_unless_that_is_allowed(
-    url: str, through: Through
-) -> None:
+def test_a_store_without_conditions_is_refused_unless_that_is_allowed(url, through):
     through(Unconditional)
     with (
         pytest.raises(dos.errors.UnsupportedError),
@@ -2076,8 +1964,8 @@ def test_a_store_without_conditions_is_refused_unless_that_is_allowed(
 
 
 def test_what_is_saved_and_loaded_has_the_settings_of_the_manager(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    url, tmp_path, capsys, monkeypatch
+):
     events: list[Event] = []
     configs: list[object] = []
     really = StoreSpec.open
@@ -2106,9 +1994,7 @@ def test_what_is_saved_and_loaded_has_the_settings_of_the_manager(
 
 
 @pytest.mark.parametrize("stock_metadata", [None, False])
-def test_stock_torch_finds_what_is_saved_unless_it_is_not_to(
-    url: str, stock_metadata: bool | None
-) -> None:
+def test_stock_torch_finds_what_is_saved_unless_it_is_not_to(url, stock_metadata):
     settings = {} if stock_metadata is None else {"stock_metadata": stock_metadata}
     with dos.CheckpointManager(url, sweep=False, **settings) as run:  # type: ignore[arg-type]
         run.save(1, state(1))
@@ -2116,7 +2002,7 @@ def test_stock_torch_finds_what_is_saved_unless_it_is_not_to(
     assert ("step-1/.metadata" in keys) is (stock_metadata is None)
 
 
-def test_with_the_base_latest_only_what_has_changed_is_uploaded(url: str, caplog: Any) -> None:
+def test_with_the_base_latest_only_what_has_changed_is_uploaded(url, caplog):
     with dos.CheckpointManager(url, base="latest", save_last=False) as run:
         for step in (1, 2):
             run.save(step, state(step))

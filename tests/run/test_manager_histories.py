@@ -484,5 +484,5 @@ def history(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", cases(range(500), default=range(12)))
-def test_a_history_of_a_run_does_what_users_are_told(seed: int) -> None:
+def test_a_history_of_a_run_does_what_users_are_told(seed):
     history(seed)

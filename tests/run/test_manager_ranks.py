@@ -24,7 +24,6 @@ from dcp_objstore.write import async_save as async_api
 from tests.support.campaign import cases
 from tests.support.checkpoints import numbers
 from tests.support.ranks import RanksFailedError, run_ranks, try_ranks
-from tests.support.servers import Bucket
 
 LAST_STEP = 100_000
 
@@ -55,7 +54,7 @@ def run_job(
         return start, own[0, 0].item(), run.latest(), numbers(run)
 
 
-def test_all_ranks_resume_from_the_same_step_and_list_the_same(bucket: Bucket) -> None:
+def test_all_ranks_resume_from_the_same_step_and_list_the_same(bucket):
     jobs = (bucket.url, bucket.storage_options)
     keep = {"keep": [dos.KeepLatest(2), dos.KeepBest("loss", mode="max")]}
     first = run_ranks(2, run_job, *jobs, 5, keep)
@@ -80,7 +79,7 @@ def save_with_wrong_metrics_on_one(rank: int, world_size: int, url: str) -> str:
     return "saved"
 
 
-def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path):
     url = (tmp_path / "run").as_uri()
     assert run_ranks(2, save_with_wrong_metrics_on_one, url) == ["rank 1", "rank 1"]
     assert dos.steps(url) == ()
@@ -132,16 +131,14 @@ def preempt_at_random(url: str, tmp_path: Path, seed: int, values: dict[str, Any
 
 
 @pytest.mark.parametrize("seed", cases(range(3), default=[0, 1]))
-def test_all_ranks_save_the_same_step_after_a_signal_at_any_moment(
-    seed: int, tmp_path: Path
-) -> None:
+def test_all_ranks_save_the_same_step_after_a_signal_at_any_moment(seed, tmp_path):
     values = {"save_every": 7} if seed % 2 else {}
     preempt_at_random((tmp_path / "run").as_uri(), tmp_path, seed, values)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(100, 120))
-def test_twenty_of_twenty_preemptions_are_saved(seed: int, tmp_path: Path) -> None:
+def test_twenty_of_twenty_preemptions_are_saved(seed, tmp_path):
     values: dict[str, Any] = [{}, {"save_every": 7}, {"save_every": timedelta(seconds=0.3)}][
         seed % 3
     ]
@@ -160,7 +157,7 @@ def save_by_time(rank: int, world_size: int, url: str) -> Any:
     return saved
 
 
-def test_a_timer_makes_all_ranks_save_the_same_steps(tmp_path: Path) -> None:
+def test_a_timer_makes_all_ranks_save_the_same_steps(tmp_path):
     url = (tmp_path / "run").as_uri()
     one, other = run_ranks(2, save_by_time, url)
     assert one == other
@@ -173,7 +170,7 @@ def die_after_the_block(rank: int, world_size: int, url: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_right_after_the_block_nothing_is_lost(tmp_path: Path) -> None:
+def test_killed_right_after_the_block_nothing_is_lost(tmp_path):
     url = (tmp_path / "run").as_uri()
     outcomes = try_ranks(2, die_after_the_block, url)
     assert [one.exit_signal for one in outcomes] == [signal.SIGKILL] * 2
@@ -197,7 +194,7 @@ def uneven_ends(rank: int, world_size: int, url: str) -> tuple[int, bool]:
     return 400, run.preempted()
 
 
-def test_a_signal_that_comes_as_ranks_leave_stops_none_of_them(tmp_path: Path) -> None:
+def test_a_signal_that_comes_as_ranks_leave_stops_none_of_them(tmp_path):
     outcomes = run_ranks(2, uneven_ends, (tmp_path / "run").as_uri())
     assert [preempted for _, preempted in outcomes] == [False, False]
 
@@ -229,7 +226,7 @@ def skip_where_one_is_slow(rank: int, world_size: int, url: str) -> list[bool]:
         async_api.run_save = really
 
 
-def test_a_save_is_skipped_on_all_ranks_when_it_is_busy_on_one(tmp_path: Path) -> None:
+def test_a_save_is_skipped_on_all_ranks_when_it_is_busy_on_one(tmp_path):
     url = (tmp_path / "run").as_uri()
     assert run_ranks(2, skip_where_one_is_slow, url) == [[False, True]] * 2
     assert [step.name for step in dos.steps(url)] == ["step-1", "step-3"]
@@ -265,7 +262,7 @@ def two_managers(rank: int, world_size: int, url: str) -> list[list[float]]:
         async_api.run_save = really
 
 
-def test_saves_of_two_managers_take_turns_so_that_their_ranks_meet(tmp_path: Path) -> None:
+def test_saves_of_two_managers_take_turns_so_that_their_ranks_meet(tmp_path):
     found = run_ranks(2, two_managers, (tmp_path / "run").as_uri())
     assert found == [[[1.0] * 3, [10.0] * 3], [[2.0] * 3, [11.0] * 3]]
 
@@ -294,9 +291,7 @@ def interrupt(*args: Any) -> None:
 
 
 @pytest.mark.parametrize("staging", [False, True])
-def test_ctrl_c_in_a_managers_save_on_one_rank_leaves_the_ranks_in_step(
-    tmp_path: Path, staging: bool
-) -> None:
+def test_ctrl_c_in_a_managers_save_on_one_rank_leaves_the_ranks_in_step(tmp_path, staging):
     url = (tmp_path / "run").as_uri()
     first, second = run_ranks(2, interrupted_while_it_waits, url, staging)
     assert second == "KeyboardInterrupt()"
@@ -313,7 +308,7 @@ def one_save_fails(rank: int, world_size: int, url: str) -> str:
     return "saved"
 
 
-def test_a_background_save_that_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+def test_a_background_save_that_fails_on_one_rank_is_raised_on_all(tmp_path):
     url = (tmp_path / "run").as_uri()
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(2, one_save_fails, url)
@@ -335,9 +330,7 @@ def leave_after_close(rank: int, world: int, url: str, fails: bool) -> str | Non
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_block_of_a_closed_manager_ends_without_the_process_group(
-    tmp_path: Path, fails: bool
-) -> None:
+def test_the_block_of_a_closed_manager_ends_without_the_process_group(tmp_path, fails):
     url = (tmp_path / "run").as_uri()
     assert run_ranks(2, leave_after_close, url, fails) == ["of the program" if fails else None] * 2
     assert [step.name for step in dos.steps(url)] == ["step-1"]
@@ -366,9 +359,7 @@ def call_without_a_group(rank: int, world_size: int, url: str, verb: str) -> str
 
 
 @pytest.mark.parametrize("verb", ["close", "save", "load", "go back", "latest", "pin"])
-def test_after_the_process_group_was_destroyed_no_rank_acts_alone(
-    tmp_path: Path, verb: str
-) -> None:
+def test_after_the_process_group_was_destroyed_no_rank_acts_alone(tmp_path, verb):
     url = (tmp_path / "run").as_uri()
     for said in run_ranks(2, call_without_a_group, url, verb):
         assert "destroy_process_group" in said
@@ -391,7 +382,7 @@ def name_different_steps(rank: int, world_size: int, url: str) -> list[str]:
     return said
 
 
-def test_ranks_that_load_different_steps_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_load_different_steps_are_refused(tmp_path):
     """And those that name different bases."""
     url = (tmp_path / "run").as_uri()
     for said in run_ranks(2, name_different_steps, url):
@@ -411,7 +402,7 @@ def one_run_each(rank: int, world_size: int, url: str) -> tuple[Any, ...]:
         return run.load(found), found["step"], numbers(run), run.claim is not None
 
 
-def test_a_manager_concerns_no_ranks_but_those_of_its_group(tmp_path: Path) -> None:
+def test_a_manager_concerns_no_ranks_but_those_of_its_group(tmp_path):
     url = (tmp_path / "run").as_uri()
     assert run_ranks(2, one_run_each, url) == [(5, 5, (1, 5), True), (5, 5, (1, 2, 5), True)]
 
@@ -454,7 +445,7 @@ class BreakingStore:
 @pytest.mark.parametrize(
     ("seed", "breaks"), [*((seed, False) for seed in range(6)), (0, True), (2, True), (4, True)]
 )
-def test_ranks_agree_on_a_boundary_that_none_has_passed(seed: int, breaks: bool) -> None:
+def test_ranks_agree_on_a_boundary_that_none_has_passed(seed, breaks):
     """Threads as ranks, in random lockstep, with requests at random moments."""
     world_size, chance = 4, random.Random(seed)
     store = dist.HashStore()
@@ -518,9 +509,7 @@ def one_of_two(store: Any, peer_timeout_seconds: float) -> StepConsensus:
     )
 
 
-def test_a_store_that_has_gone_is_given_up_and_training_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_store_that_has_gone_is_given_up_and_training_goes_on(caplog):
     boundaries = one_of_two(GoneStore(), 1e-6)
     boundaries._watch()
     assert "no longer answers" in caplog.text
@@ -528,7 +517,7 @@ def test_a_store_that_has_gone_is_given_up_and_training_goes_on(
     boundaries.close()
 
 
-def test_a_rank_that_announces_nothing_is_an_error_of_those_that_wait_for_it() -> None:
+def test_a_rank_that_announces_nothing_is_an_error_of_those_that_wait_for_it():
     boundaries = one_of_two(dist.HashStore(), 0.01)
     boundaries.start()
     with pytest.raises(dos.errors.RankFailedError, match="did not answer"):

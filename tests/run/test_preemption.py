@@ -26,7 +26,7 @@ def before(request: pytest.FixtureRequest) -> Iterator[Any]:
     signal.signal(signal.SIGINT, at_first)
 
 
-def test_a_signal_announces_the_end_and_what_was_done_before_comes_back(before: Any) -> None:
+def test_a_signal_announces_the_end_and_what_was_done_before_comes_back(before):
     watch = PreemptionWatch(Preemption(signals=[signal.SIGINT], check=lambda: False))
     assert not watch.announced()
     watch.install()
@@ -40,7 +40,7 @@ def test_a_signal_announces_the_end_and_what_was_done_before_comes_back(before: 
     assert signal.getsignal(signal.SIGINT) == (before or signal.SIG_DFL)
 
 
-def test_what_an_earlier_handler_raises_is_raised_once_later() -> None:
+def test_what_an_earlier_handler_raises_is_raised_once_later():
     def leave(number: int, frame: Any) -> None:
         assert frame is not None
         raise SystemExit(number)
@@ -71,8 +71,8 @@ def test_what_an_earlier_handler_raises_is_raised_once_later() -> None:
     ],
 )
 def test_a_handler_that_was_chained_gives_a_signal_its_default_action_if_nobody_catches_it(
-    monkeypatch: pytest.MonkeyPatch, before: Any, others: list[signal.Signals], acts: bool
-) -> None:
+    monkeypatch, before, others, acts
+):
     number, acted = signal.SIGUSR2, []
     at_first = {one: signal.getsignal(one) for one in (number, signal.SIGUSR1)}
     signal.signal(number, before)
@@ -104,9 +104,7 @@ def test_a_handler_that_was_chained_gives_a_signal_its_default_action_if_nobody_
             signal.signal(one, handler)
 
 
-def test_a_check_is_asked_until_it_says_yes_and_its_errors_are_logged_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_is_asked_until_it_says_yes_and_its_errors_are_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(preemption, "_CHECK_EVERY_SECONDS", 0.001)
     answers: Iterator[Any] = iter([OSError("first"), 0, OSError("second"), "yes"])
 
@@ -125,8 +123,8 @@ def test_a_check_is_asked_until_it_says_yes_and_its_errors_are_logged_once(
 
 
 def test_a_check_that_blocks_keeps_no_signal_from_being_seen_and_is_mentioned_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    caplog, monkeypatch
+):
     """As the documented way to ask GCE's metadata server does, until the machine is taken."""
     asked, taken = threading.Event(), threading.Event()
 
@@ -154,7 +152,7 @@ def test_a_check_that_blocks_keeps_no_signal_from_being_seen_and_is_mentioned_on
         taken.set()
 
 
-def test_a_check_says_yes_when_it_returns_at_last() -> None:
+def test_a_check_says_yes_when_it_returns_at_last():
     taken = threading.Event()
     watch = PreemptionWatch(Preemption(signals=(), check=taken.wait))
     assert not watch.announced()
@@ -163,7 +161,7 @@ def test_a_check_says_yes_when_it_returns_at_last() -> None:
 
 
 @pytest.mark.parametrize("how", ["restored", "collected"])
-def test_a_check_is_not_called_for_ever(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_check_is_not_called_for_ever(monkeypatch, how):
     monkeypatch.setattr(preemption, "_CHECK_EVERY_SECONDS", 0.001)
     called = threading.Event()
     watch: PreemptionWatch | None = PreemptionWatch(
@@ -186,7 +184,7 @@ def test_a_check_is_not_called_for_ever(monkeypatch: pytest.MonkeyPatch, how: st
     assert not thread.is_alive()
 
 
-def test_a_signal_whose_action_python_takes_is_put_off_to_the_end() -> None:
+def test_a_signal_whose_action_python_takes_is_put_off_to_the_end():
     at_first = signal.signal(signal.SIGUSR2, signal.default_int_handler)
     watch = PreemptionWatch(Preemption(signals=[signal.SIGUSR2]))
     watch.install()
@@ -199,7 +197,7 @@ def test_a_signal_whose_action_python_takes_is_put_off_to_the_end() -> None:
         signal.signal(signal.SIGUSR2, at_first)
 
 
-def test_the_handler_that_a_program_installs_in_the_block_stays() -> None:
+def test_the_handler_that_a_program_installs_in_the_block_stays():
     at_first = signal.getsignal(signal.SIGUSR2)
 
     def theirs(*_: object) -> None: ...
@@ -214,7 +212,7 @@ def test_the_handler_that_a_program_installs_in_the_block_stays() -> None:
         signal.signal(signal.SIGUSR2, at_first)
 
 
-def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> None:
+def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back():
     before = signal.getsignal(signal.SIGTERM)
     watch = PreemptionWatch(Preemption())
     watch.install()
@@ -232,8 +230,8 @@ def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back() -> Non
     ],
 )
 def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
-    caplog: pytest.LogCaptureFixture, of_job: Preemption, warns: bool
-) -> None:
+    caplog, of_job, warns
+):
     before = signal.getsignal(signal.SIGTERM)
     beside = threading.Thread(target=PreemptionWatch(of_job).install)
     beside.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +27,6 @@ from dcp_objstore.run.resume import ResumeReport, SkippedStep, load_newest
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.local import LocalStore
 from tests.support.checkpoints import memory_url
-from tests.support.wrapped_stores import Request
 
 DAMAGED = CheckpointCorruptError("damaged", key="w")
 GONE = CheckpointGoneError("gone")
@@ -81,9 +79,7 @@ class Loads:
         {6: DAMAGED, 5: DAMAGED, 4: DAMAGED, 3: DAMAGED, 2: GONE},
     ],
 )
-def test_the_newest_step_that_can_be_loaded_is_and_each_is_tried_once(
-    errors: dict[int, DcpObjstoreError],
-) -> None:
+def test_the_newest_step_that_can_be_loaded_is_and_each_is_tried_once(errors):
     loads = Loads(errors)
     found = loads.newest()
     assert loads.tried == list(range(6, 6 - len(errors) - 1, -1))
@@ -98,22 +94,20 @@ def test_the_newest_step_that_can_be_loaded_is_and_each_is_tried_once(
         ({3: PermissionDeniedError("denied")}, PermissionDeniedError("denied")),
     ],
 )
-def test_damage_to_all_is_raised_as_the_error_of_the_newest_and_others_at_once(
-    errors: dict[int, DcpObjstoreError], raised: DcpObjstoreError
-) -> None:
+def test_damage_to_all_is_raised_as_the_error_of_the_newest_and_others_at_once(errors, raised):
     loads = Loads(errors, steps=3)
     with pytest.raises(type(raised), match=raised.message):
         loads.newest()
     assert loads.tried == list(errors)
 
 
-def test_where_all_steps_are_deleted_before_they_are_read_there_is_none() -> None:
+def test_where_all_steps_are_deleted_before_they_are_read_there_is_none():
     found = Loads({2: DELETED, 1: DELETED}, steps=2).newest()
     assert (found.step, found.load) == (None, None)
     assert [one.step for one in found.skipped] == [2, 1]
 
 
-def test_a_state_that_may_be_half_filled_is_never_taken_for_one_that_is_unchanged() -> None:
+def test_a_state_that_may_be_half_filled_is_never_taken_for_one_that_is_unchanged():
     with pytest.raises(CheckpointGoneError, match="gone"):
         Loads({2: GONE, 1: DELETED}, steps=2).newest()
 
@@ -121,8 +115,8 @@ def test_a_state_that_may_be_half_filled_is_never_taken_for_one_that_is_unchange
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_step_that_is_deleted_while_it_is_loaded_gives_way_to_the_one_that_came_instead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, follows: bool
-) -> None:
+    tmp_path, monkeypatch, at, follows
+):
     """By the retention of the job that writes the run, say. Its objects go with it."""
     url = tmp_path.as_uri()
     settings = dos.TransferConfig(download_concurrency=1, max_object_size_bytes=5 << 20)
@@ -155,7 +149,7 @@ def test_a_step_that_is_deleted_while_it_is_loaded_gives_way_to_the_one_that_cam
                 run.load(found)
 
 
-def test_only_the_newest_few_markers_are_read(requests: list[Request]) -> None:
+def test_only_the_newest_few_markers_are_read(requests):
     loads = Loads({})
     requests.clear()
     loads.newest()
@@ -163,9 +157,7 @@ def test_only_the_newest_few_markers_are_read(requests: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_one_rank_warns_of_a_step_that_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_first: bool
-) -> None:
+def test_one_rank_warns_of_a_step_that_is_skipped(monkeypatch, caplog, is_first):
     loads = Loads({2: DAMAGED}, steps=2)
     monkeypatch.setattr(resume, "is_first", lambda _: is_first)
     assert loads.newest().step == 1
@@ -174,8 +166,8 @@ def test_one_rank_warns_of_a_step_that_is_skipped(
 
 @pytest.mark.parametrize(("steps", "listings"), [(0, 1), (1, 2), (3, 2)])
 def test_a_run_is_listed_again_only_if_it_had_steps_that_could_not_be_loaded(
-    requests: list[Request], steps: int, listings: int
-) -> None:
+    requests, steps, listings
+):
     loads = Loads({1: DELETED, 2: DELETED, 3: DELETED}, steps)
     requests.clear()
     assert loads.newest().step is None
@@ -192,9 +184,7 @@ def test_a_run_is_listed_again_only_if_it_had_steps_that_could_not_be_loaded(
         CheckpointNotFoundError("one answer said so"),
     ],
 )
-def test_a_step_is_not_skipped_for_what_a_verification_does_not_find(
-    error: DcpObjstoreError,
-) -> None:
+def test_a_step_is_not_skipped_for_what_a_verification_does_not_find(error):
     loads = Loads({}, steps=3)
     loads.errors[3] = error
     with pytest.raises(RetryableError, match="finds this step whole") as caught:
@@ -204,7 +194,7 @@ def test_a_step_is_not_skipped_for_what_a_verification_does_not_find(
     assert caught.value.url == f"{loads.run.url}/step-3"
 
 
-def test_only_what_the_load_has_found_damaged_is_read_to_verify_it() -> None:
+def test_only_what_the_load_has_found_damaged_is_read_to_verify_it():
     loads = Loads({}, steps=2)
     loads.errors[2] = DAMAGED
     damage(f"{loads.run.url}/step-2", b"a remark")
@@ -215,9 +205,7 @@ def test_only_what_the_load_has_found_damaged_is_read_to_verify_it() -> None:
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-def test_a_step_that_lacks_an_object_is_skipped_and_so_is_one_that_is_deleted_meanwhile(
-    is_deleted: bool,
-) -> None:
+def test_a_step_that_lacks_an_object_is_skipped_and_so_is_one_that_is_deleted_meanwhile(is_deleted):
     loads = Loads({}, steps=2)
     loads.errors[2] = CheckpointCorruptError("an object is missing")
     url = f"{loads.run.url}/step-2"
@@ -233,7 +221,7 @@ def test_a_step_that_lacks_an_object_is_skipped_and_so_is_one_that_is_deleted_me
     assert load_newest(loads.run, None, load).step == 1
 
 
-def test_a_value_that_this_program_cannot_build_ends_no_step(tmp_path: Path) -> None:
+def test_a_value_that_this_program_cannot_build_ends_no_step(tmp_path):
     url = f"file://{tmp_path}/run"
     with torch.serialization.safe_globals([Best]):
         with dos.CheckpointManager(url, sweep=False) as run:

@@ -15,7 +15,6 @@ from dcp_objstore.run.retention import (
     KeepBest,
     KeepEvery,
     KeepLatest,
-    RetentionPolicy,
     StepFacts,
     as_policy,
     plan_deletions,
@@ -51,9 +50,7 @@ CALM = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChe
 @example([StepFacts(step=2), StepFacts(step=1)], KeepEvery(5), set(), random.Random(0))
 @CALM
 @given(RUNS, POLICIES, st.sets(st.integers(0, 10**6), max_size=3), st.randoms())
-def test_what_a_job_needs_is_never_deleted_whatever_the_policy(
-    run: list[StepFacts], policy: RetentionPolicy, in_use: set[int], chance: random.Random
-) -> None:
+def test_what_a_job_needs_is_never_deleted_whatever_the_policy(run, policy, in_use, chance):
     in_use |= {run[len(run) // 2].step}
     deleted = plan_deletions(run, policy, in_use=in_use)
     assert list(deleted) == sorted(set(deleted))
@@ -69,9 +66,7 @@ def test_what_a_job_needs_is_never_deleted_whatever_the_policy(
 
 @CALM
 @given(RUNS, POLICIES)
-def test_applied_again_after_deleting_nothing_more_goes(
-    run: list[StepFacts], policy: RetentionPolicy
-) -> None:
+def test_applied_again_after_deleting_nothing_more_goes(run, policy):
     deleted = set(plan_deletions(run, policy))
     left = [facts for facts in run if facts.step not in deleted]
     # All of them are monotone: with fewer steps, none that was kept is given up.
@@ -80,9 +75,7 @@ def test_applied_again_after_deleting_nothing_more_goes(
 
 @CALM
 @given(RUNS, st.lists(POLICIES, min_size=1, max_size=4))
-def test_any_is_the_union_and_all_the_intersection(
-    run: list[StepFacts], policies: list[RetentionPolicy]
-) -> None:
+def test_any_is_the_union_and_all_the_intersection(run, policies):
     kept = [policy.keeps(run) for policy in policies]
     assert KeepAny(*policies).keeps(run) == frozenset().union(*kept)
     assert KeepAll(*policies).keeps(run) == frozenset.intersection(*kept)
@@ -91,7 +84,7 @@ def test_any_is_the_union_and_all_the_intersection(
 
 @CALM
 @given(RUNS, COUNTS)
-def test_latest_and_every_by_number(run: list[StepFacts], n: int) -> None:
+def test_latest_and_every_by_number(run, n):
     numbers = sorted(facts.step for facts in run)
     assert KeepLatest(n).keeps(run) == set(numbers[-n:])
     assert KeepEvery(n).keeps(run) == {number for number in numbers if number % n == 0}
@@ -99,9 +92,7 @@ def test_latest_and_every_by_number(run: list[StepFacts], n: int) -> None:
 
 @CALM
 @given(RUNS, COUNTS, st.sampled_from(["min", "max"]))
-def test_best_are_better_than_the_rest_and_always_numbers(
-    run: list[StepFacts], n: int, mode: str
-) -> None:
+def test_best_are_better_than_the_rest_and_always_numbers(run, n, mode):
     kept = KeepBest("loss", n, mode).keeps(run)  # type: ignore[arg-type]
     usable = {facts.step: facts.metric("loss") for facts in run if facts.metric("loss") is not None}
     assert kept <= set(usable)
@@ -115,14 +106,14 @@ def test_best_are_better_than_the_rest_and_always_numbers(
 
 @pytest.mark.parametrize("value", [True, False, "0.1", None, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_step_whose_metric_is_no_finite_number_is_not_the_best(value: object, mode: str) -> None:
+def test_a_step_whose_metric_is_no_finite_number_is_not_the_best(value, mode):
     run = [
         StepFacts(step=step, metrics={"loss": loss}) for step, loss in enumerate([0.5, value, 1])
     ]
     assert KeepBest("loss", 3, mode).keeps(run) == {0, 2}  # type: ignore[arg-type]
 
 
-def test_example_of_the_readme() -> None:
+def test_example_of_the_readme():
     losses = {100: 0.9, 200: 0.2, 300: 0.8, 400: 0.7, 500: 0.6, 600: float("nan")}
     run = [StepFacts(step=step, metrics={"loss": loss}) for step, loss in losses.items()]
     policy = as_policy([KeepLatest(2), KeepEvery(300), KeepBest("loss")])
@@ -145,6 +136,6 @@ def test_example_of_the_readme() -> None:
         lambda: as_policy(3),  # type: ignore[arg-type]
     ],
 )
-def test_wrong_arguments_are_refused_at_once(make: object) -> None:
+def test_wrong_arguments_are_refused_at_once(make):
     with pytest.raises(ConfigError):
         make()  # type: ignore[operator]

@@ -24,7 +24,6 @@ from dcp_objstore.checkpoint.names import (
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     ConfigError,
-    DcpObjstoreError,
     LostRaceError,
     PermissionDeniedError,
     StoreUnavailableError,
@@ -36,7 +35,7 @@ from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.local import TEMPORARY
 from tests.support.checkpoints import memory_url
 from tests.support.upkeep import AgedStore, Ages
-from tests.support.wrapped_stores import Fault, FaultStore, Request, Through
+from tests.support.wrapped_stores import Fault, FaultStore
 
 STATE = {"w": torch.ones(5)}
 GRACES: list[dict[str, float]] = [
@@ -71,9 +70,7 @@ def age(folder: Path, hours: float = 48) -> None:
         (["__0_0.distcp"], False),
     ],
 )
-def test_a_place_is_swept_where_a_save_can_have_left_something(
-    names: list[str], is_swept: bool
-) -> None:
+def test_a_place_is_swept_where_a_save_can_have_left_something(names, is_swept):
     run = memory_url()
     dos.save(STATE, f"{run}/step-1")
     for name in names:
@@ -82,7 +79,7 @@ def test_a_place_is_swept_where_a_save_can_have_left_something(
     assert list(swept(report)) == [*(["step-0"] if is_swept else []), "step-1"]
 
 
-def test_what_a_sweep_has_removed_is_counted_over_all_checkpoints(tmp_path: Path) -> None:
+def test_what_a_sweep_has_removed_is_counted_over_all_checkpoints(tmp_path):
     for step in (1, 2):
         folder = tmp_path / f"step-{step}"
         folder.mkdir()
@@ -114,9 +111,7 @@ def test_what_a_sweep_has_removed_is_counted_over_all_checkpoints(tmp_path: Path
         (UnsupportedError("too new"), "damaged"),
     ],
 )
-def test_a_sweep_goes_on_after_a_checkpoint_that_it_must_leave(
-    monkeypatch: pytest.MonkeyPatch, error: DcpObjstoreError, outcome: str
-) -> None:
+def test_a_sweep_goes_on_after_a_checkpoint_that_it_must_leave(monkeypatch, error, outcome):
     run = f"memory://{secrets.token_hex(6)}"
     for step in (1, 2):
         dos.save(STATE, f"{run}/step-{step}")
@@ -143,9 +138,7 @@ def test_a_sweep_goes_on_after_a_checkpoint_that_it_must_leave(
         UnsupportedError("too new"),
     ],
 )
-def test_a_claim_that_cannot_be_read_makes_no_step_superseded(
-    tmp_path: Path, through: Through, caplog: pytest.LogCaptureFixture, error: DcpObjstoreError
-) -> None:
+def test_a_claim_that_cannot_be_read_makes_no_step_superseded(tmp_path, through, caplog, error):
     run = tmp_path.as_uri()
     with dos.CheckpointManager(run, sweep=False) as manager:
         for step in (1, 2):
@@ -171,9 +164,7 @@ def test_a_claim_that_cannot_be_read_makes_no_step_superseded(
 
 
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_step_that_no_job_has_claimed_is_not_superseded(
-    monkeypatch: pytest.MonkeyPatch, damaged: bool
-) -> None:
+def test_a_step_that_no_job_has_claimed_is_not_superseded(monkeypatch, damaged):
     """Neither where the claim of its run is damaged, nor at the top of a bucket, in no run."""
     ages: Ages = {}
     opened = StoreSpec.open
@@ -192,9 +183,7 @@ def test_a_step_that_no_job_has_claimed_is_not_superseded(
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("down"), UnsupportedError("no boto3")])
-def test_uploads_that_cannot_be_listed_are_said_and_the_rest_is_swept(
-    monkeypatch: pytest.MonkeyPatch, error: DcpObjstoreError
-) -> None:
+def test_uploads_that_cannot_be_listed_are_said_and_the_rest_is_swept(monkeypatch, error):
     run = memory_url()
     dos.save(STATE, f"{run}/step-1")
 
@@ -206,7 +195,7 @@ def test_uploads_that_cannot_be_listed_are_said_and_the_rest_is_swept(
     assert (swept(report), report.uploads_unseen) == ({"step-1": "clean"}, error.message)
 
 
-def test_what_is_younger_than_the_grace_period_stays(tmp_path: Path) -> None:
+def test_what_is_younger_than_the_grace_period_stays(tmp_path):
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / data_key(0, 0, new_nonce())).write_bytes(b"12345")
     age(tmp_path, hours=2)
@@ -217,9 +206,7 @@ def test_what_is_younger_than_the_grace_period_stays(tmp_path: Path) -> None:
             dos.sweep(url, grace_seconds=wrong)  # type: ignore[arg-type]
 
 
-def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
-    requests: list[Request],
-) -> None:
+def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(requests):
     run = memory_url()
     for step in range(3):
         dos.save(STATE, f"{run}/step-{step}", progress=False)
@@ -240,9 +227,7 @@ def test_a_sweep_asks_nothing_of_a_deleted_step_whose_objects_are_gone(
     assert sent[1] < sent[0]
 
 
-def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(
-    tmp_path: Path, requests: list[Request]
-) -> None:
+def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(tmp_path, requests):
     dos.save(STATE, f"{tmp_path.as_uri()}/step-1", progress=False)
     (tmp_path / "step-1" / data_key(0, 0, new_nonce())).touch()
     probes.forget()
@@ -252,7 +237,7 @@ def test_a_dry_run_of_a_sweep_puts_and_deletes_nothing(
     assert {one.verb for one in requests} == {"list", "get"}
 
 
-def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> None:
+def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path):
     for name in ("step-1", "step-2", "step-3"):
         dos.save(STATE, f"{tmp_path.as_uri()}/{name}", progress=False)
     newer = (tmp_path / "step-1" / MARKER_KEY).read_bytes().replace(b'"format":1', b'"format":9')
@@ -268,9 +253,7 @@ def test_a_sweep_goes_on_after_a_step_that_it_cannot_read(tmp_path: Path) -> Non
     assert report.damaged == report.checkpoints[:2]
 
 
-def test_where_nothing_is_to_be_swept_nothing_is_written(
-    tmp_path: Path, requests: list[Request]
-) -> None:
+def test_where_nothing_is_to_be_swept_nothing_is_written(tmp_path, requests):
     with pytest.raises(ConfigError, match="grace"):
         dos.sweep(tmp_path.as_uri(), grace_seconds=60)
     assert requests == []
@@ -278,7 +261,7 @@ def test_where_nothing_is_to_be_swept_nothing_is_written(
     assert {one.verb for one in requests} == {"list"}
 
 
-def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow() -> None:
+def test_a_sweep_that_is_told_to_end_leaves_the_checkpoints_that_follow():
     run = memory_url()
     for step in (1, 2, 3):
         dos.save(STATE, f"{run}/step-{step}", progress=False)

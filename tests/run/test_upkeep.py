@@ -35,7 +35,6 @@ from tests.support.checkpoints import memory_url
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Bucket, RcloneServer
 from tests.support.upkeep import AgedStore, Ages, finish, tear, upload
-from tests.support.wrapped_stores import Request, Through
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 
@@ -73,7 +72,7 @@ def stock_weight(bucket: Bucket, name: str, directory: Path) -> torch.Tensor:
     return state["model"]["weight"]
 
 
-def test_repair_writes_what_the_writer_would_have_written(bucket: Bucket, tmp_path: Path) -> None:
+def test_repair_writes_what_the_writer_would_have_written(bucket, tmp_path):
     save(bucket, "step-1")
     written = bucket.get("step-1/.metadata")
     store = StoreSpec(bucket.at("step-1"), bucket.storage_options).open()
@@ -88,7 +87,7 @@ def test_repair_writes_what_the_writer_would_have_written(bucket: Bucket, tmp_pa
     assert again.dot_metadata is None
 
 
-def test_dot_metadata_is_judged_by_what_it_names(bucket: Bucket) -> None:
+def test_dot_metadata_is_judged_by_what_it_names(bucket):
     save(bucket, "step-1")
     save(bucket, "step-2", 2.0)
     judge = StockDotMetadata()
@@ -105,14 +104,12 @@ def test_dot_metadata_is_judged_by_what_it_names(bucket: Bucket) -> None:
         assert not judge.is_ours(damaged)
 
 
-def test_a_stock_checkpoint_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_a_stock_checkpoint_is_not_taken_for_ours(tmp_path):
     dcp.save({"a": WEIGHT}, checkpoint_id=str(tmp_path / "stock"), no_dist=True)
     assert not StockDotMetadata().is_ours((tmp_path / "stock" / ".metadata").read_bytes())
 
 
-def test_repair_after_a_crash_in_an_overwrite_makes_stock_torch_read_the_new_one(
-    bucket: Bucket, tmp_path: Path
-) -> None:
+def test_repair_after_a_crash_in_an_overwrite_makes_stock_torch_read_the_new_one(bucket, tmp_path):
     save(bucket, "step-1")
     old = bucket.get("step-1/.metadata")
     save(bucket, "step-1", 2.0, overwrite=True)
@@ -123,7 +120,7 @@ def test_repair_after_a_crash_in_an_overwrite_makes_stock_torch_read_the_new_one
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket) -> None:
+def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket):
     options = bucket.storage_options
     for step in (9, 10, 11):
         save(bucket, f"run/step-{step}")
@@ -146,11 +143,8 @@ def test_newest_committed_step_of_a_run_is_not_deleted_by_mistake(bucket: Bucket
 @pytest.mark.parametrize("names", [("step-9", "step-10"), ("z", "a")])
 @pytest.mark.parametrize("minutes", [(0, -10), (10, 0)])
 def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
-    tmp_path: Path,
-    names: tuple[str, str],
-    minutes: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path, names, minutes, monkeypatch
+):
     run = tmp_path.as_uri()
     for name, ahead in zip(names, minutes, strict=True):
 
@@ -168,8 +162,8 @@ def test_hosts_whose_clocks_differ_do_not_change_which_step_is_the_newest(
 
 @pytest.mark.parametrize("names", [("step-1", "step-2", "step-3"), ("old", "new", "newest")])
 def test_one_listing_and_one_newer_marker_show_that_a_step_is_not_the_newest(
-    tmp_path: Path, requests: list[Request], names: tuple[str, ...]
-) -> None:
+    tmp_path, requests, names
+):
     run = tmp_path.as_uri()
     for name in names:
         dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
@@ -187,8 +181,8 @@ def test_one_listing_and_one_newer_marker_show_that_a_step_is_not_the_newest(
 
 
 def test_a_checkpoint_without_an_index_that_is_newer_is_not_read_to_find_the_newest(
-    tmp_path: Path, requests: list[Request]
-) -> None:
+    tmp_path, requests
+):
     run = tmp_path.as_uri()
     for name in ("old", "new"):
         dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
@@ -199,7 +193,7 @@ def test_a_checkpoint_without_an_index_that_is_newer_is_not_read_to_find_the_new
     assert len([one for one in requests if one.key == MARKER_KEY]) == 1
 
 
-def test_of_numbered_steps_the_one_that_was_saved_last_is_not_the_newest(tmp_path: Path) -> None:
+def test_of_numbered_steps_the_one_that_was_saved_last_is_not_the_newest(tmp_path):
     run = tmp_path.as_uri()
     for step in (10, 9):
         dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
@@ -209,8 +203,8 @@ def test_of_numbered_steps_the_one_that_was_saved_last_is_not_the_newest(tmp_pat
 
 
 def test_of_checkpoints_of_one_second_by_the_stores_clock_the_host_tells_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     run = tmp_path.as_uri()
     for name in ("z", "a"):
         dos.save({"a": WEIGHT}, f"{run}/{name}", progress=False)
@@ -237,7 +231,7 @@ def test_of_checkpoints_of_one_second_by_the_stores_clock_the_host_tells_the_new
             dos.delete(f"{run}/{name}")
 
 
-def test_a_step_whose_marker_is_damaged_is_not_the_newer_one(tmp_path: Path) -> None:
+def test_a_step_whose_marker_is_damaged_is_not_the_newer_one(tmp_path):
     run = tmp_path.as_uri()
     for step in (1, 2, 3):
         dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
@@ -247,9 +241,7 @@ def test_a_step_whose_marker_is_damaged_is_not_the_newer_one(tmp_path: Path) -> 
     dos.delete(f"{run}/step-1")
 
 
-def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(monkeypatch):
     url = memory_url()
     dos.save({"a": WEIGHT}, url, progress=False)
     really_delete = upkeep.delete_checkpoint
@@ -267,7 +259,7 @@ def test_a_save_that_came_during_a_deletion_keeps_its_dot_metadata(
     assert StockDotMetadata().describes(body, open_committed(store)[1])
 
 
-def test_what_stands_against_a_deletion_is_said_in_this_order(through: Through) -> None:
+def test_what_stands_against_a_deletion_is_said_in_this_order(through):
     run = memory_url()
     with pytest.raises(dos.errors.CheckpointNotFoundError):
         dos.delete(f"{run}/step-1")
@@ -290,7 +282,7 @@ def test_what_stands_against_a_deletion_is_said_in_this_order(through: Through) 
     assert [step.name for step in dos.steps(run)] == ["step-1", "step-2"]
 
 
-def test_what_lies_in_no_run_is_the_newest(tmp_path: Path) -> None:
+def test_what_lies_in_no_run_is_the_newest(tmp_path):
     top = f"memory://{tmp_path.name}"
     dos.save({"a": WEIGHT}, top, progress=False)
     with pytest.raises(dos.errors.InputError, match="newest"):
@@ -305,9 +297,7 @@ class Unconditional(WrappedStore):
         return self.inner.put(key, data, retry=settings.get("retry", True))
 
 
-def test_a_store_without_conditions_is_only_looked_at(
-    through: Through, requests: list[Request]
-) -> None:
+def test_a_store_without_conditions_is_only_looked_at(through, requests):
     run = memory_url()
     for step in (1, 2):
         dos.save({"a": WEIGHT}, f"{run}/step-{step}", progress=False)
@@ -331,7 +321,7 @@ def test_a_store_without_conditions_is_only_looked_at(
     probes.forget()
 
 
-def test_repair_writes_nothing_in_a_dry_run() -> None:
+def test_repair_writes_nothing_in_a_dry_run():
     url = memory_url()
     dos.save({"a": WEIGHT}, url, progress=False)
     store = StoreSpec(url).open()
@@ -342,7 +332,7 @@ def test_repair_writes_nothing_in_a_dry_run() -> None:
         assert (DOT_METADATA_KEY in {meta.key for meta in store.list()}) is not dry_run
 
 
-def test_pins_are_named_when_one_is_set_or_removed() -> None:
+def test_pins_are_named_when_one_is_set_or_removed():
     url = memory_url()
     dos.save({"a": WEIGHT}, url, progress=False)
     assert dos.pin(url, "b") == ("b",)
@@ -350,7 +340,7 @@ def test_pins_are_named_when_one_is_set_or_removed() -> None:
     assert dos.unpin(url, "b") == ("a",)
 
 
-def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None:
+def test_pinned_checkpoint_is_protected_through_the_door(bucket):
     options, url = bucket.storage_options, bucket.at("step-1")
     save(bucket, "step-1")
     assert dos.pin(url, "paper", storage_options=options) == ("paper",)
@@ -363,7 +353,7 @@ def test_pinned_checkpoint_is_protected_through_the_door(bucket: Bucket) -> None
 
 
 @pytest.mark.backends("seaweed", "moto", "gcs", "azure")
-def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStore) -> None:
+def test_a_run_is_swept_checkpoint_by_checkpoint(bucket, later):
     options = bucket.storage_options
     save(bucket, "step-1")  # nothing to do
     save(bucket, "step-2")
@@ -405,9 +395,7 @@ def test_a_run_is_swept_checkpoint_by_checkpoint(bucket: Bucket, later: AgedStor
 
 
 @pytest.mark.parametrize("swept", ["/run", ""])
-def test_a_step_that_a_superseded_job_committed_late_is_swept(
-    bucket: Bucket, later: AgedStore, swept: str
-) -> None:
+def test_a_step_that_a_superseded_job_committed_late_is_swept(bucket, later, swept):
     """A sweep may begin at the run, or above it."""
     run, options = bucket.at("run"), bucket.storage_options
     old = dos.claim_run(run, storage_options=options)
@@ -438,7 +426,7 @@ def test_a_step_that_a_superseded_job_committed_late_is_swept(
     assert [one.name for one in dos.steps(run, storage_options=options)] == ["step-4"]
 
 
-def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Bucket) -> None:
+def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket):
     """moto says of every upload that it began years ago, SeaweedFS the truth: just now."""
     client = bucket.client()
     key = f"{bucket.prefix}step-1/{data_key(0, 0, new_nonce())}"
@@ -459,9 +447,7 @@ def test_orphaned_uploads_of_a_save_that_left_nothing_else_are_found(bucket: Buc
     assert bucket.keys() == []  # and no tombstone
 
 
-def test_sweep_without_boto3_says_what_was_not_looked_at(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_without_boto3_says_what_was_not_looked_at(bucket, monkeypatch):
     save(bucket, "step-1")
     real = importlib.util.find_spec
     monkeypatch.setattr(
@@ -476,7 +462,7 @@ def test_sweep_without_boto3_says_what_was_not_looked_at(
 
 
 @pytest.mark.parametrize("ignored", [(IfVersion,), (IfAbsent, IfVersion)])
-def test_nothing_is_removed_where_a_marker_cannot_be_fenced(ignored) -> None:
+def test_nothing_is_removed_where_a_marker_cannot_be_fenced(ignored):
     probes.forget()
     store = MemoryStore("s3://bucket/run")
     store.ignores = ignored
@@ -487,7 +473,7 @@ def test_nothing_is_removed_where_a_marker_cannot_be_fenced(ignored) -> None:
     assert store.objects == {}
 
 
-def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path: Path) -> None:
+def test_a_server_that_ignores_conditions_is_refused_and_keeps_all(tmp_path):
     probes.forget()
     with RcloneServer(tmp_path) as server:
         url, options = f"s3://{server.bucket}/run/step-1", server.storage_options

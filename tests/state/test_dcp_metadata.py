@@ -64,9 +64,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[ChunkStorageMetadata]:
     return found
 
 
-def test_chunks_are_made_of_the_tensors_that_a_planner_looks_at(
-    made: list[ChunkStorageMetadata],
-) -> None:
+def test_chunks_are_made_of_the_tensors_that_a_planner_looks_at(made):
     metadata = describe(index())
     for key in "abc":
         assert len(saved(metadata, key).chunks) == RANKS
@@ -77,7 +75,7 @@ def test_chunks_are_made_of_the_tensors_that_a_planner_looks_at(
     assert len(made) == RANKS
 
 
-def test_tensors_that_are_cut_alike_share_their_chunks(made: list[ChunkStorageMetadata]) -> None:
+def test_tensors_that_are_cut_alike_share_their_chunks(made):
     metadata = describe(index())
     assert all(saved(metadata, "a").chunks[n] is saved(metadata, "b").chunks[n] for n in range(3))
     assert len(made) == RANKS
@@ -85,7 +83,7 @@ def test_tensors_that_are_cut_alike_share_their_chunks(made: list[ChunkStorageMe
     assert len(made) == 2 * RANKS
 
 
-def test_chunks_are_taken_for_a_list() -> None:
+def test_chunks_are_taken_for_a_list():
     chunks = saved(describe(index()), "c").chunks
     listed = list(chunks)
     assert chunks == listed
@@ -101,7 +99,7 @@ def test_chunks_are_taken_for_a_list() -> None:
         chunks[RANKS]
 
 
-def test_a_pickled_metadata_carries_the_index_once_and_no_chunk() -> None:
+def test_a_pickled_metadata_carries_the_index_once_and_no_chunk():
     stored = index()
     metadata = describe(stored)
     before = len(pickle.dumps(metadata))
@@ -112,7 +110,7 @@ def test_a_pickled_metadata_carries_the_index_once_and_no_chunk() -> None:
     assert saved(received, "a").chunks[0] is saved(received, "b").chunks[0]
 
 
-def test_a_tensor_is_described_as_it_was_whatever_it_was() -> None:
+def test_a_tensor_is_described_as_it_was_whatever_it_was():
     stored = ix.decode(ix.encode(index()))
     change = {"layout": "jagged", "memory_format": "channels_last", "dtype": "float3"}
     stored.tensors["b"] = msgspec.structs.replace(stored.tensors["b"], **change)
@@ -122,7 +120,7 @@ def test_a_tensor_is_described_as_it_was_whatever_it_was() -> None:
 
 
 @pytest.mark.parametrize("change", [{"layout": "float32"}, {"memory_format": "woven"}])
-def test_a_layout_that_this_torch_lacks_is_an_error_of_its_tensor(change: dict[str, str]) -> None:
+def test_a_layout_that_this_torch_lacks_is_an_error_of_its_tensor(change):
     stored = ix.decode(ix.encode(index()))
     stored.tensors["b"] = msgspec.structs.replace(stored.tensors["b"], **change)
     with pytest.raises(CheckpointCorruptError, match=next(iter(change.values()))) as caught:

@@ -268,8 +268,8 @@ def test_the_ring_and_the_bodies_in_flight_are_within_the_budget(largest, concur
 
 
 def test_where_no_pinned_memory_can_be_had_ordinary_memory_is_used_with_one_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    caplog, monkeypatch
+):
     real_empty = torch.empty
 
     def empty(*sizes: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
@@ -921,8 +921,8 @@ def test_an_error_at_the_end_of_the_copies_is_raised_unless_the_load_has_failed_
     cases(itertools.product((False, True), repeat=2), default=[(False, True), (True, False)]),
 )
 def test_saves_and_loads_of_a_device_work_in_inference_mode_and_out_of_it(
-    made_in: bool, calls_in: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    made_in, calls_in, monkeypatch
+):
     """Copies are queued by threads of their own, which are in no mode."""
     use_lane(monkeypatch, LateLane)
     with torch.inference_mode(made_in):

@@ -22,7 +22,7 @@ def negative() -> torch.Tensor:
     return torch.tensor([1 + 2j]).conj().imag
 
 
-def test_the_bytes_of_a_tensor_are_its_memory_and_keep_it_alive() -> None:
+def test_the_bytes_of_a_tensor_are_its_memory_and_keep_it_alive():
     tensor = torch.arange(6, dtype=torch.int16).view(2, 3)
     for found in (byte_memory(tensor), device_bytes(tensor)):
         assert found is not None
@@ -46,19 +46,17 @@ def test_the_bytes_of_a_tensor_are_its_memory_and_keep_it_alive() -> None:
     ],
     ids=["steps", "a subclass", "conjugated", "negated"],
 )
-def test_memory_that_is_not_the_values_one_after_the_other_is_left_to_torch(
-    tensor: torch.Tensor,
-) -> None:
+def test_memory_that_is_not_the_values_one_after_the_other_is_left_to_torch(tensor):
     assert byte_memory(tensor) is None
     assert device_bytes(tensor) is None
 
 
-def test_memory_of_another_device_has_no_address_here() -> None:
+def test_memory_of_another_device_has_no_address_here():
     assert byte_memory(torch.empty(2, device="meta")) is None
     assert device_bytes(torch.empty(2, device="meta")).shape == (8,)
 
 
-def test_tied_tensors_are_told_by_the_same_elements() -> None:
+def test_tied_tensors_are_told_by_the_same_elements():
     base = torch.zeros(4, 4)
     same = same_memory(base)
     assert same == same_memory(base[:]) == same_memory(torch.nn.Parameter(base))
@@ -82,9 +80,7 @@ class Sharded:
         self._local_tensor = part
 
 
-def test_parts_of_sharded_tensors_are_told_by_the_elements_of_this_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_of_sharded_tensors_are_told_by_the_elements_of_this_rank(monkeypatch):
     monkeypatch.setattr(memory.torch_private, "DTensor", Sharded)
     base = torch.zeros(4)
     assert same_memory(Sharded(base)) == same_memory(base)
@@ -107,16 +103,14 @@ def test_parts_of_sharded_tensors_are_told_by_the_elements_of_this_rank(
         (torch.tensor([1 + 2j]).conj(), torch.zeros(1, dtype=torch.complex64)),
     ],
 )
-def test_elements_are_copied_by_value_and_autograd_is_told(
-    source: torch.Tensor, destination: torch.Tensor
-) -> None:
+def test_elements_are_copied_by_value_and_autograd_is_told(source, destination):
     before = destination._version
     copy_elements(source, destination)
     assert torch.equal(destination, source.to(destination.dtype))
     assert destination._version > before
 
 
-def test_tensors_of_inference_mode_are_filled_where_it_is_off() -> None:
+def test_tensors_of_inference_mode_are_filled_where_it_is_off():
     with torch.inference_mode():
         destinations = [torch.zeros(4), torch.zeros(4, dtype=torch.float64), torch.zeros(8)[::2]]
     for destination in destinations:
@@ -135,7 +129,7 @@ def by_tensor(scale: float = 1.0, zero: int = 0, dtype: Any = torch.qint8) -> An
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
 @pytest.mark.parametrize("make", [by_channel, by_tensor])
-def test_integers_are_copied_only_where_they_mean_the_same(make: Any) -> None:
+def test_integers_are_copied_only_where_they_mean_the_same(make):
     destination = make()
     destination.copy_(torch.zeros(2, 2))
     copy_elements(make(), destination)
@@ -158,7 +152,7 @@ def test_integers_are_copied_only_where_they_mean_the_same(make: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_what_is_quantized_in_another_way_is_refused_with_both_dtypes() -> None:
+def test_what_is_quantized_in_another_way_is_refused_with_both_dtypes():
     floats, zeros = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
     one, other = (
         torch.quantize_per_channel(floats, torch.full((2,), scale), zeros, 0, torch.qint8)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def saved(steps: int = 2, **settings: Any) -> str:
     return url
 
 
-def test_a_load_steps_nothing_and_touches_no_gradient_and_no_other_weight() -> None:
+def test_a_load_steps_nothing_and_touches_no_gradient_and_no_other_weight():
     url, model = saved(eps=0.0), nn.Sequential(*layers(), nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters(), eps=0.0)
     steps: list[object] = []
@@ -69,7 +68,7 @@ def test_a_load_steps_nothing_and_touches_no_gradient_and_no_other_weight() -> N
     assert float(optimizer.state[model[0].weight]["step"]) == 2
 
 
-def test_what_an_optimizer_has_already_is_filled_in_place() -> None:
+def test_what_an_optimizer_has_already_is_filled_in_place():
     url, model = saved(), layers()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
@@ -81,7 +80,7 @@ def test_what_an_optimizer_has_already_is_filled_in_place() -> None:
 
 
 @pytest.mark.parametrize("set_to", [None, torch.bfloat16])
-def test_new_state_lies_in_memory_as_its_parameter_does(set_to: torch.dtype | None) -> None:
+def test_new_state_lies_in_memory_as_its_parameter_does(set_to):
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 2, 2))
         model.to(memory_format=torch.channels_last, dtype=set_to)
@@ -114,7 +113,7 @@ class Later(torch.optim.SGD):
                 self.state[parameter]["by"] = {0.5: parameter.detach().clone(), (1, 2): [7]}
 
 
-def test_entries_that_only_a_later_step_makes_load_into_a_fresh_optimizer() -> None:
+def test_entries_that_only_a_later_step_makes_load_into_a_fresh_optimizer():
     model = layers()
     optimizer = Later(model.parameters(), lr=0.1, momentum=0.9)
     step(model, optimizer, 3)
@@ -132,7 +131,7 @@ def test_entries_that_only_a_later_step_makes_load_into_a_fresh_optimizer() -> N
         assert loaded[1, 2] == [7]
 
 
-def test_a_frozen_parameter_keeps_the_state_that_was_saved_when_it_trained() -> None:
+def test_a_frozen_parameter_keeps_the_state_that_was_saved_when_it_trained():
     url, model = saved(), layers()
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -149,9 +148,7 @@ def grouped(*, by_layer: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW([{"params": [], "lr": 0.7}, *groups])
 
 
-def test_a_group_of_parameters_that_had_different_settings_is_refused_or_keeps_its_own(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_group_of_parameters_that_had_different_settings_is_refused_or_keeps_its_own(caplog):
     model, optimizer = grouped(by_layer=True)
     step(model, optimizer)
     dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
@@ -167,7 +164,7 @@ def test_a_group_of_parameters_that_had_different_settings_is_refused_or_keeps_i
     step(other, regrouped)
 
 
-def test_state_of_parameters_that_nobody_has_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_parameters_that_nobody_has_is_warned_of(caplog):
     url, model = saved(), layers()
     optimizer = torch.optim.AdamW(model[1].parameters())
     with caplog.at_level(logging.WARNING):
@@ -176,9 +173,7 @@ def test_state_of_parameters_that_nobody_has_is_warned_of(caplog: pytest.LogCapt
     assert "6 keys" in caplog.text
 
 
-def test_what_was_saved_in_a_dict_that_is_empty_now_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_was_saved_in_a_dict_that_is_empty_now_is_warned_of(caplog):
     dos.save({"rates": {"a": 1, "b": 2}, "step": 3}, url := memory_url(), progress=False)
     with caplog.at_level(logging.WARNING):
         dos.load({"rates": {}, "step": 0}, url, progress=False)
@@ -189,7 +184,7 @@ def test_what_was_saved_in_a_dict_that_is_empty_now_is_warned_of(
     assert not caplog.text
 
 
-def test_a_numbered_state_dict_loads_whole_into_that_of_a_fresh_optimizer() -> None:
+def test_a_numbered_state_dict_loads_whole_into_that_of_a_fresh_optimizer():
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
@@ -206,7 +201,7 @@ def test_a_numbered_state_dict_loads_whole_into_that_of_a_fresh_optimizer() -> N
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_numbered_state_dict_may_be_the_whole_state(steps: int) -> None:
+def test_a_numbered_state_dict_may_be_the_whole_state(steps):
     model, other = layers(), layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     step(model, optimizer, 2)
@@ -221,7 +216,7 @@ def test_a_numbered_state_dict_may_be_the_whole_state(steps: int) -> None:
         assert torch.equal(fresh.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
 
 
-def test_a_parameter_whose_name_is_a_number_is_not_taken_for_a_group() -> None:
+def test_a_parameter_whose_name_is_a_number_is_not_taken_for_a_group():
     def make() -> tuple[nn.ParameterList, torch.optim.Optimizer]:
         model = nn.ParameterList([torch.ones(1), torch.ones(2)])
         groups = [{"params": [model[1]], "lr": 1.0}, {"params": [model[0]], "lr": 2.0}]
@@ -236,7 +231,7 @@ def test_a_parameter_whose_name_is_a_number_is_not_taken_for_a_group() -> None:
     assert [group["lr"] for group in fresh.param_groups] == [1.0, 2.0]
 
 
-def test_a_group_keeps_a_setting_of_its_own_that_its_parameters_do_not_agree_on() -> None:
+def test_a_group_keeps_a_setting_of_its_own_that_its_parameters_do_not_agree_on():
     model, optimizer = grouped(by_layer=True)
     for number, group in enumerate(optimizer.param_groups):
         group["initial_lr"] = number
@@ -249,9 +244,7 @@ def test_a_group_keeps_a_setting_of_its_own_that_its_parameters_do_not_agree_on(
 
 
 @pytest.mark.parametrize("rates", [(0.25, 0.25), (0.25, 0.5), (0.25, None)])
-def test_groups_become_one_where_their_settings_that_are_tensors_are_equal(
-    rates: tuple[float, float | None],
-) -> None:
+def test_groups_become_one_where_their_settings_that_are_tensors_are_equal(rates):
     model = layers()
     values = [0.25 if rate is None else torch.tensor(rate) for rate in rates]
     parts = zip(model, values, strict=True)
@@ -281,7 +274,7 @@ class Windowed(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 5])
-def test_an_entry_comes_in_the_shape_that_was_saved(steps: int) -> None:
+def test_an_entry_comes_in_the_shape_that_was_saved(steps):
     model = layers()
     optimizer, other = (Windowed(model.parameters(), momentum=0.9) for _ in range(2))
     step(model, optimizer, 3)
@@ -291,9 +284,7 @@ def test_an_entry_comes_in_the_shape_that_was_saved(steps: int) -> None:
     assert all(state["past"].tolist() == [1, 1, 1] for state in other.state.values())
 
 
-def test_a_group_of_new_parameters_keeps_all_of_its_settings(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_group_of_new_parameters_keeps_all_of_its_settings(caplog):
     url, model = saved(), nn.Sequential(*layers(), nn.Linear(3, 3))
     groups = [{"params": part.parameters(), "lr": 0.5, "initial_lr": 0.5} for part in model]
     optimizer = torch.optim.AdamW(groups)
@@ -304,9 +295,7 @@ def test_a_group_of_new_parameters_keeps_all_of_its_settings(
 
 
 @pytest.mark.parametrize("setting", [None, "capturable", "fused"])
-def test_steps_are_counted_on_the_host_unless_the_optimizer_counts_on_the_device(
-    setting: str | None,
-) -> None:
+def test_steps_are_counted_on_the_host_unless_the_optimizer_counts_on_the_device(setting):
     model = nn.Linear(2, 3, bias=False, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())
     if setting is not None:
@@ -365,15 +354,13 @@ T = torch.ones(2)
     ],
 )
 @pytest.mark.parametrize("save", [dos.save, lambda *a, **b: dos.async_save(*a, **b).result()])
-def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(
-    had: Any, has: Any, save: Any
-) -> None:
+def test_a_stateful_object_is_given_what_was_saved_whatever_it_has(had, has, save):
     save({"held": Held(had)}, url := memory_url(), progress=False)
     dos.load({"held": (held := Held(has))}, url, progress=False)
     assert repr(held.held) == repr(had)
 
 
-def test_what_a_stateful_object_has_and_the_checkpoint_lacks_is_named() -> None:
+def test_what_a_stateful_object_has_and_the_checkpoint_lacks_is_named():
     """Beside what was saved in the same dict; what is in a list was decided by the save."""
     dos.save({"held": Held({"by": {"a": T, "c": [T]}})}, url := memory_url(), progress=False)
     held = Held({"by": {"a": T * 0, "b": T, "c": [T * 0, T]}})
@@ -382,7 +369,7 @@ def test_what_a_stateful_object_has_and_the_checkpoint_lacks_is_named() -> None:
 
 
 @pytest.mark.parametrize("groups", [[1, 2], ["params"], [{"lr": 1}], {"params": [T]}])
-def test_a_dict_with_the_keys_of_an_optimizers_state_is_a_dict(groups: Any) -> None:
+def test_a_dict_with_the_keys_of_an_optimizers_state_is_a_dict(groups):
     value = {"state": T, "param_groups": groups}
     dos.save({"own": value}, url := memory_url(), progress=False)
     state = {"own": {"state": (filled := torch.zeros(2)), "param_groups": groups}}
@@ -408,7 +395,7 @@ class Caching(torch.optim.SGD):
         super().load_state_dict(own)
 
 
-def test_an_optimizers_dicts_without_entries_come_back() -> None:
+def test_an_optimizers_dicts_without_entries_come_back():
     model = layers()
     optimizer = Caching(model.parameters())
     optimizer.caches[1]["x"] = T
@@ -435,12 +422,12 @@ def resume_stage(rank: int, world: int, url: str) -> list[str]:
     return [names.get(id(key), key) for key in state["train"]["optimizers"][0].state]
 
 
-def test_a_stage_takes_no_state_of_another_stages_parameters(tmp_path: Path) -> None:
+def test_a_stage_takes_no_state_of_another_stages_parameters(tmp_path):
     states = run_ranks(2, resume_stage, f"file://{tmp_path}/c")
     assert states == [[f"stage{rank}.weight", f"stage{rank}.bias"] for rank in range(2)]
 
 
-def test_a_load_in_inference_mode_makes_state_that_can_be_stepped() -> None:
+def test_a_load_in_inference_mode_makes_state_that_can_be_stepped():
     url, model = saved(), layers()
     optimizer = torch.optim.AdamW(model.parameters())
     with torch.inference_mode():
@@ -449,7 +436,7 @@ def test_a_load_in_inference_mode_makes_state_that_can_be_stepped() -> None:
     assert float(optimizer.state[model[0].weight]["step"]) == 3
 
 
-def test_what_a_stateful_object_makes_of_a_load_in_inference_mode_can_be_changed_later() -> None:
+def test_what_a_stateful_object_makes_of_a_load_in_inference_mode_can_be_changed_later():
     class Copies(Held):
         def load_state_dict(self, state_dict: Any) -> None:
             super().load_state_dict({key: value.clone() for key, value in state_dict.items()})
@@ -461,7 +448,7 @@ def test_what_a_stateful_object_makes_of_a_load_in_inference_mode_can_be_changed
     assert held.held["mean"].tolist() == [2.0, 2.0, 2.0]
 
 
-def test_an_error_of_a_values_own_methods_names_the_value() -> None:
+def test_an_error_of_a_values_own_methods_names_the_value():
     class Fails(Held):
         def state_dict(self) -> Any:
             raise KeyError("inner")
@@ -479,7 +466,7 @@ def test_an_error_of_a_values_own_methods_names_the_value() -> None:
     assert caught.value.key == "b"
 
 
-def test_a_module_whose_hooks_rename_keys_is_refused_with_what_to_pass() -> None:
+def test_a_module_whose_hooks_rename_keys_is_refused_with_what_to_pass():
     model = layers()
     model._register_state_dict_hook(
         lambda _, state, prefix, __: state.update({"core.weight": state.pop(f"{prefix}0.weight")})
@@ -499,7 +486,7 @@ class Quantized(torch.optim.SGD):
             )
 
 
-def test_state_of_a_class_of_its_own_loads_as_it_was_into_a_fresh_optimizer() -> None:
+def test_state_of_a_class_of_its_own_loads_as_it_was_into_a_fresh_optimizer():
     model = layers()
     optimizer = Quantized(model.parameters())
     optimizer.step()
@@ -554,13 +541,13 @@ def resume_sums(rank: int, world: int, url: str) -> list[Any]:
     ]
 
 
-def test_state_beside_a_sharded_parameter_is_sharded_or_plain_as_it_was(tmp_path: Path) -> None:
+def test_state_beside_a_sharded_parameter_is_sharded_or_plain_as_it_was(tmp_path):
     kinds = run_ranks(2, resume_sums, f"file://{tmp_path}/c")
     sharded = ["(Shard(dim=0),)", "(Replicate(),)", "(Replicate(),)"]
     assert kinds == [[*sharded, "plain", "plain", "plain"]] * 2
 
 
-def test_under_fsdp1_the_state_of_a_parameter_that_had_none_is_not_asked_for() -> None:
+def test_under_fsdp1_the_state_of_a_parameter_that_had_none_is_not_asked_for():
     """Of its flat parameters only torch knows the names, so the trial step stands for the state."""
     model = layers()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -65,7 +65,7 @@ _DEFAULT += [(name, "much_stepped") for name in ("Adagrad", "SGD")]
     ("name", "scene"),
     cases([(name, scene) for name in _TORCH for scene in SCENES], default=_DEFAULT),
 )
-def test_each_optimizer_of_torch_goes_on_as_through_its_own_state_dict(name, scene) -> None:
+def test_each_optimizer_of_torch_goes_on_as_through_its_own_state_dict(name, scene):
     found = row(case_of("torch", name), SCENES[scene])
     allowed = {RIGHT} if (name, scene) in _DEFAULT else {RIGHT, NOT_RUN}
     # Parameters of one group were saved with different settings, or a plain dict has no places.
@@ -80,14 +80,14 @@ def test_each_optimizer_of_torch_goes_on_as_through_its_own_state_dict(name, sce
         default=[(name, "fresh") for name in _KINDS],
     ),
 )
-def test_state_of_any_kind_goes_on_as_through_the_optimizers_own_state_dict(name, scene) -> None:
+def test_state_of_any_kind_goes_on_as_through_the_optimizers_own_state_dict(name, scene):
     found = row(case_of("kinds", name), SCENES[scene])
     assert found.outcome != WRONG, found
     assert scene != "fresh" or found.outcome == RIGHT, found
 
 
 @pytest.mark.parametrize("seed", cases(range(200), default=range(3)))
-def test_random_groups_freezing_and_steps_go_on_alike(seed: int) -> None:
+def test_random_groups_freezing_and_steps_go_on_alike(seed):
     for name in ("AdamW", "SGD"):
         # `row(case_of("torch", name), random_scene(seed))` repeats it.
         found = row(case_of("torch", name), random_scene(seed))
@@ -100,7 +100,7 @@ _OF_A_GPU = ("Adam", "AdamW", "SGD", "Adam(fused)", "Adam(capturable)", "SGD(fus
 @pytest.mark.gpu
 @pytest.mark.parametrize("scene", ["fresh", "stepped", "much", "much_stepped", "tensor_lr", "raw"])
 @pytest.mark.parametrize("name", _OF_A_GPU)
-def test_on_a_gpu_each_entry_comes_back_to_the_device_where_it_was(name: str, scene: str) -> None:
+def test_on_a_gpu_each_entry_comes_back_to_the_device_where_it_was(name, scene):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU: torch.cuda.is_available() is False")
     found = row(case_of("torch", name), replace(SCENES[scene], device="cuda"))
@@ -114,8 +114,8 @@ _RANKS = [(name, layout) for name in _CLASSES for layout in LAYOUTS]
     ("name", "layout"), cases(_RANKS, default=[("AdamW", layout) for layout in LAYOUTS])
 )
 def test_two_ranks_go_on_as_through_their_own_state_dicts_and_one_process_has_what_they_had(
-    name: str, layout: str
-) -> None:
+    name, layout
+):
     for found in rows_of(case_of("torch", name), layout):
         allowed = {RIGHT} if name == "AdamW" else {RIGHT, NOT_RUN}
         # Each rank has a `prev_loss` of its own, and torch one place for it.
@@ -124,7 +124,7 @@ def test_two_ranks_go_on_as_through_their_own_state_dicts_and_one_process_has_wh
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases_of("distributed")])
-def test_optimizers_that_ranks_share_go_on_as_if_uninterrupted(name: str) -> None:
+def test_optimizers_that_ranks_share_go_on_as_if_uninterrupted(name):
     for found in rows_of(case_of("distributed", name), "ddp"):
         one_process = found.scene.endswith("to 1")  # where they cannot be made
         assert found.outcome == (NOT_RUN if one_process else RIGHT), found
@@ -174,7 +174,7 @@ _OF_A_SAVE = ("a bit of a weight", "a step", "the random state", "a setting")
     ("call", "slip"),
     [("load", slip) for slip in _SLIPS] + [("save", slip) for slip in _OF_A_SAVE],
 )
-def test_the_oracle_finds_a_slip(call: str, slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_finds_a_slip(call, slip, monkeypatch):
     real = getattr(dos, call)
 
     def careless(state: dict[str, Any], url: str, **options: Any) -> None:
@@ -195,8 +195,8 @@ def test_the_oracle_finds_a_slip(call: str, slip: str, monkeypatch: pytest.Monke
     ],
 )
 def test_the_oracle_takes_only_a_typed_error_that_names_a_key_as_a_refusal(
-    error: Exception, outcome: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    error, outcome, monkeypatch
+):
     def refusing(*_: Any, **__: Any) -> None:
         raise error
 
@@ -206,9 +206,7 @@ def test_the_oracle_takes_only_a_typed_error_that_names_a_key_as_a_refusal(
             assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == outcome
 
 
-def test_the_oracle_finds_that_a_refused_load_changed_the_optimizer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_oracle_finds_that_a_refused_load_changed_the_optimizer(monkeypatch):
     def refusing(state: dict[str, Any], _url: str, **_: Any) -> None:
         state["optimizer"].state.clear()
         raise StateMismatchError("no", key="optimizer")
@@ -217,12 +215,12 @@ def test_the_oracle_finds_that_a_refused_load_changed_the_optimizer(
     assert row(case_of("torch", "SGD"), SCENES["stepped"]).outcome == WRONG
 
 
-def test_a_random_scene_is_the_same_in_every_process() -> None:
+def test_a_random_scene_is_the_same_in_every_process():
     assert random_scene(5) == random_scene(5)
     assert len({str(random_scene(seed)) for seed in range(50)}) == 50
 
 
-def test_a_row_can_be_repeated() -> None:
+def test_a_row_can_be_repeated():
     once = functools.partial(row, case_of("torch", "SGD"), SCENES["stepped"])
     assert once() == once()
     assert once().outcome == RIGHT

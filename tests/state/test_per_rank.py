@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +75,7 @@ def load(rank: int, world_size: int, url: str, choice: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
-def test_each_rank_has_its_own_back_and_new_ones_keep_theirs(tmp_path: Path, how: str) -> None:
+def test_each_rank_has_its_own_back_and_new_ones_keep_theirs(tmp_path, how):
     url = (tmp_path / "step-1").as_uri()
     drawn = run_ranks(3, save, url, how)
     assert len({tuple(one) for one in drawn}) == 3
@@ -90,7 +89,7 @@ def test_each_rank_has_its_own_back_and_new_ones_keep_theirs(tmp_path: Path, how
             assert own not in drawn
 
 
-def test_all_values_are_handed_to_who_wants_to_choose(tmp_path: Path) -> None:
+def test_all_values_are_handed_to_who_wants_to_choose(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     drawn = run_ranks(3, save, url, "sync")
     for world_size in (1, 2, 4):
@@ -101,7 +100,7 @@ def test_all_values_are_handed_to_who_wants_to_choose(tmp_path: Path) -> None:
             assert all_drawn == drawn
 
 
-def test_values_are_in_the_order_of_the_ranks_and_those_not_saved_are_left_out() -> None:
+def test_values_are_in_the_order_of_the_ranks_and_those_not_saved_are_left_out():
     value = dos.PerRank(5, choice="list")
     assert (value.values, value.restored) == (None, False)
     value.fill({"10": ("ten",), "9": (None,), "2": ("two",), "0": ()})
@@ -111,14 +110,14 @@ def test_values_are_in_the_order_of_the_ranks_and_those_not_saved_are_left_out()
 
 
 @pytest.mark.parametrize("own", [(6,), (None,), ()])
-def test_the_value_of_this_rank_takes_the_place_of_the_one_before(own: tuple[Any, ...]) -> None:
+def test_the_value_of_this_rank_takes_the_place_of_the_one_before(own):
     value = dos.PerRank(5)
     value.fill({"1": (7,), "0": own})
     assert (value.value, value.restored) == ((own or (5,))[0], bool(own))
     assert value.values is None
 
 
-def test_what_has_a_state_dict_is_saved_by_it_and_restored_in_place() -> None:
+def test_what_has_a_state_dict_is_saved_by_it_and_restored_in_place():
     loader = Loader(3)
     value = dos.PerRank(loader)
     assert value.to_save()["0"][0]["position"] == 3
@@ -130,7 +129,7 @@ def test_what_has_a_state_dict_is_saved_by_it_and_restored_in_place() -> None:
     assert (loader.position, value.restored) == (8, False)
 
 
-def test_without_a_process_group_there_is_rank_0(tmp_path: Path) -> None:
+def test_without_a_process_group_there_is_rank_0(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     dos.save({"seed": dos.PerRank(7)}, url, progress=False)
     state = {"seed": dos.PerRank(0)}
@@ -139,7 +138,7 @@ def test_without_a_process_group_there_is_rank_0(tmp_path: Path) -> None:
     assert list(dos.open(url).keys()) == ["seed.0"]
 
 
-def test_a_checkpoint_without_the_values_is_told_of(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_values_is_told_of(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     dos.save({"a": 1}, url, progress=False)
     state = {"a": 0, "seed": dos.PerRank(5)}
@@ -150,7 +149,7 @@ def test_a_checkpoint_without_the_values_is_told_of(tmp_path: Path) -> None:
     assert (state["a"], state["seed"].value, state["seed"].restored) == (1, 5, False)
 
 
-def test_only_numbers_below_the_place_of_a_value_are_values_of_ranks(tmp_path: Path) -> None:
+def test_only_numbers_below_the_place_of_a_value_are_values_of_ranks(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     dos.save({"seed": {"best": 3}, "7": 4}, url, progress=False)
     with pytest.raises(dos.errors.StateMismatchError, match=r"seed\.0"):
@@ -159,9 +158,7 @@ def test_only_numbers_below_the_place_of_a_value_are_values_of_ranks(tmp_path: P
     assert (report.missing, report.unexpected) == (("seed.0",), ("seed.best",))
 
 
-def test_a_value_that_was_not_saved_keeps_no_other_from_being_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_value_that_was_not_saved_keeps_no_other_from_being_restored(tmp_path, monkeypatch):
     url = (tmp_path / "step-1").as_uri()
     with monkeypatch.context() as patch:
         of_ranks = {"0": (7,), "1": (8,)}
@@ -174,7 +171,7 @@ def test_a_value_that_was_not_saved_keeps_no_other_from_being_restored(
     assert state["seed"].values == [7, 8]
 
 
-def test_what_is_restored_in_place_is_refused_inside(tmp_path: Path) -> None:
+def test_what_is_restored_in_place_is_refused_inside(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     with pytest.raises(dos.errors.StateMismatchError, match="PerRank"):
         dos.save({"a": dos.PerRank([nn.Linear(2, 2)])}, url, progress=False)
@@ -182,7 +179,7 @@ def test_what_is_restored_in_place_is_refused_inside(tmp_path: Path) -> None:
         dos.PerRank(1, choice="any")  # type: ignore[arg-type]
 
 
-def test_a_cuda_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_cuda_generator_goes_on_where_it_was(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     url = (tmp_path / "step-1").as_uri()
@@ -195,7 +192,7 @@ def test_a_cuda_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(4, device="cuda"), wanted)
 
 
-def test_a_stateful_data_loader_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+def test_a_stateful_data_loader_goes_on_with_the_next_batch(tmp_path):
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     url = (tmp_path / "step-1").as_uri()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import secrets
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ def seed(number: int) -> None:
     draw()
 
 
-def test_draws_go_on_where_they_were_saved() -> None:
+def test_draws_go_on_where_they_were_saved():
     url = f"memory://{secrets.token_hex(6)}/step-1"
     seed(1)
     dos.save({"random": dos.RandomState()}, url, progress=False)
@@ -57,7 +56,7 @@ def _load(rank: int, world_size: int, url: str) -> tuple[bool, list[float]]:
     return state["random"].restored, draw()
 
 
-def test_each_rank_draws_its_own(tmp_path: Any) -> None:
+def test_each_rank_draws_its_own(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     drawn = run_ranks(2, _save, url)
     assert drawn[0] != drawn[1]
@@ -65,14 +64,14 @@ def test_each_rank_draws_its_own(tmp_path: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_draws_go_on_where_they_were_saved() -> None:
+def test_cuda_draws_go_on_where_they_were_saved():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     torch.cuda.init()
     test_draws_go_on_where_they_were_saved()
 
 
-def test_the_generators_that_both_sides_have_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generators_that_both_sides_have_are_set(monkeypatch):
     states = [torch.full((16,), number, dtype=torch.uint8) for number in range(3)]
     given: dict[int, torch.Tensor] = {}
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
@@ -85,7 +84,7 @@ def test_the_generators_that_both_sides_have_are_set(monkeypatch: pytest.MonkeyP
     assert {device: state[0] for device, state in given.items()} == {0: 0, 1: 1}
 
 
-def test_the_states_lie_on_the_host_whatever_the_default_device() -> None:
+def test_the_states_lie_on_the_host_whatever_the_default_device():
     with torch.device("meta"):
         state = dos.RandomState().state_dict()
     expected = draw()
@@ -94,9 +93,7 @@ def test_the_states_lie_on_the_host_whatever_the_default_device() -> None:
     assert draw() == expected
 
 
-def test_a_gpu_that_is_not_in_use_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_that_is_not_in_use_is_left_alone(monkeypatch, caplog):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     monkeypatch.delattr("torch.cuda.get_rng_state_all")
     state = dos.RandomState().state_dict()
@@ -126,7 +123,7 @@ def test_a_gpu_that_is_not_in_use_is_left_alone(
         lambda state: state.update(numpy=("another kind", *state["numpy"][1:])),
     ],
 )
-def test_what_is_no_such_state_is_refused_and_sets_nothing(change: Any) -> None:
+def test_what_is_no_such_state_is_refused_and_sets_nothing(change):
     seed(1)
     state = copy.deepcopy(dos.RandomState().state_dict())
     change(state)

@@ -24,7 +24,7 @@ def plain_memory(size_bytes: int) -> torch.Tensor:
     return torch.zeros(size_bytes, dtype=torch.uint8)
 
 
-def test_a_lent_slot_comes_back_when_the_last_view_of_it_is_gone() -> None:
+def test_a_lent_slot_comes_back_when_the_last_view_of_it_is_gone():
     ring = Ring(1, 16, plain_memory)
     slot = ring.acquire(no_wait)
     lent = ring.lend(slot)
@@ -40,7 +40,7 @@ def test_a_lent_slot_comes_back_when_the_last_view_of_it_is_gone() -> None:
     assert ring.try_acquire() is not None
 
 
-def test_a_lent_slot_outlives_its_ring() -> None:
+def test_a_lent_slot_outlives_its_ring():
     ring = Ring(1, 4, plain_memory)
     slot = ring.acquire(no_wait)
     slot.array[:] = 7
@@ -50,7 +50,7 @@ def test_a_lent_slot_outlives_its_ring() -> None:
     assert lent.tolist() == [7] * 4
 
 
-def test_a_slot_is_not_written_to_before_its_copies_are_complete() -> None:
+def test_a_slot_is_not_written_to_before_its_copies_are_complete():
     lane = LateLane()
     ring = Ring(1, 4, lane.allocate)
     slot = ring.acquire(no_wait)
@@ -64,7 +64,7 @@ def test_a_slot_is_not_written_to_before_its_copies_are_complete() -> None:
     assert copied.tolist() == [1] * 4
 
 
-def test_no_slot_is_waited_for_while_another_may_be_made_and_never_more_are() -> None:
+def test_no_slot_is_waited_for_while_another_may_be_made_and_never_more_are():
     lane = LateLane()
     ring = Ring(2, 4, lane.allocate)
     for _ in range(5):
@@ -76,7 +76,7 @@ def test_no_slot_is_waited_for_while_another_may_be_made_and_never_more_are() ->
     assert None not in (ring.try_acquire(), ring.try_acquire()), "both came back"
 
 
-def test_waiting_for_a_slot_ends_when_it_is_to_end() -> None:
+def test_waiting_for_a_slot_ends_when_it_is_to_end():
     ring = Ring(1, 4, plain_memory)
     taken = ring.acquire(no_wait)
 
@@ -89,7 +89,7 @@ def test_waiting_for_a_slot_ends_when_it_is_to_end() -> None:
     assert ring.acquire(stop) is taken
 
 
-def test_a_slot_that_could_not_be_allocated_is_not_counted() -> None:
+def test_a_slot_that_could_not_be_allocated_is_not_counted():
     errors = [RuntimeError("no memory")]
 
     def allocate(size_bytes: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_a_slot_that_could_not_be_allocated_is_not_counted() -> None:
     assert ring.acquire(no_wait).array.nbytes == 4
 
 
-def test_a_slot_that_comes_back_while_it_is_waited_for_is_settled() -> None:
+def test_a_slot_that_comes_back_while_it_is_waited_for_is_settled():
     lane = LateLane()
     ring = Ring(1, 4, lane.allocate)
     slot = ring.acquire(no_wait)
@@ -119,9 +119,7 @@ def test_a_slot_that_comes_back_while_it_is_waited_for_is_settled() -> None:
     assert not slot.tickets
 
 
-def test_a_thread_that_waits_for_a_slot_looks_again_and_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_waits_for_a_slot_looks_again_and_again(monkeypatch):
     monkeypatch.setattr(ring_module, "STEP_SECONDS", 0.001)
     ring = Ring(1, 4, plain_memory)
     taken = ring.acquire(no_wait)
@@ -137,14 +135,14 @@ def test_a_thread_that_waits_for_a_slot_looks_again_and_again(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_there_are_as_many_slots_as_asked_for(count: int) -> None:
+def test_there_are_as_many_slots_as_asked_for(count):
     ring = Ring(count, 4, plain_memory)
     slots = [ring.try_acquire() for _ in range(count)]
     assert None not in slots
     assert ring.try_acquire() is None
 
 
-def test_a_slot_is_settled_when_all_of_its_copies_are_complete() -> None:
+def test_a_slot_is_settled_when_all_of_its_copies_are_complete():
     lane = LateLane()
     slot = Slot(plain_memory(4))
     assert slot.has_copied()
@@ -156,7 +154,7 @@ def test_a_slot_is_settled_when_all_of_its_copies_are_complete() -> None:
     assert slot.tickets == []
 
 
-def test_bytes_are_told_to_lie_in_a_slot_up_to_its_ends() -> None:
+def test_bytes_are_told_to_lie_in_a_slot_up_to_its_ends():
     around = np.arange(12, dtype=np.uint8)
     slot = Slot(torch.from_numpy(around)[4:8])
     for start, end in [(4, 8), (4, 6), (5, 7), (7, 8)]:

@@ -120,9 +120,7 @@ def train(state: dict[str, object], steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", _OPTIMIZERS, ids=operator.attrgetter("__name__"))
-def test_an_optimizer_that_has_not_stepped_is_saved_as_such(
-    kind: type[torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_that_has_not_stepped_is_saved_as_such(kind, caplog):
     url, saved = memory_url(), small(kind)
     before = dict(saved["optimizer"].state)  # Adagrad has one from the start
     dos.save(saved, url, progress=False)
@@ -144,7 +142,7 @@ def test_an_optimizer_that_has_not_stepped_is_saved_as_such(
     assert "no optimizer state" not in caplog.text
 
 
-def test_what_a_checkpoint_does_not_know_of_keeps_its_optimizer_state_if_not_strict() -> None:
+def test_what_a_checkpoint_does_not_know_of_keeps_its_optimizer_state_if_not_strict():
     url, state = memory_url(), small(torch.optim.Adam, 3)
     dos.save({"model": state["model"]}, url, progress=False)
     before = {name: value.clone() for name, value in state_of(state).items()}
@@ -423,7 +421,7 @@ def test_a_tensor_on_the_meta_device_is_not_loaded_into_wherever_it_stands():
         assert caught.value.key == "a.inner.0"
 
 
-def test_modules_come_first_then_optimizers_then_what_may_look_at_both() -> None:
+def test_modules_come_first_then_optimizers_then_what_may_look_at_both():
     """Whatever their names: a scheduler may read the rates of its optimizer as it is restored."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -449,7 +447,7 @@ def test_modules_come_first_then_optimizers_then_what_may_look_at_both() -> None
     assert seen == [(0.5, 7.0)]
 
 
-def test_a_module_that_is_compiled_loads_what_was_saved_without() -> None:
+def test_a_module_that_is_compiled_loads_what_was_saved_without():
     model, url = nn.Linear(2, 2), memory_url()
     dos.save({"model": model}, url)
     compiled = torch.compile(nn.Linear(2, 2))
@@ -457,13 +455,13 @@ def test_a_module_that_is_compiled_loads_what_was_saved_without() -> None:
     assert torch.equal(compiled.weight, model.weight)
 
 
-def test_a_name_below_a_per_rank_value_is_refused_only_if_it_is_that_of_a_rank() -> None:
+def test_a_name_below_a_per_rank_value_is_refused_only_if_it_is_that_of_a_rank():
     ConvertedState({"rng": PerRank(1), "rng.note": 2, "rng.1a": 3}, loading=False)
     with pytest.raises(StateMismatchError, match="same name"):
         ConvertedState({"rng": PerRank(1), "rng.12": 2}, loading=False)
 
 
-def test_only_the_optimizer_that_was_saved_without_state_is_left_without() -> None:
+def test_only_the_optimizer_that_was_saved_without_state_is_left_without():
     def make(seed: int) -> dict[str, object]:
         torch.manual_seed(seed)
         models = {name: nn.Linear(2, 2, bias=False) for name in "ab"}
@@ -486,7 +484,7 @@ def test_only_the_optimizer_that_was_saved_without_state_is_left_without() -> No
     assert not other["optimizer_b"].state
 
 
-def test_momentum_of_some_parameter_groups_is_restored_and_of_the_others_there_is_none() -> None:
+def test_momentum_of_some_parameter_groups_is_restored_and_of_the_others_there_is_none():
     def make(steps: int) -> dict[str, object]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
@@ -520,7 +518,7 @@ class Noted:
 
 
 @pytest.mark.parametrize("names", [["a", "b", "c"], ["c", "b", "a"]])
-def test_ranks_go_through_the_state_in_one_order_whatever_that_of_their_dicts(names) -> None:
+def test_ranks_go_through_the_state_in_one_order_whatever_that_of_their_dicts(names):
     """The two methods may be collectives."""
     calls: list[tuple[str, str]] = []
     state = {name: Noted(name, calls) for name in names}
@@ -528,7 +526,7 @@ def test_ranks_go_through_the_state_in_one_order_whatever_that_of_their_dicts(na
     assert calls == [(verb, name) for verb in ("save", "save", "load") for name in "abc"]
 
 
-def test_it_is_known_what_stands_where() -> None:
+def test_it_is_known_what_stands_where():
     whole, part = nn.Linear(2, 2), nn.Linear(2, 2)
     part.bias.requires_grad_(False)
     converted = ConvertedState(
@@ -548,7 +546,7 @@ def test_it_is_known_what_stands_where() -> None:
     assert converted.left_out == {("parts", "0", "0"): {"tensors": 1, "elements": 2}}
 
 
-def test_an_optimizer_belongs_to_the_smallest_module_that_has_its_parameters() -> None:
+def test_an_optimizer_belongs_to_the_smallest_module_that_has_its_parameters():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[1].parameters())
     for state in ({"a": model, "b": model[1]}, {"b": model, "a": model[1]}):
@@ -562,7 +560,7 @@ def test_an_optimizer_belongs_to_the_smallest_module_that_has_its_parameters() -
 @pytest.mark.parametrize(
     "frozen", [False, True], ids=["which has no elements", "which does not train"]
 )
-def test_an_optimizer_is_not_stepped_for_a_parameter_that_never_gets_a_state(frozen: bool) -> None:
+def test_an_optimizer_is_not_stepped_for_a_parameter_that_never_gets_a_state(frozen):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -578,7 +576,7 @@ def test_an_optimizer_is_not_stepped_for_a_parameter_that_never_gets_a_state(fro
     assert optimizer.state[model.trains]["exp_avg"] is before
 
 
-def test_the_state_dict_of_a_module_is_made_once() -> None:
+def test_the_state_dict_of_a_module_is_made_once():
     """Under FSDP1 that is a collective."""
     made: list[int] = []
 
@@ -591,7 +589,7 @@ def test_the_state_dict_of_a_module_is_made_once() -> None:
     assert len(made) == 1
 
 
-def test_buffers_of_a_module_without_parameters_are_saved_and_restored() -> None:
+def test_buffers_of_a_module_without_parameters_are_saved_and_restored():
     norm = nn.BatchNorm1d(2, affine=False)
     saved = copied(to_state_dict({"norm": norm}))
     norm.running_mean.fill_(7.0)
@@ -599,7 +597,7 @@ def test_buffers_of_a_module_without_parameters_are_saved_and_restored() -> None
     assert norm.running_mean.tolist() == [0.0, 0.0]
 
 
-def test_a_tensor_without_memory_is_refused_only_where_it_would_be_loaded_into() -> None:
+def test_a_tensor_without_memory_is_refused_only_where_it_would_be_loaded_into():
     ConvertedState({"t": torch.zeros(2, device="meta")}, loading=False)
 
 
@@ -615,13 +613,13 @@ def test_a_tensor_without_memory_is_refused_only_where_it_would_be_loaded_into()
         ([[1], None], [[], [2, 3]]),
     ],
 )
-def test_a_plain_value_is_replaced_by_any_other(value, loaded) -> None:
+def test_a_plain_value_is_replaced_by_any_other(value, loaded):
     state = {"in": {"value": value}}
     restore(state, {"in": {"value": loaded}})
     assert state == {"in": {"value": loaded}}
 
 
-def test_tensors_in_a_mapping_that_nobody_can_change_are_loaded_in_place() -> None:
+def test_tensors_in_a_mapping_that_nobody_can_change_are_loaded_in_place():
     tensor = torch.zeros(2)
     state = {"fixed": MappingProxyType({"t": tensor, "of": Holder(MappingProxyType({1: 2}))})}
     converted = ConvertedState(state, loading=True)
@@ -644,13 +642,13 @@ def test_tensors_in_a_mapping_that_nobody_can_change_are_loaded_in_place() -> No
     ],
     ids=lambda inner: type(inner).__name__,
 )
-def test_what_stands_in_a_list_beside_plain_values_is_stored_by_itself(inner) -> None:
+def test_what_stands_in_a_list_beside_plain_values_is_stored_by_itself(inner):
     converted = ConvertedState({"list": [0, inner, "x"]}, loading=True)
     listed = converted.state_dict["list"]
     assert listed is not converted._state["list"]
 
 
-def test_containers_of_a_state_dict_come_back_in_their_types() -> None:
+def test_containers_of_a_state_dict_come_back_in_their_types():
     held = {
         "ordered": OrderedDict(b=1, a=2),
         "default": defaultdict(list, {3: [4]}),
@@ -674,7 +672,7 @@ def test_containers_of_a_state_dict_come_back_in_their_types() -> None:
     assert loaded["default"]["new"] == []
 
 
-def test_a_list_of_stateful_objects_that_was_shorter_is_named() -> None:
+def test_a_list_of_stateful_objects_that_was_shorter_is_named():
     state = {"list": [Odometer(), Odometer()]}
     with pytest.raises(StateMismatchError, match="not in the checkpoint"):
         restore(state, {"list": [{"count": 1}]})
@@ -691,7 +689,7 @@ class OtherHalf:
 
 
 @pytest.mark.parametrize("kind", [Half, OtherHalf])
-def test_an_object_with_one_of_the_two_methods_is_a_plain_value(kind: type) -> None:
+def test_an_object_with_one_of_the_two_methods_is_a_plain_value(kind):
     value = kind()
     assert to_state_dict({"a": value, "b": [value], "c": (value,)}) == {
         "a": value,
@@ -712,7 +710,7 @@ def test_an_object_with_one_of_the_two_methods_is_a_plain_value(kind: type) -> N
     ],
     ids=lambda part: type(part).__name__,
 )
-def test_nothing_that_is_restored_in_place_may_stand_in_a_tuple(part) -> None:
+def test_nothing_that_is_restored_in_place_may_stand_in_a_tuple(part):
     with pytest.raises(StateMismatchError, match="tuple"):
         to_state_dict({"t": (0, part)})
     with pytest.raises(StateMismatchError, match="PerRank"):
@@ -730,7 +728,7 @@ class Planner(AgreeingPlanner, Failing):
     _url = "s3://bucket/run/step-1"
 
 
-def test_every_error_of_a_planner_can_be_sent_to_all_ranks_and_names_the_checkpoint() -> None:
+def test_every_error_of_a_planner_can_be_sent_to_all_ranks_and_names_the_checkpoint():
     with pytest.raises(RankFailedError) as caught:
         Planner().set_up_planner({})
     assert caught.value.url == Planner._url

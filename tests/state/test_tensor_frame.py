@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from tests.support.states import ALL_DTYPES, same_bits, seeded
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_stock_torch_loads_what_stands_in_a_frame(dtype: torch.dtype) -> None:
+def test_stock_torch_loads_what_stands_in_a_frame(dtype):
     for shape in ((), (3,), (2, 3), (0,), (2, 0)):
         tensor = seeded("framed", shape, dtype)
         around = frame(dtype, shape, save_options())
@@ -37,7 +36,7 @@ def test_stock_torch_loads_what_stands_in_a_frame(dtype: torch.dtype) -> None:
         assert same_bits(torch.load(body, weights_only=True), tensor)
 
 
-def test_what_torch_is_told_of_its_files_is_part_of_a_frame() -> None:
+def test_what_torch_is_told_of_its_files_is_part_of_a_frame():
     before = frame(torch.float32, (3,), save_options())
     assert len(before.header) % 4096
     with serialization_config.patch("save.storage_alignment", 4096):
@@ -51,7 +50,7 @@ def test_what_torch_is_told_of_its_files_is_part_of_a_frame() -> None:
     assert frame(torch.float32, (3,), save_options()) == before
 
 
-def test_storages_have_their_places_between_what_torch_writes() -> None:
+def test_storages_have_their_places_between_what_torch_writes():
     one, other = torch.full((5,), 7, dtype=torch.uint8), torch.full((3,), 8, dtype=torch.uint8)
     before, between, after = framing({"a": one, "b": other, "none": torch.empty(0)})
     body = before + bytes(one) + between + bytes(other) + after
@@ -63,7 +62,7 @@ def test_storages_have_their_places_between_what_torch_writes() -> None:
 @pytest.mark.parametrize(
     ("dtype", "advice"), [(torch.quint4x2, "dequantize"), (torch.bits8, "uint8")]
 )
-def test_a_dtype_that_could_not_be_loaded_again_is_refused(dtype: torch.dtype, advice: str) -> None:
+def test_a_dtype_that_could_not_be_loaded_again_is_refused(dtype, advice):
     with pytest.raises(UnsupportedError, match=advice):
         frame(dtype, (2,), save_options())
 
@@ -72,7 +71,7 @@ def test_a_dtype_that_could_not_be_loaded_again_is_refused(dtype: torch.dtype, a
     ("position", "header", "padding"),
     [(0, 64, 0), (0, 65, 63), (1, 63, 0), (63, 0, 1), (64, 1, 63)],
 )
-def test_a_payload_begins_at_a_multiple_of_64(position: int, header: int, padding: int) -> None:
+def test_a_payload_begins_at_a_multiple_of_64(position, header, padding):
     assert padding_before(position, header) == padding
 
 
@@ -80,7 +79,7 @@ class Subclass(torch.Tensor):
     pass
 
 
-def test_the_memory_of_a_tensor_is_its_payload_where_that_is_possible() -> None:
+def test_the_memory_of_a_tensor_is_its_payload_where_that_is_possible():
     plain = torch.arange(6.0).view(2, 3)
     kept = [plain, plain[1:], torch.nn.Parameter(plain), torch.empty(0, 3)]
     for tensor in kept:
@@ -107,13 +106,13 @@ def test_the_memory_of_a_tensor_is_its_payload_where_that_is_possible() -> None:
     ],
     ids=["a subclass", "quantized"],
 )
-def test_what_only_torch_can_write_is_pickled_whole(make: Callable[[], torch.Tensor]) -> None:
+def test_what_only_torch_can_write_is_pickled_whole(make):
     assert raw_payload(make()) is None
     loaded = torch.load(io.BytesIO(bytes(pickled_blob(make()))), weights_only=False)
     assert type(loaded) is type(make())
 
 
-def test_a_pickled_tensor_has_no_gradient() -> None:
+def test_a_pickled_tensor_has_no_gradient():
     blob = pickled_blob(torch.nn.Parameter(torch.ones(2)) * 1)
     assert blob.dtype == np.uint8
     assert not torch.load(io.BytesIO(bytes(blob)), weights_only=True).requires_grad
@@ -136,21 +135,19 @@ def freed() -> torch.Tensor:
     ],
     ids=["meta", "freed", "sparse", "csr"],
 )
-def test_a_tensor_without_elements_in_memory_is_refused(
-    make: Callable[[], torch.Tensor], why: str
-) -> None:
+def test_a_tensor_without_elements_in_memory_is_refused(make, why):
     with pytest.raises(UnsupportedError, match=why):
         raw_payload(make())
 
 
-def test_only_the_strided_layout_is_accepted() -> None:
+def test_only_the_strided_layout_is_accepted():
     check_layout(torch.strided)
     for layout in (torch.jagged, torch.sparse_coo, torch.sparse_csr):
         with pytest.raises(UnsupportedError):
             check_layout(layout)
 
 
-def test_the_memory_of_small_tensors_is_copied_and_that_of_others_is_not() -> None:
+def test_the_memory_of_small_tensors_is_copied_and_that_of_others_is_not():
     tensor = torch.arange(2**14 + 1, dtype=torch.int32).to(torch.uint8)
     small, large = small_payload(tensor, 2**14), small_payload(tensor, 2**14 + 1)
     assert isinstance(small, bytes)
@@ -160,7 +157,7 @@ def test_the_memory_of_small_tensors_is_copied_and_that_of_others_is_not() -> No
     assert large.nbytes == 2**14 + 1
 
 
-def test_slices_are_views_of_the_memory_up_to_a_size() -> None:
+def test_slices_are_views_of_the_memory_up_to_a_size():
     tensor = torch.arange(7, dtype=torch.int16)
     slices = list(payload_slices(tensor, 4))
     assert [piece.nbytes for piece in slices] == [4, 4, 4, 2]

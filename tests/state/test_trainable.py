@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,6 @@ from tests.support.campaign import cases
 from tests.support.checkpoints import Options, memory_url
 from tests.support.left_copies import lose_objects
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
-from tests.support.wrapped_stores import Request
 
 TRAINED = {"adapter.weight", "adapter.bias"}
 BUFFERS = {f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -73,7 +70,7 @@ def model_keys(url: str, **options: Any) -> set[str]:
     return {key.removeprefix("model.") for key in keys if key.startswith("model.")}
 
 
-def test_only_what_trains_is_saved_and_training_goes_on_from_it() -> None:
+def test_only_what_trains_is_saved_and_training_goes_on_from_it():
     url, before = memory_url(), with_optimizer(Net())
     train(before, 3)
     dos.save(before, url)
@@ -102,22 +99,20 @@ def test_only_what_trains_is_saved_and_training_goes_on_from_it() -> None:
         ),
     ],
 )
-def test_an_entry_belongs_to_the_part_as_its_parameter_does(
-    settings: dict[str, Any], part: set[str]
-) -> None:
+def test_an_entry_belongs_to_the_part_as_its_parameter_does(settings, part):
     names = ["adapter.weight", "adapter.weight.scale", "base.weight", "base.weight.scale"]
     entries = {name: name.upper() for name in (*names, "norm.running_mean", "norm.bias", "extra")}
     kept = Trainable(Net(), **settings).part_of(entries)
     assert kept == {name: name.upper() for name in part}
 
 
-def test_tensors_that_are_left_out_are_counted_with_their_elements() -> None:
+def test_tensors_that_are_left_out_are_counted_with_their_elements():
     whole = {"a": torch.ones(2, 3), "b": torch.ones(5), "c": torch.ones(()), "extra": b"bytes"}
     assert count_left_out(whole, {"b": 1}) == {"tensors": 2, "elements": 7}
     assert count_left_out(whole, whole) == {"tensors": 0, "elements": 0}
 
 
-def test_without_buffers_only_parameters_are_saved() -> None:
+def test_without_buffers_only_parameters_are_saved():
     url, model = memory_url(), Net()
     dos.save({"model": dos.trainable(model, buffers=False)}, url)
     assert model_keys(url) == TRAINED
@@ -136,7 +131,7 @@ class Quantized(nn.Linear):
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_an_entry_below_a_parameter_goes_with_it(frozen: bool) -> None:
+def test_an_entry_below_a_parameter_goes_with_it(frozen):
     url, model = memory_url(), nn.ModuleDict({"a": Quantized(2, 2), "b": nn.Linear(2, 2)})
     model["a"].requires_grad_(not frozen)
     dos.save({"model": dos.trainable(model)}, url)
@@ -144,7 +139,7 @@ def test_an_entry_below_a_parameter_goes_with_it(frozen: bool) -> None:
     assert model_keys(url) == {"b.weight", "b.bias"} | own
 
 
-def test_a_module_in_which_all_trains_is_saved_whole_and_loads_as_such() -> None:
+def test_a_module_in_which_all_trains_is_saved_whole_and_loads_as_such():
     url, model = memory_url(), Net()
     dos.save({"model": dos.trainable(model.requires_grad_(True))}, url)
     assert model_keys(url) == set(model.state_dict())
@@ -152,9 +147,7 @@ def test_a_module_in_which_all_trains_is_saved_whole_and_loads_as_such() -> None
     dos.load({"model": model}, url)
 
 
-def test_nothing_of_a_module_in_which_nothing_trains_is_saved(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_of_a_module_in_which_nothing_trains_is_saved(caplog):
     url, model = memory_url(), nn.Linear(2, 2).requires_grad_(False)
     dos.save({"model": dos.trainable(model)}, url)
     assert "nothing is saved" in caplog.text
@@ -163,9 +156,7 @@ def test_nothing_of_a_module_in_which_nothing_trains_is_saved(
     dos.load({"model": dos.trainable(model)}, url)
 
 
-def test_what_a_parameter_left_in_the_optimizer_goes_when_it_is_frozen_and_comes_back_after() -> (
-    None
-):
+def test_what_a_parameter_left_in_the_optimizer_goes_when_it_is_frozen_and_comes_back_after():
     state = with_optimizer(model := Net())
     train(state, 1)
     model.adapter.bias.requires_grad_(False)
@@ -205,9 +196,7 @@ def without_adapter(model: Net) -> dict[str, Any]:
         (without_adapter, "model.adapter.weight", "not in the module"),
     ],
 )
-def test_a_load_wants_the_set_that_was_saved(
-    change: Callable[[Net], dict[str, Any]], key: str, advice: str
-) -> None:
+def test_a_load_wants_the_set_that_was_saved(change, key, advice):
     dos.save({"model": dos.trainable(Net(1))}, url := memory_url())
     state = change(model := Net(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -218,9 +207,7 @@ def test_a_load_wants_the_set_that_was_saved(
     dos.load(state, url, strict=False)
 
 
-def test_of_a_whole_checkpoint_a_part_is_loaded_only_without_strict(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_of_a_whole_checkpoint_a_part_is_loaded_only_without_strict(caplog):
     dos.save({"model": (saved := Net(1))}, url := memory_url())
     state = {"model": dos.trainable(model := Net(2))}
     with pytest.raises(StateMismatchError, match="base"):
@@ -232,7 +219,7 @@ def test_of_a_whole_checkpoint_a_part_is_loaded_only_without_strict(
     assert not torch.equal(model.base.weight, saved.base.weight)
 
 
-def test_what_is_no_module_or_stands_in_a_tuple_is_refused() -> None:
+def test_what_is_no_module_or_stands_in_a_tuple_is_refused():
     with pytest.raises(ConfigError, match="OrderedDict"):
         dos.trainable(Net().state_dict())  # type: ignore[arg-type]
     with pytest.raises(StateMismatchError, match="tuple"):
@@ -242,8 +229,8 @@ def test_what_is_no_module_or_stands_in_a_tuple_is_refused() -> None:
 @pytest.mark.parametrize("save", [dos.save, lambda *at, **how: dos.async_save(*at, **how).result()])
 @pytest.mark.parametrize("note", [{}, {"a": "x" * (32 * 1024 - 20)}])
 def test_what_the_marker_has_no_room_to_note_is_refused_before_anything_is_sent(
-    requests: list[Request], save: Any, note: dict[str, Any]
-) -> None:
+    requests, save, note
+):
     count = 1 if note else 800
     state = {f"adapter_{n:04}": dos.trainable(nn.Linear(1, 1)) for n in range(count)}
     for part in state.values():
@@ -257,7 +244,7 @@ def test_what_the_marker_has_no_room_to_note_is_refused_before_anything_is_sent(
         save(state, url, user_metadata={"a": note["a"][:-100]}, progress=False)
 
 
-def test_torchs_own_save_refuses_it_and_commits_nothing() -> None:
+def test_torchs_own_save_refuses_it_and_commits_nothing():
     writer = dos.ObjectStoreWriter(url := memory_url())
     with pytest.raises(CheckpointException, match="torch's own"):
         dcp.save({"model": dos.trainable(Net())}, storage_writer=writer)
@@ -265,7 +252,7 @@ def test_torchs_own_save_refuses_it_and_commits_nothing() -> None:
         dos.open(url)
 
 
-def test_values_of_the_user_under_the_same_name_stay() -> None:
+def test_values_of_the_user_under_the_same_name_stay():
     dos.save({"model": dos.trainable(Net())}, url := memory_url(), user_metadata={"left_out": [1]})
     assert dos.open(url).user_metadata == {"left_out": [1]}
     with pytest.raises(StateMismatchError):
@@ -330,9 +317,7 @@ def resume(rank: int, world: int, kind: str, url: str, options: Options) -> dict
         default=[(("fsdp2", 4), ("fsdp2", 2)), (("fsdp2", 2), ("fsdp1", 2))],
     ),
 )
-def test_ranks_save_and_load_what_trains_in_any_layout(
-    bucket: Bucket, saves: tuple[str, int], loads: tuple[str, int]
-) -> None:
+def test_ranks_save_and_load_what_trains_in_any_layout(bucket, saves, loads):
     options = bucket.storage_options
     kind, world = saves
     trained = run_ranks(world, train_in_a_run, kind, bucket.url, options)[0]
@@ -357,7 +342,7 @@ def load_a_stage(rank: int, world: int, url: str, names: list[str]) -> set[str]:
     return set()
 
 
-def test_stages_of_a_pipeline_ask_together_for_all_that_was_saved(tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_ask_together_for_all_that_was_saved(tmp_path):
     url = (tmp_path / "step-1").as_uri()
     layers = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
     layers.add_module("base", nn.Linear(2, 2).requires_grad_(False))
@@ -369,7 +354,7 @@ def test_stages_of_a_pipeline_ask_together_for_all_that_was_saved(tmp_path: Path
         assert "model.a.weight" not in found
 
 
-def test_a_job_that_starts_again_on_its_node_needs_no_objects(tmp_path: Path) -> None:
+def test_a_job_that_starts_again_on_its_node_needs_no_objects(tmp_path):
     (node := tmp_path / "node").mkdir()
     run, state = tmp_path / "run", with_optimizer(Net(1))
     train(state, 1)

@@ -55,7 +55,7 @@ class TestAzure(StoreContract):
 
 
 @azure
-def test_all_blocks_but_the_last_have_the_same_size(bucket: Bucket) -> None:
+def test_all_blocks_but_the_last_have_the_same_size(bucket):
     store = open_store(bucket.url, bucket.storage_options)
     pieces = iter([bytes(size) for size in (1, PART - 7, PART, 3_000_000, 17)])
     store.put_stream("k", pieces, part_size_bytes=PART, max_concurrency=2)
@@ -65,7 +65,7 @@ def test_all_blocks_but_the_last_have_the_same_size(bucket: Bucket) -> None:
 
 
 @azure
-def test_blocks_of_an_upload_that_was_given_up_are_no_object(bucket: Bucket) -> None:
+def test_blocks_of_an_upload_that_was_given_up_are_no_object(bucket):
     store = open_store(bucket.url, bucket.storage_options)
     put_broken(store, "k", [bytes(PART)] * 2, ExpectedError(), at_once=1)
     assert list(store.list()) == []
@@ -75,7 +75,7 @@ def test_blocks_of_an_upload_that_was_given_up_are_no_object(bucket: Bucket) -> 
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_missing_container(azurite: Azurite, verb: str) -> None:
+def test_a_missing_container(azurite, verb):
     store = open_store("az://no-such-container/run", azurite.storage_options, ONCE)
     with pytest.raises(BucketNotFoundError) as caught:
         VERBS[verb](store)
@@ -83,7 +83,7 @@ def test_a_missing_container(azurite: Azurite, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_wrong_key_is_no_outage_and_is_not_shown(azurite: Azurite, verb: str) -> None:
+def test_a_wrong_key_is_no_outage_and_is_not_shown(azurite, verb):
     options = {**azurite.storage_options, "account_key": "d3Jvbmcta2V5"}
     store = open_store(f"az://{BUCKET}/run", options, ONCE)
     # Azure itself says AuthenticationFailed, which becomes a CredentialsError.
@@ -104,9 +104,7 @@ def sas(azurite: Azurite, permissions: str) -> str:
 
 
 @azure
-def test_every_way_to_sign_reaches_the_same_container(
-    bucket: Bucket, azurite: Azurite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_to_sign_reaches_the_same_container(bucket, azurite, monkeypatch):
     endpoint = azurite.endpoint_url
     token = sas(azurite, "rwdlac")
     account = {"account_name": ACCOUNT, "endpoint_url": endpoint}
@@ -136,9 +134,7 @@ def test_every_way_to_sign_reaches_the_same_container(
 
 
 @azure
-def test_a_signature_that_may_only_read_is_refused_by_type_and_not_shown(
-    bucket: Bucket, azurite: Azurite
-) -> None:
+def test_a_signature_that_may_only_read_is_refused_by_type_and_not_shown(bucket, azurite):
     bucket.put("k", b"as it was")
     options = {"account_name": ACCOUNT, "endpoint_url": azurite.endpoint_url}
     token = sas(azurite, "rl")
@@ -159,7 +155,7 @@ def test_a_signature_that_may_only_read_is_refused_by_type_and_not_shown(
 # What needs no server
 
 
-def test_a_server_that_is_not_there_is_an_outage_and_shows_no_signature() -> None:
+def test_a_server_that_is_not_there_is_an_outage_and_shows_no_signature():
     # obstore leaves out the whole URL where there is a signature in it.
     options = {"account_name": "a", "sas_token": "sp=r&sig=SECRET"}
     options["endpoint_url"] = "http://127.0.0.1:1"
@@ -184,7 +180,7 @@ def no_azure(monkeypatch: pytest.MonkeyPatch) -> None:
         ("abfss://container/run", "az://container/run"),
     ],
 )
-def test_the_spellings_of_a_url_are_one(url: str, normal: str) -> None:
+def test_the_spellings_of_a_url_are_one(url, normal):
     assert StoreSpec(url).url == normal
 
 
@@ -199,7 +195,7 @@ def test_the_spellings_of_a_url_are_one(url: str, normal: str) -> None:
         ("az://box/a\\b", "backslash"),
     ],
 )
-def test_a_bad_url_is_refused_with_the_way_out(url: str, says: str) -> None:
+def test_a_bad_url_is_refused_with_the_way_out(url, says):
     with pytest.raises(InvalidUrlError) as caught:
         StoreSpec(url)
     assert says in str(caught.value)
@@ -229,9 +225,7 @@ def test_a_bad_url_is_refused_with_the_way_out(url: str, says: str) -> None:
         ({"account_host": "host?sig=x"}, "without credentials"),
     ],
 )
-def test_a_bad_option_is_refused_with_the_nearest_name(
-    no_azure: None, options: dict[str, object], says: str
-) -> None:
+def test_a_bad_option_is_refused_with_the_nearest_name(no_azure, options, says):
     with pytest.raises(ConfigError) as caught:
         open_store("az://container/x", options)
     assert says in str(caught.value)
@@ -247,7 +241,7 @@ def test_a_bad_option_is_refused_with_the_nearest_name(
         {"account_name": "acct", "client_id": "c", "tenant_id": "t", "client_secret": "SECRET"},
     ],
 )
-def test_no_secret_is_shown_or_pickled(no_azure: None, options: dict[str, object]) -> None:
+def test_no_secret_is_shown_or_pickled(no_azure, options):
     spec = StoreSpec("az://container/x", options)
     assert "SECRET" not in repr(spec)
     assert "SECRET" not in repr(spec.open())
@@ -261,9 +255,7 @@ def test_no_secret_is_shown_or_pickled(no_azure: None, options: dict[str, object
         )
 
 
-def test_account_and_endpoint_come_from_wherever_they_are_named(
-    no_azure: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_account_and_endpoint_come_from_wherever_they_are_named(no_azure, monkeypatch):
     def found(**options: object) -> tuple[str, str | None]:
         result = find_azure_credentials(parse(AzureOptions, options))
         return result.account_name, result.endpoint_url
@@ -291,7 +283,7 @@ def test_account_and_endpoint_come_from_wherever_they_are_named(
     assert found(**key) == ("of-the-environment", None)
 
 
-def test_identities_of_azure_identity_are_asked_for_tokens(no_azure: None) -> None:
+def test_identities_of_azure_identity_are_asked_for_tokens(no_azure):
     class Token:
         token = "a-token"
         expires_on = 2_000_000_000
@@ -314,9 +306,7 @@ def test_identities_of_azure_identity_are_asked_for_tokens(no_azure: None) -> No
         find_azure_credentials(parse(AzureOptions, {"account_name": "a", "credential": OfAio()}))
 
 
-def test_without_azure_identity_what_to_do_is_said(
-    no_azure: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_azure_identity_what_to_do_is_said(no_azure, monkeypatch):
     monkeypatch.setitem(sys.modules, "azure", None)
     with pytest.raises(CredentialsError) as caught:
         find_azure_credentials(
@@ -325,7 +315,7 @@ def test_without_azure_identity_what_to_do_is_said(
     assert "pip install 'dcp-objstore[azure]'" in str(caught.value)
 
 
-def test_an_identity_that_has_no_token_is_a_credentials_error(no_azure: None) -> None:
+def test_an_identity_that_has_no_token_is_a_credentials_error(no_azure):
     class RefusedError(Exception):
         pass
 

@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> ObjectStore:
 
 
 @pytest.mark.parametrize("transport", ["native", "boto3"])
-def test_the_buffer_of_a_request_that_failed_dies_with_the_error(transport: str) -> None:
+def test_the_buffer_of_a_request_that_failed_dies_with_the_error(transport):
     options = {
         "key": "a",
         "secret": "b",
@@ -53,7 +53,7 @@ def test_the_buffer_of_a_request_that_failed_dies_with_the_error(transport: str)
         gc.enable()
 
 
-def test_errors_that_were_raised_in_a_circle_are_raised_like_others(store: ObjectStore) -> None:
+def test_errors_that_were_raised_in_a_circle_are_raised_like_others(store):
     def buffers() -> Iterator[bytes]:
         first, second = OSError("first"), KeyError("second")
         try:
@@ -79,9 +79,7 @@ def test_errors_that_were_raised_in_a_circle_are_raised_like_others(store: Objec
     assert [str(error) for error in raised] == ["first"]
 
 
-def test_an_error_leaves_alone_the_frames_of_what_its_caller_was_handling(
-    store: ObjectStore,
-) -> None:
+def test_an_error_leaves_alone_the_frames_of_what_its_caller_was_handling(store):
     kept: list[KeyError] = []
 
     def steps() -> Iterator[int]:
@@ -103,7 +101,7 @@ def test_an_error_leaves_alone_the_frames_of_what_its_caller_was_handling(
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
-def test_a_range_that_was_read_leaves_no_reference_cycle(scheme: str, tmp_path: Path) -> None:
+def test_a_range_that_was_read_leaves_no_reference_cycle(scheme, tmp_path):
     store = open_store(f"{scheme}://{'bucket/run' if scheme == 'memory' else tmp_path}")
     store.put("k", b"body")
     read_range(store, "k", 0, 4)
@@ -128,9 +126,7 @@ VERBS: dict[str, Callable[[ObjectStore], object]] = {
 
 
 @pytest.mark.parametrize("inner", VERBS)
-def test_a_request_of_the_main_thread_is_sent_from_another(
-    store: ObjectStore, inner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_of_the_main_thread_is_sent_from_another(store, inner, monkeypatch):
     store.put("k", b"x")
     really, senders = getattr(LocalStore, inner), list[threading.Thread]()
 
@@ -147,9 +143,7 @@ def test_a_request_of_the_main_thread_is_sent_from_another(
 
 
 @pytest.mark.usefixtures("usual_signals")
-def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other(store, monkeypatch):
     answer, begun, done = threading.Event(), list[str](), list[str]()
 
     def slow(_store: LocalStore, place: Path) -> None:
@@ -167,9 +161,7 @@ def test_ctrl_c_leaves_the_request_under_way_and_begins_no_other(
     answer.set()
 
 
-def test_a_listing_of_several_pages_is_whole_and_its_errors_are_raised(
-    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_listing_of_several_pages_is_whole_and_its_errors_are_raised(store, monkeypatch):
     metas = [ObjectMeta(f"{number:04}", 0, Version(), datetime.now(UTC)) for number in range(1001)]
     monkeypatch.setattr(LocalStore, "_list", lambda _store, _folder: iter(metas))
     assert list(store.list()) == metas

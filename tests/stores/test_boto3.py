@@ -70,7 +70,7 @@ class TestBucket(BucketContract):
 
 
 @pytest.mark.parametrize("key", ["a%20b", "a+b"])
-def test_a_source_whose_key_a_server_may_misread_is_not_copied(key: str) -> None:
+def test_a_source_whose_key_a_server_may_misread_is_not_copied(key):
     """Ceph's gateway decodes it twice: it would copy `a b` for each of these."""
     store = open_store(
         "s3://bucket/run",
@@ -81,7 +81,7 @@ def test_a_source_whose_key_a_server_may_misread_is_not_copied(key: str) -> None
         store.copy("k", [source], part_size_bytes=1, max_concurrency=1, moved=lambda _: None)
 
 
-def test_nothing_is_made_of_a_source_that_was_replaced_while_it_was_copied(bucket: Bucket) -> None:
+def test_nothing_is_made_of_a_source_that_was_replaced_while_it_was_copied(bucket):
     """A server that ignores the condition of a part would have copied parts of both."""
     store = open_store(bucket.url, {**bucket.storage_options, **BOTO3})
     version = store.put("from", b"first bytes")
@@ -123,7 +123,7 @@ class TestMockAws(StoreContract):
         return BucketDoor(Bucket("mock", store.url.removesuffix("/pre fix"), {}), "pre fix")
 
 
-def test_a_unit_test_saves_and_loads_under_mock_aws() -> None:
+def test_a_unit_test_saves_and_loads_under_mock_aws():
     with mock_aws():
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="unit-test")
         state = tensor_state("plain")
@@ -136,7 +136,7 @@ def test_a_unit_test_saves_and_loads_under_mock_aws() -> None:
         assert "run/step-1/_COMMIT" in [entry["Key"] for entry in answer["Contents"]]
 
 
-def test_under_mock_aws_one_creator_wins() -> None:
+def test_under_mock_aws_one_creator_wins():
     """moto has no locks: without our lock, 1 in 15 of the probe's races had two winners here."""
     switching_seconds = sys.getswitchinterval()
     with mock_aws(), ThreadPoolExecutor(8) as pool:
@@ -161,7 +161,7 @@ def test_under_mock_aws_one_creator_wins() -> None:
             sys.setswitchinterval(switching_seconds)
 
 
-def test_a_conditional_write_that_fails_keeps_nobody_waiting() -> None:
+def test_a_conditional_write_that_fails_keeps_nobody_waiting():
     store = open_store("s3://raised/run", {**BOTO3, "key": "a", "secret": "b"}, ONCE)
     raised: list[type[BaseException]] = []
 
@@ -179,7 +179,7 @@ def test_a_conditional_write_that_fails_keeps_nobody_waiting() -> None:
 
 @pytest.mark.campaign  # eight processes that each make boto3's clients
 @pytest.mark.backends("seaweed")
-def test_a_job_saved_on_8_resumes_on_4_through_boto3(bucket: Bucket) -> None:
+def test_a_job_saved_on_8_resumes_on_4_through_boto3(bucket):
     options = {**bucket.storage_options, **BOTO3}
     run_ranks(8, save_job, bucket.at("step-1"), options)
     assert_whole(bucket, "step-1")
@@ -198,7 +198,7 @@ def stream(parts: int) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_stream_takes_a_request_per_part_and_two_more(bucket: Bucket) -> None:
+def test_a_stream_takes_a_request_per_part_and_two_more(bucket):
     with NetworkProxy(bucket.storage_options) as proxy:
         store = through(bucket, proxy)
         store.put_stream("k", stream(3), part_size_bytes=PART, max_concurrency=2)
@@ -214,7 +214,7 @@ def test_a_stream_takes_a_request_per_part_and_two_more(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_stream_is_read_in_the_thread_that_calls(bucket: Bucket) -> None:
+def test_a_stream_is_read_in_the_thread_that_calls(bucket):
     threads = set()
 
     def buffers() -> Iterator[np.ndarray]:
@@ -232,7 +232,7 @@ def is_part(asked: Asked) -> bool:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_part_that_is_cut_off_is_sent_again_from_its_beginning(bucket: Bucket) -> None:
+def test_a_part_that_is_cut_off_is_sent_again_from_its_beginning(bucket):
     with NetworkProxy(bucket.storage_options) as proxy:
         cut = [
             Cut("request", 2_000_000, "rst"),
@@ -250,7 +250,7 @@ def test_a_part_that_is_cut_off_is_sent_again_from_its_beginning(bucket: Bucket)
 
 
 @pytest.mark.backends("seaweed")
-def test_a_part_that_fails_ends_the_upload_and_lets_go_of_the_memory(bucket: Bucket) -> None:
+def test_a_part_that_fails_ends_the_upload_and_lets_go_of_the_memory(bucket):
     alive: set[int] = set()
 
     def buffers() -> Iterator[np.ndarray]:
@@ -276,7 +276,7 @@ def test_a_part_that_fails_ends_the_upload_and_lets_go_of_the_memory(bucket: Buc
     assert len(alive) <= 1, "the error holds what it was about"
 
 
-def test_the_store_is_told_to_abort_once_no_part_is_under_way() -> None:
+def test_the_store_is_told_to_abort_once_no_part_is_under_way():
     """A part that arrived after the abort would stay, and nobody would know of it."""
     begun, aborted = threading.Event(), threading.Event()
     sent: list[str] = []
@@ -305,7 +305,7 @@ def test_the_store_is_told_to_abort_once_no_part_is_under_way() -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_an_abort_that_fails_is_told(bucket: Bucket) -> None:
+def test_an_abort_that_fails_is_told(bucket):
     def broken() -> Iterator[np.ndarray]:
         yield from stream(2)
         raise PermissionDeniedError("the caller's own")
@@ -321,7 +321,7 @@ def test_an_abort_that_fails_is_told(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed", "moto")
-def test_a_completion_whose_answer_is_lost_is_recognised(bucket: Bucket) -> None:
+def test_a_completion_whose_answer_is_lost_is_recognised(bucket):
     with NetworkProxy(bucket.storage_options) as proxy:
         cut = [Cut("answer", 0, "rst")]
         proxy.plan = lambda asked: (
@@ -338,7 +338,7 @@ def test_a_completion_whose_answer_is_lost_is_recognised(bucket: Bucket) -> None
 # --- bodies
 
 
-def test_buffers_are_sent_as_they_lie_in_memory() -> None:
+def test_buffers_are_sent_as_they_lie_in_memory():
     arrays = [np.arange(count, dtype=np.uint8) for count in (100, 0, 5)]
     body = JoinedBuffers([memoryview(array) for array in arrays])
     for _ in range(2):
@@ -353,7 +353,7 @@ def test_buffers_are_sent_as_they_lie_in_memory() -> None:
     assert body.read() == body.read(7) == b""
 
 
-def test_a_range_is_put_where_it_is_wanted(mocked: str) -> None:
+def test_a_range_is_put_where_it_is_wanted(mocked):
     store = open_store(f"{mocked}/{secrets.token_hex(4)}", BOTO3)
     data = np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.uint8)
     store.put("k", data)
@@ -414,7 +414,7 @@ def fork_and_check(url: str, options: Mapping[str, object]) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_forked_child_saves_and_loads(bucket: Bucket) -> None:
+def test_a_forked_child_saves_and_loads(bucket):
     """From a server, and under `mock_aws`; in a process of its own, as `test_spec` forks."""
     run_alone(fork_and_check, bucket.url, bucket.storage_options)
 
@@ -422,7 +422,7 @@ def test_a_forked_child_saves_and_loads(bucket: Bucket) -> None:
 # --- which transport
 
 
-def test_the_transport_is_chosen_by_the_settings_or_by_an_option() -> None:
+def test_the_transport_is_chosen_by_the_settings_or_by_an_option():
     by_option = StoreSpec("s3://bucket/x", {"anon": True, **BOTO3})
     by_config = StoreSpec("s3://bucket/x", {"anon": True}, TransferConfig(transport="boto3"))
     assert by_option == by_config
@@ -433,7 +433,7 @@ def test_the_transport_is_chosen_by_the_settings_or_by_an_option() -> None:
     assert both == by_option
 
 
-def test_a_forked_child_does_not_wait_for_a_write_of_its_parent() -> None:
+def test_a_forked_child_does_not_wait_for_a_write_of_its_parent():
     """The thread that writes is not in the child."""
     store = open_store("s3://forked/run", {**BOTO3, "key": "a", "secret": "b"}, ONCE)
     with store._conditional_write():

@@ -68,9 +68,7 @@ def short_lived_profile(folder: Path, endpoint_url: str) -> dict[str, str]:
 
 
 @pytest.mark.backends("moto")
-def test_keys_that_expire_in_the_middle_of_a_save_are_renewed(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_keys_that_expire_in_the_middle_of_a_save_are_renewed(bucket, monkeypatch, tmp_path):
     state = tensor_state("plain", SHAPES, torch.uint8)
     fill(state)
     back = tensor_state("plain", SHAPES, torch.uint8)
@@ -88,7 +86,7 @@ def test_keys_that_expire_in_the_middle_of_a_save_are_renewed(
 
 
 @pytest.mark.backends("moto")
-def test_keys_that_expire_and_have_no_source_end_the_save(bucket: Bucket) -> None:
+def test_keys_that_expire_and_have_no_source_end_the_save(bucket):
     state = tensor_state("plain", SHAPES, torch.uint8)
     with ExpiringKeys(bucket) as server:
         options = {"key": "static", "secret": "s", "endpoint_url": server.endpoint_url}
@@ -104,22 +102,20 @@ def test_keys_that_expire_and_have_no_source_end_the_save(bucket: Bucket) -> Non
     assert "_COMMIT" not in bucket.keys("step-1")
 
 
-def test_a_credential_process_that_fails_is_an_error_about_credentials(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_credential_process_that_fails_is_an_error_about_credentials(monkeypatch, tmp_path):
     (tmp_path / "config").write_text("[profile broken]\ncredential_process = /bin/false\n")
     with pytest.raises(CredentialsError):
         open_store("s3://bucket/x", {"profile": "broken"}, CONFIG)
 
 
-def test_credentials_that_were_left_behind_by_a_pickle_are_named() -> None:
+def test_credentials_that_were_left_behind_by_a_pickle_are_named():
     spec = StoreSpec("s3://bucket/x", {"key": "k", "secret": "s"}, CONFIG)
     bare = StoreSpec(spec.url, None, CONFIG, ("key", "secret"))
     with pytest.raises(CredentialsError, match="key, secret were given"):
         bare.open()
 
 
-def test_certificates_that_are_not_there() -> None:
+def test_certificates_that_are_not_there():
     spec = StoreSpec("s3://bucket/x", {"anon": True, "verify": "/nowhere/ca.pem"}, CONFIG)
     with pytest.raises(ConfigError, match="verify"):
         spec.open().head("k")

@@ -35,7 +35,7 @@ def scripted() -> Iterator[Scripted]:
         yield found
 
 
-def test_http_where_tls_is_and_the_reverse_say_so(scripted: Scripted) -> None:
+def test_http_where_tls_is_and_the_reverse_say_so(scripted):
     options = scripted.spec(ONCE).storage_options
     assert options is not None
     endpoint = str(options["endpoint_url"]).replace("http://", "https://")
@@ -46,7 +46,7 @@ def test_http_where_tls_is_and_the_reverse_say_so(scripted: Scripted) -> None:
 # --- retries
 
 
-def test_no_retry_begins_after_the_retry_timeout(scripted: Scripted) -> None:
+def test_no_retry_begins_after_the_retry_timeout(scripted):
     scripted.answer = lambda *_: (503, {}, b"")
     config = TransferConfig(max_retries=5, retry_timeout_seconds=0, transport="boto3")
     store = scripted.store(config)
@@ -56,7 +56,7 @@ def test_no_retry_begins_after_the_retry_timeout(scripted: Scripted) -> None:
     assert len(scripted.requests) == before + 1
 
 
-def test_a_body_that_breaks_off_is_asked_for_again(scripted: Scripted) -> None:
+def test_a_body_that_breaks_off_is_asked_for_again(scripted):
     data = bytes(range(100))
     wanted: list[str] = []
     first = len(scripted.requests)
@@ -79,7 +79,7 @@ def test_a_body_that_breaks_off_is_asked_for_again(scripted: Scripted) -> None:
 # --- what is sent
 
 
-def test_settings_reach_the_requests(scripted: Scripted) -> None:
+def test_settings_reach_the_requests(scripted):
     scripted.answer = lambda *_: (200, RANGE, b"")
 
     def sent(**options: object) -> dict[str, str]:
@@ -110,7 +110,7 @@ def test_settings_reach_the_requests(scripted: Scripted) -> None:
     assert "x-amz-security-token" in sent(token="t")
 
 
-def test_preconditions_become_headers(scripted: Scripted) -> None:
+def test_preconditions_become_headers(scripted):
     scripted.answer = lambda *_: (200, RANGE, b"")
     store = scripted.store(ONCE)
     store.put("k", b"x", precondition=IfAbsent())
@@ -124,7 +124,7 @@ def test_preconditions_become_headers(scripted: Scripted) -> None:
 # --- a completion whose first answer was lost
 
 
-def test_an_upload_that_the_store_does_not_know_is_said_to_be_lost(scripted: Scripted) -> None:
+def test_an_upload_that_the_store_does_not_know_is_said_to_be_lost(scripted):
     """SeaweedFS and moto answer a second completion as the first; others say NoSuchUpload."""
 
     def answer(method: str, target: str, nth: int) -> tuple[int, dict[str, str], bytes]:

@@ -15,7 +15,6 @@ from dcp_objstore.stores import ObjectStore, Precondition, open_store
 from dcp_objstore.stores.protocol import Capabilities
 from tests.contract import SMALL_CROWD, BucketContract, StoreContract
 from tests.contract.buckets import S3_LACKS
-from tests.support.servers import Bucket
 from tests.support.side_doors import BucketDoor, FolderDoor, SideDoor
 from tests.support.wrapped_stores import FaultStore, RecordingStore
 
@@ -64,9 +63,7 @@ class TestBucket(BucketContract):
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint_url}
         return open_store("s3://bucket/run", options, ONCE)
 
-    def test_the_server_tells_the_same_parts_as_the_requests(
-        self, bucket: Bucket, store: ObjectStore
-    ) -> None:
+    def test_the_server_tells_the_same_parts_as_the_requests(self, bucket, store):
         store.put_stream("k", iter([bytes(6 << 20)]), part_size_bytes=5 << 20, max_concurrency=2)
         told = BucketDoor(bucket, self.below).part_sizes("k")
         # Ceph's gateway does not tell.
@@ -110,7 +107,7 @@ class TestUnfenced(BucketContract):
         with pytest.raises(UnsupportedError, match="does not keep two writers apart"):
             require_fencing(store, replaces=True, allow_unfenced=False)
 
-    def test_a_prefix_of_keys_is_no_object(self, bucket: Bucket) -> None:
+    def test_a_prefix_of_keys_is_no_object(self, bucket):
         # rclone answers 500 where it should say that there is no such object.
         store = open_store(bucket.url, bucket.storage_options, ONCE)
         store.put("a/b", b"x")

@@ -32,9 +32,7 @@ KEYS = {"key": "KEYOFMINE", "secret": "SECRETOFMINE"}
         ("az://b", {"account_name": "a", "sas_token": ""}, "sas_token"),
     ],
 )
-def test_an_empty_text_is_not_taken_for_an_option_that_was_left_out(
-    url: str, options: dict[str, object], name: str
-) -> None:
+def test_an_empty_text_is_not_taken_for_an_option_that_was_left_out(url, options, name):
     with pytest.raises(ConfigError, match=f"'{name}' .* is empty; .*leave it out"):
         StoreSpec(url, options)
 
@@ -85,16 +83,14 @@ def test_an_empty_text_is_not_taken_for_an_option_that_was_left_out(
         ),
     ],
 )
-def test_two_values_for_one_setting_are_refused(
-    url: str, options: dict[str, object], says: str
-) -> None:
+def test_two_values_for_one_setting_are_refused(url, options, says):
     with pytest.raises(ConfigError, match=says) as caught:
         StoreSpec(url, options)
     assert "say it once" in str(caught.value)
     assert not any(value in str(caught.value) for value in ("OFMINE", "OTHER"))
 
 
-def test_the_same_value_twice_is_no_contradiction() -> None:
+def test_the_same_value_twice_is_no_contradiction():
     client = {"aws_access_key_id": "KEYOFMINE", "region_name": "r", "verify": False}
     options = {**KEYS, "region": "r", "region_name": "r", "client_kwargs": client}
     found = parse(S3Options, StoreSpec("s3://b", options).storage_options)
@@ -102,8 +98,8 @@ def test_the_same_value_twice_is_no_contradiction() -> None:
 
 
 def test_an_azure_identity_without_its_secret_is_refused_but_not_where_pickling_took_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     options = {"account_name": "a", "client_id": "c", "tenant_id": "t"}
     with pytest.raises(ConfigError, match=r"'client_id', .* without 'client_secret'"):
         open_store("az://b", options)
@@ -112,7 +108,7 @@ def test_an_azure_identity_without_its_secret_is_refused_but_not_where_pickling_
     pickle.loads(pickle.dumps(whole)).open()
 
 
-def test_the_sentence_before_the_known_options_ends() -> None:
+def test_the_sentence_before_the_known_options_ends():
     for name in ("zzzzqqqq", "keyy"):
         with pytest.raises(ConfigError, match=r"[.?] Known: "):
             StoreSpec("s3://b", {name: 1})

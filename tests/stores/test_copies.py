@@ -6,7 +6,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from email.message import Message
-from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -34,16 +33,15 @@ from dcp_objstore.stores.obstore import copies
 from dcp_objstore.stores.protocol import CopySource
 from dcp_objstore.stores.retries import RetryPolicy
 from dcp_objstore.stores.urls import parse_url
-from tests.support.azurite import ACCOUNT, KEY, Azurite
+from tests.support.azurite import ACCOUNT, KEY
 from tests.support.gcs_tokens import ShortLived, is_valid, post
 from tests.support.proxy import Asked
 from tests.support.scripted import Answer, fault_answer
-from tests.support.servers import BUCKET, Bucket, FakeGcsServer, MotoServer
+from tests.support.servers import BUCKET, Bucket
 from tests.support.states import same_bits, seeded
 from tests.support.tampering import TamperingProxy
 from tests.support.tls import make_certificate
 from tests.support.verbs import ONCE
-from tests.support.wrapped_stores import Request as Recorded
 
 whole = pytest.mark.backends("gcs", "azure")
 # Of what is the same above both stores, whose own copies the other tests look at.
@@ -81,7 +79,7 @@ def copy(
 
 
 @whole
-def test_the_store_itself_keeps_the_condition(bucket: Bucket, proxy: TamperingProxy) -> None:
+def test_the_store_itself_keeps_the_condition(bucket, proxy):
     """The source is overwritten when it has been looked at, before the copy comes."""
     source = put(bucket)
     proxy.before(is_copy, lambda: bucket.put("from", b"other bytes"))
@@ -96,9 +94,7 @@ def test_the_store_itself_keeps_the_condition(bucket: Bucket, proxy: TamperingPr
 
 
 @whole
-def test_what_was_looked_at_and_has_another_etag_is_not_asked_for(
-    bucket: Bucket, proxy: TamperingProxy
-) -> None:
+def test_what_was_looked_at_and_has_another_etag_is_not_asked_for(bucket, proxy):
     source = put(bucket)
     bucket.put("from", DATA[::-1])
     with pytest.raises(PreconditionFailedError):
@@ -107,7 +103,7 @@ def test_what_was_looked_at_and_has_another_etag_is_not_asked_for(
 
 
 @whole
-def test_a_copy_whose_answer_is_lost_is_made_again(bucket: Bucket, proxy: TamperingProxy) -> None:
+def test_a_copy_whose_answer_is_lost_is_made_again(bucket, proxy):
     """It is lost, then cut off; or Azure is still at work on the copy of which it was."""
     source, lost = put(bucket), []
     at_work = Answer(409, {"x-ms-error-code": "PendingCopyOperation"}, b"")
@@ -129,7 +125,7 @@ def test_a_copy_whose_answer_is_lost_is_made_again(bucket: Bucket, proxy: Tamper
 
 
 @whole
-def test_what_a_copy_is_refused_for_is_told_apart(bucket: Bucket, proxy: TamperingProxy) -> None:
+def test_what_a_copy_is_refused_for_is_told_apart(bucket, proxy):
     source = put(bucket)
     store = open_store(bucket.url, proxy.storage_options, ONCE)
     for fault, error in {
@@ -156,7 +152,7 @@ def test_what_a_copy_is_refused_for_is_told_apart(bucket: Bucket, proxy: Tamperi
 
 
 @whole
-def test_a_certificate_that_is_not_valid_is_asked_for_once(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_certificate_that_is_not_valid_is_asked_for_once(bucket, tmp_path):
     source = put(bucket)
     with TamperingProxy(bucket.storage_options, make_certificate(tmp_path)) as proxy:
         store = open_store(bucket.url, {**proxy.storage_options, "verify": True})
@@ -170,9 +166,7 @@ def test_a_certificate_that_is_not_valid_is_asked_for_once(bucket: Bucket, tmp_p
 
 
 @whole
-def test_the_proxy_for_everything_is_taken(
-    bucket: Bucket, proxy: TamperingProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_proxy_for_everything_is_taken(bucket, proxy, monkeypatch):
     source = put(bucket)
     proxy.refuse(lambda asked: True)
     monkeypatch.setenv("ALL_PROXY", proxy.endpoint_url)
@@ -183,7 +177,7 @@ def test_the_proxy_for_everything_is_taken(
 
 
 @whole
-def test_another_bucket_of_the_same_provider_is_a_source(bucket: Bucket) -> None:
+def test_another_bucket_of_the_same_provider_is_a_source(bucket):
     other = f"copies-{secrets.token_hex(4)}"
     create_bucket(bucket, other)
     scheme = bucket.url[:2]
@@ -208,8 +202,8 @@ def create_bucket(bucket: Bucket, name: str) -> None:
 
 @pytest.mark.backends("gcs")
 def test_each_request_names_the_project_that_pays_and_has_a_token_that_is_valid_then(
-    bucket: Bucket, proxy: TamperingProxy, gcs_server: MotoServer
-) -> None:
+    bucket, proxy, gcs_server
+):
     source, tokens = put(bucket), ShortLived(gcs_server, 600)
     options = {**proxy.storage_options, "token": tokens, "requester_pays": "payer"}
     store = open_store(bucket.url, options)
@@ -233,9 +227,7 @@ def test_each_request_names_the_project_that_pays_and_has_a_token_that_is_valid_
 
 
 @pytest.mark.backends("azure")
-def test_a_key_copies_and_a_signature_does_not(
-    bucket: Bucket, azurite: Azurite, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_copies_and_a_signature_does_not(bucket, azurite, monkeypatch):
     account = {"account_name": ACCOUNT, "endpoint_url": azurite.endpoint_url}
     for options in ({**account, "sas_token": "sp=rw&sig=x"}, {**account, "anon": True}):
         assert not open_store(bucket.url, options).capabilities.copies
@@ -254,9 +246,7 @@ def test_a_key_copies_and_a_signature_does_not(
 
 
 @pytest.mark.backends("azure")
-def test_a_copy_that_azure_has_only_begun_is_waited_for(
-    bucket: Bucket, proxy: TamperingProxy
-) -> None:
+def test_a_copy_that_azure_has_only_begun_is_waited_for(bucket, proxy):
     source, told = put(bucket), iter(["0/10", "4/10", "4/10"])
 
     def pending(answer: Answer) -> Answer:
@@ -276,8 +266,8 @@ def test_a_copy_that_azure_has_only_begun_is_waited_for(
 @pytest.mark.backends("azure")
 @pytest.mark.parametrize("status", ["pending", "failed"])
 def test_a_copy_that_azure_does_not_finish_is_aborted_and_removed(
-    status: str, bucket: Bucket, proxy: TamperingProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    status, bucket, proxy, monkeypatch
+):
     source = put(bucket)
     proxy.rewrite = lambda answer: (
         answer._replace(headers={**answer.headers, "x-ms-copy-status": status})
@@ -293,9 +283,7 @@ def test_a_copy_that_azure_does_not_finish_is_aborted_and_removed(
 
 
 @pytest.mark.backends("gcs")
-def test_a_copy_that_gcs_does_not_go_on_with_is_given_up(
-    bucket: Bucket, proxy: TamperingProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_gcs_does_not_go_on_with_is_given_up(bucket, proxy, monkeypatch):
     source, stuck = put(bucket), b'{"done":false,"rewriteToken":"t","totalBytesRewritten":"4"}'
     proxy.refuse(is_copy, Answer(200, {"Content-Type": "application/json"}, stuck))
     monkeypatch.setattr(copies, "_PENDING", RetryPolicy(3, 60.0))
@@ -309,7 +297,7 @@ def test_a_copy_that_gcs_does_not_go_on_with_is_given_up(
     assert bucket.keys() == ["from"]
 
 
-def test_another_server_of_gcs_takes_the_same_request(fake_gcs: FakeGcsServer) -> None:
+def test_another_server_of_gcs_takes_the_same_request(fake_gcs):
     """fake-gcs-server has the JSON API, and copies whatever the condition is."""
     url = f"{fake_gcs.endpoint_url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name=a/b%20c"
     with urlopen(Request(url, DATA), timeout=30):
@@ -359,9 +347,7 @@ def body_bytes(asked: Sequence[Asked]) -> int:
 
 
 @by_gcs
-def test_a_save_has_whole_objects_copied_that_hold_nothing_else(
-    bucket: Bucket, proxy: TamperingProxy
-) -> None:
+def test_a_save_has_whole_objects_copied_that_hold_nothing_else(bucket, proxy):
     events: list[Any] = []
     first, second = (save(bucket, step, on_event=events.append) for step in (1, 2))
     assert not any(isinstance(one, NotCopied) for one in events), "no part was asked for"
@@ -383,7 +369,7 @@ def test_a_save_has_whole_objects_copied_that_hold_nothing_else(
 
 
 @by_gcs
-def test_a_little_that_has_not_changed_gets_no_object_of_its_own(bucket: Bucket) -> None:
+def test_a_little_that_has_not_changed_gets_no_object_of_its_own(bucket):
     for step in (1, 2):
         state = {"changes": torch.full((7,), float(step)), "stays": torch.ones(MIB)}
         settings: Any = {"storage_options": bucket.storage_options, "progress": False}
@@ -392,9 +378,7 @@ def test_a_little_that_has_not_changed_gets_no_object_of_its_own(bucket: Bucket)
 
 
 @by_azure
-def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(
-    bucket: Bucket, proxy: TamperingProxy
-) -> None:
+def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(bucket, proxy):
     for step in (1, 2):
         save(bucket, step)
 
@@ -414,9 +398,7 @@ def test_a_base_that_vanishes_while_its_objects_are_copied_is_uploaded(
 
 
 @by_azure
-def test_between_urls_of_one_store_no_byte_of_data_comes_here(
-    bucket: Bucket, proxy: TamperingProxy, requests: list[Recorded]
-) -> None:
+def test_between_urls_of_one_store_no_byte_of_data_comes_here(bucket, proxy, requests):
     save(bucket, 1, config=TransferConfig(max_object_size_bytes=5 * MIB))
     requests.clear()
     settings: Any = {"storage_options": proxy.storage_options, "progress": False}

@@ -49,14 +49,12 @@ def works(bucket: Bucket, options: dict[str, object] | None = None, **more: obje
 
 
 @both
-def test_no_credentials_at_all(bucket: Bucket, transport: str) -> None:
+def test_no_credentials_at_all(bucket, transport):
     with pytest.raises(CredentialsError, match="AWS_ACCESS_KEY_ID"):
         open_store(bucket.url, {"transport": transport})
 
 
-def test_a_metadata_service_that_is_not_there(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_metadata_service_that_is_not_there(bucket, monkeypatch):
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(CredentialsError, match="no credentials"):
@@ -66,9 +64,7 @@ def test_a_metadata_service_that_is_not_there(
         open_store(bucket.url)
 
 
-def test_keys_and_endpoint_of_the_environment(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_and_endpoint_of_the_environment(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(bucket.storage_options["secret"]))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
@@ -78,8 +74,8 @@ def test_keys_and_endpoint_of_the_environment(
 
 @both
 def test_a_profile_by_option_by_variable_and_by_default(
-    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+    bucket, bare_environment, monkeypatch, transport
+):
     write_profile(bare_environment, "train", bucket)
     assert works(bucket, profile="train", transport=transport)
     with monkeypatch.context() as patch:
@@ -91,8 +87,8 @@ def test_a_profile_by_option_by_variable_and_by_default(
 
 @pytest.mark.parametrize("section", ["default", "profile default", 'profile "default"'])
 def test_the_default_profile_goes_by_each_of_its_names_in_the_config_file(
-    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch, section: str
-) -> None:
+    bucket, bare_environment, monkeypatch, section
+):
     write_profile(bare_environment, "default", bucket)
     credentials = bare_environment / "credentials"
     config = bare_environment / "config"
@@ -104,9 +100,7 @@ def test_the_default_profile_goes_by_each_of_its_names_in_the_config_file(
     assert works(bucket)
 
 
-def test_in_the_credentials_file_the_default_profile_has_no_other_name(
-    bucket: Bucket, bare_environment: Path
-) -> None:
+def test_in_the_credentials_file_the_default_profile_has_no_other_name(bucket, bare_environment):
     write_profile(bare_environment, "profile default", bucket)
     (bare_environment / "config").unlink()
     with pytest.raises(CredentialsError, match="no credentials"):
@@ -115,8 +109,8 @@ def test_in_the_credentials_file_the_default_profile_has_no_other_name(
 
 @both
 def test_keys_of_the_environment_come_before_aws_profile_and_options_before_both(
-    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+    bucket, bare_environment, monkeypatch, transport
+):
     write_profile(bare_environment, "train", bucket, secret="wrong")
     monkeypatch.setenv("AWS_PROFILE", "train")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
@@ -129,9 +123,7 @@ def test_keys_of_the_environment_come_before_aws_profile_and_options_before_both
 
 
 @both
-def test_a_profile_that_does_not_exist(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+def test_a_profile_that_does_not_exist(bucket, monkeypatch, transport):
     with pytest.raises(CredentialsError, match="missing-profile"):
         open_store(bucket.url, {"profile": "missing-profile", "transport": transport})
     monkeypatch.setenv("AWS_PROFILE", "missing-profile")
@@ -140,9 +132,7 @@ def test_a_profile_that_does_not_exist(
 
 
 @pytest.mark.parametrize("how", ["option", "variable", "default"])
-def test_a_profile_without_boto3_says_what_to_install(
-    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_profile_without_boto3_says_what_to_install(bucket, bare_environment, monkeypatch, how):
     write_profile(bare_environment, "default" if how == "default" else "train", bucket)
     monkeypatch.setitem(sys.modules, "boto3", None)
     options: dict[str, object] | None = {"profile": "train"} if how == "option" else None
@@ -154,7 +144,7 @@ def test_a_profile_without_boto3_says_what_to_install(
     assert str(bucket.storage_options["secret"]) not in str(caught.value)
 
 
-def test_keys_work_without_boto3(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_work_without_boto3(bucket, monkeypatch):
     monkeypatch.setitem(sys.modules, "boto3", None)
     assert works(bucket, dict(bucket.storage_options))
 
@@ -184,9 +174,7 @@ def metadata_service(bucket: Bucket) -> Iterator[str]:
 
 
 @both_ways
-def test_the_metadata_service_of_an_instance_is_used(
-    bucket: Bucket, metadata_service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_metadata_service_of_an_instance_is_used(bucket, metadata_service, monkeypatch):
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata_service)
     assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
@@ -225,8 +213,8 @@ def agent(bucket: Bucket) -> Iterator[Agent]:
 
 
 def test_the_agent_of_a_container_is_asked_with_the_token_of_its_variable(
-    bucket: Bucket, agent: Agent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bucket, agent, monkeypatch
+):
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{agent.endpoint_url}/creds")
     monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "let-me-in")
     assert works(bucket, {"endpoint_url": bucket.storage_options["endpoint_url"]})
@@ -234,8 +222,8 @@ def test_the_agent_of_a_container_is_asked_with_the_token_of_its_variable(
 
 
 def test_a_token_service_may_be_another_server_over_plain_http(
-    bucket: Bucket, agent: Agent, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bucket, agent, bare_environment, monkeypatch
+):
     (bare_environment / "token").write_text("a.jwt.token")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(bare_environment / "token"))
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
@@ -246,9 +234,7 @@ def test_a_token_service_may_be_another_server_over_plain_http(
 
 
 @both_ways
-def test_a_token_file_that_is_not_there_is_named_without_a_request(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_file_that_is_not_there_is_named_without_a_request(bucket, monkeypatch):
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/nowhere/token")
     monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/x")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
@@ -269,9 +255,7 @@ def test_a_token_file_that_is_not_there_is_named_without_a_request(
         "AWS_USE_DUALSTACK_ENDPOINT",
     ],
 )
-def test_a_variable_that_takes_boto3_is_refused_by_name_without_it(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_a_variable_that_takes_boto3_is_refused_by_name_without_it(monkeypatch, variable):
     monkeypatch.setitem(sys.modules, "boto3", None)
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     monkeypatch.setenv(variable, "true")
@@ -286,8 +270,8 @@ def test_a_variable_that_takes_boto3_is_refused_by_name_without_it(
     "variable", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
 )
 def test_a_variable_with_a_line_break_is_an_error_that_names_it_and_not_its_value(
-    monkeypatch: pytest.MonkeyPatch, variable: str, transport: str
-) -> None:
+    monkeypatch, variable, transport
+):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "hidden")
     monkeypatch.setenv(variable, "hidden\n")
@@ -298,9 +282,7 @@ def test_a_variable_with_a_line_break_is_an_error_that_names_it_and_not_its_valu
 
 
 @pytest.mark.parametrize("variable", ["GOOGLE_BEARER_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY"])
-def test_other_clouds_variables_with_a_line_break_are_refused_as_well(
-    monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_other_clouds_variables_with_a_line_break_are_refused_as_well(monkeypatch, variable):
     monkeypatch.setenv(variable, "hidden\n")
     url = "gs://bucket/x" if variable.startswith("GOOGLE") else "az://container/x"
     options = None if url.startswith("gs") else {"account_name": "a"}
@@ -309,7 +291,7 @@ def test_other_clouds_variables_with_a_line_break_are_refused_as_well(
 
 
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
-def test_an_empty_session_token_is_none(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+def test_an_empty_session_token_is_none(monkeypatch, transport):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "")
@@ -324,14 +306,12 @@ def test_an_empty_session_token_is_none(monkeypatch: pytest.MonkeyPatch, transpo
 # GCS
 
 
-def test_no_google_credentials() -> None:
+def test_no_google_credentials():
     with pytest.raises(CredentialsError, match="gcloud auth application-default login"):
         open_store("gs://bucket/x")
 
 
-def test_google_credentials_need_google_auth(
-    bare_environment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_google_credentials_need_google_auth(bare_environment, monkeypatch):
     path = bare_environment / "key.json"
     path.write_text(json.dumps({"type": "service_account"}))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
@@ -342,9 +322,7 @@ def test_google_credentials_need_google_auth(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "not json"])
-def test_broken_google_credentials(
-    bare_environment: Path, monkeypatch: pytest.MonkeyPatch, content: str
-) -> None:
+def test_broken_google_credentials(bare_environment, monkeypatch, content):
     path = bare_environment / "key.json"
     path.write_text(content)
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
@@ -355,7 +333,7 @@ def test_broken_google_credentials(
         open_store("gs://bucket/x")
 
 
-def test_forms_of_a_google_token(bare_environment: Path) -> None:
+def test_forms_of_a_google_token(bare_environment):
     path = bare_environment / "key.json"
     key = {"refresh_token": "r", "client_id": "1", "client_secret": "s"}
     path.write_text(json.dumps(key))
@@ -400,8 +378,8 @@ def service_key(gcs_server: MotoServer) -> dict[str, str]:
 
 
 def test_a_service_account_gives_tokens_wherever_its_key_is(
-    bare_environment: Path, service_key: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bare_environment, service_key, monkeypatch
+):
     text = json.dumps(service_key)
     place = bare_environment / "key.json"
     place.write_text(text)
@@ -434,8 +412,8 @@ def test_a_service_account_gives_tokens_wherever_its_key_is(
 
 
 def test_shared_files_that_cannot_be_read_are_an_error_that_names_them(
-    bucket: Bucket, bare_environment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bucket, bare_environment, monkeypatch
+):
     """Where boto3, which would read them, is not installed."""
     (bare_environment / "credentials").write_text("[default]\n")
     read_text = Path.read_text

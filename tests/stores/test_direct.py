@@ -15,7 +15,6 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from http.client import HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from dcp_objstore.stores.ranges import Answer, Range, RangeSource, read_range
 from tests.support import tampering
 from tests.support.azurite import ACCOUNT, KEY, AzureBucket, Azurite, Identity
 from tests.support.meeting_number import MeetingNumber
-from tests.support.servers import BUCKET, Bucket
+from tests.support.servers import BUCKET
 from tests.support.tampering import TamperingProxy
 from tests.support.tls import Certificate, make_certificate, speak_tls
 from tests.support.verbs import ONCE
@@ -183,15 +182,13 @@ def received(lane: DirectLane, start: int, end: int, answer: DirectAnswer | None
     return bytes(into[:at])
 
 
-def test_bytes_arrive_in_the_memory_given_over_one_connection(
-    server: Server, lane: DirectLane
-) -> None:
+def test_bytes_arrive_in_the_memory_given_over_one_connection(server, lane):
     for start, end in [(0, 400_000), (1000, 500_000), (0, len(BODY)), (9, len(BODY))]:
         assert read(lane, start, end) == BODY[start:end]
     assert server.connections == 1
 
 
-def test_records_may_be_of_any_size(server: Server, lane: DirectLane) -> None:
+def test_records_may_be_of_any_size(server, lane):
     server.how = "small records"
     for start, end in [(0, 400_000), (1000, 500_000)]:
         assert read(lane, start, end) == BODY[start:end]
@@ -200,8 +197,8 @@ def test_records_may_be_of_any_size(server: Server, lane: DirectLane) -> None:
 
 @pytest.mark.parametrize("how", ["right", "small records"])
 def test_one_call_receives_many_records_and_waits_for_no_more_than_come(
-    certificate: Certificate, make_lane: Lanes, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+    certificate, make_lane, monkeypatch, how
+):
     calls: list[tuple[int, int, int]] = []
 
     def counted(sock: socket.socket, size: int, flags: int = 0) -> bytes:
@@ -223,9 +220,7 @@ def test_one_call_receives_many_records_and_waits_for_no_more_than_come(
         assert len(calls) < len(BODY) // 16384, "handshake and head included"
 
 
-def test_a_thread_that_waits_for_a_server_lets_others_decrypt(
-    certificate: Certificate, make_lane: Lanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_waits_for_a_server_lets_others_decrypt(certificate, make_lane, monkeypatch):
     turn = threading.Semaphore(1)
     monkeypatch.setattr("dcp_objstore.stores.obstore.tls._turns.here", turn)
     with running(Server(certificate.context())) as server, ThreadPoolExecutor(4) as threads:
@@ -254,18 +249,14 @@ def test_a_thread_that_waits_for_a_server_lets_others_decrypt(
         assert [one.result(20) for one in stalled] == [None, None]
 
 
-def test_a_connection_that_the_server_closed_while_idle_is_replaced(
-    server: Server, lane: DirectLane
-) -> None:
+def test_a_connection_that_the_server_closed_while_idle_is_replaced(server, lane):
     server.how = "closing"
     for _ in range(5):
         assert read(lane) == BODY[1000:500_000]
     assert server.connections == 5
 
 
-def test_a_server_that_closes_after_every_answer_is_read_from(
-    server: Server, lane: DirectLane
-) -> None:
+def test_a_server_that_closes_after_every_answer_is_read_from(server, lane):
     server.how = "last"
     for _ in range(5):
         assert read(lane) == BODY[1000:500_000]
@@ -273,9 +264,7 @@ def test_a_server_that_closes_after_every_answer_is_read_from(
 
 
 @pytest.mark.parametrize("how", ["silent", "stalled"])
-def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
-    server: Server, make_lane: Lanes, how: str
-) -> None:
+def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(server, make_lane, how):
     lane = make_lane(lambda _key: SignedGet(server.url), timeout_seconds=0.5)
     server.how = how
     assert read(lane) is None
@@ -284,9 +273,7 @@ def test_a_server_that_sends_nothing_for_the_time_out_is_given_up(
 
 
 @pytest.mark.parametrize("how", ["paused between fields", "paused in a field"])
-def test_a_pause_inside_the_head_of_an_answer_is_not_its_end(
-    server: Server, make_lane: Lanes, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_pause_inside_the_head_of_an_answer_is_not_its_end(server, make_lane, monkeypatch, how):
     begin = HTTPResponse.begin
 
     def begin_and_release(answer: HTTPResponse) -> None:
@@ -303,9 +290,7 @@ def test_a_pause_inside_the_head_of_an_answer_is_not_its_end(
     assert read(lane) == BODY[1000:500_000]
 
 
-def test_time_outs_are_the_kernels_whatever_the_programs_default_is(
-    server: Server, lane: DirectLane
-) -> None:
+def test_time_outs_are_the_kernels_whatever_the_programs_default_is(server, lane):
     socket.setdefaulttimeout(60)
     try:
         connection = lane.connect(server.url)
@@ -317,9 +302,7 @@ def test_time_outs_are_the_kernels_whatever_the_programs_default_is(
 
 @pytest.mark.parametrize("how", ["silent", "stalled"])
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_read_that_another_thread_cancels_ends_and_is_no_failure(
-    server: Server, lane: DirectLane, how: str, is_new: bool
-) -> None:
+def test_a_read_that_another_thread_cancels_ends_and_is_no_failure(server, lane, how, is_new):
     if not is_new:
         assert read(lane) == BODY[1000:500_000]
     server.how = how
@@ -340,9 +323,7 @@ def test_a_read_that_another_thread_cancels_ends_and_is_no_failure(
     assert read(lane) == BODY[1000:500_000]
 
 
-def test_an_answer_that_was_read_to_its_end_is_not_cancelled(
-    server: Server, lane: DirectLane
-) -> None:
+def test_an_answer_that_was_read_to_its_end_is_not_cancelled(server, lane):
     body = Range(LaneSource(lane), 0, 400_000, nullcontext)
     body.readinto(memoryview(bytearray(400_000)))
     assert not body.cancel(at_once=True)
@@ -350,9 +331,7 @@ def test_an_answer_that_was_read_to_its_end_is_not_cancelled(
     assert server.connections == 1, "its connection is as good as before"
 
 
-def test_a_connection_is_not_used_again_when_its_read_is_cancelled_with_the_last_byte(
-    server: Server, lane: DirectLane
-) -> None:
+def test_a_connection_is_not_used_again_when_its_read_is_cancelled_with_the_last_byte(server, lane):
     for _ in range(3):
         answer = lane.ask("key", 0, 400_000)
         assert answer is not None
@@ -381,25 +360,21 @@ IN_A_RECORD = ("in a record", "forged")  # over plain HTTP they are "broken"
 
 
 @pytest.mark.parametrize("how", [*WRONG, *IN_A_RECORD])
-def test_an_answer_that_is_not_the_bytes_asked_for_is_none(
-    server: Server, lane: DirectLane, how: str
-) -> None:
+def test_an_answer_that_is_not_the_bytes_asked_for_is_none(server, lane, how):
     server.how = how
     assert read(lane) is None
     server.how = "right"
     assert read(lane) == BODY[1000:500_000]
 
 
-def test_a_lane_that_only_fails_is_left_alone(server: Server, lane: DirectLane) -> None:
+def test_a_lane_that_only_fails_is_left_alone(server, lane):
     server.how = "refused"
     for _ in range(20):
         assert read(lane) is None
     assert len(server.seen) == 3
 
 
-def test_a_lane_is_left_alone_only_after_failures_in_a_row(
-    server: Server, lane: DirectLane
-) -> None:
+def test_a_lane_is_left_alone_only_after_failures_in_a_row(server, lane):
     for how in ("refused", "refused", "right", "refused", "refused"):
         server.how = how
         assert (read(lane) is not None) is (how == "right")
@@ -407,9 +382,7 @@ def test_a_lane_is_left_alone_only_after_failures_in_a_row(
     assert read(lane) is not None
 
 
-def test_a_connection_that_was_idle_for_long_is_closed(
-    lane: DirectLane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_was_idle_for_long_is_closed(lane, monkeypatch):
     assert read(lane) is not None
     ((connection, *_),) = lane._idle
     monkeypatch.setattr(direct, "_IDLE_SECONDS", -1.0)
@@ -417,16 +390,14 @@ def test_a_connection_that_was_idle_for_long_is_closed(
     assert connection.sock is None
 
 
-def test_failures_of_two_threads_at_once_are_two(lane: DirectLane) -> None:
+def test_failures_of_two_threads_at_once_are_two(lane):
     lane._failures = MeetingNumber(0)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lane.failed, ("one", "another")))
     assert lane._failures == 2
 
 
-def test_a_connection_over_which_nothing_could_be_sent_is_closed(
-    lane: DirectLane, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_over_which_nothing_could_be_sent_is_closed(lane, monkeypatch):
     used: list[Any] = []
 
     def send(connection: Any, *_: object) -> None:
@@ -443,12 +414,8 @@ def test_a_connection_over_which_nothing_could_be_sent_is_closed(
     ("of_the_token", "of_the_url", "signatures"), [(600, 600, 1), (0, 600, 2), (600, 0, 2)]
 )
 def test_a_signature_is_used_until_it_or_its_token_expires(
-    make_lane: Lanes,
-    monkeypatch: pytest.MonkeyPatch,
-    of_the_token: float,
-    of_the_url: float,
-    signatures: int,
-) -> None:
+    make_lane, monkeypatch, of_the_token, of_the_url, signatures
+):
     monkeypatch.setattr(direct, "_USED_FOR_SECONDS", of_the_url)
     signed: list[str] = []
 
@@ -463,9 +430,7 @@ def test_a_signature_is_used_until_it_or_its_token_expires(
     assert len(signed) == signatures
 
 
-def test_a_server_that_is_gone_and_a_url_that_cannot_be_signed_are_no_errors(
-    server: Server, make_lane: Lanes
-) -> None:
+def test_a_server_that_is_gone_and_a_url_that_cannot_be_signed_are_no_errors(server, make_lane):
     server.shutdown()
     server.server_close()
     assert read(make_lane(lambda _key: SignedGet(server.url), timeout_seconds=1)) is None
@@ -477,9 +442,7 @@ def test_a_server_that_is_gone_and_a_url_that_cannot_be_signed_are_no_errors(
 
 
 @pytest.mark.parametrize("whose", ["its own", "of all schemes"])
-def test_a_proxy_is_left_to_the_transport(
-    server: Server, lane: DirectLane, monkeypatch: pytest.MonkeyPatch, whose: str
-) -> None:
+def test_a_proxy_is_left_to_the_transport(server, lane, monkeypatch, whose):
     variable = f"{server.scheme if whose == 'its own' else 'all'}_proxy"
     monkeypatch.setenv(variable, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
@@ -489,9 +452,7 @@ def test_a_proxy_is_left_to_the_transport(
     assert read(lane) == BODY[1000:500_000]
 
 
-def test_a_connection_is_not_used_again_when_its_body_was_not_read_to_the_end(
-    server: Server, lane: DirectLane
-) -> None:
+def test_a_connection_is_not_used_again_when_its_body_was_not_read_to_the_end(server, lane):
     answer = lane.ask("key", 1000, 500_000)
     assert answer is not None
     into = memoryview(bytearray(9))
@@ -503,18 +464,14 @@ def test_a_connection_is_not_used_again_when_its_body_was_not_read_to_the_end(
 
 
 @pytest.mark.parametrize("how", ["broken", *IN_A_RECORD])
-def test_bytes_that_came_before_a_body_broke_off_are_right(
-    server: Server, lane: DirectLane, how: str
-) -> None:
+def test_bytes_that_came_before_a_body_broke_off_are_right(server, lane, how):
     server.how = how
     came = received(lane, 1000, len(BODY))
     assert len(came) == (len(BODY) - 1000) // 2
     assert came == BODY[1000 : 1000 + len(came)]
 
 
-def test_what_was_asked_ahead_is_read_in_any_order_each_with_one_request(
-    server: Server, lane: DirectLane
-) -> None:
+def test_what_was_asked_ahead_is_read_in_any_order_each_with_one_request(server, lane):
     ranges = [(0, 300_000), (300_000, 700_000), (700_000, len(BODY))]
     asked = [lane.ask("key", *one) for one in ranges]
     for (start, end), one in reversed(list(zip(ranges, asked, strict=True))):
@@ -527,9 +484,7 @@ def test_what_was_asked_ahead_is_read_in_any_order_each_with_one_request(
 
 
 @pytest.mark.parametrize("how", ["closing", "broken", "refused", "short"])
-def test_what_was_asked_ahead_and_goes_wrong_is_left_to_the_transport(
-    server: Server, lane: DirectLane, how: str
-) -> None:
+def test_what_was_asked_ahead_and_goes_wrong_is_left_to_the_transport(server, lane, how):
     server.how = how
     asked = [lane.ask("key", 0, 400_000) for _ in range(2)]
     came = [received(lane, 0, 400_000, one) for one in asked]
@@ -537,9 +492,7 @@ def test_what_was_asked_ahead_and_goes_wrong_is_left_to_the_transport(
     assert came == [BODY[:bytes_given]] * 2
 
 
-def test_nothing_is_asked_ahead_that_the_lane_does_not_read(
-    server: Server, make_lane: Lanes
-) -> None:
+def test_nothing_is_asked_ahead_that_the_lane_does_not_read(server, make_lane):
     def fail(_key: str) -> str:
         raise ValueError("no signature")
 
@@ -554,9 +507,7 @@ def test_nothing_is_asked_ahead_that_the_lane_does_not_read(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_both_versions_of_tls_are_spoken_and_sessions_are_resumed(
-    certificate: Certificate, make_lane: Lanes, version: ssl.TLSVersion
-) -> None:
+def test_both_versions_of_tls_are_spoken_and_sessions_are_resumed(certificate, make_lane, version):
     context = certificate.context()
     context.minimum_version = context.maximum_version = version
     with running(Server(context)) as server:
@@ -575,9 +526,7 @@ def test_both_versions_of_tls_are_spoken_and_sessions_are_resumed(
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
-def test_older_versions_of_tls_are_not_spoken(
-    certificate: Certificate, make_lane: Lanes, version: ssl.TLSVersion
-) -> None:
+def test_older_versions_of_tls_are_not_spoken(certificate, make_lane, version):
     context = certificate.context()
     context.set_ciphers("ALL:@SECLEVEL=0")
     with pytest.warns(DeprecationWarning):
@@ -589,8 +538,8 @@ def test_older_versions_of_tls_are_not_spoken(
 
 @pytest.mark.parametrize("credentials", [{"key": "k", "secret": "s"}, {"anon": True}])
 def test_plain_aws_is_read_directly_at_the_host_and_path_that_were_signed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, credentials: dict[str, object]
-) -> None:
+    monkeypatch, tmp_path, credentials
+):
     host = "a-bucket.s3.eu-west-1.amazonaws.com"
     certificate = make_certificate(tmp_path, host)
     options = {**credentials, "region": "eu-west-1", "verify": str(certificate.path)}
@@ -609,8 +558,8 @@ def test_plain_aws_is_read_directly_at_the_host_and_path_that_were_signed(
 
 @pytest.mark.parametrize("named", ["verify", "AWS_CA_BUNDLE", "SSL_CERT_FILE", "not checked"])
 def test_certificates_are_those_that_the_option_and_the_environment_name(
-    certificate: Certificate, monkeypatch: pytest.MonkeyPatch, named: str
-) -> None:
+    certificate, monkeypatch, named
+):
     options: dict[str, object] = {"key": "k", "secret": "s"}
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
     if named in ("verify", "not checked"):
@@ -628,8 +577,8 @@ def test_certificates_are_those_that_the_option_and_the_environment_name(
 
 @pytest.mark.parametrize("wrong", ["expired", "of another host", "signed by itself"])
 def test_a_certificate_that_is_not_valid_is_an_error_and_nothing_is_sent(
-    certificate: Certificate, tmp_path: Path, wrong: str
-) -> None:
+    certificate, tmp_path, wrong
+):
     used = {
         "expired": partial(make_certificate, lasting=timedelta(days=-1)),
         "of another host": partial(make_certificate, host="localhost"),
@@ -677,9 +626,7 @@ def asks(monkeypatch: pytest.MonkeyPatch) -> Asks:
 
 
 @pytest.mark.backends("seaweed", "moto")
-def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(
-    bucket: Bucket, asks: Asks
-) -> None:
+def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(bucket, asks):
     bucket.put("an object/ü+%.bin", BODY)
     store = open_store(bucket.url, bucket.storage_options)
     large = WORTHWHILE_BYTES + 17
@@ -697,8 +644,8 @@ def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.backends("seaweed")
 def test_of_a_body_that_breaks_off_only_the_rest_is_asked_for_and_that_of_the_transport(
-    bucket: Bucket, asks: Asks, certificate: Certificate, tls: bool
-) -> None:
+    bucket, asks, certificate, tls
+):
     bucket.put("key", BODY)
     with TamperingProxy(bucket.storage_options, certificate if tls else None) as proxy:
         proxy.tamper(tampering.cut, lambda asked: asked.signed_url, times=1)
@@ -713,7 +660,7 @@ def test_of_a_body_that_breaks_off_only_the_rest_is_asked_for_and_that_of_the_tr
 
 
 @pytest.mark.backends("seaweed")
-def test_a_range_is_asked_ahead_while_the_lane_is_used(bucket: Bucket, asks: Asks) -> None:
+def test_a_range_is_asked_ahead_while_the_lane_is_used(bucket, asks):
     bucket.put("key", BODY)
     store = open_store(bucket.url, bucket.storage_options)
     assert store.range_reading.ahead
@@ -726,7 +673,7 @@ def test_a_range_is_asked_ahead_while_the_lane_is_used(bucket: Bucket, asks: Ask
 
 
 @pytest.mark.backends("seaweed")
-def test_what_a_signed_url_cannot_say_is_left_to_the_transport(bucket: Bucket, asks: Asks) -> None:
+def test_what_a_signed_url_cannot_say_is_left_to_the_transport(bucket, asks):
     bucket.put("key", BODY)
     options = {**bucket.storage_options, "requester_pays": True}
     store = open_store(bucket.url, options)
@@ -736,7 +683,7 @@ def test_what_a_signed_url_cannot_say_is_left_to_the_transport(bucket: Bucket, a
 
 
 @pytest.mark.backends("gcs", "azure")
-def test_gcs_and_azure_are_read_directly_too(bucket: Bucket, asks: Asks) -> None:
+def test_gcs_and_azure_are_read_directly_too(bucket, asks):
     bucket.put("dir/object-1_2.bin", BODY)
     store = open_store(bucket.url, bucket.storage_options)
     assert store.range_reading.ahead
@@ -758,8 +705,8 @@ def test_gcs_and_azure_are_read_directly_too(bucket: Bucket, asks: Asks) -> None
     ],
 )
 def test_public_buckets_are_read_directly_without_any_credentials(
-    certificate: Certificate, asks: Asks, url: str, path: str, path_there: str
-) -> None:
+    certificate, asks, url, path, path_there
+):
     options: dict[str, object] = {"anon": True, "verify": str(certificate.path)}
     if path:
         options["account_name"] = "account"
@@ -772,7 +719,7 @@ def test_public_buckets_are_read_directly_without_any_credentials(
 
 
 @pytest.mark.backends("azure")
-def test_a_signature_in_place_of_a_key_serves_as_well(bucket: AzureBucket, asks: Asks) -> None:
+def test_a_signature_in_place_of_a_key_serves_as_well(bucket, asks):
     bucket.put("an object/ü +%.bin", BODY)
     options = {**bucket.storage_options, "sas_token": read_signature()}
     del options["account_key"]
@@ -781,9 +728,7 @@ def test_a_signature_in_place_of_a_key_serves_as_well(bucket: AzureBucket, asks:
     assert (asks.over_lane, asks.of_transport) == ([(3, 500_000)], [])
 
 
-def test_an_access_token_serves_and_one_that_is_refused_is_left_to_the_transport(
-    certificate: Certificate, asks: Asks
-) -> None:
+def test_an_access_token_serves_and_one_that_is_refused_is_left_to_the_transport(certificate, asks):
     with Azurite(certificate) as server:
         bucket = AzureBucket("azure", f"az://{BUCKET}/run", {}, server=server)
         bucket.put("key", BODY)
@@ -799,7 +744,7 @@ def test_an_access_token_serves_and_one_that_is_refused_is_left_to_the_transport
 
 
 @pytest.mark.backends("gcs")
-def test_the_project_that_pays_is_named_over_the_lane_too(bucket: Bucket) -> None:
+def test_the_project_that_pays_is_named_over_the_lane_too(bucket):
     bucket.put("key", BODY)
     with TamperingProxy(bucket.storage_options) as proxy:
         options = {**proxy.storage_options, "requester_pays": "payer"}
@@ -809,9 +754,7 @@ def test_the_project_that_pays_is_named_over_the_lane_too(bucket: Bucket) -> Non
     assert "user-agent" not in asked.headers, "it is not the transport that asks"
 
 
-def test_of_many_objects_only_the_last_signed_urls_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_many_objects_only_the_last_signed_urls_are_kept(monkeypatch):
     monkeypatch.setattr(direct, "_MOST_SIGNED", 3)
     signed: list[str] = []
 
@@ -832,7 +775,7 @@ def test_of_many_objects_only_the_last_signed_urls_are_kept(
     assert len(lane._signed) == 3
 
 
-def test_what_holds_a_secret_does_not_show_it() -> None:
+def test_what_holds_a_secret_does_not_show_it():
     signed = SignedGet("https://store/bucket/key?sig=secret", {"Authorization": "Bearer secret"})
     assert "secret" not in f"{signed!r} {signed}"
 

@@ -41,9 +41,7 @@ def writes(bucket: Bucket, transport: str, extra: object = None) -> dict[str, As
 
 @pytest.mark.backends("moto")
 @ALL
-def test_the_environment_seals_pays_and_checks_over_every_transport(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+def test_the_environment_seals_pays_and_checks_over_every_transport(bucket, monkeypatch, transport):
     monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
     monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
@@ -62,9 +60,7 @@ def test_the_environment_seals_pays_and_checks_over_every_transport(
 
 @pytest.mark.backends("moto")
 @ALL
-def test_options_count_before_the_environment(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+def test_options_count_before_the_environment(bucket, monkeypatch, transport):
     monkeypatch.setenv("AWS_SERVER_SIDE_ENCRYPTION", "aws:kms")
     monkeypatch.setenv("AWS_SSE_KMS_KEY_ID", "key-1")
     extra = {"ServerSideEncryption": "aws:kms:dsse", "SSEKMSKeyId": "key-2"}
@@ -84,9 +80,7 @@ def test_options_count_before_the_environment(
     ],
 )
 @ALL
-def test_encryption_that_would_not_take_place_is_refused(
-    monkeypatch: pytest.MonkeyPatch, transport: str, name: str, value: str
-) -> None:
+def test_encryption_that_would_not_take_place_is_refused(monkeypatch, transport, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=name):
         open_store("s3://bucket", {**KEYS, "transport": transport})
@@ -103,8 +97,8 @@ def test_encryption_that_would_not_take_place_is_refused(
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
 @ALL
 def test_the_endpoint_of_the_environment_may_hold_no_password_and_is_known(
-    monkeypatch: pytest.MonkeyPatch, transport: str, name: str
-) -> None:
+    monkeypatch, transport, name
+):
     options = {**KEYS, "transport": transport}
     monkeypatch.setenv(name, "http://u:SECRET@127.0.0.1:1")
     with pytest.raises(ConfigError, match="without credentials") as caught:
@@ -114,9 +108,7 @@ def test_the_endpoint_of_the_environment_may_hold_no_password_and_is_known(
     assert open_store("s3://bucket", options).endpoint_url == "http://127.0.0.1:1"  # type: ignore[attr-defined]
 
 
-def test_the_endpoint_of_the_environment_for_gcs_holds_over_gcsfs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_endpoint_of_the_environment_for_gcs_holds_over_gcsfs(monkeypatch):
     options = {"anon": True, "transport": "fsspec"}
     monkeypatch.setenv("GOOGLE_BASE_URL", "http://u:SECRET@127.0.0.1:1")
     with pytest.raises(ConfigError, match="without credentials"):
@@ -129,8 +121,8 @@ def test_the_endpoint_of_the_environment_for_gcs_holds_over_gcsfs(
 @pytest.mark.parametrize("transport", ["native", "fsspec"])
 @pytest.mark.parametrize("with_scheme", [True, False])
 def test_an_emulator_of_gcs_is_asked_where_googles_variable_names_one(
-    monkeypatch: pytest.MonkeyPatch, transport: str, with_scheme: bool
-) -> None:
+    monkeypatch, transport, with_scheme
+):
     with ScriptedServer(lambda *_: Answer(404, {}, b"")) as server:
         named = server.endpoint_url if with_scheme else server.endpoint_url.partition("://")[2]
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
@@ -144,7 +136,7 @@ def test_an_emulator_of_gcs_is_asked_where_googles_variable_names_one(
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("algorithm", ["none", "SHA256", "CRC32"])
-def test_s3fs_sends_the_checksum_that_is_asked_for(bucket: Bucket, algorithm: str) -> None:
+def test_s3fs_sends_the_checksum_that_is_asked_for(bucket, algorithm):
     found = writes(bucket, "fsspec", {"ChecksumAlgorithm": algorithm})
     carried = {
         kind
@@ -166,12 +158,12 @@ def test_s3fs_sends_the_checksum_that_is_asked_for(bucket: Bucket, algorithm: st
         ({}, None),
     ],
 )
-def test_gcsfs_names_the_project_that_pays(options: dict[str, object], payer: str | None) -> None:
+def test_gcsfs_names_the_project_that_pays(options, payer):
     given = {"anon": True, "endpoint_url": "http://127.0.0.1:1", **options}
     fs = make_filesystems(parse_url("gs://bucket"), given, TransferConfig()).read
     assert fs._get_params({}).get("userProject") == payer == parse(GcsOptions, options).payer
 
 
-def test_gcsfs_refuses_requester_pays_without_a_project() -> None:
+def test_gcsfs_refuses_requester_pays_without_a_project():
     with pytest.raises(ConfigError, match="project"):
         StoreSpec("gs://b", {"anon": True, "requester_pays": True, "transport": "fsspec"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ from dcp_objstore.stores.protocol import IfVersion, Version
 from dcp_objstore.stores.ranges import read_range
 from tests.model.faults import ERROR_BODY, UNIX_EPOCH
 from tests.support.scripted import Scripted, refusing
-from tests.support.servers import READ_ONLY, Bucket, MotoServer
+from tests.support.servers import READ_ONLY
 from tests.support.verbs import ANSWERS, ONCE, READS, VERBS, check
 
 MIB = 1024 * 1024
@@ -43,7 +42,7 @@ both = pytest.mark.parametrize("transport", ["native", "boto3"])
 
 @pytest.mark.backends("seaweed", "moto", "gcs")
 @both
-def test_a_missing_bucket(bucket: Bucket, transport: Any) -> None:
+def test_a_missing_bucket(bucket, transport):
     if (bucket.kind, transport) == ("gcs", "boto3"):
         pytest.skip("boto3 carries S3")
     scheme = bucket.url.partition(":")[0]
@@ -58,7 +57,7 @@ def test_a_missing_bucket(bucket: Bucket, transport: Any) -> None:
 @pytest.mark.backends("seaweed")
 @both
 @pytest.mark.parametrize("wrong", ["key", "secret"])
-def test_wrong_credentials(bucket: Bucket, wrong: str, transport: Any) -> None:
+def test_wrong_credentials(bucket, wrong, transport):
     options = {**bucket.storage_options, wrong: "wrong", "transport": transport}
     store = open_store(bucket.url, options, ONCE)
     for name, verb in VERBS.items():
@@ -70,7 +69,7 @@ def test_wrong_credentials(bucket: Bucket, wrong: str, transport: Any) -> None:
 
 @pytest.mark.backends("seaweed")
 @both
-def test_an_identity_without_the_right_to_write(bucket: Bucket, transport: Any) -> None:
+def test_an_identity_without_the_right_to_write(bucket, transport):
     bucket.put("k", b"as it was")
     options = {**bucket.storage_options, **READ_ONLY, "transport": transport}
     store = open_store(bucket.url, options, ONCE)
@@ -88,7 +87,7 @@ def test_an_identity_without_the_right_to_write(bucket: Bucket, transport: Any) 
 
 
 @both
-def test_nobody_listens(transport: Any) -> None:
+def test_nobody_listens(transport):
     with refusing() as endpoint:
         options = {"key": "a", "secret": "b", "endpoint_url": endpoint, "transport": transport}
         store = open_store("s3://bucket/run", options, ONCE)
@@ -99,7 +98,7 @@ def test_nobody_listens(transport: Any) -> None:
 
 
 @both
-def test_a_server_that_never_answers(transport: Any) -> None:
+def test_a_server_that_never_answers(transport):
     config = TransferConfig(max_retries=0, request_timeout_seconds=0.2, transport=transport)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -134,9 +133,7 @@ def over(request: pytest.FixtureRequest) -> Scripted:
 
 
 @pytest.mark.parametrize(("status", "code", "expected"), ANSWERS)
-def test_each_answer_is_one_error(
-    over: Scripted, status: int, code: str, expected: type[DcpObjstoreError]
-) -> None:
+def test_each_answer_is_one_error(over, status, code, expected):
     body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode() if code else b""
     over.answer = lambda *_: (status, {}, body)
     store = over.store()
@@ -152,7 +149,7 @@ def test_each_answer_is_one_error(
 
 
 @pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])
-def test_a_bucket_in_another_region(over: Scripted, code: str) -> None:
+def test_a_bucket_in_another_region(over, code):
     status = 301 if code == "PermanentRedirect" else 400
     body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
     # AWS names the region in a header, with which botocore tries once more.
@@ -175,22 +172,22 @@ def test_a_bucket_in_another_region(over: Scripted, code: str) -> None:
     ],
 )
 def test_an_answer_that_asks_for_an_option_is_an_error_that_names_it(
-    scripted: Scripted, transport: Any, status: int, code: str, said: str, option: str
-) -> None:
+    scripted, transport, status, code, said, option
+):
     body = f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()
     scripted.answer = lambda *_: (status, {}, body)
     with pytest.raises(ConfigError, match=option):
         scripted.store(transport=transport).put("k", b"x")
 
 
-def test_an_absent_object_is_not_an_absent_bucket(moto_server: MotoServer) -> None:
+def test_an_absent_object_is_not_an_absent_bucket(moto_server):
     store = open_store("s3://dcp-tests/nothing-here", moto_server.storage_options)
     with pytest.raises(ObjectNotFoundError):
         store.head("k")
     assert list(store.list()) == []
 
 
-def test_retry_false_sends_one_request(over: Scripted) -> None:
+def test_retry_false_sends_one_request(over):
     over.answer = lambda *_: (503, {}, b"")
     store = over.store(TransferConfig(max_retries=2, transport=over.config.transport))
     with pytest.raises(StoreUnavailableError):
@@ -201,7 +198,7 @@ def test_retry_false_sends_one_request(over: Scripted) -> None:
     assert len(over.requests) == 1 + 3
 
 
-def test_a_request_that_fails_once_is_retried(scripted: Scripted) -> None:
+def test_a_request_that_fails_once_is_retried(scripted):
     scripted.answer = lambda method, target, nth: (
         (500, {}, b"") if nth == 1 else (200, {"ETag": '"e"'}, b"")
     )
@@ -211,7 +208,7 @@ def test_a_request_that_fails_once_is_retried(scripted: Scripted) -> None:
 
 @pytest.mark.parametrize("code", ["", "XMinioStorageFull"])
 @pytest.mark.parametrize("transport", ["native", "boto3"])
-def test_a_full_store_is_not_asked_again(scripted: Scripted, transport: Any, code: str) -> None:
+def test_a_full_store_is_not_asked_again(scripted, transport, code):
     body = f"<Error><Code>{code}</Code></Error>".encode() if code else b""
     scripted.answer = lambda *_: (507, {}, body)
     store = scripted.store(TransferConfig(max_retries=2, transport=transport))
@@ -220,7 +217,7 @@ def test_a_full_store_is_not_asked_again(scripted: Scripted, transport: Any, cod
     assert len(scripted.requests) == 1
 
 
-def test_a_body_shorter_than_announced_is_an_error(over: Scripted) -> None:
+def test_a_body_shorter_than_announced_is_an_error(over):
     headers = {
         "ETag": '"e"',
         "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
@@ -236,14 +233,14 @@ def test_a_body_shorter_than_announced_is_an_error(over: Scripted) -> None:
                 read_range(over.store(), "k", 0, 100)
 
 
-def test_a_server_that_ignores_the_range_is_an_error(over: Scripted) -> None:
+def test_a_server_that_ignores_the_range_is_an_error(over):
     headers = {"ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
     over.answer = lambda *_: (200, headers, b"0123456789")
     with pytest.raises(CorruptDataError, match="ignores Range"):
         read_range(over.store(), "k", 2, 4)
 
 
-def test_another_range_than_was_asked_for_is_an_error(over: Scripted) -> None:
+def test_another_range_than_was_asked_for_is_an_error(over):
     headers = {
         "ETag": '"e"',
         "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
@@ -255,7 +252,7 @@ def test_another_range_than_was_asked_for_is_an_error(over: Scripted) -> None:
             read_range(over.store(), "k", start, end)
 
 
-def test_get_does_not_read_a_body_that_is_too_large(over: Scripted) -> None:
+def test_get_does_not_read_a_body_that_is_too_large(over):
     headers = {
         "ETag": '"e"',
         "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
@@ -266,7 +263,7 @@ def test_get_does_not_read_a_body_that_is_too_large(over: Scripted) -> None:
         over.store().get("k", max_size_bytes=1000)
 
 
-def test_listing_asks_for_a_page_when_it_is_needed(scripted: Scripted) -> None:
+def test_listing_asks_for_a_page_when_it_is_needed(scripted):
     def page(method: str, target: str, nth: int) -> tuple[int, dict[str, str], bytes]:
         entries = "".join(
             f"<Contents><Key>run/{nth}-{number:03d}</Key><Size>1</Size><ETag>e</ETag>"
@@ -285,7 +282,7 @@ def test_listing_asks_for_a_page_when_it_is_needed(scripted: Scripted) -> None:
     assert len(scripted.requests) == 21, "a full last page does not say that it is the last"
 
 
-def test_bodies_are_not_signed_unless_asked(scripted: Scripted) -> None:
+def test_bodies_are_not_signed_unless_asked(scripted):
     scripted.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
     scripted.store().put("k", b"x")
     scripted.store(sign_payload=True).put("k", b"x")
@@ -294,9 +291,7 @@ def test_bodies_are_not_signed_unless_asked(scripted: Scripted) -> None:
     assert len(sums[1]) == 64
 
 
-def test_anonymous_requests_carry_no_signature(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_anonymous_requests_carry_no_signature(scripted, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "from-the-environment")
     scripted.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
@@ -304,9 +299,7 @@ def test_anonymous_requests_carry_no_signature(
     assert not any(name.lower() == "authorization" for name in scripted.requests[0][2])
 
 
-def test_given_keys_are_not_mixed_with_a_token_of_the_environment(
-    over: Scripted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_keys_are_not_mixed_with_a_token_of_the_environment(over, monkeypatch):
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of-another-key")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     over.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
@@ -316,20 +309,20 @@ def test_given_keys_are_not_mixed_with_a_token_of_the_environment(
     assert "Credential=a/" in headers["authorization"]
 
 
-def test_an_endpoint_gets_the_bucket_in_the_path(scripted: Scripted) -> None:
+def test_an_endpoint_gets_the_bucket_in_the_path(scripted):
     scripted.answer = lambda *_: (200, {"ETag": '"e"'}, b"")
     scripted.store().put("k", b"x")
     assert scripted.requests[0][1] == "/bucket/run/k"
 
 
-def test_a_failing_head_of_a_busy_store_is_not_asked_again(scripted: Scripted) -> None:
+def test_a_failing_head_of_a_busy_store_is_not_asked_again(scripted):
     scripted.answer = lambda *_: (503, {}, b"")
     with pytest.raises(StoreUnavailableError):
         scripted.store().head("k")
     assert len(scripted.requests) == 1
 
 
-def test_the_stores_answer_is_reduced_to_its_code_and_message() -> None:
+def test_the_stores_answer_is_reduced_to_its_code_and_message():
     from obstore.exceptions import GenericError
 
     answer = (
@@ -341,7 +334,7 @@ def test_the_stores_answer_is_reduced_to_its_code_and_message() -> None:
     assert error.message.endswith("403 Forbidden: AccessDenied: No.")
 
 
-def test_an_answer_of_the_instance_metadata_is_about_credentials_not_about_the_bucket() -> None:
+def test_an_answer_of_the_instance_metadata_is_about_credentials_not_about_the_bucket():
     from obstore.exceptions import GenericError
 
     url = "http://169.254.169.254/latest/api/token"
@@ -360,7 +353,7 @@ _STARTED = (
 )
 
 
-def test_200_with_an_error_body_is_no_success_of_a_put(scripted: Scripted) -> None:
+def test_200_with_an_error_body_is_no_success_of_a_put(scripted):
     """S3 begins to answer CompleteMultipartUpload with 200 before it knows how it will end."""
     answers = {
         ("POST", "?uploads="): _STARTED,
@@ -387,7 +380,7 @@ def test_200_with_an_error_body_is_no_success_of_a_put(scripted: Scripted) -> No
     assert [verb for verb, target, _ in scripted.requests if "uploadId=" in target][-1] == "DELETE"
 
 
-def test_200_with_an_error_body_is_never_what_was_asked_for(scripted: Scripted) -> None:
+def test_200_with_an_error_body_is_never_what_was_asked_for(scripted):
     scripted.answer = lambda *_: (200, {}, ERROR_BODY)
     store = scripted.store()
     with pytest.raises(ConfigError, match="does not look like a store"):

@@ -7,14 +7,11 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.stores import open_store
-from tests.support.servers import Bucket
 
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
-def test_a_run_in_a_folder_that_a_console_has_made_is_like_any_other(
-    bucket: Bucket, transport: str
-) -> None:
+def test_a_run_in_a_folder_that_a_console_has_made_is_like_any_other(bucket, transport):
     options = {**bucket.storage_options, "transport": transport}
     url = bucket.at("run")
     bucket.put("run/", b"")

@@ -22,7 +22,6 @@ from dcp_objstore.stores import ObjectStore, open_store
 from tests.contract import PART, BucketContract, ExpectedError, StoreContract, put_broken
 from tests.contract.buckets import S3_LACKS
 from tests.contract.failures import EXPECTED
-from tests.support.scripted import Fault
 from tests.support.servers import BUCKET, FakeGcsServer
 from tests.support.side_doors import FolderDoor, SideDoor
 
@@ -106,9 +105,7 @@ def of_an_object_store(monkeypatch: pytest.MonkeyPatch) -> OfAnObjectStore:
     return OfAnObjectStore(skip_instance_cache=True)
 
 
-def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(
-    of_an_object_store: OfAnObjectStore,
-) -> None:
+def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(of_an_object_store):
     store = open_store("of-an-object-store://broken/run", {"fs": of_an_object_store})
     assert store.capabilities.clean_abort
     for pieces in ([b"some", b"more"], [bytes(PART), b"more"]):
@@ -117,8 +114,8 @@ def test_on_an_object_store_a_stream_that_breaks_off_uploads_nothing(
 
 
 def test_on_an_object_store_a_small_object_is_one_put_and_a_large_one_goes_in_parts(
-    of_an_object_store: OfAnObjectStore,
-) -> None:
+    of_an_object_store,
+):
     store = open_store("of-an-object-store://whole/run", {"fs": of_an_object_store})
     for body in (b"", b"small"):
         store.put("k", body)
@@ -142,7 +139,7 @@ class Renaming(LocalFileSystem):
             super().mv(path1, path2)
 
 
-def test_an_object_that_a_filesystem_does_not_replace_is_an_error(tmp_path: Path) -> None:
+def test_an_object_that_a_filesystem_does_not_replace_is_an_error(tmp_path):
     store = open_store(f"renaming://{tmp_path}", {"fs": Renaming(skip_instance_cache=True)})
     store.put("k", b"old")
     with pytest.raises(UnsupportedError, match="replace"):
@@ -150,7 +147,7 @@ def test_an_object_that_a_filesystem_does_not_replace_is_an_error(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["k"]
 
 
-def test_a_prefix_of_other_keys_is_not_taken_for_an_object_that_was_put(tmp_path: Path) -> None:
+def test_a_prefix_of_other_keys_is_not_taken_for_an_object_that_was_put(tmp_path):
     store = open_store(f"file://{tmp_path}", config=FSSPEC)
     store.put("a/b", b"1")
     with pytest.raises(InputError, match="prefix"):
@@ -194,12 +191,12 @@ class TestGcsfs(StoreContract):
         return open_store("gs://bucket/run", {"anon": True, "endpoint_url": endpoint_url}, ONCE)
 
     @pytest.mark.parametrize("fault", EXPECTED)
-    def test_what_a_server_answers_is_one_typed_error(self, fault: Fault) -> None:
+    def test_what_a_server_answers_is_one_typed_error(self, fault):
         if fault in ("no bucket", "internal", "busy", "too many", "expired"):
             pytest.skip("gcsfs drops the body of a 404, and sends others again for a minute itself")
         super().test_what_a_server_answers_is_one_typed_error(fault)
 
-    def test_a_missing_bucket_is_not_listed_as_an_empty_one(self, fake_gcs: FakeGcsServer) -> None:
+    def test_a_missing_bucket_is_not_listed_as_an_empty_one(self, fake_gcs):
         store = open_store(f"gs://{BUCKET}/nothing", fake_gcs.storage_options, FSSPEC)
         assert not list(store.list())
         with pytest.raises(BucketNotFoundError, match="the bucket nowhere does not exist"):

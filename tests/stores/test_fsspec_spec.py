@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -25,7 +24,6 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.stores.urls import is_supported_url, parse_url
-from tests.support.servers import Bucket
 
 FSSPEC = TransferConfig(transport="fsspec")
 SECRET = "hunter2-secret"
@@ -59,7 +57,7 @@ def registered() -> None:
         ("oss://bucket/a b%20c#d", "oss://bucket/a b%20c#d"),
     ],
 )
-def test_urls_that_fsspec_knows_are_taken_literally(url: str, normal: str) -> None:
+def test_urls_that_fsspec_knows_are_taken_literally(url, normal):
     assert str(parse_url(url)) == normal
     assert StoreSpec(url).url == normal
     assert is_supported_url(url)
@@ -83,13 +81,13 @@ def test_urls_that_fsspec_knows_are_taken_literally(url: str, normal: str) -> No
         ("https://host/x", "unknown scheme"),
     ],
 )
-def test_urls_that_we_cannot_use_are_refused_without_a_secret(url: str, says: str) -> None:
+def test_urls_that_we_cannot_use_are_refused_without_a_secret(url, says):
     with pytest.raises(InvalidUrlError, match=says) as caught:
         StoreSpec(url)
     assert "hunter2" not in str(caught.value)
 
 
-def test_the_transport_is_chosen_by_the_config_or_the_scheme(tmp_path: Path) -> None:
+def test_the_transport_is_chosen_by_the_config_or_the_scheme(tmp_path):
     assert isinstance(open_store(f"file://{tmp_path}"), LocalStore)
     assert type(open_store(f"file://{tmp_path}", config=FSSPEC)).__name__ == "FsspecStore"
     given = {"fs": fsspec.filesystem("file")}
@@ -100,7 +98,7 @@ def test_the_transport_is_chosen_by_the_config_or_the_scheme(tmp_path: Path) -> 
         TransferConfig(transport="carrier-pigeon")  # type: ignore[arg-type]
 
 
-def test_a_filesystem_must_fit_its_url_and_stand_alone(tmp_path: Path) -> None:
+def test_a_filesystem_must_fit_its_url_and_stand_alone(tmp_path):
     fs = fsspec.filesystem("file")
     folder = DirFileSystem(path=str(tmp_path), fs=fs)
     assert open_store("dir://x", {"fs": folder}).url == "dir://x"
@@ -115,21 +113,21 @@ def test_a_filesystem_must_fit_its_url_and_stand_alone(tmp_path: Path) -> None:
         StoreSpec("dir://x")
 
 
-def test_an_asynchronous_filesystem_is_refused() -> None:
+def test_an_asynchronous_filesystem_is_refused():
     s3fs = pytest.importorskip("s3fs", minversion="2025.9")
     fs = s3fs.S3FileSystem(anon=True, asynchronous=True, skip_instance_cache=True)
     with pytest.raises(ConfigError, match="make it without"):
         StoreSpec("s3://bucket/x", {"fs": fs})
 
 
-def test_a_given_filesystem_tells_what_is_there_now_not_what_was() -> None:
+def test_a_given_filesystem_tells_what_is_there_now_not_what_was():
     fs = fsspec.filesystem("memory", skip_instance_cache=True)
     fs.dircache.use_listings_cache = True
     open_store("memory://x", {"fs": fs})
     assert not fs.dircache.use_listings_cache
 
 
-def test_every_option_of_a_foreign_scheme_is_a_secret_but_for_known_names() -> None:
+def test_every_option_of_a_foreign_scheme_is_a_secret_but_for_known_names():
     options = {"name": SECRET, "passphrase": SECRET, "host": "example", "nested": {"host": SECRET}}
     spec = StoreSpec("logging-in://x", options)
     assert SECRET not in repr(spec)
@@ -142,7 +140,7 @@ def test_every_option_of_a_foreign_scheme_is_a_secret_but_for_known_names() -> N
         back.open()
 
 
-def test_a_filesystem_as_a_whole_is_a_secret() -> None:
+def test_a_filesystem_as_a_whole_is_a_secret():
     fs = LoggingIn(name="me", passphrase=SECRET)
     spec = StoreSpec("logging-in://x", {"fs": fs})
     assert "<LoggingIn>" in repr(spec)
@@ -152,7 +150,7 @@ def test_a_filesystem_as_a_whole_is_a_secret() -> None:
         pickle.loads(pickle.dumps(spec)).open()
 
 
-def test_multiprocessing_carries_filesystem_and_options() -> None:
+def test_multiprocessing_carries_filesystem_and_options():
     fs = LoggingIn(name="me", passphrase=SECRET)
     for options in ({"fs": fs}, {"name": "me", "passphrase": SECRET}):
         buffer = io.BytesIO()
@@ -162,7 +160,7 @@ def test_multiprocessing_carries_filesystem_and_options() -> None:
         assert back.storage_options == options
 
 
-def test_a_filesystem_that_takes_no_other_options_gets_none_and_keeps_no_listings() -> None:
+def test_a_filesystem_that_takes_no_other_options_gets_none_and_keeps_no_listings():
     class Strict(MemoryFileSystem):
         """As that of sftp://, which passes all options to paramiko."""
 
@@ -176,7 +174,7 @@ def test_a_filesystem_that_takes_no_other_options_gets_none_and_keeps_no_listing
     assert not store._fs.dircache.use_listings_cache  # type: ignore[attr-defined]
 
 
-def test_what_the_filesystem_says_of_its_options_is_shown_without_their_values() -> None:
+def test_what_the_filesystem_says_of_its_options_is_shown_without_their_values():
     with pytest.raises(ConfigError, match=r"required .* 'passphrase'") as caught:
         open_store("logging-in://x", {"name": SECRET, "phrase": SECRET})
     assert caught.value.__cause__ is None
@@ -185,7 +183,7 @@ def test_what_the_filesystem_says_of_its_options_is_shown_without_their_values()
     assert SECRET not in str(caught.value)
 
 
-def test_short_values_and_public_ones_leave_the_text_of_an_error_readable() -> None:
+def test_short_values_and_public_ones_leave_the_text_of_an_error_readable():
     class Refusing(MemoryFileSystem):
         def __init__(self, **kwargs: object) -> None:
             raise ConnectionRefusedError(f"connection to {kwargs['host']} refused for {kwargs}")
@@ -198,7 +196,7 @@ def test_short_values_and_public_ones_leave_the_text_of_an_error_readable() -> N
     assert "pw" not in str(caught.value)
 
 
-def test_a_filesystem_that_refuses_without_a_word_still_gives_a_text() -> None:
+def test_a_filesystem_that_refuses_without_a_word_still_gives_a_text():
     class Silent(MemoryFileSystem):
         def __init__(self, **kwargs: object) -> None:
             raise ValueError
@@ -208,7 +206,7 @@ def test_a_filesystem_that_refuses_without_a_word_still_gives_a_text() -> None:
         open_store("silent://x", {"a": "1", "b": SECRET})
 
 
-def test_a_package_that_is_missing_is_named() -> None:
+def test_a_package_that_is_missing_is_named():
     with pytest.raises(ConfigError, match=r"ossfs|oss"):
         open_store("oss://bucket/x")
 
@@ -245,7 +243,7 @@ sys.exit(status)
 
 
 @pytest.mark.backends("seaweed")
-def test_a_forked_child_opens_its_own_and_does_not_hang(bucket: Bucket) -> None:
+def test_a_forked_child_opens_its_own_and_does_not_hang(bucket):
     pytest.importorskip("s3fs", minversion="2025.5")
     options = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
     command = [sys.executable, "-W", "ignore", "-c", _FORK, bucket.url, *options]

@@ -51,9 +51,7 @@ def at(
     return open_store(url, given, TransferConfig(request_timeout_seconds=seconds))
 
 
-def test_a_refused_connection_is_given_up_and_says_what_to_check(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_refused_connection_is_given_up_and_says_what_to_check(caplog):
     began_at = time.monotonic()
     with (
         refusing() as endpoint,
@@ -66,9 +64,7 @@ def test_a_refused_connection_is_given_up_and_says_what_to_check(
 
 
 @BOTH
-def test_a_server_that_says_nothing_is_asked_once(
-    silent: RawServer, url: str, options: dict[str, object]
-) -> None:
+def test_a_server_that_says_nothing_is_asked_once(silent, url, options):
     with pytest.raises(StoreUnavailableError, match="check endpoint_url"):
         # A busy machine needs seconds to send the first request.
         at(url, options, f"http://{silent.address}", seconds=5).put("k", b"body")
@@ -76,9 +72,7 @@ def test_a_server_that_says_nothing_is_asked_once(
 
 
 @BOTH
-def test_a_server_that_refuses_is_asked_once_and_for_nothing_else(
-    forbidding: RawServer, url: str, options: dict[str, object]
-) -> None:
+def test_a_server_that_refuses_is_asked_once_and_for_nothing_else(forbidding, url, options):
     store = at(url, options, f"http://{forbidding.address}")
     for _ in range(2):
         with pytest.raises(PermissionDeniedError):
@@ -86,15 +80,13 @@ def test_a_server_that_refuses_is_asked_once_and_for_nothing_else(
     assert len(forbidding.heads) == 2
 
 
-def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(
-    forbidding: RawServer,
-) -> None:
+def test_tls_where_there_is_none_is_a_wrong_setting_and_is_tried_once(forbidding):
     with pytest.raises(ConfigError, match="SSL"):
         at("s3://bucket/run", S3, f"https://{forbidding.address}").put("k", b"body")
     assert len(forbidding.heads) == 1
 
 
-def test_a_connection_that_was_never_made_is_no_wrong_setting() -> None:
+def test_a_connection_that_was_never_made_is_no_wrong_setting():
     from botocore.exceptions import EndpointConnectionError
 
     found = judge_s3fs(EndpointConnectionError(endpoint_url="http://x")).error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from dcp_objstore.stores.gcs.credentials import find_gcs_credentials
 from dcp_objstore.stores.gcs.options import GcsOptions
 from tests.contract import PART, ExpectedError, put_broken
 from tests.support.gcs_tokens import ShortLived, is_valid, post
-from tests.support.servers import Bucket, MotoServer
 from tests.support.verbs import ONCE, VERBS, check
 from tests.support.wrapped_stores import RecordingStore
 
@@ -35,7 +33,7 @@ gcs = pytest.mark.backends("gcs")
 
 
 @gcs
-def test_versions_are_generations_and_grow_also_with_equal_bytes(bucket: Bucket) -> None:
+def test_versions_are_generations_and_grow_also_with_equal_bytes(bucket):
     store = open_store(bucket.url, bucket.storage_options)
     seen = [store.put("k", b"same") for _ in range(3)]
     seen.append(store.put_stream("k", iter([b"same"]), part_size_bytes=PART, max_concurrency=1))
@@ -49,7 +47,7 @@ def test_versions_are_generations_and_grow_also_with_equal_bytes(bucket: Bucket)
 
 
 @gcs
-def test_a_listed_object_has_no_generation_and_is_refused_as_a_condition(bucket: Bucket) -> None:
+def test_a_listed_object_has_no_generation_and_is_refused_as_a_condition(bucket):
     store = open_store(bucket.url, bucket.storage_options)
     store.put("k", b"x")
     (listed,) = store.list()
@@ -60,7 +58,7 @@ def test_a_listed_object_has_no_generation_and_is_refused_as_a_condition(bucket:
 
 
 @gcs
-def test_an_upload_that_has_only_begun_changes_no_generation(bucket: Bucket) -> None:
+def test_an_upload_that_has_only_begun_changes_no_generation(bucket):
     store = open_store(bucket.url, bucket.storage_options)
     version = store.put("k", b"old")
     put_broken(store, "k", [bytes(PART)] * 2, ExpectedError(), at_once=1)
@@ -74,9 +72,7 @@ LIFETIME_SECONDS = 2.0
 
 
 @gcs
-def test_a_token_that_expires_in_the_middle_of_an_upload_is_renewed(
-    bucket: Bucket, gcs_server: MotoServer
-) -> None:
+def test_a_token_that_expires_in_the_middle_of_an_upload_is_renewed(bucket, gcs_server):
     credentials = ShortLived(gcs_server, LIFETIME_SECONDS)
     options = {**bucket.storage_options, "token": credentials}
     store = open_store(bucket.url, options, ONCE)
@@ -96,7 +92,7 @@ def test_a_token_that_expires_in_the_middle_of_an_upload_is_renewed(
 
 
 @gcs
-def test_a_save_outlives_its_first_token(bucket: Bucket, gcs_server: MotoServer) -> None:
+def test_a_save_outlives_its_first_token(bucket, gcs_server):
     credentials = ShortLived(gcs_server, LIFETIME_SECONDS)
     options = {**bucket.storage_options, "token": credentials}
 
@@ -120,9 +116,7 @@ def test_a_save_outlives_its_first_token(bucket: Bucket, gcs_server: MotoServer)
 
 @pytest.mark.parametrize("verb", VERBS)
 @gcs
-def test_a_token_that_is_no_longer_valid_is_a_credentials_error(
-    bucket: Bucket, gcs_server: MotoServer, verb: str
-) -> None:
+def test_a_token_that_is_no_longer_valid_is_a_credentials_error(bucket, gcs_server, verb):
     stale = str(post(f"{gcs_server.gcs_endpoint_url}/o/token?lifetime=-1")["access_token"])
     store = open_store(bucket.url, {**bucket.storage_options, "token": stale}, ONCE)
     with pytest.raises(CredentialsError) as caught:
@@ -133,7 +127,7 @@ def test_a_token_that_is_no_longer_valid_is_a_credentials_error(
 
 
 @gcs
-def test_no_write_is_conditioned_on_a_listed_version(bucket: Bucket) -> None:
+def test_no_write_is_conditioned_on_a_listed_version(bucket):
     """Save, overwrite, pin, delete and sweep: what GCS's listing does not tell is not needed."""
     options = bucket.storage_options
     state = {"weight": torch.arange(100)}
@@ -149,9 +143,7 @@ def test_no_write_is_conditioned_on_a_listed_version(bucket: Bucket) -> None:
 
 
 @gcs
-def test_one_write_of_an_object_in_a_while_is_enough(
-    bucket: Bucket, gcs_server: MotoServer
-) -> None:
+def test_one_write_of_an_object_in_a_while_is_enough(bucket, gcs_server):
     """GCS answers 429 to a second write of the same object within a second."""
     options = bucket.storage_options
 
@@ -196,9 +188,7 @@ def test_one_write_of_an_object_in_a_while_is_enough(
         ({"token": "cache"}, "gcloud auth application-default login"),
     ],
 )
-def test_a_bad_option_is_refused_with_the_nearest_name(
-    options: dict[str, object], says: str
-) -> None:
+def test_a_bad_option_is_refused_with_the_nearest_name(options, says):
     with pytest.raises(ConfigError) as caught:
         open_store("gs://bucket/x", options)
     assert says in str(caught.value)
@@ -207,7 +197,7 @@ def test_a_bad_option_is_refused_with_the_nearest_name(
 REFRESHED = {"refresh_token": "SECRET", "client_id": "c", "client_secret": "SECRET"}
 
 
-def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcsfs_forms_of_a_token_are_read(tmp_path, monkeypatch):
     for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_BEARER_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     user = find_gcs_credentials(GcsOptions(token=REFRESHED))
@@ -225,7 +215,7 @@ def test_gcsfs_forms_of_a_token_are_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert "compute_engine" in type(machine.ask.args[0]).__module__
 
 
-def test_a_token_of_google_auth_is_renewed_only_when_it_has_to_be() -> None:
+def test_a_token_of_google_auth_is_renewed_only_when_it_has_to_be():
     def answer(credentials: Credentials) -> Any:
         provider = find_gcs_credentials(GcsOptions(token=credentials)).provider
         assert provider is not None
@@ -246,7 +236,7 @@ def test_a_token_of_google_auth_is_renewed_only_when_it_has_to_be() -> None:
 @pytest.mark.parametrize(
     "content", ["not json SECRET", '["SECRET"]', '{"type": "other", "x": "SECRET"}']
 )
-def test_a_broken_key_is_refused_and_not_shown(tmp_path: Path, content: str) -> None:
+def test_a_broken_key_is_refused_and_not_shown(tmp_path, content):
     path = tmp_path / "key"
     path.write_text(content)
     with pytest.raises(CredentialsError) as caught:
@@ -255,7 +245,7 @@ def test_a_broken_key_is_refused_and_not_shown(tmp_path: Path, content: str) -> 
 
 
 @gcs
-def test_the_project_that_pays_is_named_in_every_request(bucket: Bucket) -> None:
+def test_the_project_that_pays_is_named_in_every_request(bucket):
     # moto takes no notice of it: what is checked is that obstore takes the header.
     for pays in ({"requester_pays": "payer"}, {"requester_pays": True, "project": "payer"}):
         store = open_store(bucket.url, {**bucket.storage_options, **pays})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,8 +45,8 @@ def empty() -> dict[str, torch.Tensor]:
 @on_seaweed
 @pytest.mark.parametrize("edge_host", cases(["localhost", "127.0.0.1"], default=["localhost"]))
 def test_reads_follow_the_redirect_to_the_edge_without_credentials(
-    bucket: Bucket, gateway: HfGateway, edge_host: str, tmp_path: Path
-) -> None:
+    bucket, gateway, edge_host, tmp_path
+):
     """To another host, and to another port of the same host."""
     gateway.edge_host = edge_host
     options = gateway.storage_options
@@ -76,9 +75,7 @@ def lower(headers: dict[str, str]) -> set[str]:
 
 @on_seaweed
 @pytest.mark.parametrize("transport", cases(["native", "boto3", "fsspec"], default=["native"]))
-def test_what_the_gateway_does_not_copy_is_uploaded(
-    bucket: Bucket, gateway: HfGateway, transport: str
-) -> None:
+def test_what_the_gateway_does_not_copy_is_uploaded(bucket, gateway, transport):
     options = {**gateway.storage_options, "transport": transport}
     dos.save(state(), bucket.at("step-1"), storage_options=options)
     events: list[Any] = []
@@ -97,9 +94,7 @@ def test_what_the_gateway_does_not_copy_is_uploaded(
 
 
 @on_seaweed
-def test_an_edge_with_etags_of_its_own_takes_the_overwriting_and_nothing_else(
-    bucket: Bucket, gateway: HfGateway
-) -> None:
+def test_an_edge_with_etags_of_its_own_takes_the_overwriting_and_nothing_else(bucket, gateway):
     """A token that the edge gives is refused by the gateway, so nothing is replaced by it."""
     gateway.edge.e_tag = '"of the edge"'
     url, options = bucket.at("step-1"), gateway.storage_options

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +51,7 @@ def filled(limiter: Limiter, count: int) -> Any:
     return slot
 
 
-def test_a_window_that_is_full_holds_back_until_a_place_is_free() -> None:
+def test_a_window_that_is_full_holds_back_until_a_place_is_free():
     limiter = Limiter()
     slot = filled(limiter, 8)
     limiter.throttled(limiter._clock())
@@ -67,7 +66,7 @@ def test_a_window_that_is_full_holds_back_until_a_place_is_free() -> None:
     assert limiter.in_flight == slot.in_flight == 4
 
 
-def test_transfers_that_find_their_number_share_one_window() -> None:
+def test_transfers_that_find_their_number_share_one_window():
     limiter = Limiter()
     limiter.heard(0.03)
     save, load = (slot_of(limiter) for _ in range(2))
@@ -81,9 +80,7 @@ def test_transfers_that_find_their_number_share_one_window() -> None:
 
 
 @pytest.mark.parametrize("latency_seconds", [0.0005, 0.03])
-def test_a_fixed_number_ignores_the_window_until_the_store_throttles(
-    latency_seconds: float,
-) -> None:
+def test_a_fixed_number_ignores_the_window_until_the_store_throttles(latency_seconds):
     limiter = Limiter()
     limiter.heard(latency_seconds)
     fixed = slot_of(limiter, concurrency=99)
@@ -94,7 +91,7 @@ def test_a_fixed_number_ignores_the_window_until_the_store_throttles(
     assert not fixed.begin("more", wait=False)
 
 
-def test_at_a_near_store_each_transfer_keeps_to_the_number_itself() -> None:
+def test_at_a_near_store_each_transfer_keeps_to_the_number_itself():
     limiter = Limiter()
     limiter.heard(0.0005)
     slot = slot_of(limiter)
@@ -106,9 +103,7 @@ def test_at_a_near_store_each_transfer_keeps_to_the_number_itself() -> None:
 
 
 @pytest.mark.parametrize("reports", [("open_range",), ("open_range", "put_stream")])
-def test_the_slot_of_a_store_knows_the_settings_and_whether_the_adapter_reports_throttling(
-    reports: tuple[str, ...],
-) -> None:
+def test_the_slot_of_a_store_knows_the_settings_and_whether_the_adapter_reports_throttling(reports):
     store: Any = SimpleNamespace(
         url=f"s3://{secrets.token_hex(4)}/run", endpoint_url=None, reports_throttling=reports
     )
@@ -133,7 +128,7 @@ def test_the_slot_of_a_store_knows_the_settings_and_whether_the_adapter_reports_
     assert limiter.window.is_throttled == ("put_stream" not in reports)
 
 
-def test_there_is_one_limiter_for_each_bucket_at_each_endpoint() -> None:
+def test_there_is_one_limiter_for_each_bucket_at_each_endpoint():
     name = secrets.token_hex(4)
 
     def at(url: str, endpoint_url: str | None = None) -> Limiter:
@@ -159,9 +154,7 @@ def test_there_is_one_limiter_for_each_bucket_at_each_endpoint() -> None:
         ([], 32.0),
     ],
 )
-def test_the_rate_falls_below_what_the_store_has_done_in_the_last_two_seconds(
-    ages: list[float], per_second: float
-) -> None:
+def test_the_rate_falls_below_what_the_store_has_done_in_the_last_two_seconds(ages, per_second):
     clock = Clock()
     limiter = Limiter(clock)
     filled(limiter, 32)
@@ -174,7 +167,7 @@ def test_the_rate_falls_below_what_the_store_has_done_in_the_last_two_seconds(
     assert (limiter.window.cut_at, limiter.window.size) == (100.0, 16.0)
 
 
-def test_successes_are_remembered_for_two_seconds_only() -> None:
+def test_successes_are_remembered_for_two_seconds_only():
     clock = Clock()
     limiter = Limiter(clock)
     for _ in range(1000):
@@ -183,7 +176,7 @@ def test_successes_are_remembered_for_two_seconds_only() -> None:
     assert len(limiter._done) == 9
 
 
-def test_requests_begin_at_the_rate_and_up_to_50_ms_too_soon() -> None:
+def test_requests_begin_at_the_rate_and_up_to_50_ms_too_soon():
     clock = Clock()
     limiter = Limiter(clock, clock.sleep)
     limiter.window = Window(cut_rate=2.0, cut_at=1e9)  # two per second, and not yet more
@@ -210,7 +203,7 @@ def test_requests_begin_at_the_rate_and_up_to_50_ms_too_soon() -> None:
     assert clock.slept == [0.1]
 
 
-def test_without_throttling_nothing_waits_for_its_turn() -> None:
+def test_without_throttling_nothing_waits_for_its_turn():
     clock = Clock()
     limiter = Limiter(clock, clock.sleep)
     for _ in range(100):
@@ -218,7 +211,7 @@ def test_without_throttling_nothing_waits_for_its_turn() -> None:
     assert not clock.slept
 
 
-def test_the_throughput_of_a_transfer_counts_from_its_first_request() -> None:
+def test_the_throughput_of_a_transfer_counts_from_its_first_request():
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, verb="put_stream")
@@ -236,7 +229,7 @@ def test_the_throughput_of_a_transfer_counts_from_its_first_request() -> None:
     assert limiter.window.bytes_per_second == {"put_stream": 32 * MIB, "get": 64 * MIB}
 
 
-def test_before_anything_was_measured_large_requests_are_few() -> None:
+def test_before_anything_was_measured_large_requests_are_few():
     limiter, mib = Limiter(), 1 << 20
     slots = [
         slot_of(limiter, request_bytes=size * mib, timeout_seconds=150)
@@ -245,7 +238,7 @@ def test_before_anything_was_measured_large_requests_are_few() -> None:
     assert [slot.concurrency for slot in slots] == [AUTO_MOST, 9, 1, 1]
 
 
-def test_what_is_on_this_machine_gets_8_requests() -> None:
+def test_what_is_on_this_machine_gets_8_requests():
     bucket = secrets.token_hex(4)
     concurrency = [
         slot_of(limiter_at(None, scheme, bucket)).concurrency for scheme in ("file", "memory", "s3")
@@ -253,7 +246,7 @@ def test_what_is_on_this_machine_gets_8_requests() -> None:
     assert concurrency == [8, 8, AUTO_MOST]
 
 
-def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:
+def test_a_slot_with_nothing_in_flight_never_waits_for_others():
     limiter = Limiter()
     filled(limiter, 8)
     for _ in range(10):
@@ -263,7 +256,7 @@ def test_a_slot_with_nothing_in_flight_never_waits_for_others() -> None:
     assert limiter.in_flight == 9
 
 
-def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever() -> None:
+def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever():
     """As a transport that gathers all buffers before it sends any."""
     limiter = Limiter()
     filled(limiter, 8)
@@ -274,7 +267,7 @@ def test_requests_that_hold_all_places_and_never_end_stop_no_other_for_ever() ->
     assert slot.in_flight == 2
 
 
-def test_a_request_waits_on_while_places_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_waits_on_while_places_are_given_back(monkeypatch):
     """Only a store that answers nothing for a time-out is taken to hold its places for ever."""
     monkeypatch.setattr("dcp_objstore.stores.admission.limiter.STEP_SECONDS", 0.001)
     clock = Clock()
@@ -299,7 +292,7 @@ def test_a_request_waits_on_while_places_are_given_back(monkeypatch: pytest.Monk
     assert looks == 5
 
 
-def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer() -> None:
+def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer():
     limiter = Limiter()
     limiter.heard(0.0005)
     slot = slot_of(limiter, request_bytes=32 << 20, timeout_seconds=32)
@@ -308,7 +301,7 @@ def test_a_near_store_over_a_line_too_slow_for_8_large_requests_gets_fewer() -> 
     assert slot.concurrency == 8
 
 
-def test_where_requests_take_long_no_more_begin_than_the_window_allows() -> None:
+def test_where_requests_take_long_no_more_begin_than_the_window_allows():
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, request_bytes=32 << 20, timeout_seconds=150)
@@ -325,7 +318,7 @@ def test_where_requests_take_long_no_more_begin_than_the_window_allows() -> None
     assert limiter.in_flight == allowed
 
 
-def test_waiting_ends_with_what_the_check_raises_and_takes_no_place() -> None:
+def test_waiting_ends_with_what_the_check_raises_and_takes_no_place():
     limiter = Limiter()
     slot = filled(limiter, 2)
     limiter.throttled(limiter._clock())
@@ -338,7 +331,7 @@ def test_waiting_ends_with_what_the_check_raises_and_takes_no_place() -> None:
     assert limiter.in_flight == 2
 
 
-def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window() -> None:
+def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window():
     limiter = Limiter(Clock())
     slot = slot_of(limiter, judged=True)
     limiter.throttled(limiter._clock())
@@ -353,7 +346,7 @@ def test_who_stops_waiting_for_the_rate_gives_back_the_place_in_the_window() -> 
     assert limiter.in_flight == slot.in_flight == 0
 
 
-def test_a_slot_that_is_closed_gives_back_all_and_late_ends_are_not_counted() -> None:
+def test_a_slot_that_is_closed_gives_back_all_and_late_ends_are_not_counted():
     limiter = Limiter()
     slot = filled(limiter, 5)
     slot.end(0, answered=True)
@@ -366,8 +359,8 @@ def test_a_slot_that_is_closed_gives_back_all_and_late_ends_are_not_counted() ->
 
 @pytest.mark.parametrize("under_way", [True, False])
 def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alone_does_not(
-    under_way: bool,
-) -> None:
+    under_way,
+):
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, judged=True)
@@ -392,7 +385,7 @@ def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alo
     assert not under_way or limiter.window.cut_at == cut_at
 
 
-def test_a_part_is_judged_again_that_has_the_number_of_one_that_was_slow() -> None:
+def test_a_part_is_judged_again_that_has_the_number_of_one_that_was_slow():
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, judged=True)
@@ -408,7 +401,7 @@ def test_a_part_is_judged_again_that_has_the_number_of_one_that_was_slow() -> No
         slot.end("slow", answered=True)
 
 
-def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None:
+def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign():
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, judged=True)
@@ -425,7 +418,7 @@ def test_parts_that_take_longer_because_more_are_in_flight_are_no_sign() -> None
 
 
 @pytest.mark.parametrize("fast_between", [0, 14, 15])
-def test_two_slow_requests_among_16_are_a_sign(fast_between: int) -> None:
+def test_two_slow_requests_among_16_are_a_sign(fast_between):
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, judged=True)
@@ -445,7 +438,7 @@ def test_two_slow_requests_among_16_are_a_sign(fast_between: int) -> None:
     assert limiter.window.is_throttled == (fast_between < 15)
 
 
-def test_a_slow_request_counts_once_however_often_it_is_looked_at() -> None:
+def test_a_slow_request_counts_once_however_often_it_is_looked_at():
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, judged=True)
@@ -462,7 +455,7 @@ def test_a_slow_request_counts_once_however_often_it_is_looked_at() -> None:
     assert list(slot._verdicts).count(True) == 1
 
 
-def test_while_the_store_throttles_one_slow_request_is_a_sign() -> None:
+def test_while_the_store_throttles_one_slow_request_is_a_sign():
     clock = Clock()
     limiter = Limiter(clock, clock.sleep)
     slot = slot_of(limiter, judged=True)
@@ -481,9 +474,7 @@ def test_while_the_store_throttles_one_slow_request_is_a_sign() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_requests_in_flight_are_judged_when_another_begins_or_waits(
-    waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_in_flight_are_judged_when_another_begins_or_waits(waits, monkeypatch):
     """Those of a store that answers no more would otherwise never be."""
     monkeypatch.setattr("dcp_objstore.stores.admission.limiter.STEP_SECONDS", 0.001)
     clock = Clock()
@@ -511,7 +502,7 @@ def test_requests_in_flight_are_judged_when_another_begins_or_waits(
         assert limiter.window.is_throttled
 
 
-def test_what_is_usual_is_what_the_last_32_requests_took() -> None:
+def test_what_is_usual_is_what_the_last_32_requests_took():
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, judged=True)
@@ -546,8 +537,8 @@ def test_what_is_usual_is_what_the_last_32_requests_took() -> None:
     ],
 )
 def test_a_request_is_slow_that_takes_a_hidden_pause_longer_than_usual(
-    took: list[float], seconds: float, among: int, in_flight: int, is_slow: bool
-) -> None:
+    took, seconds, among, in_flight, is_slow
+):
     limiter = Limiter()
     for judged in (True, False):
         slot = slot_of(limiter, judged=judged)
@@ -556,7 +547,7 @@ def test_a_request_is_slow_that_takes_a_hidden_pause_longer_than_usual(
         assert slot._is_slow(seconds, among) == (is_slow and judged)
 
 
-def test_what_is_slow_is_measured_by_the_fastest_fifth() -> None:
+def test_what_is_slow_is_measured_by_the_fastest_fifth():
     slot = slot_of(Limiter(), judged=True)
     slot._took.extend([*[(10.0, 10.0)] * 4, (1.0, 0.5)])  # in whatever order they ended
     assert not slot._is_slow(2.5, 1)
@@ -565,7 +556,7 @@ def test_what_is_slow_is_measured_by_the_fastest_fifth() -> None:
     assert not slot._is_slow(2.6, 1)
 
 
-def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
+def test_requests_that_are_slow_from_the_start_are_no_sign():
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, judged=True)
@@ -576,7 +567,7 @@ def test_requests_that_are_slow_from_the_start_are_no_sign() -> None:
     assert not limiter.window.is_throttled
 
 
-def test_retries_share_a_budget_that_successes_refill() -> None:
+def test_retries_share_a_budget_that_successes_refill():
     limiter = Limiter()
     for _ in range(100):
         limiter.succeeded()  # in a long calm nothing is saved up
@@ -590,7 +581,7 @@ def test_retries_share_a_budget_that_successes_refill() -> None:
     assert not limiter.spend_retry()
 
 
-def test_only_a_request_that_was_answered_is_a_success() -> None:
+def test_only_a_request_that_was_answered_is_a_success():
     clock = Clock()
     limiter = Limiter(clock)
     while limiter.spend_retry():
@@ -606,7 +597,7 @@ def test_only_a_request_that_was_answered_is_a_success() -> None:
         assert (slot.concurrency < wide) == answered
 
 
-def test_a_request_that_is_over_gives_its_place_back_before_it_is_known_how_it_ended() -> None:
+def test_a_request_that_is_over_gives_its_place_back_before_it_is_known_how_it_ended():
     limiter = Limiter()
     slot = filled(limiter, 2)
     while limiter.spend_retry():
@@ -623,7 +614,7 @@ def test_a_request_that_is_over_gives_its_place_back_before_it_is_known_how_it_e
     assert limiter.in_flight == 0
 
 
-def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -> None:
+def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has():
     limiter = Limiter()
     for _ in range(int(RETRY_BUDGET / 2)):
         assert limiter.spares_retries
@@ -652,9 +643,7 @@ def test_retries_of_what_has_not_failed_leave_half_of_the_budget_to_what_has() -
         lambda limiter, slot: slot.close(),
     ],
 )
-def test_no_thread_sees_what_another_one_has_half_changed(
-    use: Callable[[Limiter, AdmissionSlot], object],
-) -> None:
+def test_no_thread_sees_what_another_one_has_half_changed(use):
     clock = Clock()
     limiter = Limiter(clock)
     limiter.window = Window(cut_rate=50.0, cut_at=200.0)

@@ -11,11 +11,10 @@ import signal
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +41,6 @@ from dcp_objstore.stores import (
     IfVersion,
     ObjectStore,
     StoreSpec,
-    Version,
     local,
     open_store,
 )
@@ -64,7 +62,7 @@ def names(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-def test_nothing_temporary_stays(store: ObjectStore, root: Path) -> None:
+def test_nothing_temporary_stays(store, root):
     def broken() -> Iterator[bytes]:
         yield b"half"
         raise ExpectedError
@@ -78,7 +76,7 @@ def test_nothing_temporary_stays(store: ObjectStore, root: Path) -> None:
     assert keys(store) == ["a"]
 
 
-def test_an_object_is_not_seen_before_it_is_whole(store: ObjectStore) -> None:
+def test_an_object_is_not_seen_before_it_is_whole(store):
     seen: list[list[str]] = []
 
     def watched() -> Iterator[bytes]:
@@ -91,14 +89,14 @@ def test_an_object_is_not_seen_before_it_is_whole(store: ObjectStore) -> None:
     assert read(store, "k") == b"xxx"
 
 
-def test_each_rewrite_of_equal_content_is_another_version(store: ObjectStore) -> None:
+def test_each_rewrite_of_equal_content_is_another_version(store):
     versions = [store.put("k", b"the same") for _ in range(300)]
     assert len(set(versions)) == 300
     with pytest.raises(PreconditionFailedError):
         store.put("k", b"x", precondition=IfVersion(versions[0]))
 
 
-def test_our_own_names_are_no_objects(store: ObjectStore, root: Path) -> None:
+def test_our_own_names_are_no_objects(store, root):
     store.put("k", b"x")
     store.put("k", b"y")
     assert ".dcp-objstore.lock" in names(root)
@@ -108,7 +106,7 @@ def test_our_own_names_are_no_objects(store: ObjectStore, root: Path) -> None:
             store.put(key, b"x")
 
 
-def test_a_key_below_an_object_is_refused(store: ObjectStore) -> None:
+def test_a_key_below_an_object_is_refused(store):
     store.put("a", b"x")
     with pytest.raises(InputError):
         store.put("a/b", b"y")
@@ -118,15 +116,13 @@ def test_a_key_below_an_object_is_refused(store: ObjectStore) -> None:
     assert keys(store) == ["a", "p/q"]
 
 
-def test_a_name_that_is_too_long_is_the_callers_error(store: ObjectStore) -> None:
+def test_a_name_that_is_too_long_is_the_callers_error(store):
     with pytest.raises(InputError):
         store.put("x" * 300, b"x")
 
 
 @pytest.mark.parametrize("target", ["loop", ".", "..", "b/y", "gone"])
-def test_links_that_lead_nowhere_or_up_are_no_objects(
-    store: ObjectStore, root: Path, target: str
-) -> None:
+def test_links_that_lead_nowhere_or_up_are_no_objects(store, root, target):
     store.put("a/x", b"1")
     store.put("b/x", b"2")
     (root / "loop").symlink_to(target)
@@ -141,7 +137,7 @@ def test_links_that_lead_nowhere_or_up_are_no_objects(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_the_right_to_write(store: ObjectStore, root: Path) -> None:
+def test_a_folder_without_the_right_to_write(store, root):
     store.put("k", b"x")
     root.chmod(0o500)
     try:
@@ -154,9 +150,7 @@ def test_a_folder_without_the_right_to_write(store: ObjectStore, root: Path) -> 
 
 @pytest.mark.parametrize("transport", ["native", "fsspec"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_says_so_and_to_try_again_does_not_help(
-    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, transport: Any
-) -> None:
+def test_a_full_disk_says_so_and_to_try_again_does_not_help(root, monkeypatch, number, transport):
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -174,7 +168,7 @@ def test_a_full_disk_says_so_and_to_try_again_does_not_help(
     assert names(root) == []
 
 
-def test_a_stream_holds_one_buffer_at_a_time(store: ObjectStore) -> None:
+def test_a_stream_holds_one_buffer_at_a_time(store):
     alive: set[int] = set()
     peak = 0
 
@@ -196,8 +190,8 @@ def test_a_stream_holds_one_buffer_at_a_time(store: ObjectStore) -> None:
 
 @pytest.mark.parametrize("precondition", [None, IfAbsent()])
 def test_bytes_are_synced_before_the_name_and_the_name_after(
-    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch, precondition: IfAbsent | None
-) -> None:
+    store, root, monkeypatch, precondition
+):
     events: list[str] = []
     real_fsync, real_link, real_replace = os.fsync, os.link, Path.replace
 
@@ -212,9 +206,7 @@ def test_bytes_are_synced_before_the_name_and_the_name_after(
     assert events == ["sync object", "name", "sync folder"]
 
 
-def test_every_change_of_an_object_holds_the_folders_lock(
-    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_change_of_an_object_holds_the_folders_lock(store, root, monkeypatch):
     version = store.put("k", b"1")
     held: list[str] = []
 
@@ -252,8 +244,8 @@ def test_every_change_of_an_object_holds_the_folders_lock(
     ids=["put", "update", "put_stream", "delete"],
 )
 def test_a_lock_that_another_process_keeps_is_waited_for_no_longer_than_a_small_request(
-    root: Path, change: Callable[[ObjectStore, Version], object]
-) -> None:
+    root, change
+):
     store = open_store(f"file://{root}", config=TransferConfig(stall_timeout_seconds=0.3))
     version = store.put("k", b"1")
     # Of an open file description, so this thread is as good as another process.
@@ -267,9 +259,7 @@ def test_a_lock_that_another_process_keeps_is_waited_for_no_longer_than_a_small_
     change(store, version)
 
 
-def test_where_nothing_is_linked_a_create_waits_no_longer_for_the_lock(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_is_linked_a_create_waits_no_longer_for_the_lock(root, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.EPERM, "no links here")
 
@@ -283,9 +273,7 @@ def test_where_nothing_is_linked_a_create_waits_no_longer_for_the_lock(
         assert names(root) == [".dcp-objstore.lock", "k"]
 
 
-def test_where_nothing_is_linked_the_second_of_two_creators_is_refused(
-    store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_is_linked_the_second_of_two_creators_is_refused(store, root, monkeypatch):
     """The first one has the lock until the object is there."""
     real_lock = local.lock
 
@@ -317,7 +305,7 @@ def _create(spec: StoreSpec, barrier: Barrier, rounds: int, told: Connection) ->
     told.send((os.getpid(), wins))
 
 
-def test_of_creators_in_many_processes_exactly_one_wins(store: ObjectStore, root: Path) -> None:
+def test_of_creators_in_many_processes_exactly_one_wins(store, root):
     rounds, racers = 100, 4
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(racers)
@@ -348,9 +336,7 @@ def _stream_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:
 
 
 @pytest.mark.parametrize("where", ["in a stream", "under the lock"])
-def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(
-    root: Path, where: str
-) -> None:
+def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(root, where):
     from dcp_objstore.run.sweep import sweep  # with torch, which the children do without
 
     spec = StoreSpec(f"file://{root}/run")
@@ -389,7 +375,7 @@ def test_a_killed_writer_leaves_the_old_object_and_what_a_sweep_removes(
     assert [name for name in names(root) if ".tmp" in name] == []
 
 
-def test_whatever_a_killed_process_has_left_half_written_is_swept(root: Path) -> None:
+def test_whatever_a_killed_process_has_left_half_written_is_swept(root):
     from dcp_objstore.run.sweep import sweep  # with torch
 
     nonce = new_nonce()
@@ -420,7 +406,7 @@ def _replace_for_ever(spec: StoreSpec, key: str, half: Connection) -> None:
     spec.open().put(key, b"new")
 
 
-def test_names_too_long_to_be_told_in_a_temporary_one_work_all_the_same(store: ObjectStore) -> None:
+def test_names_too_long_to_be_told_in_a_temporary_one_work_all_the_same(store):
     for key in ("x" * 255, "a/" + "ü" * 127):
         store.put(key, b"1", precondition=IfAbsent())
         assert read(store, key) == b"1"
@@ -438,7 +424,7 @@ def _count_up(spec: StoreSpec, times: int) -> None:
                 continue
 
 
-def test_updates_from_many_processes_are_all_counted(store: ObjectStore, root: Path) -> None:
+def test_updates_from_many_processes_are_all_counted(store, root):
     store.put("counter", b"0")
     context = multiprocessing.get_context("spawn")
     spec = StoreSpec(f"file://{root}")
@@ -451,7 +437,7 @@ def test_updates_from_many_processes_are_all_counted(store: ObjectStore, root: P
     assert read(store, "counter") == b"160"
 
 
-def test_a_child_that_is_forked_under_the_lock_does_not_keep_it(root: Path) -> None:
+def test_a_child_that_is_forked_under_the_lock_does_not_keep_it(root):
     """A DataLoader's worker may be forked in a save, and live to the end of the job."""
     root.mkdir(exist_ok=True)
     reading, writing = os.pipe()
@@ -468,9 +454,7 @@ def test_a_child_that_is_forked_under_the_lock_does_not_keep_it(root: Path) -> N
         os.waitpid(child, 0)
 
 
-def test_a_lock_whose_file_was_removed_before_it_was_taken_is_not_held(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_whose_file_was_removed_before_it_was_taken_is_not_held(root, monkeypatch):
     root.mkdir()
     place, tries, lock = root / local._LOCK_NAME, list[int](), local.lock
 

@@ -15,7 +15,6 @@ from dcp_objstore.errors import ConfigError, DcpObjstoreError, ObjectNotFoundErr
 from dcp_objstore.stores import ObjectStore, open_store
 from dcp_objstore.stores.protocol import IfAbsent, IfVersion, Version
 from tests.support.scripted import Answer, Scripted, ScriptedServer
-from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 from tests.support.verbs import ONCE, VERBS
 
@@ -52,33 +51,27 @@ def at(scheme: str, endpoint_url: str) -> ObjectStore:
 
 
 @pytest.mark.parametrize("scheme", OPTIONS)
-def test_a_page_is_no_object(web: Callable[[int], str], scheme: str) -> None:
+def test_a_page_is_no_object(web, scheme):
     with pytest.raises(ConfigError, match=SAYS):
         VERBS["get"](at(scheme, web(200)))
 
 
 @pytest.mark.parametrize("verb", ["put", "put_stream"])
 @pytest.mark.parametrize("scheme", OPTIONS)
-def test_a_write_that_is_answered_with_a_page_says_so(
-    web: Callable[[int], str], scheme: str, verb: str
-) -> None:
+def test_a_write_that_is_answered_with_a_page_says_so(web, scheme, verb):
     with pytest.raises(DcpObjstoreError, match=SAYS):
         VERBS[verb](at(scheme, web(200)))
 
 
 @pytest.mark.parametrize("verb", ["list", "put", "put_stream"])
 @pytest.mark.parametrize("scheme", OPTIONS)
-def test_a_404_without_a_code_is_no_stores_where_no_object_can_be_missing(
-    web: Callable[[int], str], scheme: str, verb: str
-) -> None:
+def test_a_404_without_a_code_is_no_stores_where_no_object_can_be_missing(web, scheme, verb):
     with pytest.raises(ConfigError, match=SAYS):
         VERBS[verb](at(scheme, web(404)))
 
 
 @pytest.mark.parametrize("scheme", ["s3", "s3 over boto3"])
-def test_a_404_without_a_code_may_say_that_an_object_is_missing(
-    web: Callable[[int], str], scheme: str
-) -> None:
+def test_a_404_without_a_code_may_say_that_an_object_is_missing(web, scheme):
     store = at(scheme, web(404))
     for verb in ("get", "head", "open_range"):
         with pytest.raises(ObjectNotFoundError):
@@ -91,28 +84,26 @@ def test_a_404_without_a_code_may_say_that_an_object_is_missing(
 
 @pytest.mark.parametrize("status", [200, 404])
 @pytest.mark.parametrize("scheme", OPTIONS)
-def test_a_save_says_that_there_is_no_store(
-    web: Callable[[int], str], scheme: str, status: int
-) -> None:
+def test_a_save_says_that_there_is_no_store(web, scheme, status):
     options = {**OPTIONS[scheme], "endpoint_url": web(status)}
     with pytest.raises(ConfigError, match=SAYS):
         dos.save({"w": torch.ones(2)}, url_of(scheme), storage_options=options)
 
 
 @pytest.mark.parametrize("scheme", OPTIONS)
-def test_a_load_says_that_there_is_no_store(web: Callable[[int], str], scheme: str) -> None:
+def test_a_load_says_that_there_is_no_store(web, scheme):
     options = {**OPTIONS[scheme], "endpoint_url": web(200)}
     with pytest.raises(ConfigError, match=SAYS):
         dos.load({"w": torch.ones(2)}, url_of(scheme), storage_options=options)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_a_page_is_no_listing_of_nothing(web: Callable[[int], str], scheme: str) -> None:
+def test_a_page_is_no_listing_of_nothing(web, scheme):
     with pytest.raises(DcpObjstoreError, match=SAYS):
         VERBS["list"](at(scheme, web(200)))
 
 
-def test_only_the_first_empty_listing_asks_whether_there_is_a_store(bucket: Bucket) -> None:
+def test_only_the_first_empty_listing_asks_whether_there_is_a_store(bucket):
     with TamperingProxy(bucket.storage_options) as proxy:
         store = open_store(bucket.url, proxy.storage_options, ONCE)
         assert list(store.list()) == []
@@ -127,7 +118,7 @@ LISTING = b"""<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount><MaxKey
 
 @pytest.mark.parametrize("body", [PAGE, b""])
 @pytest.mark.parametrize("transport", ["native", "boto3", "fsspec"])
-def test_a_page_in_place_of_one_listing_is_not_believed(transport: str, body: bytes) -> None:
+def test_a_page_in_place_of_one_listing_is_not_believed(transport, body):
     """A run would be taken for an empty one, and its job would begin anew."""
 
     def answer(method: str, _target: str, nth: int) -> Answer:

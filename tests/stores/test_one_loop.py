@@ -55,9 +55,7 @@ def store_over(adapter: str, endpoint_url: str, retries: int = RETRIES) -> Objec
 
 
 @pytest.mark.parametrize(("adapter", "verb"), EACH)
-def test_a_request_that_always_fails_is_sent_as_often_as_was_asked_for(
-    server: ScriptedServer, adapter: str, verb: str
-) -> None:
+def test_a_request_that_always_fails_is_sent_as_often_as_was_asked_for(server, adapter, verb):
     server.answer = lambda *_: (500, {}, b"")
     with pytest.raises(StoreUnavailableError) as caught:
         VERBS[verb](store_over(adapter, server.endpoint_url))
@@ -70,7 +68,7 @@ def test_a_request_that_always_fails_is_sent_as_often_as_was_asked_for(
     ("adapter", "verb"),
     cases(EACH, default=[one for one in EACH if one[1] in ("get", "put_absent", "put_stream")]),
 )
-def test_a_connection_that_is_hung_up_counts_as_a_try(adapter: str, verb: str) -> None:
+def test_a_connection_that_is_hung_up_counts_as_a_try(adapter, verb):
     with RawServer() as server, pytest.raises(StoreUnavailableError):
         VERBS[verb](store_over(adapter, f"http://{server.address}"))
     # aiohttp sends each once more over another connection, and has no public switch.
@@ -86,8 +84,8 @@ def test_a_connection_that_is_hung_up_counts_as_a_try(adapter: str, verb: str) -
     ),
 )
 def test_a_small_write_to_a_silent_server_has_a_third_of_the_stall_time_out(
-    adapter: str, verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    adapter, verb, monkeypatch
+):
     monkeypatch.setattr("dcp_objstore.stores.retries._LEAST_SMALL_TIMEOUT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         scheme, options = ADAPTERS[adapter]
@@ -102,7 +100,7 @@ def test_a_small_write_to_a_silent_server_has_a_third_of_the_stall_time_out(
         assert time.monotonic() - began_at < 100  # of 200, whatever else the machine does
 
 
-def test_unfinished_uploads_are_asked_for_as_often_page_by_page(server: ScriptedServer) -> None:
+def test_unfinished_uploads_are_asked_for_as_often_page_by_page(server):
     page = (
         "<ListMultipartUploadsResult><IsTruncated>{more}</IsTruncated><NextKeyMarker>run/a"
         "</NextKeyMarker><NextUploadIdMarker>u</NextUploadIdMarker></ListMultipartUploadsResult>"
@@ -160,9 +158,7 @@ def _azure_page(keys: range, token: str) -> bytes:
         default=[*((adapter, True) for adapter in ADAPTERS), ("obstore", False), ("azure", False)],
     ),
 )
-def test_a_listing_that_repeats_its_pages_ends_with_an_error(
-    server: ScriptedServer, adapter: str, is_new: bool
-) -> None:
+def test_a_listing_that_repeats_its_pages_ends_with_an_error(server, adapter, is_new):
     """One page with one token, or two pages by turns with ever new tokens."""
 
     def answer(method: str, target: str, nth: int) -> Answer:
@@ -184,9 +180,7 @@ def test_a_listing_that_repeats_its_pages_ends_with_an_error(
     assert len(server.requests) <= 10
 
 
-def test_a_listing_of_uploads_that_repeats_its_pages_ends_with_an_error(
-    server: ScriptedServer,
-) -> None:
+def test_a_listing_of_uploads_that_repeats_its_pages_ends_with_an_error(server):
     def answer(method: str, target: str, nth: int) -> Answer:
         page = (
             "<ListMultipartUploadsResult><IsTruncated>true</IsTruncated><NextKeyMarker>run/a"
@@ -204,9 +198,7 @@ def test_a_listing_of_uploads_that_repeats_its_pages_ends_with_an_error(
 
 
 @pytest.mark.parametrize("adapter", ["obstore", "boto3", "s3fs"])
-def test_a_listing_that_breaks_off_goes_on_behind_the_last_key(
-    server: ScriptedServer, adapter: str
-) -> None:
+def test_a_listing_that_breaks_off_goes_on_behind_the_last_key(server, adapter):
     def answer(method: str, target: str, nth: int) -> Answer:
         headers = {"Content-Type": "application/xml"}
         if nth == 2:
@@ -222,9 +214,7 @@ def test_a_listing_that_breaks_off_goes_on_behind_the_last_key(
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 @pytest.mark.parametrize(("count", "size"), [(50, 20), (2000, 1000), (2003, 1000), (41, 41)])
-def test_a_listing_goes_on_behind_a_page_without_a_token(
-    server: ScriptedServer, scheme: str, count: int, size: int
-) -> None:
+def test_a_listing_goes_on_behind_a_page_without_a_token(server, scheme, count, size):
     """obstore ends a listing there, and does not tell that the server said that there is more."""
 
     def answer(method: str, target: str, nth: int) -> Answer:
@@ -249,8 +239,8 @@ def test_a_listing_goes_on_behind_a_page_without_a_token(
     ids=["directory-bucket", "azure"],
 )
 def test_a_listing_in_an_order_of_its_own_that_breaks_off_loses_and_repeats_no_key(
-    server: ScriptedServer, url: str, options: dict[str, object]
-) -> None:
+    server, url, options
+):
     keys = [f"{number * 7 % 1500:04d}" for number in range(1500)]  # not in the order of their names
     shapes = {
         "s3": (
@@ -286,9 +276,7 @@ def test_a_listing_in_an_order_of_its_own_that_breaks_off_loses_and_repeats_no_k
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_a_store_that_throttles_slows_the_process_down_over_each_adapter(
-    server: ScriptedServer, adapter: str
-) -> None:
+def test_a_store_that_throttles_slows_the_process_down_over_each_adapter(server, adapter):
     server.answer = lambda *_: (503, {}, b"")
     store = store_over(adapter, server.endpoint_url, retries=0)
     assert not limiter_of(store).window.is_throttled
@@ -298,9 +286,7 @@ def test_a_store_that_throttles_slows_the_process_down_over_each_adapter(
 
 
 @pytest.mark.parametrize("adapter", ["boto3", "s3fs"])
-def test_a_part_that_fails_is_sent_again_and_slows_the_process_down(
-    server: ScriptedServer, adapter: str
-) -> None:
+def test_a_part_that_fails_is_sent_again_and_slows_the_process_down(server, adapter):
     parts: list[str] = []
 
     def answer(method: str, target: str, nth: int) -> Answer:
@@ -342,8 +328,8 @@ def asked_range(server: ScriptedServer) -> str:
     ids=["direct", "obstore", "boto3"],
 )
 def test_a_body_that_breaks_off_under_a_reader_that_takes_its_time_is_asked_for_again(
-    server: ScriptedServer, options: dict[str, object]
-) -> None:
+    server, options
+):
     server.answer = lambda method, target, nth: range_answer(
         asked_range(server), share=0.5 if nth == 1 else 1.0
     )
@@ -359,8 +345,8 @@ def test_a_body_that_breaks_off_under_a_reader_that_takes_its_time_is_asked_for_
 
 
 def test_a_server_that_answered_over_the_direct_lane_alone_is_waited_for_as_one_that_was_reached(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, monkeypatch
+):
     monkeypatch.setattr("dcp_objstore.stores.retries.FIRST_PATIENCE_SECONDS", 0)
     server.answer = lambda *_: range_answer(asked_range(server))
     store = store_over("obstore", server.endpoint_url)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from obstore.exceptions import BaseError, UnknownConfigurationKeyError
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -17,7 +15,7 @@ OF_CLIENTS = {"allow_http", "allow_invalid_certificates", "root_certificate"}
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
-def test_a_spelling_belongs_to_one_option(scheme: str) -> None:
+def test_a_spelling_belongs_to_one_option(scheme):
     options = SCHEMAS[scheme].options().values()
     taken = [spelling for option in options for spelling in option.spellings]
     assert len(taken) == len(set(taken))
@@ -27,7 +25,7 @@ def test_a_spelling_belongs_to_one_option(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])
-def test_local_stores_have_no_options(scheme: str) -> None:
+def test_local_stores_have_no_options(scheme):
     assert not SCHEMAS[scheme].options()
     with pytest.raises(ConfigError, match="take no options"):
         StoreSpec(f"{scheme}:///tmp/x" if scheme == "file" else "memory://x", {"key": "x"})
@@ -36,7 +34,7 @@ def test_local_stores_have_no_options(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("scheme", "store"), [("s3", S3Store), ("gs", GCSStore), ("az", AzureStore)]
 )
-def test_obstore_knows_its_names(scheme: str, store: Any) -> None:
+def test_obstore_knows_its_names(scheme, store):
     bucket = "container_name" if scheme == "az" else "bucket"
     for name in {
         name for row in SCHEMAS[scheme].options().values() for name in row.native
@@ -78,7 +76,7 @@ def test_obstore_knows_its_names(scheme: str, store: Any) -> None:
         ({"max_retries": 3}, "TransferConfig(max_retries=…)"),
     ],
 )
-def test_another_spelling_gets_the_right_one(given: dict[str, object], text: str) -> None:
+def test_another_spelling_gets_the_right_one(given, text):
     with pytest.raises(ConfigError) as caught:
         StoreSpec("s3://bucket", given)
     assert text in caught.value.message

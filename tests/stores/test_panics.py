@@ -25,9 +25,7 @@ KEYS = {"key": "a", "secret": "b"}
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_panic_of_obstore_is_an_error_of_ours_that_travels(
-    verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_panic_of_obstore_is_an_error_of_ours_that_travels(verb, monkeypatch):
     for name, value in PANICKING.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(CHECK, lambda _: False)
@@ -38,7 +36,7 @@ def test_a_panic_of_obstore_is_an_error_of_ours_that_travels(
     assert "SECRET" not in str(caught.value)
 
 
-def test_a_panic_for_another_reason_keeps_its_text_and_other_exceptions_are_none() -> None:
+def test_a_panic_for_another_reason_keeps_its_text_and_other_exceptions_are_none():
     panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
     found = translate_panic(panic("index out of bounds"))
     assert type(found) is DcpObjstoreError
@@ -62,9 +60,7 @@ def save_or_load(
     [({}, PANICKING), ({**KEYS, "addressing_style": "virtual"}, {})],
     ids=["panic", "virtual"],
 )
-def test_every_rank_fails_with_the_error_and_none_waits(
-    verb: str, options: dict[str, Any], environ: dict[str, str]
-) -> None:
+def test_every_rank_fails_with_the_error_and_none_waits(verb, options, environ):
     given = {**options, "endpoint_url": UNUSED}
     for outcome in try_ranks(2, save_or_load, verb, given, environ):
         assert isinstance(outcome.error, ConfigError), str(outcome)
@@ -86,16 +82,14 @@ def test_every_rank_fails_with_the_error_and_none_waits(
         "http://host/a b",
     ],
 )
-def test_an_endpoint_that_there_cannot_be_is_refused_at_once(
-    scheme: str, endpoint_url: str
-) -> None:
+def test_an_endpoint_that_there_cannot_be_is_refused_at_once(scheme, endpoint_url):
     account = {"account_name": "a", "account_key": "a2V5"}
     given = {"s3": KEYS, "gs": {"token": "t"}, "az": account}[scheme]
     with pytest.raises(ConfigError, match=r"must read http\(s\)://host\[:port\]"):
         open_store(f"{scheme}://bucket/run", {**given, "endpoint_url": endpoint_url}, ONCE)
 
 
-def test_every_endpoint_that_there_can_be_is_taken() -> None:
+def test_every_endpoint_that_there_can_be_is_taken():
     for place in (
         "127.0.0.1:9000",
         "127.1",
@@ -112,14 +106,14 @@ def test_every_endpoint_that_there_can_be_is_taken() -> None:
 
 @pytest.mark.parametrize("transport", ["native", "boto3"])
 @pytest.mark.parametrize("region", ["a\nb", "é", "eu west", "a/b"])
-def test_a_region_that_there_cannot_be_is_refused_at_once(transport: str, region: str) -> None:
+def test_a_region_that_there_cannot_be_is_refused_at_once(transport, region):
     options = {**KEYS, "endpoint_url": UNUSED, "region": region, "transport": transport}
     with pytest.raises(ConfigError, match="the region"):
         open_store("s3://bucket/run", options, ONCE)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:9000", "[::1]:9000"])
-def test_virtual_addressing_needs_a_host_name(host: str) -> None:
+def test_virtual_addressing_needs_a_host_name(host):
     options = {**KEYS, "addressing_style": "virtual"}
     with pytest.raises(ConfigError, match="'virtual' needs a host name"):
         open_store("s3://bucket/run", {**options, "endpoint_url": f"http://{host}"}, ONCE)

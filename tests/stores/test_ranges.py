@@ -91,7 +91,7 @@ def read(body: Range, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_the_rest_is_asked_for_from_the_byte_where_an_answer_ended(ends: bool) -> None:
+def test_the_rest_is_asked_for_from_the_byte_where_an_answer_ended(ends):
     source = Source(lambda left: min(left, 300), ends=ends)
     body = opened(source, 100, 1000)
     assert read(body, 450) + read(body, 450) == BODY[100:]
@@ -100,7 +100,7 @@ def test_the_rest_is_asked_for_from_the_byte_where_an_answer_ended(ends: bool) -
     assert not source.open, "it is closed with its last byte"
 
 
-def test_what_broke_off_too_often_is_an_error_after_which_nothing_more_is_read() -> None:
+def test_what_broke_off_too_often_is_an_error_after_which_nothing_more_is_read():
     source = Source(lambda left: 0, failures=2)
     body = opened(source)
     with pytest.raises(StoreUnavailableError, match="too often"):
@@ -112,7 +112,7 @@ def test_what_broke_off_too_often_is_an_error_after_which_nothing_more_is_read()
     assert len(source.asked) == 3
 
 
-def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come() -> None:
+def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come():
     """Those of an earlier answer say nothing of the store's state now."""
     source = Source(limits := iter([300, 0, 0, 1000]).__next__)
     told: list[bool] = []
@@ -123,7 +123,7 @@ def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come()
     assert told == [True, False, False]
 
 
-def test_a_range_that_cannot_be_cancelled_at_once_is_read_on_or_asks_for_nothing_more() -> None:
+def test_a_range_that_cannot_be_cancelled_at_once_is_read_on_or_asks_for_nothing_more():
     source = Source(lambda left: min(left, 300))
     with opened(source) as body:
         assert read(body, 10) == BODY[:10]
@@ -136,7 +136,7 @@ def test_a_range_that_cannot_be_cancelled_at_once_is_read_on_or_asks_for_nothing
 
 
 @pytest.mark.parametrize("waits_for", ["an answer", "a chunk"])
-def test_what_comes_of_a_library_after_a_range_was_cancelled_is_not_written(waits_for: str) -> None:
+def test_what_comes_of_a_library_after_a_range_was_cancelled_is_not_written(waits_for):
     waiting, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -169,7 +169,7 @@ def test_what_comes_of_a_library_after_a_range_was_cancelled_is_not_written(wait
     assert not any(into)
 
 
-def test_an_answer_is_closed_where_the_reader_stops() -> None:
+def test_an_answer_is_closed_where_the_reader_stops():
     source = Source(lambda left: left)
     with opened(source) as body:
         assert read(body, 10) == BODY[:10]
@@ -177,7 +177,7 @@ def test_an_answer_is_closed_where_the_reader_stops() -> None:
     assert not source.open
 
 
-def test_an_answer_that_was_asked_for_ahead_is_read_first_and_closed_if_it_is_not() -> None:
+def test_an_answer_that_was_asked_for_ahead_is_read_first_and_closed_if_it_is_not():
     source = Source(lambda left: left)
     ahead = source.ask(0, 1000)
     assert read(Range(source, 0, 1000, nullcontext, ahead), 1000) == BODY
@@ -187,7 +187,7 @@ def test_an_answer_that_was_asked_for_ahead_is_read_first_and_closed_if_it_is_no
     assert not source.open
 
 
-def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once() -> None:
+def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once():
     asked: list[tuple[int, int]] = []
     data = random.Random(5).randbytes(20 * MIB)
 
@@ -204,7 +204,7 @@ def test_a_library_that_gives_whole_bodies_is_asked_for_8_mib_at_once() -> None:
             read(opened(FetchedSource(lambda *_, wrong=wrong: wrong), 0, 3), 3)
 
 
-def test_only_bytes_that_have_come_begin_the_time_for_retries_anew() -> None:
+def test_only_bytes_that_have_come_begin_the_time_for_retries_anew():
     """A store that answers each request and sends nothing must not be asked for ever."""
     tries, requests = Mock(), Mock()
     requests.tries.return_value = tries
@@ -220,7 +220,7 @@ def test_only_bytes_that_have_come_begin_the_time_for_retries_anew() -> None:
     ]
 
 
-def test_what_a_read_raises_is_translated() -> None:
+def test_what_a_read_raises_is_translated():
     @contextmanager
     def errors() -> Iterator[None]:
         try:
@@ -236,7 +236,7 @@ def test_what_a_read_raises_is_translated() -> None:
         read(body, 10)
 
 
-def test_an_answer_that_was_asked_for_ahead_and_breaks_off_at_once_had_not_begun() -> None:
+def test_an_answer_that_was_asked_for_ahead_and_breaks_off_at_once_had_not_begun():
     limits = iter([0, 1000])
     source = Source(lambda _: next(limits))
     told: list[tuple[float, bool]] = []
@@ -252,7 +252,7 @@ def test_an_answer_that_was_asked_for_ahead_and_breaks_off_at_once_had_not_begun
     assert not had_begun
 
 
-def test_a_request_that_needs_no_waiting_is_sent_ahead_and_no_other_one() -> None:
+def test_a_request_that_needs_no_waiting_is_sent_ahead_and_no_other_one():
     class Ahead(Source):
         def ask_ahead(self, start: int, end: int) -> Piecemeal | None:
             return super().ask(start, end) if start else None
@@ -287,9 +287,7 @@ class Interruptible(Piecemeal):
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("can", [True, False])
-def test_a_range_is_closed_by_a_cancel_unless_that_had_to_be_at_once_and_cannot(
-    at_once: bool, can: bool
-) -> None:
+def test_a_range_is_closed_by_a_cancel_unless_that_had_to_be_at_once_and_cannot(at_once, can):
     answer = Interruptible(Source(lambda left: left), 0, 1000)
     answer.can = can
     body = Range(answer.source, 0, 1000, nullcontext, answer)
@@ -309,7 +307,7 @@ def test_a_range_is_closed_by_a_cancel_unless_that_had_to_be_at_once_and_cannot(
         read(body, 10)
 
 
-def test_an_answer_is_not_closed_while_it_is_cancelled() -> None:
+def test_an_answer_is_not_closed_while_it_is_cancelled():
     """Its connection would be given back, and the next request over it be cancelled."""
     answer = Interruptible(Source(lambda left: left), 0, 1000)
     body = Range(answer.source, 0, 1000, nullcontext, answer)
@@ -327,7 +325,7 @@ def test_an_answer_is_not_closed_while_it_is_cancelled() -> None:
     assert (closed_meanwhile, answer.closed) == ([False], True)
 
 
-def test_a_range_that_is_cancelled_between_two_pieces_reads_no_further() -> None:
+def test_a_range_that_is_cancelled_between_two_pieces_reads_no_further():
     class Cancels(Piecemeal):
         def readinto(self, into: memoryview) -> int:
             assert not body.cancel(at_once=False)
@@ -343,7 +341,7 @@ def test_a_range_that_is_cancelled_between_two_pieces_reads_no_further() -> None
     assert not source.open
 
 
-def test_an_answer_knows_no_version_and_cannot_be_cancelled_unless_it_says_so() -> None:
+def test_an_answer_knows_no_version_and_cannot_be_cancelled_unless_it_says_so():
     class Plain(Answer):
         def readinto(self, into: memoryview) -> int:
             return 0
@@ -355,7 +353,7 @@ def test_an_answer_knows_no_version_and_cannot_be_cancelled_unless_it_says_so() 
     assert Plain().cancel(at_once=True) is False
 
 
-def test_the_state_of_the_object_is_checked_with_the_bytes_of_each_answer_once_it_is_held() -> None:
+def test_the_state_of_the_object_is_checked_with_the_bytes_of_each_answer_once_it_is_held():
     class Versioned(Piecemeal):
         def version(self) -> Any:
             came.append(self.at)
@@ -383,8 +381,8 @@ def test_the_state_of_the_object_is_checked_with_the_bytes_of_each_answer_once_i
 @pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_library_that_gives_whole_bodies_is_asked_for_the_state_before_and_after_each(
-    is_held: bool, changes: bool
-) -> None:
+    is_held, changes
+):
     order: list[str] = []
 
     def fetch(start: int, end: int) -> bytes:
@@ -411,7 +409,7 @@ def test_a_library_that_gives_whole_bodies_is_asked_for_the_state_before_and_aft
     assert "look" not in order[3:]
 
 
-def test_a_retried_source_asks_within_its_tries() -> None:
+def test_a_retried_source_asks_within_its_tries():
     requests, asked = Mock(), Mock()
     requests.run = lambda tries, call: (tries, call())
     source = RetriedSource(requests, "k", asked)
@@ -420,7 +418,7 @@ def test_a_retried_source_asks_within_its_tries() -> None:
     asked.assert_called_once_with(3, 7)
 
 
-def test_chunks_are_read_in_any_steps_and_freed_before_the_next_one_comes() -> None:
+def test_chunks_are_read_in_any_steps_and_freed_before_the_next_one_comes():
     refs: list[weakref.ref[Any]] = []
     alive: list[int] = []
 
@@ -451,7 +449,7 @@ def test_chunks_are_read_in_any_steps_and_freed_before_the_next_one_comes() -> N
     assert answer.readinto(memoryview(bytearray(1))) == 0
 
 
-def test_a_chunk_is_not_written_while_another_thread_cancels() -> None:
+def test_a_chunk_is_not_written_while_another_thread_cancels():
     for use in ("readinto", "cancel"):
         answer, into = ReceivedChunks(iter([b"1234"])), bytearray(4)
         calls = {
@@ -473,7 +471,7 @@ def test_a_chunk_is_not_written_while_another_thread_cancels() -> None:
         answer.readinto(memoryview(into))
 
 
-def test_as_many_bytes_must_come_as_the_range_has() -> None:
+def test_as_many_bytes_must_come_as_the_range_has():
     check_came(4, 3, 7)
     for wrong in (3, 5, 10):
         with pytest.raises(CorruptDataError):

@@ -46,9 +46,7 @@ def store_over(transport: str, server: ScriptedServer) -> ObjectStore:
     return open_store("s3://bucket/run", options, config)
 
 
-def test_a_redirect_to_another_host_is_not_followed_over_boto3(
-    redirecting: ScriptedServer, elsewhere: ScriptedServer
-) -> None:
+def test_a_redirect_to_another_host_is_not_followed_over_boto3(redirecting, elsewhere):
     store = store_over("boto3", redirecting)
     with pytest.raises((ConfigError, StoreUnavailableError)):
         read_range(store, "k", 0, SIZE)
@@ -59,8 +57,8 @@ def test_a_redirect_to_another_host_is_not_followed_over_boto3(
 
 
 def test_the_direct_lane_follows_none_and_obstore_all_with_the_session_token(
-    redirecting: ScriptedServer, elsewhere: ScriptedServer
-) -> None:
+    redirecting, elsewhere
+):
     """A fact about obstore 0.12, which has no switch: see docs/stores.md."""
     assert read_range(store_over("native", redirecting), "k", 0, SIZE) == bytes(SIZE)
     (direct, by_obstore) = redirecting.requests

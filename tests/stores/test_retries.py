@@ -11,7 +11,6 @@ import pytest
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     CorruptDataError,
-    DcpObjstoreError,
     PermissionDeniedError,
     StoreUnavailableError,
 )
@@ -77,7 +76,7 @@ def run(server: Server, policy: RetryPolicy, clock: Clock, **settings: object) -
 
 
 @pytest.mark.parametrize("attempt", range(20))
-def test_a_store_that_restarts_within_half_a_minute_fails_no_request(attempt: int) -> None:
+def test_a_store_that_restarts_within_half_a_minute_fails_no_request(attempt):
     clock, config = Clock(), TransferConfig()
     server = Server()
     policy = RetryPolicy(config.max_retries, config.retry_timeout_seconds)
@@ -87,7 +86,7 @@ def test_a_store_that_restarts_within_half_a_minute_fails_no_request(attempt: in
     assert 30 < clock.now < 63
 
 
-def test_pauses_double_up_to_the_longest_and_differ_between_clients() -> None:
+def test_pauses_double_up_to_the_longest_and_differ_between_clients():
     policy = RetryPolicy(10, 1e9)
     for retry, most in enumerate([0.4, 0.8, 1.6, 3.2, 6.4, 10, 10], 1):
         found = [policy.pause_seconds(retry) for _ in range(200)]
@@ -96,13 +95,13 @@ def test_pauses_double_up_to_the_longest_and_differ_between_clients() -> None:
     assert policy.pause_seconds(5000) <= 10
 
 
-def test_a_pause_leaves_the_programs_random_numbers_alone() -> None:
+def test_a_pause_leaves_the_programs_random_numbers_alone():
     before = random.getstate()
     RetryPolicy(10, 1e9).pause_seconds(1)
     assert random.getstate() == before
 
 
-def test_no_retry_begins_after_the_patience_has_ended() -> None:
+def test_no_retry_begins_after_the_patience_has_ended():
     clock, began = Clock(), []
 
     def ask() -> None:
@@ -114,7 +113,7 @@ def test_no_retry_begins_after_the_patience_has_ended() -> None:
     assert began[-1] == 20.0
 
 
-def test_a_request_that_succeeds_at_last_is_answered_and_each_retry_is_reported() -> None:
+def test_a_request_that_succeeds_at_last_is_answered_and_each_retry_is_reported():
     told: list[int] = []
     answer = run(
         Server(failures=3),
@@ -127,7 +126,7 @@ def test_a_request_that_succeeds_at_last_is_answered_and_each_retry_is_reported(
 
 
 @pytest.mark.parametrize("kind", [PermissionDeniedError, CorruptDataError])
-def test_what_will_not_pass_is_sent_once(kind: type[DcpObjstoreError]) -> None:
+def test_what_will_not_pass_is_sent_once(kind):
     server = Server()
     with pytest.raises(OSError, match="no"):
         Tries(RetryPolicy(10, 60), clock=Clock()).run(
@@ -136,7 +135,7 @@ def test_what_will_not_pass_is_sent_once(kind: type[DcpObjstoreError]) -> None:
     assert server.requests == 1
 
 
-def test_what_the_adapter_finds_in_an_answer_is_not_asked_again() -> None:
+def test_what_the_adapter_finds_in_an_answer_is_not_asked_again():
     server = Server()
 
     def ask() -> None:
@@ -153,16 +152,14 @@ def test_what_the_adapter_finds_in_an_answer_is_not_asked_again() -> None:
     [({"status": 503}, 4), ({"status": None, "connected": False}, 4), ({"status": None}, 1)],
     ids=["refused by the store", "never connected", "answer lost"],
 )
-def test_what_must_not_be_sent_twice_is_sent_again_only_if_it_had_no_effect(
-    facts: dict[str, object], sent: int
-) -> None:
+def test_what_must_not_be_sent_twice_is_sent_again_only_if_it_had_no_effect(facts, sent):
     server = Server(**facts)
     with pytest.raises((StoreUnavailableError, OSError)):
         Tries(RetryPolicy(3, 60), clock=Clock()).run(server.ask, server.judge, repeatable=False)
     assert server.requests == sent
 
 
-def test_retries_of_all_requests_end_with_the_budget_that_they_share() -> None:
+def test_retries_of_all_requests_end_with_the_budget_that_they_share():
     limiter, server = Limiter(), Server()
     found = ""
     for _ in range(30):
@@ -173,7 +170,7 @@ def test_retries_of_all_requests_end_with_the_budget_that_they_share() -> None:
     assert "share are used up" in found
 
 
-def test_a_request_that_may_not_be_sent_again_takes_nothing_from_the_budget() -> None:
+def test_a_request_that_may_not_be_sent_again_takes_nothing_from_the_budget():
     limiter = Limiter()
     for _ in range(2 * int(RETRY_BUDGET)):
         with pytest.raises(StoreUnavailableError):
@@ -182,7 +179,7 @@ def test_a_request_that_may_not_be_sent_again_takes_nothing_from_the_budget() ->
 
 
 @pytest.mark.parametrize("verb", ["get", "head", "list", "delete", "put"])
-def test_every_tenth_small_request_may_fail_for_ever(clock: Clock, verb: str) -> None:
+def test_every_tenth_small_request_may_fail_for_ever(clock, verb):
     server = Server()
     requests = requests_to(server)
     for _ in range(12 * int(RETRY_BUDGET)):
@@ -190,7 +187,7 @@ def test_every_tenth_small_request_may_fail_for_ever(clock: Clock, verb: str) ->
         assert requests.run(requests.tries(verb, "k"), server.ask) == "answer"
 
 
-def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock: Clock) -> None:
+def test_a_throttled_request_slows_the_process_down_and_the_error_says_so(clock):
     limiter = Limiter()
     with pytest.raises(StoreUnavailableError, match="the store was throttling; 1 retries"):
         run(Server(status=429), RetryPolicy(1, 1e9), clock, limiter=limiter)
@@ -209,9 +206,7 @@ def seconds_of(request: Callable[[], object], clock: Clock) -> float:
     return clock.now - began_at
 
 
-def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_waited_for(
-    clock: Clock,
-) -> None:
+def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_waited_for(clock):
     server = refused()
     requests = requests_to(server)
 
@@ -235,9 +230,7 @@ def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_waite
     ],
     ids=["503", "hung up", "silent", "refused"],
 )
-def test_only_a_sign_of_life_gets_all_the_patience(
-    clock: Clock, facts: dict[str, object], answered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_sign_of_life_gets_all_the_patience(clock, facts, answered, monkeypatch):
     monkeypatch.setattr(Limiter, "wait_turn", lambda *_: None)  # it waits in real time
     server = Server(**facts)
     requests = requests_to(server)
@@ -246,7 +239,7 @@ def test_only_a_sign_of_life_gets_all_the_patience(
     assert took > 25 if answered else took <= FIRST_PATIENCE_SECONDS + 0.1
 
 
-def test_small_requests_have_a_third_of_the_stall_time_out(clock: Clock) -> None:
+def test_small_requests_have_a_third_of_the_stall_time_out(clock):
     server = Server()
     requests = requests_to(server, stall_timeout_seconds=9)
     small = seconds_of(lambda: requests.run(requests.tries("get", "k"), server.ask), clock)

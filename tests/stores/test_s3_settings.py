@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,6 @@ from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.s3.upload import Checksums, checksums_for
 from tests.support.s3_requests import carrying, requests_of
 from tests.support.scripted import Answer, RawServer, ScriptedServer
-from tests.support.servers import Bucket
 from tests.support.tampering import TamperingProxy
 
 PART = 5 * MIB
@@ -43,7 +41,7 @@ def choice(chosen: tuple[str, str]) -> dict[str, object]:
 
 
 @pytest.mark.backends("moto")
-def test_without_settings_a_compatible_server_gets_plain_unsigned_bodies(bucket: Bucket) -> None:
+def test_without_settings_a_compatible_server_gets_plain_unsigned_bodies(bucket):
     found = requests_of(bucket, {})
     assert found["put"].headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
     for kind, asked in found.items():
@@ -52,7 +50,7 @@ def test_without_settings_a_compatible_server_gets_plain_unsigned_bodies(bucket:
 
 
 @pytest.mark.backends("moto")
-def test_signed_bodies(bucket: Bucket) -> None:
+def test_signed_bodies(bucket):
     found = requests_of(bucket, {"sign_payload": True})
     assert len(found["put"].headers["x-amz-content-sha256"]) == 64
     assert len(found["part"].headers["x-amz-content-sha256"]) == 64
@@ -60,7 +58,7 @@ def test_signed_bodies(bucket: Bucket) -> None:
 
 @pytest.mark.backends("moto")
 @pytest.mark.parametrize("transport", ["native", "boto3"])
-def test_requester_pays_is_on_every_request(bucket: Bucket, transport: str) -> None:
+def test_requester_pays_is_on_every_request(bucket, transport):
     found = requests_of(bucket, {"requester_pays": True, "transport": transport})
     assert carrying(found, "x-amz-request-payer") == set(found)
     assert not any(asked.signed_url for asked in found.values())  # it could not be there
@@ -68,7 +66,7 @@ def test_requester_pays_is_on_every_request(bucket: Bucket, transport: str) -> N
 
 @pytest.mark.backends("moto")
 @pytest.mark.parametrize("transport", ["native", "boto3"])
-def test_encryption_is_asked_for_where_an_object_begins(bucket: Bucket, transport: str) -> None:
+def test_encryption_is_asked_for_where_an_object_begins(bucket, transport):
     extra: dict[str, object] = {"ServerSideEncryption": "AES256"}
     found = requests_of(bucket, {"s3_additional_kwargs": extra, "transport": transport})
     assert carrying(found, "x-amz-server-side-encryption") == {"put", "begin"}
@@ -83,7 +81,7 @@ def test_encryption_is_asked_for_where_an_object_begins(bucket: Bucket, transpor
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("chosen", [*NATIVE, *BOTO3])
-def test_a_checksum_goes_with_every_body(bucket: Bucket, chosen: tuple[str, str]) -> None:
+def test_a_checksum_goes_with_every_body(bucket, chosen):
     extra = choice(chosen)
     algorithm = chosen[1]
     found = requests_of(bucket, extra)
@@ -94,9 +92,7 @@ def test_a_checksum_goes_with_every_body(bucket: Bucket, chosen: tuple[str, str]
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("chosen", [("native", "CRC64NVME"), *BOTO3])
-def test_a_body_damaged_on_its_way_is_refused_where_a_checksum_goes_with_it(
-    bucket: Bucket, chosen: tuple[str, str]
-) -> None:
+def test_a_body_damaged_on_its_way_is_refused_where_a_checksum_goes_with_it(bucket, chosen):
     def store(algorithm: str) -> ObjectStore:
         options = {**proxy.storage_options, **choice((chosen[0], algorithm))}
         return open_store(bucket.url, options, ONCE)
@@ -114,9 +110,7 @@ def test_a_body_damaged_on_its_way_is_refused_where_a_checksum_goes_with_it(
 
 
 @pytest.mark.parametrize("chosen", BOTO3)
-def test_boto3_sends_the_checksum_of_what_it_sends_and_the_store_keeps_it(
-    bucket: Bucket, chosen: tuple[str, str]
-) -> None:
+def test_boto3_sends_the_checksum_of_what_it_sends_and_the_store_keeps_it(bucket, chosen):
     """Empty, joined of several buffers, and in parts; against botocore's own of the same bytes."""
     store = open_store(bucket.url, {**bucket.storage_options, **choice(chosen)}, ONCE)
     store.put("empty", b"")
@@ -139,7 +133,7 @@ def test_boto3_sends_the_checksum_of_what_it_sends_and_the_store_keeps_it(
     assert bucket.uploads() == []
 
 
-def test_aws_gets_a_checksum_and_other_servers_only_where_it_is_asked_for() -> None:
+def test_aws_gets_a_checksum_and_other_servers_only_where_it_is_asked_for():
     asked = S3Options(checksum_algorithm="SHA256")
     off = S3Options(checksum_algorithm="none")
     for aws in (
@@ -155,7 +149,7 @@ def test_aws_gets_a_checksum_and_other_servers_only_where_it_is_asked_for() -> N
         assert s3_checksum(asked, other) == "SHA256"
 
 
-def test_checksums_are_those_that_are_known() -> None:
+def test_checksums_are_those_that_are_known():
     """CRC: the check values of the catalogue of parametrised CRC algorithms; SHA-256: FIPS 180."""
     views = [memoryview(b"1234"), memoryview(b""), memoryview(b"56789")]
     known = {
@@ -172,9 +166,7 @@ def test_checksums_are_those_that_are_known() -> None:
     assert Checksums(None).of(views) == Checksums(None).beginning == {}
 
 
-def test_a_checksum_that_a_transport_cannot_send_is_refused_with_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_checksum_that_a_transport_cannot_send_is_refused_with_what_to_do(monkeypatch):
     def opened(transport: str, algorithm: str) -> ObjectStore:
         return open_store("s3://b", {**KEY, **options_of((transport, algorithm))})
 
@@ -194,9 +186,7 @@ def test_a_checksum_that_a_transport_cannot_send_is_refused_with_what_to_do(
         open_store("s3://b", {**KEY, "transport": "boto3"}, ONCE)
 
 
-def test_boto3_sends_aws_a_checksum_by_default_where_it_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_boto3_sends_aws_a_checksum_by_default_where_it_can(monkeypatch):
     other = "http://127.0.0.1:9000"
     by_default = {"ChecksumAlgorithm": "CRC64NVME"} if HAS_AWSCRT else {}
     assert checksums_for(S3Options(), None).beginning == by_default
@@ -218,7 +208,7 @@ def test_boto3_sends_aws_a_checksum_by_default_where_it_can(
         {"ChecksumAlgorithm": "MD5"},
     ],
 )
-def test_settings_that_make_no_sense_are_refused(extra: dict[str, object]) -> None:
+def test_settings_that_make_no_sense_are_refused(extra):
     with pytest.raises(ConfigError):
         StoreSpec("s3://bucket", {"s3_additional_kwargs": extra})
 
@@ -259,9 +249,7 @@ EXPRESS = "name--euw1-az2--x-s3"
         ),
     ],
 )
-def test_the_bucket_is_in_the_host_or_in_the_path(
-    gate: RawServer, url: str, options: dict[str, object], line: str
-) -> None:
+def test_the_bucket_is_in_the_host_or_in_the_path(gate, url, options, line):
     with pytest.raises(DcpObjstoreError):
         open_store(url, {**KEY, **options}, ONCE).put("key", b"body")
     head = gate.heads[0]
@@ -281,8 +269,8 @@ def test_the_bucket_is_in_the_host_or_in_the_path(
     ],
 )
 def test_aws_is_asked_at_the_server_that_region_and_variables_ask_for(
-    gate: RawServer, monkeypatch: pytest.MonkeyPatch, region: str, variable: str, host: str
-) -> None:
+    gate, monkeypatch, region, variable, host
+):
     if variable:
         monkeypatch.setenv(variable, "TRUE")
     with pytest.raises(DcpObjstoreError):
@@ -303,8 +291,8 @@ def test_aws_is_asked_at_the_server_that_region_and_variables_ask_for(
 )
 @pytest.mark.parametrize("transport", ["native", "boto3"])
 def test_a_profile_says_which_server_and_where_the_bucket_is_named(
-    gate: RawServer, tmp_path: Path, settings: str, line: str, transport: str
-) -> None:
+    gate, tmp_path, settings, line, transport
+):
     keys = "aws_access_key_id = a\naws_secret_access_key = b\nregion = us-east-1"
     (tmp_path / "config").write_text(f"[profile oss]\n{keys}\n{settings}\n")
     with pytest.raises(DcpObjstoreError):
@@ -313,18 +301,14 @@ def test_a_profile_says_which_server_and_where_the_bucket_is_named(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_no_proxy_is_asked_where_the_environment_says_none(
-    gate: RawServer, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+def test_no_proxy_is_asked_where_the_environment_says_none(gate, monkeypatch, host):
     monkeypatch.setenv("NO_PROXY", "*")
     with pytest.raises(DcpObjstoreError):
         open_store("s3://bkt/x", {**KEY, "endpoint_url": f"http://{host}:1"}, ONCE).put("key", b"x")
     assert gate.heads == []
 
 
-def test_settings_of_another_tool_on_object_store_do_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_settings_of_another_tool_on_object_store_do_not_count(monkeypatch):
     monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
     monkeypatch.setenv("AWS_S3_EXPRESS", "true")
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
@@ -347,8 +331,8 @@ def test_settings_of_another_tool_on_object_store_do_not_count(
     ],
 )
 def test_a_directory_bucket_that_cannot_be_reached_is_refused_without_a_request(
-    gate: RawServer, name: str, options: dict[str, object], says: str
-) -> None:
+    gate, name, options, says
+):
     with pytest.raises(ConfigError, match=says):
         open_store(f"s3://{name}/x", {**KEY, **options}, ONCE).put("key", b"body")
     assert gate.heads == []

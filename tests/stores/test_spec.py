@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,6 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.spec import _clients_lock as lock_of_process
-from tests.support.servers import Bucket
 
 SECRETS = ("AKIA-secret-0", "hunter2-secret-1", "session-secret-2")
 OPTIONS: dict[str, object] = {
@@ -58,7 +56,7 @@ def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [OPTIONS, NESTED])
-def test_no_secret_is_shown_or_pickled(options: dict[str, object]) -> None:
+def test_no_secret_is_shown_or_pickled(options):
     spec = StoreSpec("s3://bucket/run", options)
     texts = [repr(spec), str(spec), f"{spec!r}", repr(spec.at("s3://bucket/other"))]
     texts.append(repr(spec.open()))
@@ -71,27 +69,27 @@ def test_no_secret_is_shown_or_pickled(options: dict[str, object]) -> None:
     assert back.stripped
 
 
-def test_a_gcs_token_is_a_secret_and_a_method_is_not() -> None:
+def test_a_gcs_token_is_a_secret_and_a_method_is_not():
     spec = StoreSpec("gs://bucket", {"token": SECRETS[0]})
     assert SECRETS[0] not in repr(spec)
     assert SECRETS[0].encode() not in pickle.dumps(spec)
     assert pickle.loads(pickle.dumps(StoreSpec("gs://b", {"token": "anon"}))).stripped == ()
 
 
-def test_what_is_no_secret_survives_pickling() -> None:
+def test_what_is_no_secret_survives_pickling():
     config = TransferConfig(max_retries=3)
     back = pickle.loads(pickle.dumps(StoreSpec("s3://bucket/x", OPTIONS, config)))
     assert back.storage_options == {"endpoint_url": "http://127.0.0.1:1"}
     assert back.config == config
 
 
-def test_an_unpickled_spec_without_credentials_says_what_is_missing(no_aws: None) -> None:
+def test_an_unpickled_spec_without_credentials_says_what_is_missing(no_aws):
     back = pickle.loads(pickle.dumps(StoreSpec("s3://bucket/x", OPTIONS)))
     with pytest.raises(CredentialsError, match="key, secret, token were given"):
         back.open()
 
 
-def test_multiprocessing_carries_the_credentials() -> None:
+def test_multiprocessing_carries_the_credentials():
     spec = StoreSpec("s3://bucket/x", OPTIONS)
     buffer = io.BytesIO()
     ForkingPickler(buffer, 5).dump({"deep": [spec]})
@@ -100,13 +98,13 @@ def test_multiprocessing_carries_the_credentials() -> None:
     assert back.storage_options == OPTIONS
 
 
-def test_a_copy_keeps_the_credentials() -> None:
+def test_a_copy_keeps_the_credentials():
     spec = StoreSpec("s3://bucket/x", OPTIONS)
     for other in (copy.copy(spec), copy.deepcopy({"a": spec})["a"], spec.at("s3://bucket/y")):
         assert other.storage_options == OPTIONS
 
 
-def test_a_spec_keeps_its_options_when_the_callers_mapping_changes() -> None:
+def test_a_spec_keeps_its_options_when_the_callers_mapping_changes():
     options: dict[str, object] = {"client_kwargs": {"region_name": "r"}, "anon": True}
     spec = StoreSpec("s3://bucket/x", options)
     options["client_kwargs"]["region_name"] = "changed"  # type: ignore[index]
@@ -114,7 +112,7 @@ def test_a_spec_keeps_its_options_when_the_callers_mapping_changes() -> None:
     assert spec.storage_options == {"client_kwargs": {"region_name": "r"}, "anon": True}
 
 
-def test_clients_are_shared_by_specs_that_agree(no_aws: None) -> None:
+def test_clients_are_shared_by_specs_that_agree(no_aws):
     def clients(spec: StoreSpec) -> object:
         return spec.open()._clients  # type: ignore[attr-defined]
 
@@ -126,9 +124,7 @@ def test_clients_are_shared_by_specs_that_agree(no_aws: None) -> None:
     assert clients(spec) is not clients(StoreSpec("s3://bucket/x", OPTIONS, patient))
 
 
-def test_renewed_credentials_in_the_environment_are_used(
-    no_aws: None, monkeypatch: pytest.MonkeyPatch, bucket: Bucket
-) -> None:
+def test_renewed_credentials_in_the_environment_are_used(no_aws, monkeypatch, bucket):
     options = {"endpoint_url": bucket.storage_options["endpoint_url"]}
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(bucket.storage_options["key"]))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
@@ -140,7 +136,7 @@ def test_renewed_credentials_in_the_environment_are_used(
     assert bucket.keys() == ["k"]
 
 
-def test_a_store_itself_is_not_pickled() -> None:
+def test_a_store_itself_is_not_pickled():
     with pytest.raises(TypeError, match="StoreSpec"):
         pickle.dumps(open_store("s3://bucket/x", OPTIONS))
 
@@ -150,7 +146,7 @@ def _put_in_child(spec: StoreSpec, key: str) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_a_spawned_child_gets_the_credentials(bucket: Bucket, no_aws: None) -> None:
+def test_a_spawned_child_gets_the_credentials(bucket, no_aws):
     spec = StoreSpec(bucket.url, bucket.storage_options)
     spec.open().put("parent", b"x")
     child = multiprocessing.get_context("spawn").Process(target=_put_in_child, args=(spec, "k"))
@@ -192,14 +188,14 @@ sys.exit(status)
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
-def test_a_forked_child_raises_and_does_not_hang(bucket: Bucket, scheme: str) -> None:
+def test_a_forked_child_raises_and_does_not_hang(bucket, scheme):
     url = bucket.url if scheme == "s3" else "memory://x"
     options = [str(bucket.storage_options[name]) for name in ("key", "secret", "endpoint_url")]
     command = [sys.executable, "-W", "ignore", "-c", _FORK, url, *options]
     subprocess.run(command, check=True, timeout=60)
 
 
-def test_a_forked_child_makes_its_own_clients_while_a_thread_of_its_parent_makes_some() -> None:
+def test_a_forked_child_makes_its_own_clients_while_a_thread_of_its_parent_makes_some():
     """That thread, and with it its lock's release, is not in the child."""
     spec = StoreSpec("s3://forked/run", {**OPTIONS, "transport": "boto3"})
     clients = spec.boto3_clients()
@@ -212,11 +208,11 @@ def test_a_forked_child_makes_its_own_clients_while_a_thread_of_its_parent_makes
     assert spec.boto3_clients() is clients
 
 
-def test_the_fork_error_is_an_error_of_ours() -> None:
+def test_the_fork_error_is_an_error_of_ours():
     assert issubclass(ForkedProcessError, DcpObjstoreError)
 
 
-def test_a_file_store_works_in_a_forked_child(tmp_path: Path) -> None:
+def test_a_file_store_works_in_a_forked_child(tmp_path):
     code = (
         "import os, sys\nfrom dcp_objstore.stores import open_store\n"
         "store = open_store(sys.argv[1])\nstore.put('k', b'parent')\n"
@@ -229,7 +225,7 @@ def test_a_file_store_works_in_a_forked_child(tmp_path: Path) -> None:
 # --- the transport
 
 
-def test_a_transport_given_twice_must_be_the_same() -> None:
+def test_a_transport_given_twice_must_be_the_same():
     with pytest.raises(ConfigError, match="say it once"):
         StoreSpec("s3://b", {"transport": "native"}, TransferConfig(transport="boto3"))
     with pytest.raises(ConfigError, match="say it once"):
@@ -237,14 +233,14 @@ def test_a_transport_given_twice_must_be_the_same() -> None:
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/x", "file:///tmp/x", "memory://x"])
-def test_a_transport_that_does_not_carry_a_scheme_is_refused(url: str) -> None:
+def test_a_transport_that_does_not_carry_a_scheme_is_refused(url):
     with pytest.raises(ConfigError, match="'boto3' does not carry"):
         StoreSpec(url, {"transport": "boto3"})
     with pytest.raises(ConfigError, match="'boto3' does not carry"):
         StoreSpec(url, None, TransferConfig(transport="boto3"))
 
 
-def test_an_unknown_transport_is_refused() -> None:
+def test_an_unknown_transport_is_refused():
     with pytest.raises(ConfigError, match="native, boto3, fsspec"):
         TransferConfig(transport="boto")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="native, boto3, fsspec"):
@@ -253,7 +249,7 @@ def test_an_unknown_transport_is_refused() -> None:
         StoreSpec("s3://b", {"transprot": "boto3"})
 
 
-def test_a_transport_survives_pickling() -> None:
+def test_a_transport_survives_pickling():
     spec = StoreSpec("s3://bucket/x", {**OPTIONS, "transport": "boto3"})
     assert pickle.loads(pickle.dumps(spec)).config.transport == "boto3"
     assert spec.at("s3://bucket/y").config.transport == "boto3"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,6 @@ from dcp_objstore.errors import (
     BucketNotFoundError,
     ConfigError,
     CorruptDataError,
-    DcpObjstoreError,
     ObjectNotFoundError,
     PermissionDeniedError,
     StoreFullError,
@@ -44,7 +42,7 @@ def answering() -> Iterator[Callable[[bytes], str]]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_refused_connection_names_the_host_and_says_what_to_check(verb: str) -> None:
+def test_a_refused_connection_names_the_host_and_says_what_to_check(verb):
     with refusing() as endpoint, pytest.raises(StoreUnavailableError) as caught:
         VERBS[verb](at(endpoint))
     assert f"cannot reach {endpoint[7:]}: connection refused; check endpoint_url and that" in str(
@@ -52,7 +50,7 @@ def test_a_refused_connection_names_the_host_and_says_what_to_check(verb: str) -
     )
 
 
-def test_an_unknown_host_is_said_to_be_one() -> None:
+def test_an_unknown_host_is_said_to_be_one():
     with pytest.raises(StoreUnavailableError) as caught:
         at("http://no-such-host.invalid:9000").head("k")
     assert "cannot reach no-such-host.invalid:9000: the host name cannot be resolved" in str(
@@ -60,9 +58,7 @@ def test_an_unknown_host_is_said_to_be_one() -> None:
     )
 
 
-def test_https_where_there_is_only_http_is_a_wrong_setting(
-    answering: Callable[[bytes], str],
-) -> None:
+def test_https_where_there_is_only_http_is_a_wrong_setting(answering):
     where = answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
     with pytest.raises(ConfigError, match=r"does not speak TLS.*http://"):
         at(f"https://{where}").head("k")
@@ -77,19 +73,17 @@ def test_https_where_there_is_only_http_is_a_wrong_setting(
     ],
     ids=["alert", "go", "nginx"],
 )
-def test_http_where_there_is_only_https_is_a_wrong_setting(
-    answering: Callable[[bytes], str], answer: bytes
-) -> None:
+def test_http_where_there_is_only_https_is_a_wrong_setting(answering, answer):
     with pytest.raises(ConfigError, match="endpoint_url should begin with https://"):
         at(f"http://{answering(answer)}").get("k", max_size_bytes=10)
 
 
-def test_a_connection_that_is_hung_up_is_said_to_be(answering: Callable[[bytes], str]) -> None:
+def test_a_connection_that_is_hung_up_is_said_to_be(answering):
     with pytest.raises(StoreUnavailableError, match="connection was closed before an answer"):
         at(f"http://{answering(b'')}").head("k")
 
 
-def test_a_certificate_that_is_not_valid_says_how_to_name_ones_own() -> None:
+def test_a_certificate_that_is_not_valid_says_how_to_name_ones_own():
     from obstore.exceptions import GenericError
 
     text = (
@@ -137,8 +131,8 @@ LISTING = b"<ListBucketResult></ListBucketResult>"
 
 @pytest.mark.parametrize("verb", ["get", "head", "list"])
 def test_a_server_never_reached_is_given_up_soon_and_one_reached_before_is_waited_for(
-    serve: Serve, hurried: None, verb: str
-) -> None:
+    serve, hurried, verb
+):
     answers = iter([(200, LISTING), (404, b""), (200, LISTING)])  # of nothing, so asked again
     server = serve(lambda method, target: next(answers, None))
     store = at(server.endpoint_url, TransferConfig(max_retries=1))
@@ -152,9 +146,7 @@ def test_a_server_never_reached_is_given_up_soon_and_one_reached_before_is_waite
         assert "retries in" not in str(caught.value)
 
 
-def test_a_server_that_is_busy_at_first_contact_gets_all_the_patience(
-    serve: Serve, hurried: None
-) -> None:
+def test_a_server_that_is_busy_at_first_contact_gets_all_the_patience(serve, hurried):
     answers = iter([(503, b""), (503, b""), (200, LISTING), (404, b""), (200, LISTING)])
     server = serve(lambda method, target: next(answers, None))
     assert list(at(server.endpoint_url, TransferConfig(max_retries=2)).list()) == []
@@ -168,9 +160,7 @@ BEGUN = (
 )
 
 
-def test_a_server_that_dies_in_mid_upload_is_the_cause_and_the_upload_is_said_to_be_left(
-    serve: Serve,
-) -> None:
+def test_a_server_that_dies_in_mid_upload_is_the_cause_and_the_upload_is_said_to_be_left(serve):
     server = serve(lambda method, target: BEGUN if method == "POST" else None)
     with pytest.raises(StoreUnavailableError) as caught:
         VERBS["put_stream"](at(server.endpoint_url))
@@ -181,7 +171,7 @@ def test_a_server_that_dies_in_mid_upload_is_the_cause_and_the_upload_is_said_to
     assert caught.value.object_key == "k"
 
 
-def test_an_abort_that_is_refused_says_that_it_hides_the_cause(serve: Serve) -> None:
+def test_an_abort_that_is_refused_says_that_it_hides_the_cause(serve):
     denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
     server = serve(lambda method, target: BEGUN if method == "POST" else (403, denied))
     with pytest.raises(PermissionDeniedError, match=r"hides the cause.*AccessDenied.*may be left"):
@@ -190,8 +180,8 @@ def test_an_abort_that_is_refused_says_that_it_hides_the_cause(serve: Serve) -> 
 
 @pytest.mark.parametrize("kind", [UnsupportedError, KeyError])
 def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_left(
-    serve: Serve, kind: type[Exception], caplog: pytest.LogCaptureFixture
-) -> None:
+    serve, kind, caplog
+):
     def pieces() -> Iterator[bytes]:
         yield bytes(6 * MIB)
         raise kind("the data's own")
@@ -212,9 +202,7 @@ def test_an_upload_that_its_data_ended_and_that_cannot_be_aborted_says_what_is_l
         (b"NoSuchBucket", BucketNotFoundError, "bucket does not exist"),
     ],
 )
-def test_an_upload_or_bucket_that_vanishes_in_mid_upload_is_named(
-    serve: Serve, code: bytes, kind: type[DcpObjstoreError], says: str
-) -> None:
+def test_an_upload_or_bucket_that_vanishes_in_mid_upload_is_named(serve, code, kind, says):
     gone = b"<Error><Code>" + code + b"</Code><Message>no</Message></Error>"
     server = serve(lambda method, target: BEGUN if method == "POST" else (404, gone))
     with pytest.raises(kind, match=says):
@@ -224,14 +212,14 @@ def test_an_upload_or_bucket_that_vanishes_in_mid_upload_is_named(
 @pytest.mark.parametrize(
     ("status", "code"), [(507, b"XMinioStorageFull"), (507, b""), (403, b"QuotaExceeded")]
 )
-def test_a_full_store_says_so(serve: Serve, status: int, code: bytes) -> None:
+def test_a_full_store_says_so(serve, status, code):
     body = b"<Error><Code>" + code + b"</Code><Message>m</Message></Error>" if code else b""
     server = serve(lambda method, target: (status, body))
     with pytest.raises(StoreFullError, match=r"quota is reached.*remove old checkpoints"):
         at(server.endpoint_url).put("k", b"x")
 
 
-def test_a_store_that_ignores_range_is_named_as_such(tmp_path: Path) -> None:
+def test_a_store_that_ignores_range_is_named_as_such(tmp_path):
     with RcloneServer(tmp_path) as server:
         store = open_store(f"s3://{server.bucket}/run", server.storage_options)
         store.put("k", bytes(3 * MIB))
@@ -241,7 +229,7 @@ def test_a_store_that_ignores_range_is_named_as_such(tmp_path: Path) -> None:
             read_range(store, "k", 5, MIB + 5)
 
 
-def test_once_an_object_was_put_the_head_of_an_absent_one_is_one_request() -> None:
+def test_once_an_object_was_put_the_head_of_an_absent_one_is_one_request():
     def answer(method: str, target: str, nth: int) -> Answer:
         return Answer(200, {"ETag": '"e"'}, b"") if method == "PUT" else Answer(404, {}, b"")
 

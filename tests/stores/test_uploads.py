@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -29,7 +29,7 @@ from tests.support.unfinished_uploads import PART, begin_upload
 
 
 @pytest.mark.backends("seaweed", "moto")
-def test_uploads_are_listed_with_their_bytes_and_aborted(bucket: Bucket) -> None:
+def test_uploads_are_listed_with_their_bytes_and_aborted(bucket):
     ours = f"step-1/{data_key(0, 0, new_nonce())}"
     begin_upload(bucket, ours, parts=2)
     begin_upload(bucket, "step-10/other #1")
@@ -48,7 +48,7 @@ def test_uploads_are_listed_with_their_bytes_and_aborted(bucket: Bucket) -> None
 
 
 @pytest.mark.backends("seaweed")
-def test_time_of_initiation_is_the_stores(bucket: Bucket) -> None:
+def test_time_of_initiation_is_the_stores(bucket):
     """moto gives every upload the same time, years ago."""
     begin_upload(bucket, "x")
     (one,) = open_uploads(StoreSpec(bucket.url, bucket.storage_options)).list()
@@ -56,7 +56,7 @@ def test_time_of_initiation_is_the_stores(bucket: Bucket) -> None:
 
 
 @pytest.mark.backends("seaweed")
-def test_errors_are_ours(bucket: Bucket) -> None:
+def test_errors_are_ours(bucket):
     options = dict(bucket.storage_options)
     quick = TransferConfig(max_retries=0, connect_timeout_seconds=2)
     with pytest.raises(CredentialsError):
@@ -72,7 +72,7 @@ def test_errors_are_ours(bucket: Bucket) -> None:
         open_uploads(StoreSpec(bucket.url, nobody, quick)).list()
 
 
-def test_stores_that_have_none_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_have_none_say_so(monkeypatch):
     with pytest.raises(UnsupportedError, match="no multipart uploads"):
         open_uploads(StoreSpec("memory://x/y"))
     with pytest.raises(UnsupportedError, match="by itself"):
@@ -98,9 +98,7 @@ def ruled(bucket: Bucket) -> Iterator[StoreSpec]:
 
 
 @pytest.mark.backends("moto")
-def test_the_rule_that_is_advised_is_taken_and_found_and_others_stay(
-    bucket: Bucket, ruled: StoreSpec
-) -> None:
+def test_the_rule_that_is_advised_is_taken_and_found_and_others_stay(bucket, ruled):
     uploads = open_uploads(ruled)
     client = bucket.client()
     other = {
@@ -146,11 +144,11 @@ def rule(**changes: object) -> dict[str, object]:
         ([rule(Prefix=""), rule(AbortIncompleteMultipartUpload={"DaysAfterInitiation": 3})], 3),
     ],
 )
-def test_which_rules_cover_a_run(rules: list[dict[str, object]], days: int | None) -> None:
+def test_which_rules_cover_a_run(rules, days):
     assert covering_days(rules, "run/") == days
 
 
-def test_rule_for_gcs_is_in_its_own_form() -> None:
+def test_rule_for_gcs_is_in_its_own_form():
     (one,) = json.loads(lifecycle_configuration("gs", "run/"))["rule"]
     assert one["action"] == {"type": "AbortIncompleteMultipartUpload"}
     assert one["condition"] == {"age": 2, "matchesPrefix": ["run/"]}
@@ -160,9 +158,7 @@ def test_rule_for_gcs_is_in_its_own_form() -> None:
 
 
 @pytest.mark.backends("moto")
-def test_days_after_which_the_bucket_removes_uploads_are_those_of_its_rule(
-    bucket: Bucket, ruled: StoreSpec
-) -> None:
+def test_days_after_which_the_bucket_removes_uploads_are_those_of_its_rule(bucket, ruled):
     assert incomplete_upload_rule(ruled) is None
     bucket.client().put_bucket_lifecycle_configuration(
         Bucket="with-rules",
@@ -173,7 +169,7 @@ def test_days_after_which_the_bucket_removes_uploads_are_those_of_its_rule(
 
 
 @pytest.mark.backends("moto")
-def test_versioning_is_what_the_bucket_says(bucket: Bucket) -> None:
+def test_versioning_is_what_the_bucket_says(bucket):
     client = bucket.client()
     client.create_bucket(Bucket="with-versions")
     spec = StoreSpec("s3://with-versions/run", bucket.storage_options)
@@ -185,16 +181,14 @@ def test_versioning_is_what_the_bucket_says(bucket: Bucket) -> None:
         assert versioning(spec) == status
 
 
-def test_a_bucket_without_rules_or_versions_has_none(bucket: Bucket) -> None:
+def test_a_bucket_without_rules_or_versions_has_none(bucket):
     spec = StoreSpec(bucket.url, bucket.storage_options)
     assert incomplete_upload_rule(spec) is None
     assert versioning(spec) is None
 
 
 @pytest.mark.parametrize("question", [incomplete_upload_rule, versioning])
-def test_what_a_server_refuses_to_say_is_a_typed_error(
-    question: Callable[[StoreSpec], object],
-) -> None:
+def test_what_a_server_refuses_to_say_is_a_typed_error(question):
     with Scripted() as scripted:
         spec = scripted.spec()
         for status, code, expected in (

@@ -68,20 +68,18 @@ def to_best(
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("gib", cases([1, 4], default=[1]))
 @pytest.mark.parametrize("piece_mib", [4.0, None])
-def test_the_first_transfer_has_085_of_the_best_fixed_numbers_throughput(
-    gib: float, piece_mib: float | None, noise: float
-) -> None:
+def test_the_first_transfer_has_085_of_the_best_fixed_numbers_throughput(gib, piece_mib, noise):
     store = dataclasses.replace(S3, noise=noise)
     mib = 16 if gib == 1 and piece_mib is None else 32  # parts of a save; see `plan_parts`
     assert to_best(store, gib, FAR, piece_mib, mib) >= 0.85
 
 
-def test_a_small_transfer_before_a_large_one_says_nothing_of_the_line() -> None:
+def test_a_small_transfer_before_a_large_one_says_nothing_of_the_line():
     after_a_small_one = FAR.begun(0.0, 1).moved(0.03, 4096, 1)
     assert to_best(S3, 1, after_a_small_one, None, 16) >= 0.85
 
 
-def test_the_next_transfers_begin_with_what_the_last_one_found() -> None:
+def test_the_next_transfers_begin_with_what_the_last_one_found():
     store = dataclasses.replace(S3, link_mib_per_second=5000)
     rank = transfer(store, 4, FAR, piece_mib=None)
     assert rank.busy[0] == 9  # of 32 MiB: a quarter of the time-out at 8 MiB/s
@@ -92,14 +90,14 @@ def test_the_next_transfers_begin_with_what_the_last_one_found() -> None:
     assert later.allowed(32 << 20, 150) == 32  # 1 GiB
 
 
-def test_it_does_not_oscillate() -> None:
+def test_it_does_not_oscillate():
     store = dataclasses.replace(S3, link_mib_per_second=5000)
     windows = transfer(store, 12, FAR, mib=16).windows
     assert set(windows[len(windows) // 4 :]) == {AUTO_MOST}
 
 
 @pytest.mark.parametrize("busy", [1, 8])
-def test_a_store_that_answers_at_once_gets_8_requests_however_busy_the_machine(busy: float) -> None:
+def test_a_store_that_answers_at_once_gets_8_requests_however_busy_the_machine(busy):
     store = dataclasses.replace(
         LOOPBACK, mib_per_second=2000 / busy, link_mib_per_second=2000 / busy, slow_share=0.1
     )
@@ -108,7 +106,7 @@ def test_a_store_that_answers_at_once_gets_8_requests_however_busy_the_machine(b
 
 
 @pytest.mark.parametrize("gain", [1.0, 1.1, 1.5, 2.0])
-def test_a_larger_window_is_kept_if_it_moves_more(gain: float) -> None:
+def test_a_larger_window_is_kept_if_it_moves_more(gain):
     window, now = Window(8.0).begun(0.0, 1), 0.0
     sizes = {window.size}
     for _ in range(1000):
@@ -119,7 +117,7 @@ def test_a_larger_window_is_kept_if_it_moves_more(gain: float) -> None:
     assert (window.size > 8) or gain < 1.15
 
 
-def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before() -> None:
+def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before():
     window, now = Window(8.0).begun(0.0, 1), 0.0
 
     def move(answers: int, seconds: float) -> None:
@@ -137,7 +135,7 @@ def test_a_larger_window_is_not_judged_by_requests_that_were_begun_before() -> N
     assert window.size == 32
 
 
-def test_a_transfer_begins_with_a_request_after_a_pause_in_which_none_was_in_flight() -> None:
+def test_a_transfer_begins_with_a_request_after_a_pause_in_which_none_was_in_flight():
     assert Window().begun(0.0, 1).round.began_at == 0.0
     window = Window(8.0, trying=_Try(4.0, 1e6)).begun(0.0, 1).moved(0.0, 4 << 20, 1)
     assert window.round.answers == 1
@@ -171,8 +169,8 @@ def test_a_transfer_begins_with_a_request_after_a_pause_in_which_none_was_in_fli
     ],
 )
 def test_no_more_are_in_flight_than_the_store_needs_and_the_line_answers_in_time(
-    window: Window, mib: int, verb: str, allowed: float
-) -> None:
+    window, mib, verb, allowed
+):
     assert window.allowed(mib << 20, 150, verb) == allowed
 
 
@@ -199,8 +197,8 @@ def _moved(window: Window, answers: int, mib: float, in_flight: int, seconds: fl
     ],
 )
 def test_a_line_is_known_after_a_round_that_says_something_of_it(
-    answers: int, mib: float, in_flight: int, seconds: float, mib_per_second: float | None
-) -> None:
+    answers, mib, in_flight, seconds, mib_per_second
+):
     window = _moved(Window(8.0).begun(0.0, 1), answers, mib, in_flight, seconds)
     if mib_per_second is None:
         assert window.bytes_per_second == {}
@@ -211,7 +209,7 @@ def test_a_line_is_known_after_a_round_that_says_something_of_it(
         assert (window.round.answers, window.round.size_bytes, window.round.in_flight) == (0, 0, 0)
 
 
-def test_a_round_is_as_long_as_the_most_that_were_in_flight() -> None:
+def test_a_round_is_as_long_as_the_most_that_were_in_flight():
     window = Window(8.0).begun(0.0, 1)
     for now, in_flight in ((1, 4), (2, 2), (3, 1)):
         window = window.moved(now, 8 << 20, in_flight)
@@ -220,7 +218,7 @@ def test_a_round_is_as_long_as_the_most_that_were_in_flight() -> None:
     assert window.moved(4, 8 << 20, 1).bytes_per_second == {"": 8 << 20}
 
 
-def test_of_a_known_line_four_rounds_are_measured_and_the_best_counts() -> None:
+def test_of_a_known_line_four_rounds_are_measured_and_the_best_counts():
     window = Window(8.0, bytes_per_second={"put": 2.0**20, "get": 7.0}).begun(0.0, 1)
     measured = _moved(window, 16, 1, 4, 1.0)
     assert measured.bytes_per_second == {"put": 16 * 2.0**20, "get": 7.0}
@@ -242,9 +240,7 @@ def test_of_a_known_line_four_rounds_are_measured_and_the_best_counts() -> None:
         (Window(8.0, 0.001), 8, 8.0),
     ],
 )
-def test_a_window_that_is_used_is_doubled_as_far_as_the_store_needs(
-    window: Window, in_flight: int, size: float
-) -> None:
+def test_a_window_that_is_used_is_doubled_as_far_as_the_store_needs(window, in_flight, size):
     after = _moved(window.begun(0.0, 1), 64, 1, in_flight, 1.0)
     assert after.size == size
     assert (after.trying is not None) == (size > window.size)
@@ -253,9 +249,7 @@ def test_a_window_that_is_used_is_doubled_as_far_as_the_store_needs(
 @pytest.mark.parametrize(
     ("mib_per_second", "size"), [(22.9, 8.0), (23.0, 32.0), (40.0, 32.0), (10.0, 8.0)]
 )
-def test_a_larger_window_must_move_15_per_cent_more_than_the_one_before(
-    mib_per_second: float, size: float
-) -> None:
+def test_a_larger_window_must_move_15_per_cent_more_than_the_one_before(mib_per_second, size):
     window = _moved(Window(8.0).begun(0.0, 1), 8, 2.5, 8, 1.0)
     assert window.trying == _Try(8.0, 20 * 2**20, settled=False)
     assert window.size == 16
@@ -267,14 +261,14 @@ def test_a_larger_window_must_move_15_per_cent_more_than_the_one_before(
     assert (judged.trying is None) == (size == 8)
 
 
-def test_a_window_that_is_not_used_does_not_change() -> None:
+def test_a_window_that_is_not_used_does_not_change():
     window = Window(8.0).begun(0.0, 1)
     for number in range(1, 1000):
         window = window.moved(number / 100, 4 << 20, 5)
     assert window.size == 8
 
 
-def test_a_link_that_a_few_connections_fill_is_filled() -> None:
+def test_a_link_that_a_few_connections_fill_is_filled():
     store = dataclasses.replace(S3, link_mib_per_second=240)
     assert transfer(store, 4, FAR).mib_per_second >= 0.95 * 240
 
@@ -282,9 +276,7 @@ def test_a_link_that_a_few_connections_fill_is_filled() -> None:
 @pytest.mark.parametrize("timeout_seconds", [16.0, 150.0])
 @pytest.mark.parametrize("window", [FAR, NEAR, Window()])
 @pytest.mark.parametrize("link_mib_per_second", [20, 6, 3])
-def test_on_a_slow_line_no_request_times_out(
-    window: Window, timeout_seconds: float, link_mib_per_second: float
-) -> None:
+def test_on_a_slow_line_no_request_times_out(window, timeout_seconds, link_mib_per_second):
     store = dataclasses.replace(S3, link_mib_per_second=link_mib_per_second)
     gib = 1 if link_mib_per_second == 20 else 0.5
     rank = transfer(
@@ -300,7 +292,7 @@ def test_on_a_slow_line_no_request_times_out(
     assert rank.mib_per_second >= 0.85 * link_mib_per_second
 
 
-def test_a_line_that_becomes_slow_gets_fewer_requests() -> None:
+def test_a_line_that_becomes_slow_gets_fewer_requests():
     found = transfer(dataclasses.replace(S3, link_mib_per_second=5000), 4, FAR).admits
     assert isinstance(found, Window)
     assert found.allowed() == AUTO_MOST
@@ -310,7 +302,7 @@ def test_a_line_that_becomes_slow_gets_fewer_requests() -> None:
     assert rank.windows[-1] <= 12
 
 
-def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line() -> None:
+def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line():
     window, now = FAR.begun(0.0, 1), 0.0
     for _ in range(40):
         now += 0.1
@@ -318,7 +310,7 @@ def test_a_slow_request_that_ends_after_all_others_says_little_of_the_line() -> 
     assert window.answered(40.0, 0.0, 1, 150).allowed() > 0.9 * AUTO_MOST
 
 
-def test_slow_requests_that_were_begun_before_a_cut_cut_no_further() -> None:
+def test_slow_requests_that_were_begun_before_a_cut_cut_no_further():
     window = Window().answered(100.0, 0.0, 32, 150)
     assert window.size < Window().size
     assert window.answered(101.0, 1.0, 32, 150) == window  # it was on the line with the first
@@ -343,8 +335,8 @@ def test_slow_requests_that_were_begun_before_a_cut_cut_no_further() -> None:
     ],
 )
 def test_a_request_that_takes_a_quarter_of_its_time_out_cuts_the_window_and_others_widen_it(
-    window: Window, seconds: float, in_flight: int, size: float
-) -> None:
+    window, seconds, in_flight, size
+):
     is_slow = seconds > 37.5
     trying = _Try(4.0, 1.0)
     window = msgspec.structs.replace(window, trying=trying, cut_at=20.0)
@@ -354,7 +346,7 @@ def test_a_request_that_takes_a_quarter_of_its_time_out_cuts_the_window_and_othe
     assert after.cut_at == (20.0 + seconds if is_slow else 20.0)
 
 
-def test_a_slow_request_counts_as_one_of_those_of_its_round() -> None:
+def test_a_slow_request_counts_as_one_of_those_of_its_round():
     window = FAR.begun(0.0, 1).moved(1.0, 1, 32)
     assert window.answered(75.0, 0.0, 1, 150).size == 16.0
     assert window.answered(75.0, 0.0, 48, 150).size == 24.0
@@ -363,9 +355,7 @@ def test_a_slow_request_counts_as_one_of_those_of_its_round() -> None:
 @pytest.mark.parametrize(
     ("window", "in_flight", "size"), [(FAR, 32, 16), (FAR, 99, 32), (NEAR, 32, 4), (FAR, 1, 1)]
 )
-def test_a_throttled_request_halves_the_window_or_what_is_in_flight(
-    window: Window, in_flight: int, size: float
-) -> None:
+def test_a_throttled_request_halves_the_window_or_what_is_in_flight(window, in_flight, size):
     after = msgspec.structs.replace(window, trying=_Try(4.0, 1.0)).throttled(
         100.0, 99.0, in_flight, 50.0
     )
@@ -375,7 +365,7 @@ def test_a_throttled_request_halves_the_window_or_what_is_in_flight(
     assert after.throttled(101.0, 100.0, in_flight, 1.0).cut_rate == 1.0
 
 
-def test_the_rate_follows_the_successes_lately_or_else_what_is_in_flight() -> None:
+def test_the_rate_follows_the_successes_lately_or_else_what_is_in_flight():
     rates = [FAR.throttled(100.0, 99.0, 64, lately).cut_rate for lately in (50.0, 1.0, 0.5, 0.0)]
     assert rates == [35.0, 1.0, 1.0, pytest.approx(0.7 * 64)]
     # But it rises only with the time.
@@ -383,7 +373,7 @@ def test_the_rate_follows_the_successes_lately_or_else_what_is_in_flight() -> No
     assert again.cut_rate == pytest.approx(0.7 * 35)
 
 
-def test_a_rate_ends_a_minute_after_the_last_throttled_request() -> None:
+def test_a_rate_ends_a_minute_after_the_last_throttled_request():
     window = FAR.throttled(100.0, 99.0, 64, 50.0)
     assert [window.rate(at) for at in (90.0, 100.0, 105.0)] == [35.0, 35.0, 1.625 * 35.0]
     assert window.rate(110.0) == 3 * 35.0
@@ -415,9 +405,7 @@ def _shares(ranks: list[Rank]) -> list[float]:
 
 @pytest.mark.parametrize("noise", cases([0.0, 0.4], default=[0.4]))
 @pytest.mark.parametrize("starts", cases([TOGETHER, ONE_BY_ONE], default=[ONE_BY_ONE]))
-def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(
-    starts: list[float], noise: float
-) -> None:
+def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(starts, noise):
     ranks = [Rank(FAR, [8.0] * 256, piece_mib=4.0, starts_at=start) for start in starts]
     store = dataclasses.replace(S3, noise=noise)
     simulate(store, ranks, seed=3, step_seconds=0.005)
@@ -427,18 +415,14 @@ def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(
 
 
 @pytest.mark.parametrize("store", [S3, LOOPBACK])
-def test_a_store_that_answers_20_per_second_gets_at_most_13_of_the_requests_without_faults(
-    store: SimulatedStore,
-) -> None:
+def test_a_store_that_answers_20_per_second_gets_at_most_13_of_the_requests_without_faults(store):
     throttling = dataclasses.replace(store, requests_per_second=20.0)
     for seed in range(3):
         rank = transfer(throttling, 1, FAR if store is S3 else NEAR, seed=seed, mib=8)
         assert rank.sent <= 1.3 * len(rank.done) == 1.3 * 128
 
 
-def test_eight_ranks_at_a_store_that_answers_20_per_second_send_at_most_13_of_the_requests() -> (
-    None
-):
+def test_eight_ranks_at_a_store_that_answers_20_per_second_send_at_most_13_of_the_requests():
     ranks = [Rank(FAR, [8.0] * 192, piece_mib=4.0) for _ in range(8)]
     simulate(dataclasses.replace(S3, requests_per_second=20.0), ranks, step_seconds=0.02)
     assert sum(rank.sent for rank in ranks) <= 1.3 * 8 * 192
@@ -476,7 +460,7 @@ def _after(window: Window, now: float, event: Event) -> Window:
 
 @calm
 @given(EVENTS)
-def test_it_stays_within_its_bounds_and_throttling_halves_it(events: list[Event]) -> None:
+def test_it_stays_within_its_bounds_and_throttling_halves_it(events):
     window, now = Window(), 0.0
     for event in events:
         now += event[1]
@@ -496,7 +480,7 @@ def test_it_stays_within_its_bounds_and_throttling_halves_it(events: list[Event]
 
 @calm
 @given(EVENTS, st.integers(1, 8))
-def test_whatever_happened_it_recovers(events: list[Event], per_second: int) -> None:
+def test_whatever_happened_it_recovers(events, per_second):
     window, now = Window(), 0.0
     for event in events:
         now += event[1]
@@ -509,7 +493,7 @@ def test_whatever_happened_it_recovers(events: list[Event], per_second: int) -> 
     assert window.allowed() >= 8
 
 
-def test_what_loads_moved_says_nothing_of_saves() -> None:
+def test_what_loads_moved_says_nothing_of_saves():
     window = Window().begun(0.0, 1)
     for number in range(1, 65):
         window = window.moved(number / 10, 64 << 20, 8, "open_range")

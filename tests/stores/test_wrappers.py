@@ -25,7 +25,7 @@ def inner() -> ObjectStore:
     return open_store(f"memory://{secrets.token_hex(4)}")
 
 
-def test_every_request_is_recorded_with_its_bytes(inner: ObjectStore) -> None:
+def test_every_request_is_recorded_with_its_bytes(inner):
     store = RecordingStore(inner)
     store.put("a", [b"12", b"3"], precondition=IfAbsent(), retry=False)
     store.put_stream("b", iter([b"1234", b"5"]), part_size_bytes=PART, max_concurrency=1)
@@ -54,7 +54,7 @@ def plan_for(verb: Verb, nth: int, fault: Fault):
     return lambda v, key, n: fault if (v, n) == (verb, nth) else None
 
 
-def test_a_fault_before_the_effect_leaves_nothing(inner: ObjectStore) -> None:
+def test_a_fault_before_the_effect_leaves_nothing(inner):
     error = StoreUnavailableError("lost")
     store = FaultStore(inner, plan_for("put", 1, Fault("before", error)))
     with pytest.raises(StoreUnavailableError) as caught:
@@ -65,7 +65,7 @@ def test_a_fault_before_the_effect_leaves_nothing(inner: ObjectStore) -> None:
     assert read(inner, "k") == b"y"
 
 
-def test_a_fault_after_the_effect_loses_only_the_answer(inner: ObjectStore) -> None:
+def test_a_fault_after_the_effect_loses_only_the_answer(inner):
     plan = plan_for("put", 2, Fault("after", StoreUnavailableError("lost")))
     store = FaultStore(inner, plan)
     store.put("k", b"first")
@@ -75,7 +75,7 @@ def test_a_fault_after_the_effect_loses_only_the_answer(inner: ObjectStore) -> N
 
 
 @pytest.mark.parametrize(("when", "left"), [("before", []), ("after", ["k"])])
-def test_a_stream_fails_before_or_after(inner: ObjectStore, when: str, left: list[str]) -> None:
+def test_a_stream_fails_before_or_after(inner, when, left):
     taken: list[int] = []
 
     def buffers():
@@ -92,7 +92,7 @@ def test_a_stream_fails_before_or_after(inner: ObjectStore, when: str, left: lis
 
 
 @pytest.mark.parametrize("verb", ["get", "open_range", "head", "list", "delete"])
-def test_every_verb_can_fail(inner: ObjectStore, verb: Verb) -> None:
+def test_every_verb_can_fail(inner, verb):
     calls = {
         "get": lambda: store.get("k", max_size_bytes=9),
         "open_range": lambda: read_range(store, "k", 0, 1),
@@ -108,7 +108,7 @@ def test_every_verb_can_fail(inner: ObjectStore, verb: Verb) -> None:
     calls[verb]()
 
 
-def test_wrappers_compose(inner: ObjectStore) -> None:
+def test_wrappers_compose(inner):
     error = StoreUnavailableError("lost")
     faulty = FaultStore(inner, plan_for("head", 1, Fault("before", error)))
     store = RecordingStore(faulty)
@@ -121,9 +121,7 @@ def test_wrappers_compose(inner: ObjectStore) -> None:
 
 @pytest.mark.parametrize("first", ["get", "open_range", "head", "list"])
 @pytest.mark.parametrize("then", ["get", "open_range", "head", "list"])
-def test_whatever_told_the_state_of_an_object_first_no_verb_takes_another(
-    inner: ObjectStore, first: Verb, then: Verb
-) -> None:
+def test_whatever_told_the_state_of_an_object_first_no_verb_takes_another(inner, first, then):
     store = PinnedStore(inner, {})
     calls = {
         "get": lambda: store.get("k", max_size_bytes=9),

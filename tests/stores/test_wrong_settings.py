@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.s3.endpoint import s3_checksum
 from dcp_objstore.stores.s3.options import S3Options
 from tests.support.ranks import run_alone
-from tests.support.servers import Bucket
 from tests.support.verbs import VERBS
 
 UNUSED = "http://127.0.0.1:1"  # nothing is sent
@@ -43,7 +41,7 @@ def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_used_is_said_at_once(unwaiting: None, case: str, verb: str) -> None:
+def test_what_cannot_be_used_is_said_at_once(unwaiting, case, verb):
     scheme, options, kind, text = WRONG[case]
     with pytest.raises(kind, match=text) as caught:
         VERBS[verb](open_store(f"{scheme}://bucket/run", options, TransferConfig()))
@@ -59,20 +57,15 @@ def test_what_cannot_be_used_is_said_at_once(unwaiting: None, case: str, verb: s
     ],
 )
 def test_what_the_environment_says_and_cannot_be_used_is_said_at_once(
-    unwaiting: None,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    value: str,
-    scheme: str,
-    kind: type[DcpObjstoreError],
-) -> None:
+    unwaiting, monkeypatch, name, value, scheme, kind
+):
     monkeypatch.setenv(name, value)
     options = S3 if scheme == "s3" else {"endpoint_url": UNUSED}
     with pytest.raises(kind):
         open_store(f"{scheme}://bucket/run", options).head("k")
 
 
-def test_certificates_that_the_environment_names_and_cannot_be_read_are_said_at_once() -> None:
+def test_certificates_that_the_environment_names_and_cannot_be_read_are_said_at_once():
     run_alone(read_without_certificates)  # a process reads them once
 
 
@@ -88,8 +81,8 @@ def read_without_certificates() -> None:
 
 @pytest.mark.parametrize("options", [{"token": "ya29.x"}, {"anon": True}])
 def test_a_service_account_in_the_environment_that_obstore_cannot_read_is_said_at_once(
-    unwaiting: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
-) -> None:
+    unwaiting, monkeypatch, options
+):
     """obstore reads it even where other credentials are given."""
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/nowhere.json")
     store = open_store("gs://bucket/run", {**options, "endpoint_url": UNUSED})
@@ -107,8 +100,8 @@ def test_a_service_account_in_the_environment_that_obstore_cannot_read_is_said_a
     ],
 )
 def test_a_service_account_key_that_lacks_fields_is_refused_when_a_store_is_opened(
-    tmp_path: Path, form: str, key: dict[str, Any]
-) -> None:
+    tmp_path, form, key
+):
     place = tmp_path / "key.json"
     place.write_text(json.dumps(key))
     token = {"mapping": key, "text": json.dumps(key), "path": str(place)}[form]
@@ -121,8 +114,8 @@ def test_a_service_account_key_that_lacks_fields_is_refused_when_a_store_is_open
 @pytest.mark.parametrize("transport", ["boto3", "fsspec"])
 @pytest.mark.parametrize("named", ["none", "NONE"])
 def test_the_environment_can_say_that_no_checksum_goes_with_bodies(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, transport: str, named: str
-) -> None:
+    bucket, monkeypatch, transport, named
+):
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", named)
     store = open_store(bucket.url, {**bucket.storage_options, "transport": transport})
     store.put("k", b"body")
@@ -132,8 +125,8 @@ def test_the_environment_can_say_that_no_checksum_goes_with_bodies(
 
 
 def test_a_variable_with_a_checksum_that_is_not_to_be_sent_is_refused_where_obstore_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     option = {"s3_additional_kwargs": {"ChecksumAlgorithm": "none"}}
     for named, options in (("none", {}), ("SHA256", option)):
         monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", named)
@@ -145,8 +138,8 @@ def test_a_variable_with_a_checksum_that_is_not_to_be_sent_is_refused_where_obst
 @pytest.mark.parametrize("transport", ["native", "boto3"])
 @pytest.mark.parametrize("named", ["", "md5"])
 def test_a_checksum_that_there_is_not_is_refused_when_a_store_is_opened(
-    monkeypatch: pytest.MonkeyPatch, transport: str, named: str
-) -> None:
+    monkeypatch, transport, named
+):
     monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", named)
     with pytest.raises(ConfigError, match=r"AWS_CHECKSUM_ALGORITHM is .*must be one of CRC64NVME"):
         open_store("s3://bucket/run", {**S3, "transport": transport})

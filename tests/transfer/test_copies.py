@@ -69,7 +69,7 @@ def copied(store: Any, objects: Any, progress: Progress | None = None, **setting
         ([1, 128 * MIB, 5], [1, 64 * MIB, 64 * MIB, 5]),
     ],
 )
-def test_an_object_is_copied_in_parts_of_64_mib(sizes: list[int], parts: list[int]) -> None:
+def test_an_object_is_copied_in_parts_of_64_mib(sizes, parts):
     assert copied_parts(sources(*sizes)) == parts
     store = Copying()
     copied(store, {"o": sources(*sizes)})
@@ -77,7 +77,7 @@ def test_an_object_is_copied_in_parts_of_64_mib(sizes: list[int], parts: list[in
 
 
 @pytest.mark.parametrize("sizes", [[TIB], [5 * TIB], [TIB] + [1] * 5000, [MIB] * 9_999])
-def test_an_object_of_any_size_is_copied_in_10000_parts_at_most(sizes: list[int]) -> None:
+def test_an_object_of_any_size_is_copied_in_10000_parts_at_most(sizes):
     parts = copied_parts(sources(*sizes))
     assert sum(parts) == sum(sizes)
     assert len(parts) <= 10_000
@@ -87,13 +87,13 @@ def test_an_object_of_any_size_is_copied_in_10000_parts_at_most(sizes: list[int]
     assert store.asked["o"][0] == max(64 * MIB, -(-sum(sizes) // room))
 
 
-def test_more_sources_than_an_object_has_parts_are_no_error_here() -> None:
+def test_more_sources_than_an_object_has_parts_are_no_error_here():
     store = Copying()
     copied(store, {"o": sources(*[MIB] * 10_000)})
     assert store.asked["o"][0] == 10_000 * MIB
 
 
-def test_the_least_part_is_what_s3_takes() -> None:
+def test_the_least_part_is_what_s3_takes():
     assert LEAST_PART_BYTES == 5 * MIB
 
 
@@ -102,8 +102,8 @@ def test_the_least_part_is_what_s3_takes() -> None:
     [(1, "auto", 1, 16), (2, "auto", 2, 8), (9, "auto", 4, 4), (4, 2, 4, 1), (2, 40, 2, 20)],
 )
 def test_a_few_objects_are_copied_at_a_time_and_share_the_parts(
-    objects: int, concurrency: Any, threads: int, parts_each: int
-) -> None:
+    objects, concurrency, threads, parts_each
+):
     most, under_way, lock = 0, 0, threading.Lock()
     all_began = threading.Barrier(threads)
 
@@ -127,7 +127,7 @@ def test_a_few_objects_are_copied_at_a_time_and_share_the_parts(
     assert copied(store, {}) == {}
 
 
-def test_each_part_counts_as_bytes_that_moved_and_as_a_request_that_was_answered() -> None:
+def test_each_part_counts_as_bytes_that_moved_and_as_a_request_that_was_answered():
     store: Any = Copying()
     channel, heard = heard_channel()
     progress = Progress(60, channel)
@@ -141,7 +141,7 @@ def test_each_part_counts_as_bytes_that_moved_and_as_a_request_that_was_answered
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("planned"), ZeroDivisionError()])
-def test_an_object_that_cannot_be_copied_is_told_and_a_defect_is_raised(error: Exception) -> None:
+def test_an_object_that_cannot_be_copied_is_told_and_a_defect_is_raised(error):
     def fail(key: str) -> None:
         if key == "bad":
             raise error
@@ -159,9 +159,7 @@ def test_an_object_that_cannot_be_copied_is_told_and_a_defect_is_raised(error: E
         assert copied(store, wanted) == {**uploaded, "bad": error}
 
 
-def test_copies_that_stall_are_told_and_those_that_ended_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_copies_that_stall_are_told_and_those_that_ended_count(monkeypatch):
     monkeypatch.setattr("dcp_objstore.transfer.upload._ABORT_GRACE_SECONDS", 0.05)
     let_go = threading.Event()
     moved: list[str] = []
@@ -184,7 +182,7 @@ def test_copies_that_stall_are_told_and_those_that_ended_count(
     assert progress.moved_bytes == 1
 
 
-def test_nothing_is_copied_once_the_transfer_was_stopped() -> None:
+def test_nothing_is_copied_once_the_transfer_was_stopped():
     store, progress = Copying(), Progress(60)
     progress.stop(StoreUnavailableError("stopped"))
     found = copied(store, {"o": sources(1)}, progress)

@@ -74,9 +74,7 @@ def save_parts(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.backends("seaweed")
-def test_a_part_that_the_store_refuses_is_never_reported_as_uploaded(
-    bucket: Bucket, transport: str
-) -> None:
+def test_a_part_that_the_store_refuses_is_never_reported_as_uploaded(bucket, transport):
     config = TransferConfig(part_size_bytes=PART, upload_concurrency=2, max_retries=1)
     refused: list[Asked] = []
 
@@ -101,8 +99,8 @@ def test_a_part_that_the_store_refuses_is_never_reported_as_uploaded(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.backends("seaweed")
 def test_a_store_that_dies_in_mid_upload_is_told_once_and_tried_as_often_as_is_said(
-    bucket: Bucket, transport: str, short_silence: None, caplog: pytest.LogCaptureFixture
-) -> None:
+    bucket, transport, short_silence, caplog
+):
     config = TransferConfig(part_size_bytes=PART, upload_concurrency=2, max_retries=1)
     dead: Counter[object] = Counter()
 
@@ -133,8 +131,8 @@ def test_a_store_that_dies_in_mid_upload_is_told_once_and_tried_as_often_as_is_s
 @pytest.mark.campaign
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_save_to_a_server_that_is_killed_says_so_and_fails_with_the_request_and_the_time(
-    transport: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    transport, caplog
+):
     """With the pauses that users have: 40 to 75 s."""
     uploaded, heard = threading.Event(), Heard()
 
@@ -173,9 +171,7 @@ def test_a_save_to_a_server_that_is_killed_says_so_and_fails_with_the_request_an
     assert len([record for record in caplog.records if "no answer" in record.getMessage()]) == 1
 
 
-def test_the_documented_sum_of_all_waits_for_a_dead_store_is_that_of_the_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_documented_sum_of_all_waits_for_a_dead_store_is_that_of_the_settings(monkeypatch):
     _, small = policies(TransferConfig())
     assert small.max_retries == 10
     sums = []

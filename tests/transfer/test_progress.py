@@ -14,7 +14,7 @@ from tests.support.listening import Heard, heard_channel
 from tests.support.meeting_number import MeetingNumber
 
 
-def test_bytes_that_two_threads_report_at_once_are_both_counted() -> None:
+def test_bytes_that_two_threads_report_at_once_are_both_counted():
     progress = Progress(60)
     progress.moved_bytes = MeetingNumber(0)
     threads = [threading.Thread(target=progress.moved, args=(count,)) for count in (1, 2)]
@@ -25,7 +25,7 @@ def test_bytes_that_two_threads_report_at_once_are_both_counted() -> None:
     assert progress.moved_bytes == 3
 
 
-def test_a_transfer_has_stalled_when_nothing_has_moved_for_longer_than_the_time_out() -> None:
+def test_a_transfer_has_stalled_when_nothing_has_moved_for_longer_than_the_time_out():
     now = 100.0
     progress = Progress(5.0, clock=lambda: now)
     now += 5
@@ -41,7 +41,7 @@ def test_a_transfer_has_stalled_when_nothing_has_moved_for_longer_than_the_time_
         progress.check_stalled("o")
 
 
-def test_the_first_request_to_stop_counts() -> None:
+def test_the_first_request_to_stop_counts():
     progress = Progress(60)
     progress.check_stopped()
     progress.stop(KeyboardInterrupt())
@@ -50,7 +50,7 @@ def test_the_first_request_to_stop_counts() -> None:
         progress.check_stopped()
 
 
-def test_a_request_to_stop_waits_for_another_one() -> None:
+def test_a_request_to_stop_waits_for_another_one():
     progress = Progress(60)
     with progress._lock:
         stopping = spawn(lambda: progress.stop(KeyboardInterrupt()), "stops")
@@ -61,7 +61,7 @@ def test_a_request_to_stop_waits_for_another_one() -> None:
         progress.check_stopped()
 
 
-def test_parts_and_ranges_are_told_only_to_a_channel_that_wants_details() -> None:
+def test_parts_and_ranges_are_told_only_to_a_channel_that_wants_details():
     detailed, _ = heard_channel()
     assert Progress(60, detailed).channel is detailed
     coarse = Channel("save", "memory://heard")

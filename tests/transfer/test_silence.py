@@ -77,9 +77,7 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     yield Scene(monkeypatch)
 
 
-def test_the_user_is_told_once_of_a_store_that_answers_nothing_for_five_seconds(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_user_is_told_once_of_a_store_that_answers_nothing_for_five_seconds(scene, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(8):
             scene.look(1)
@@ -92,9 +90,7 @@ def test_the_user_is_told_once_of_a_store_that_answers_nothing_for_five_seconds(
 
 
 @pytest.mark.parametrize("answer", [None, ObjectNotFoundError("no"), PermissionDeniedError("no")])
-def test_a_line_that_is_slow_is_no_dead_store_whatever_it_answers(
-    scene: Scene, answer: Exception | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_line_that_is_slow_is_no_dead_store_whatever_it_answers(scene, answer, caplog):
     for _ in range(40):
         scene.look(1)
         if scene.store.questions and not (question := scene.store.questions[-1]).done():
@@ -104,7 +100,7 @@ def test_a_line_that_is_slow_is_no_dead_store_whatever_it_answers(
     assert not caplog.records
 
 
-def test_no_question_is_asked_while_parts_end_or_no_request_is_open(scene: Scene) -> None:
+def test_no_question_is_asked_while_parts_end_or_no_request_is_open(scene):
     for _ in range(10):
         scene.look(2.9)
         scene.silence.heard()
@@ -112,7 +108,7 @@ def test_no_question_is_asked_while_parts_end_or_no_request_is_open(scene: Scene
     assert not scene.store.questions
 
 
-def test_parts_that_are_dropped_in_a_long_silence_show_no_life(scene: Scene) -> None:
+def test_parts_that_are_dropped_in_a_long_silence_show_no_life(scene):
     """The transport drops them because it gives up, so the save ends at its stall time-out."""
     for _ in range(31):
         scene.look(6)
@@ -121,7 +117,7 @@ def test_parts_that_are_dropped_in_a_long_silence_show_no_life(scene: Scene) -> 
         scene.look(6)
 
 
-def test_no_part_is_begun_in_a_long_silence_and_all_go_on_after_an_answer(scene: Scene) -> None:
+def test_no_part_is_begun_in_a_long_silence_and_all_go_on_after_an_answer(scene):
     for _ in range(6):
         scene.look(1)
     waiting = spawn(scene.silence.wait, "wait")
@@ -135,7 +131,7 @@ def test_no_part_is_begun_in_a_long_silence_and_all_go_on_after_an_answer(scene:
     assert len(scene.store.questions) == 1
 
 
-def test_a_wait_for_an_answer_can_be_stopped(scene: Scene) -> None:
+def test_a_wait_for_an_answer_can_be_stopped(scene):
     for _ in range(6):
         scene.look(1)
     scene.progress.stop(KeyboardInterrupt())
@@ -143,9 +139,7 @@ def test_a_wait_for_an_answer_can_be_stopped(scene: Scene) -> None:
         scene.silence.wait()
 
 
-def test_a_store_is_given_up_when_question_and_parts_have_failed_and_not_before(
-    scene: Scene,
-) -> None:
+def test_a_store_is_given_up_when_question_and_parts_have_failed_and_not_before(scene):
     for _ in range(40):
         scene.look(1)
     scene.store.questions[-1].set_exception(StoreUnavailableError("connection refused"))
@@ -155,9 +149,7 @@ def test_a_store_is_given_up_when_question_and_parts_have_failed_and_not_before(
         scene.look(1, parts=0)
 
 
-def test_a_store_that_answers_after_the_first_question_failed_is_not_given_up(
-    scene: Scene,
-) -> None:
+def test_a_store_that_answers_after_the_first_question_failed_is_not_given_up(scene):
     for _ in range(10):
         scene.look(1)
     scene.store.questions[-1].set_exception(StoreUnavailableError("no answer in time"))

@@ -65,7 +65,7 @@ class Waits:
         return self.answers[-1]
 
 
-def test_a_wait_far_longer_than_the_others_is_taken_byte_for_byte() -> None:
+def test_a_wait_far_longer_than_the_others_is_taken_byte_for_byte():
     waits = Waits()
     with pytest.raises(StragglerError), waits.stragglers.waiting("four", 4 * MIB):
         waits.clock.now += 1.5
@@ -80,7 +80,7 @@ def test_a_wait_far_longer_than_the_others_is_taken_byte_for_byte() -> None:
     assert waits.answers == [None, "four", None, "one", None]
 
 
-def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second() -> None:
+def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second():
     waits = Waits(ended=0)
     for _ in range(8):
         with waits.stragglers.waiting("fast", MIB):
@@ -96,9 +96,7 @@ def test_among_fast_waits_one_is_slow_only_after_three_quarters_of_a_second() ->
 @pytest.mark.parametrize(
     ("slow", "seconds", "answer"), [(31, 12, "a"), (32, 12, None), (32, 30, "a"), (33, 30, None)]
 )
-def test_what_waits_usually_take_is_that_of_the_last_64(
-    slow: int, seconds: float, answer: str | None
-) -> None:
+def test_what_waits_usually_take_is_that_of_the_last_64(slow, seconds, answer):
     waits = Waits()
     for number in range(100 + slow):
         with waits.stragglers.waiting("ended", MIB):
@@ -109,7 +107,7 @@ def test_what_waits_usually_take_is_that_of_the_last_64(
     assert waits.answers == [answer]
 
 
-def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow() -> None:
+def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow():
     """A worker that reads four slow connections in turn waits for a quarter of the pieces only."""
     waits = Waits(ended=0)
     clock, read_at = waits.clock, dict.fromkeys("abcd", 0.0)
@@ -121,7 +119,7 @@ def test_bytes_that_waited_in_a_buffer_make_no_other_wait_slow() -> None:
         read_at[key] = clock.now
 
 
-def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used() -> None:
+def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used():
     waits = Waits()
     with pytest.raises(StragglerError), waits.stragglers.waiting("a", MIB):
         waits.clock.now += 9
@@ -130,7 +128,7 @@ def test_whatever_a_wait_that_was_taken_ends_with_its_bytes_are_not_used() -> No
     assert waits.answers == ["a"]
 
 
-def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken() -> None:
+def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken():
     waits = Waits()
     with waits.stragglers.waiting("a", MIB):
         waits.clock.now += 5
@@ -143,7 +141,7 @@ def test_of_the_slow_waits_the_longest_that_can_be_given_up_is_taken() -> None:
     assert waits.answers == [None, "b"]
 
 
-def test_no_wait_ends_while_it_is_taken_away() -> None:
+def test_no_wait_ends_while_it_is_taken_away():
     """Its bytes would be used, and then those of the second answer as well."""
     waits, began, leave = Waits(), threading.Event(), threading.Event()
     outcomes: list[str] = []
@@ -173,7 +171,7 @@ def test_no_wait_ends_while_it_is_taken_away() -> None:
     assert outcomes == ["dropped"]
 
 
-def test_no_wait_begins_while_the_waits_are_looked_at() -> None:
+def test_no_wait_begins_while_the_waits_are_looked_at():
     waits, begun = Waits(), threading.Event()
     began_meanwhile: list[bool] = []
 
@@ -195,7 +193,7 @@ def test_no_wait_begins_while_the_waits_are_looked_at() -> None:
     assert waits.answers == [None]
 
 
-def test_nothing_is_slow_before_a_few_waits_have_ended() -> None:
+def test_nothing_is_slow_before_a_few_waits_have_ended():
     for ended, found in ((7, None), (8, "a")):
         waits = Waits(ended=ended)
         with contextlib.suppress(StragglerError), waits.stragglers.waiting("a", MIB):
@@ -205,7 +203,7 @@ def test_nothing_is_slow_before_a_few_waits_have_ended() -> None:
 
 
 @pytest.mark.parametrize(("requests", "most"), [(3, 2), (20, 2), (29, 2), (30, 3), (1000, 100)])
-def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests: int, most: int) -> None:
+def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests, most):
     waits, taken = Waits(requests), 0
     for _ in range(most + 3):
         with contextlib.suppress(StragglerError), waits.stragglers.waiting("slow", MIB):
@@ -217,7 +215,7 @@ def test_a_tenth_of_the_requests_is_asked_for_again_at_most(requests: int, most:
     assert taken == most
 
 
-def test_a_wait_is_taken_away_only_while_no_worker_is_started() -> None:
+def test_a_wait_is_taken_away_only_while_no_worker_is_started():
     """Whether there is room for another worker must not change in between."""
     held: list[bool] = []
     waits = SimpleNamespace(
@@ -256,8 +254,8 @@ REQUESTS = [RangeRequest(0, start, start + STEP) for start in range(0, len(BODY)
     ],
 )
 def test_a_slow_request_goes_to_another_worker_if_that_costs_only_a_workers_memory(
-    repeats: int, memory: bool, depth: int, room: bool, is_asked: bool, cancelled: bool
-) -> None:
+    repeats, memory, depth, room, is_asked, cancelled
+):
     """Who goes on waiting must not write to the caller's memory, and hold up no other request."""
     asked: list[bool] = []
 
@@ -378,9 +376,7 @@ class Load:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(
-    holding: Holding,
-) -> None:
+def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(holding):
     load = Load(holding)
     load.run()
     assert holding.asked.count(HELD) == 2
@@ -396,9 +392,7 @@ def test_a_load_ends_without_the_late_answer_and_its_bytes_reach_no_tensor(
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("local", [(), (0,)])
-def test_a_late_answer_that_comes_before_the_second_one_ends_no_load(
-    holding: Holding, local: tuple[int, ...]
-) -> None:
+def test_a_late_answer_that_comes_before_the_second_one_ends_no_load(holding, local):
     def second(right: bytes) -> bytes:
         holding.closed.clear()
         holding.let_go.set()
@@ -414,7 +408,7 @@ def test_a_late_answer_that_comes_before_the_second_one_ends_no_load(
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_worker_that_is_left_waiting_keeps_no_other_destination_alive(holding: Holding) -> None:
+def test_a_worker_that_is_left_waiting_keeps_no_other_destination_alive(holding):
     def run() -> list[weakref.ref[Load]]:
         requests = [
             RangeRequest(0, one.start, one.end, [Span(0, one.start, one.end, Load(holding))])
@@ -435,9 +429,7 @@ def test_a_worker_that_is_left_waiting_keeps_no_other_destination_alive(holding:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_request_is_asked_for_again_twice_at_most(
-    holding: Holding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_asked_for_again_twice_at_most(holding, monkeypatch):
     monkeypatch.setattr("dcp_objstore.transfer.stragglers._REPEATED_SHARE", 1)
     monkeypatch.setattr("dcp_objstore.stores.admission.limiter._REFUND", 0.0)
 
@@ -456,7 +448,7 @@ def test_a_request_is_asked_for_again_twice_at_most(
 
 
 @pytest.mark.usefixtures("soon")
-def test_the_error_of_the_second_answer_is_raised(holding: Holding) -> None:
+def test_the_error_of_the_second_answer_is_raised(holding):
     def fail(right: bytes) -> bytes:
         raise StoreUnavailableError("the second one")
 
@@ -468,9 +460,7 @@ def test_the_error_of_the_second_answer_is_raised(holding: Holding) -> None:
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("stays", [False, True])
-def test_a_second_answer_that_is_damaged_is_fetched_once_more_before_it_counts(
-    holding: Holding, stays: bool
-) -> None:
+def test_a_second_answer_that_is_damaged_is_fetched_once_more_before_it_counts(holding, stays):
     holding.again = lambda right: WRONG if stays or holding.asked.count(HELD) == 2 else right
     load = Load(holding)
     with pytest.raises(CorruptDataError) if stays else contextlib.nullcontext():
@@ -480,7 +470,7 @@ def test_a_second_answer_that_is_damaged_is_fetched_once_more_before_it_counts(
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_load_can_be_left_while_a_range_is_asked_for_again(holding: Holding) -> None:
+def test_a_load_can_be_left_while_a_range_is_asked_for_again(holding):
     asked, go_on = threading.Event(), threading.Event()
 
     def late(right: bytes) -> bytes:
@@ -504,9 +494,7 @@ def test_a_load_can_be_left_while_a_range_is_asked_for_again(holding: Holding) -
 
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("why", ["throttled", "no budget", "other memory", "no idle worker"])
-def test_a_request_is_not_asked_for_again(
-    holding: Holding, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_is_not_asked_for_again(holding, why, monkeypatch):
     load, settings = Load(holding), {}
     limiter = limiter_of(load.store)
     if why == "throttled":
@@ -525,7 +513,7 @@ def test_a_request_is_not_asked_for_again(
     assert holding.asked.count(HELD) == 1
 
 
-def test_a_usual_load_asks_for_nothing_twice() -> None:
+def test_a_usual_load_asks_for_nothing_twice():
     holding = Holding("usual")
     holding.let_go.set()
     holding.asked.append(HELD)
@@ -548,11 +536,8 @@ def is_range(asked: Asked) -> bool:
 )
 @pytest.mark.usefixtures("soon")
 def test_a_straggler_is_asked_for_again_over_each_transport(
-    transport: str,
-    is_cancelled: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    transport, is_cancelled, monkeypatch, caplog
+):
     # On a busy machine others may be slow, too.
     monkeypatch.setattr("dcp_objstore.transfer.stragglers._REPEATED_SHARE", 1)
     if transport == "stream":
@@ -593,7 +578,7 @@ def test_a_straggler_is_asked_for_again_over_each_transport(
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_straggler_is_asked_for_again_into_the_memory_that_it_was_given() -> None:
+def test_a_straggler_is_asked_for_again_into_the_memory_that_it_was_given():
     """As ranks that hand ranges to one another and devices have it."""
     body = np.random.default_rng(0).integers(0, 256, 12 * MIB, dtype=np.uint8)
     memory, numbers = np.zeros_like(body), itertools.count(1)

@@ -187,7 +187,7 @@ def test_every_span_is_covered_by_exactly_one_request_within_the_size(wanted, si
     assert plan_requests(wanted[::-1], request_size_bytes=size, gap_bytes=gap) == requests
 
 
-def test_neighbours_share_a_request_up_to_its_size_and_across_a_gap_of_256_kib() -> None:
+def test_neighbours_share_a_request_up_to_its_size_and_across_a_gap_of_256_kib():
     def planned(*ends: tuple[int, int], size: int = MIB) -> list[tuple[int, int]]:
         wanted = [Span(0, start, end, None) for start, end in ends]
         return [(one.start, one.end) for one in plan_requests(wanted, request_size_bytes=size)]
@@ -233,7 +233,7 @@ def test_a_request_is_cut_between_its_spans_into_pieces_without_gaps(wanted, siz
         (287, 8, 8),
     ],
 )
-def test_requests_grow_with_what_is_loaded(total: int, least: int, size: int) -> None:
+def test_requests_grow_with_what_is_loaded(total, least, size):
     assert grown_request_size(total * MIB, least * MIB) == size * MIB
     if size < 16:  # a far store needs 4 times as much
         far = grown_request_size(4 * total * MIB, least * MIB, is_near=False)
@@ -241,7 +241,7 @@ def test_requests_grow_with_what_is_loaded(total: int, least: int, size: int) ->
     assert grown_request_size(10**15, MIB, is_near=False) == 16 * MIB
 
 
-def test_a_piece_has_as_many_spans_as_fit_into_it() -> None:
+def test_a_piece_has_as_many_spans_as_fit_into_it():
     spans = [Span(0, at, at + 4, None) for at in range(100, 132, 4)]
     (request,) = plan_requests(spans, request_size_bytes=100)
     places = [(piece.start, piece.end) for piece in cut(request, 8)]
@@ -251,7 +251,7 @@ def test_a_piece_has_as_many_spans_as_fit_into_it() -> None:
 
 
 @pytest.mark.parametrize("gib", [1, 2, 4, 64])
-def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib: int) -> None:
+def test_a_load_of_a_far_store_may_have_64_requests_in_flight(gib):
     settings, total_bytes = TransferConfig(), gib * 1024 * MIB
     size = grown_request_size(total_bytes, settings.request_size_bytes, is_near=False)
     assert total_bytes >= 2 * AUTO_MOST * size
@@ -305,8 +305,8 @@ class _InTurn(WrappedStore):
     ],
 )
 def test_a_worker_has_few_requests_under_way_if_each_worker_has_a_processor(
-    cores: int, takes_gil: bool, depths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cores, takes_gil, depths, monkeypatch
+):
     monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: cores)
     ahead = RangeReading(ahead=True, takes_gil=takes_gil)
     assert tuple(_depth(concurrency, ahead) for concurrency in (8, 64, 1)) == depths
@@ -314,9 +314,7 @@ def test_a_worker_has_few_requests_under_way_if_each_worker_has_a_processor(
 
 
 @pytest.mark.parametrize("local", [(), (1,)])
-def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
-    local: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(local, monkeypatch):
     monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: 2)
     monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
     monkeypatch.setattr("dcp_objstore.transfer.download.BLOCK_SIZE_BYTES", 4)
@@ -348,7 +346,7 @@ def test_a_worker_reads_its_requests_in_turn_a_piece_at_a_time(
     assert store.seen.count(("open", starts[-1])) == 1
 
 
-def test_a_worker_that_has_nothing_under_way_waits_for_memory() -> None:
+def test_a_worker_that_has_nothing_under_way_waits_for_memory():
     store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
     store.put("x", [bytes(40)])
     fetched = fetch_ranges(
@@ -366,9 +364,7 @@ def test_a_worker_that_has_nothing_under_way_waits_for_memory() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_what_must_wait_for_memory_is_begun_when_nothing_before_it_is_unread(
-    slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_must_wait_for_memory_is_begun_when_nothing_before_it_is_unread(slots, monkeypatch):
     """Otherwise a thread would wait for memory that only it can free."""
     monkeypatch.setattr("dcp_objstore.transfer.download.processors", lambda: 1)
     monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
@@ -405,9 +401,7 @@ def test_what_must_wait_for_memory_is_begun_when_nothing_before_it_is_unread(
     assert len(opened) == slots
 
 
-def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(monkeypatch):
     monkeypatch.setattr("dcp_objstore.transfer.download.worker_count", lambda *_, **__: 1)
     store = _InTurn(open_store(f"memory://{secrets.token_hex(6)}"))
     store.put("x", [bytes(48 * MIB)])
@@ -435,7 +429,7 @@ def test_what_one_thread_has_under_way_never_shares_a_row_of_the_trace(
         assert all(earlier[1] <= later[0] for earlier, later in pairwise(sorted(times)))
 
 
-def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker() -> None:
+def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker():
     fetched, streamed = RangeReading(memory_bytes=16 * MIB), RangeReading(memory_bytes=4 * MIB)
     assert worker_count(8, 4 * MIB, 128 * MIB, fetched) == 6
     assert worker_count(8, 4 * MIB, 128 * MIB, streamed) == 8
@@ -446,7 +440,7 @@ def test_a_budget_holds_a_piece_and_what_the_store_takes_of_each_worker() -> Non
     assert worker_count(8, 32 * MIB, 128 * MIB, streamed) == 3
 
 
-def test_the_largest_piece_is_a_block_or_a_larger_span_with_the_gap_before_it() -> None:
+def test_the_largest_piece_is_a_block_or_a_larger_span_with_the_gap_before_it():
     def requests(*spans: tuple[int, int]) -> list[RangeRequest[None]]:
         whole = [Span(0, start, end, None) for start, end in spans]
         return [*plan_requests(whole, request_size_bytes=64 * MIB)]
@@ -511,7 +505,7 @@ def test_an_upload_of_any_size_arrives_whole_and_reports_its_parts(size_bytes, t
 
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize("left", ["all", "another", "nothing", "no answer"])
-def test_a_lost_upload_is_believed_only_if_its_object_is_not_there(is_own: bool, left: str):
+def test_a_lost_upload_is_believed_only_if_its_object_is_not_there(is_own, left):
     """Its end took effect, the answer was lost, and a later try heard that it is gone."""
 
     class LosesTheAnswer(WrappedStore):
@@ -678,7 +672,7 @@ def tracked_in(progress: Progress, pieces: Any, *, slot: Any, part_size_bytes: i
     return _Tracked(pieces, silence, part_size_bytes=part_size_bytes, slot=slot, ahead=2)
 
 
-def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
+def test_an_upload_that_waits_for_its_turn_can_be_stopped():
     progress = Progress(60)
 
     class Slot:
@@ -691,7 +685,7 @@ def test_an_upload_that_waits_for_its_turn_can_be_stopped() -> None:
         next(tracked)
 
 
-def test_an_object_has_no_more_parts_than_stores_take_however_little_is_planned() -> None:
+def test_an_object_has_no_more_parts_than_stores_take_however_little_is_planned():
     assert plan_parts(0, 5 * MIB).max_object_size_bytes == 10_000 * 5 * MIB
 
 
@@ -775,7 +769,7 @@ def test_a_buffer_is_cut_where_a_part_ends_and_every_part_of_a_whole_object_is_r
     assert len(workers) == (min(1, len(parts)) if at_once else len(parts))
 
 
-def test_of_the_parts_that_ended_only_those_count_that_later_ones_vouch_for() -> None:
+def test_of_the_parts_that_ended_only_those_count_that_later_ones_vouch_for():
     """A transport drops the buffers of a part that failed, too, and of all others that it gives up.
 
     It asks for more only while at most so many parts are without a good answer.
@@ -800,7 +794,7 @@ def test_of_the_parts_that_ended_only_those_count_that_later_ones_vouch_for() ->
     assert progress.moved_bytes == 20
 
 
-def test_a_part_counts_as_answered_when_more_is_asked_for_and_not_when_it_is_dropped() -> None:
+def test_a_part_counts_as_answered_when_more_is_asked_for_and_not_when_it_is_dropped():
     """The window would learn from parts that failed how fast the line is."""
     places = Places()
     tracked = tracked_in(Progress(60), (np.zeros(5, np.uint8) for _ in range(8)), slot=places)
@@ -813,9 +807,7 @@ def test_a_part_counts_as_answered_when_more_is_asked_for_and_not_when_it_is_dro
     assert (sorted(places.ended), places.answered) == ([0, 1, 2], [(0, 10)])
 
 
-def test_of_an_upload_that_fails_no_part_is_a_success_and_its_bytes_say_nothing_of_the_line() -> (
-    None
-):
+def test_of_an_upload_that_fails_no_part_is_a_success_and_its_bytes_say_nothing_of_the_line():
     class Failing(Stub):
         url = f"stub://{secrets.token_hex(4)}"
 
@@ -853,7 +845,7 @@ class LosesUploads(WrappedStore):
         raise UploadLostError("RequestTimeout")
 
 
-def test_an_upload_that_is_lost_is_begun_again_and_no_part_is_counted_twice() -> None:
+def test_an_upload_that_is_lost_is_begun_again_and_no_part_is_counted_twice():
     inner = open_store(f"memory://{secrets.token_hex(6)}")
     store, body = LosesUploads(inner, times=2, after=12), np.arange(3 * PART, dtype=np.uint8)
     channel, heard = heard_channel()
@@ -871,7 +863,7 @@ def test_an_upload_that_is_lost_is_begun_again_and_no_part_is_counted_twice() ->
 @pytest.mark.parametrize(
     ("most", "streams"), [(10, 3), (1, 2), (0, 1)], ids=["default", "one", "none"]
 )
-def test_an_upload_that_is_lost_is_begun_three_times_at_most(most: int, streams: int) -> None:
+def test_an_upload_that_is_lost_is_begun_three_times_at_most(most, streams):
     store = LosesUploads(open_store(f"memory://{secrets.token_hex(6)}"), times=9, after=1)
     pieces = np.split(np.zeros(3 * PART, np.uint8), 6)
     with pytest.raises(UploadLostError):
@@ -880,7 +872,7 @@ def test_an_upload_that_is_lost_is_begun_three_times_at_most(most: int, streams:
     assert not list(store.list())
 
 
-def test_an_upload_is_not_begun_again_from_an_iterator_or_without_a_retry_in_the_budget() -> None:
+def test_an_upload_is_not_begun_again_from_an_iterator_or_without_a_retry_in_the_budget():
     store = LosesUploads(open_store(f"memory://{secrets.token_hex(6)}"), times=9, after=1)
     pieces = np.split(np.zeros(3 * PART, np.uint8), 6)
     upload = partial(upload_object, store, "o")
@@ -1171,7 +1163,7 @@ def test_more_threads_read_when_the_window_has_become_wider(monkeypatch):
     assert names == [f"download-{number}" for number in range(8)]
 
 
-def test_a_worker_is_started_only_while_no_other_thread_starts_one() -> None:
+def test_a_worker_is_started_only_while_no_other_thread_starts_one():
     started: list[tuple[int, bool]] = []
 
     def start(number: int) -> None:
@@ -1197,9 +1189,7 @@ def test_a_worker_is_started_only_while_no_other_thread_starts_one() -> None:
     ("writing", "is_waited_for"),
     [("consumes", True), ("is cancelled", True), ("cannot be cancelled", False)],
 )
-def test_the_gate_is_closed_once_nobody_writes_who_may_still_do_so(
-    writing: str, is_waited_for: bool
-) -> None:
+def test_the_gate_is_closed_once_nobody_writes_who_may_still_do_so(writing, is_waited_for):
     gate, both_inside = _Gate(Progress(60)), threading.Barrier(3)
     leaves = [threading.Event(), threading.Event()]
     asked: list[bool] = []
@@ -1247,7 +1237,7 @@ def test_a_load_tells_the_window_what_the_line_moves_but_not_this_machine(local)
     assert bool(limiter._done) is not bool(local)
 
 
-def test_no_worker_reaches_the_callers_memory_while_the_gate_closes() -> None:
+def test_no_worker_reaches_the_callers_memory_while_the_gate_closes():
     gate, entered = _Gate(Progress(60)), threading.Event()
     entered_meanwhile: list[bool] = []
 
@@ -1838,7 +1828,7 @@ def test_a_request_is_made_beside_the_main_thread_and_within_any_other():
         elsewhere(wait_for, broken)
 
 
-def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_raised() -> None:
+def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_raised():
     both = threading.Barrier(2)
     calls = [lambda: both.wait(60) is None] * 2
     assert concurrently(*calls) == [False, False]
@@ -1858,7 +1848,7 @@ def test_calls_at_once_overlap_and_all_have_ended_before_the_first_error_is_rais
     assert ended == ["late"]
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for_twice() -> None:
+def test_a_store_that_does_not_answer_is_not_waited_for_twice():
     left, ended = threading.Event(), []
 
     def silent() -> None:
@@ -1878,7 +1868,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_twice() -> None:
         left.set()
 
 
-def test_an_interrupt_is_raised_before_the_other_calls_have_ended() -> None:
+def test_an_interrupt_is_raised_before_the_other_calls_have_ended():
     left, ended = threading.Event(), []
 
     def interrupted() -> None:

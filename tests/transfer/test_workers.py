@@ -32,14 +32,12 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("items", "wave", "threads"), [(100, 64, 16), (16, 64, 16), (3, 64, 3), (9, 2, 2), (0, 64, 0)]
 )
-def test_results_come_in_order_of_as_many_threads_as_have_work(
-    items: int, wave: int, threads: int, names: list[str]
-) -> None:
+def test_results_come_in_order_of_as_many_threads_as_have_work(items, wave, threads, names):
     assert list(in_waves(lambda item: 2 * item, range(items), wave)) == [*range(0, 2 * items, 2)]
     assert len(names) == threads
 
 
-def test_no_call_of_a_wave_is_made_before_the_results_of_the_last_one_were_taken() -> None:
+def test_no_call_of_a_wave_is_made_before_the_results_of_the_last_one_were_taken():
     done: list[int] = []
     results = in_waves(done.append, range(10), 4)
     for taken in range(1, 11):
@@ -55,7 +53,7 @@ def test_no_call_of_a_wave_is_made_before_the_results_of_the_last_one_were_taken
     assert len(done) == 64
 
 
-def test_a_pool_runs_what_was_submitted_and_ends_its_threads() -> None:
+def test_a_pool_runs_what_was_submitted_and_ends_its_threads():
     numbers: list[int] = []
     met = threading.Barrier(3)
 
@@ -75,7 +73,7 @@ def test_a_pool_runs_what_was_submitted_and_ends_its_threads() -> None:
             assert not thread.is_alive()
 
 
-def test_a_thread_that_waits_keeps_nothing_of_its_last_task() -> None:
+def test_a_thread_that_waits_keeps_nothing_of_its_last_task():
     class Memory:
         pass
 
@@ -90,7 +88,7 @@ def test_a_thread_that_waits_keeps_nothing_of_its_last_task() -> None:
         assert kept() is None
 
 
-def test_an_error_does_not_keep_its_future_alive_until_the_garbage_collector_comes() -> None:
+def test_an_error_does_not_keep_its_future_alive_until_the_garbage_collector_comes():
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -106,7 +104,7 @@ def test_an_error_does_not_keep_its_future_alive_until_the_garbage_collector_com
         gc.enable()
 
 
-def test_a_call_gets_its_arguments_in_whatever_thread_it_is_made() -> None:
+def test_a_call_gets_its_arguments_in_whatever_thread_it_is_made():
     def call(*args: int, **settings: int) -> object:
         return args, settings, threading.current_thread() is threading.main_thread()
 

@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +84,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
 
 
 @pytest.mark.parametrize("ask", ["result", "exception"])
-def test_a_result_was_asked_for_once_it_was_there(ask: str) -> None:
+def test_a_result_was_asked_for_once_it_was_there(ask):
     future: Any = async_api._WatchedFuture()
     with pytest.raises(FutureTimeoutError):
         getattr(future, ask)(0)
@@ -99,7 +98,7 @@ def test_a_result_was_asked_for_once_it_was_there(ask: str) -> None:
     assert future.seen
 
 
-def test_all_who_wait_for_a_save_are_woken_though_a_callback_ends_the_thread() -> None:
+def test_all_who_wait_for_a_save_are_woken_though_a_callback_ends_the_thread():
     handle = Handle("memory://x/step-1")
 
     def leave(_: Future[Any]) -> None:
@@ -116,9 +115,7 @@ def test_all_who_wait_for_a_save_are_woken_though_a_callback_ends_the_thread() -
 
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_callback_may_ask_for_the_outcome_and_begin_the_next_save(
-    held: Held, fails: bool, staged: bool
-) -> None:
+def test_a_callback_may_ask_for_the_outcome_and_begin_the_next_save(held, fails, staged):
     """It runs in the thread that saves, where nothing may wait for that thread."""
     url, after = taken() if fails else memory_url(), memory_url()
     handle = dos.async_save(state(), url, wait_for_staging=staged)
@@ -137,7 +134,7 @@ def test_a_callback_may_ask_for_the_outcome_and_begin_the_next_save(
     assert dos.open(after).keys()
 
 
-def test_a_callback_that_would_wait_for_its_own_save_is_told_so(held: Held) -> None:
+def test_a_callback_that_would_wait_for_its_own_save_is_told_so(held):
     """One of the copy, which the thread that saves calls before it uploads."""
     copying, said = threading.Event(), []
     finish = Staging.finish
@@ -179,7 +176,7 @@ for url in sys.argv[1:]:
 """
 
 
-def test_the_thread_that_saves_imports_nothing(tmp_path: Path) -> None:
+def test_the_thread_that_saves_imports_nothing(tmp_path):
     """A child that is forked during an import waits for ever if it imports the same."""
     urls = (tmp_path.as_uri(), "memory://imports/run")
     done = subprocess.run(
@@ -192,7 +189,7 @@ def test_the_thread_that_saves_imports_nothing(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("", 0), done.stderr
 
 
-def test_a_copy_that_was_made_stays_made_though_its_save_fails() -> None:
+def test_a_copy_that_was_made_stays_made_though_its_save_fails():
     handle = dos.async_save(state(), taken())
     assert handle.staging_completion.done()
     assert isinstance(handle.exception(30), CheckpointExistsError)
@@ -202,7 +199,7 @@ def test_a_copy_that_was_made_stays_made_though_its_save_fails() -> None:
         handle.result(30)
 
 
-def test_a_copy_that_was_made_is_so_for_whoever_waits_for_it(held: Held) -> None:
+def test_a_copy_that_was_made_is_so_for_whoever_waits_for_it(held):
     handle = dos.async_save(state(), memory_url())
     assert held.reached.wait(30)
     assert handle.staging_completion.done()
@@ -211,7 +208,7 @@ def test_a_copy_that_was_made_is_so_for_whoever_waits_for_it(held: Held) -> None
     assert "running" in repr(handle)
 
 
-def test_a_save_says_when_its_copy_was_made_and_how_large_it_is() -> None:
+def test_a_save_says_when_its_copy_was_made_and_how_large_it_is():
     events: list[Any] = []
     url, before_ns = memory_url(), time.time_ns()
     dos.async_save(state(), url, on_event=events.append).result(30)
@@ -223,9 +220,7 @@ def test_a_save_says_when_its_copy_was_made_and_how_large_it_is() -> None:
 # Turns --------------------------------------------------------------------------------------------
 
 
-def test_a_save_waits_for_the_latest_that_has_not_ended_or_whose_error_nobody_knows(
-    saves: async_api._Saves,
-) -> None:
+def test_a_save_waits_for_the_latest_that_has_not_ended_or_whose_error_nobody_knows(saves):
     running, failed, done, known = (
         Handle("memory://x/1"),
         ended(ValueError()),
@@ -246,7 +241,7 @@ def test_a_save_waits_for_the_latest_that_has_not_ended_or_whose_error_nobody_kn
     assert last._before is None
 
 
-def test_an_error_is_raised_by_the_next_save_once(saves: async_api._Saves) -> None:
+def test_an_error_is_raised_by_the_next_save_once(saves):
     url = taken()
     failed = dos.async_save(state(), url)
     with pytest.raises(CheckpointExistsError) as caught:
@@ -258,9 +253,7 @@ def test_an_error_is_raised_by_the_next_save_once(saves: async_api._Saves) -> No
     assert dos.open(third).keys() == {"t"}
 
 
-def test_an_error_that_is_none_of_the_librarys_is_raised_by_the_next_save_with_its_type(
-    saves: async_api._Saves,
-) -> None:
+def test_an_error_that_is_none_of_the_librarys_is_raised_by_the_next_save_with_its_type(saves):
     saves.latest = ended(ZeroDivisionError("by hand"))
     with pytest.raises(RankFailedError, match="ZeroDivisionError: by hand") as caught:
         dos.async_save(state(), memory_url())
@@ -268,8 +261,8 @@ def test_an_error_that_is_none_of_the_librarys_is_raised_by_the_next_save_with_i
 
 
 def test_ctrl_c_while_a_save_waits_for_the_one_before_loses_no_error_of_that(
-    saves: async_api._Saves, held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    saves, held, monkeypatch
+):
     url = taken()
     first = dos.async_save(state(), url)
     assert held.reached.wait(30)
@@ -287,9 +280,7 @@ def test_ctrl_c_while_a_save_waits_for_the_one_before_loses_no_error_of_that(
         dos.async_save(state(), memory_url())
 
 
-def test_a_save_that_is_refused_as_another_runs_leaves_that_and_its_error_as_they_are(
-    saves: async_api._Saves, held: Held
-) -> None:
+def test_a_save_that_is_refused_as_another_runs_leaves_that_and_its_error_as_they_are(saves, held):
     first = dos.async_save(state(), taken(), on_busy="raise")
     assert held.reached.wait(30)
     url = memory_url()
@@ -328,9 +319,7 @@ class Meeting(async_api.BackgroundSaves):
         self._latest = handle
 
 
-def test_of_two_threads_that_begin_a_save_at_once_one_finds_the_other(
-    saves: async_api._Saves, held: Held
-) -> None:
+def test_of_two_threads_that_begin_a_save_at_once_one_finds_the_other(saves, held):
     meeting = Meeting()
 
     def begin() -> Handle | SaveInProgressError:
@@ -347,9 +336,7 @@ def test_of_two_threads_that_begin_a_save_at_once_one_finds_the_other(
     handle.result(30)
 
 
-def test_a_word_that_on_busy_does_not_know_is_refused_before_anything_waits(
-    saves: async_api._Saves,
-) -> None:
+def test_a_word_that_on_busy_does_not_know_is_refused_before_anything_waits(saves):
     with pytest.raises(ConfigError, match="on_busy"):
         dos.async_save(state(), memory_url(), on_busy="ignore")  # type: ignore[arg-type]
     assert saves.latest is None
@@ -358,9 +345,7 @@ def test_a_word_that_on_busy_does_not_know_is_refused_before_anything_waits(
 # The copy -----------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_during_the_copy_is_raised_here_and_ends_the_save(
-    saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_during_the_copy_is_raised_here_and_ends_the_save(saves, monkeypatch):
     url = memory_url()
 
     def interrupted(self: Staging) -> None:
@@ -379,9 +364,7 @@ def test_ctrl_c_during_the_copy_is_raised_here_and_ends_the_save(
         dos.open(url)
 
 
-def test_a_copy_that_cannot_begin_fails_its_save_alone_and_is_made_no_further(
-    saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_cannot_begin_fails_its_save_alone_and_is_made_no_further(saves, monkeypatch):
     class Broken:
         def state_dict(self) -> Any:
             raise OSError("no state")
@@ -396,7 +379,7 @@ def test_a_copy_that_cannot_begin_fails_its_save_alone_and_is_made_no_further(
     dos.async_save(state(), memory_url()).result(30)
 
 
-def test_a_save_of_an_optimizer_that_has_not_stepped_leaves_it_so(saves: async_api._Saves) -> None:
+def test_a_save_of_an_optimizer_that_has_not_stepped_leaves_it_so(saves):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     url = memory_url()
@@ -407,9 +390,7 @@ def test_a_save_of_an_optimizer_that_has_not_stepped_leaves_it_so(saves: async_a
     assert not any("exp_avg" in key for key in dos.open(url).keys())  # noqa: SIM118
 
 
-def test_the_copy_is_gone_before_its_save_counts_as_ended(
-    saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copy_is_gone_before_its_save_counts_as_ended(saves, monkeypatch):
     """The next save needs its memory."""
     copies: list[weakref.ref[Any]] = []
     gone: list[bool] = []
@@ -431,9 +412,7 @@ def test_the_copy_is_gone_before_its_save_counts_as_ended(
     assert gone == [True, True]
 
 
-def test_two_calls_that_start_one_save_make_one_checkpoint(
-    saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_calls_that_start_one_save_make_one_checkpoint(saves, monkeypatch):
     runs: list[int] = []
     monkeypatch.setattr(async_api._StagedSave, "_save", lambda self: runs.append(1))
     save = async_api._StagedSave(dos.ObjectStoreWriter(memory_url()), None)
@@ -447,8 +426,8 @@ def test_two_calls_that_start_one_save_make_one_checkpoint(
 
 
 def test_a_program_that_ends_waits_for_every_save_and_shows_the_errors_that_nobody_knows(
-    saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    saves, monkeypatch
+):
     running, late = Handle("memory://x/running"), Handle("memory://x/late")
     known, unknown = ended(ValueError("known")), ended(OSError("unknown"))
     for handle in (unknown, known, running, late):
@@ -473,8 +452,8 @@ def test_a_program_that_ends_waits_for_every_save_and_shows_the_errors_that_nobo
 
 
 def test_a_save_that_begins_after_the_program_has_ended_is_waited_for_by_its_call(
-    saves: async_api._Saves, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    saves, monkeypatch
+):
     monkeypatch.setattr(async_api, "has_ended", lambda: True)
     url = memory_url()
     handle = dos.async_save(state(), url)

@@ -63,7 +63,7 @@ from tests.support.scripted import Answer
 from tests.support.servers import Bucket, Folder
 from tests.support.states import same_bits, seeded
 from tests.support.tampering import TamperingProxy
-from tests.support.wrapped_stores import RecordingStore, Request, Through
+from tests.support.wrapped_stores import RecordingStore, Request
 
 NUMBERS = (2 * MIB // 4,)
 # Two runs in one object: the head lies between them.
@@ -129,8 +129,8 @@ def is_copy(asked: Asked) -> bool:
 @pytest.mark.backends("seaweed", "moto")
 @pytest.mark.parametrize("place", ["server", "folder"])
 def test_what_has_not_changed_is_copied_and_the_rest_uploaded(
-    place: str, bucket: Bucket, local: Folder, requests: list[Request], tmp_path: Path
-) -> None:
+    place, bucket, local, requests, tmp_path
+):
     bucket = bucket if place == "server" else local
     first = save(bucket.at("step-1"), bucket, base="latest")
     assert (first.copied_bytes, first.uploaded_bytes) == (0, first.total_bytes)
@@ -156,9 +156,7 @@ def test_what_has_not_changed_is_copied_and_the_rest_uploaded(
     assert all(same_bits(stock[key], state(1)[key]) for key in stock)
 
 
-def test_a_base_with_nothing_in_common_costs_a_digest_a_tensor(
-    local: Folder, requests: list[Request]
-) -> None:
+def test_a_base_with_nothing_in_common_costs_a_digest_a_tensor(local, requests):
     save(local.at("step-1"))
     other = {key: value + 1 for key, value in state().items() if isinstance(value, torch.Tensor)}
     hashed: list[Any] = []
@@ -170,9 +168,7 @@ def test_a_base_with_nothing_in_common_costs_a_digest_a_tensor(
 
 
 @pytest.mark.parametrize("change", ["dtype", "shape", "key", "one bit"])
-def test_a_tensor_is_the_same_only_with_its_key_dtype_shape_and_every_bit(
-    change: str, local: Folder
-) -> None:
+def test_a_tensor_is_the_same_only_with_its_key_dtype_shape_and_every_bit(change, local):
     tensor = seeded("t", (6 * MIB // 4,))
     save(local.at("step-1"), state={"t": tensor})
     changed = {
@@ -205,9 +201,7 @@ class WholeAlone(WrappedStore):
         return super().copy(key, sources, **settings)
 
 
-def test_a_store_that_copies_whole_objects_gets_what_does_not_change_in_its_own(
-    local: Folder, through: Through
-) -> None:
+def test_a_store_that_copies_whole_objects_gets_what_does_not_change_in_its_own(local, through):
     through(WholeAlone)
     events: list[Any] = []
     copied = [
@@ -223,16 +217,14 @@ def test_a_store_that_copies_whole_objects_gets_what_does_not_change_in_its_own(
 
 
 @pytest.mark.parametrize(("whole", "objects"), [(False, ["abcd"]), (True, ["bd", "ac"])])
-def test_what_changes_is_kept_apart_only_where_whole_objects_are_copied(
-    whole: bool, objects: list[str]
-) -> None:
+def test_what_changes_is_kept_apart_only_where_whole_objects_are_copied(whole, objects):
     items: Any = [SizedItem(SimpleNamespace(index=name), 3 * MIB) for name in "abcd"]
     unchanged: Any = SimpleNamespace(items={"a", "c"}, whole_only=whole)
     groups = _groups(items, unchanged, ())
     assert ["".join(sized.item.index for sized in group) for group in groups] == objects
 
 
-def test_what_the_base_does_not_have_keeps_nothing_after_it_from_being_copied() -> None:
+def test_what_the_base_does_not_have_keeps_nothing_after_it_from_being_copied():
     def item(key: str, offset: int, size: int = 8, chunk: int = 4) -> Any:
         box = SimpleNamespace(offsets=torch.Size([offset]), sizes=torch.Size([chunk]))
         data = SimpleNamespace(size=torch.Size([size]), chunk=box)
@@ -254,7 +246,7 @@ def test_what_the_base_does_not_have_keeps_nothing_after_it_from_being_copied() 
     assert [kept.row for kept in _candidates(index, items)] == [1]
 
 
-def test_values_and_tensors_that_only_torch_can_decode_are_uploaded(local: Folder) -> None:
+def test_values_and_tensors_that_only_torch_can_decode_are_uploaded(local):
     quantized = torch.quantize_per_tensor(torch.randn(6 * MIB), 0.1, 0, torch.quint8)
     mixed = {"q": quantized, "t": seeded("t", (6 * MIB // 4,)), "v": [1, 2, 3], "e": torch.empty(0)}
     save(local.at("step-1"), state=mixed)
@@ -266,7 +258,7 @@ def test_values_and_tensors_that_only_torch_can_decode_are_uploaded(local: Folde
     assert torch.equal(mixed["q"].int_repr(), quantized.int_repr())
 
 
-def test_what_is_too_short_for_a_part_lies_together_for_the_next_save(local: Folder) -> None:
+def test_what_is_too_short_for_a_part_lies_together_for_the_next_save(local):
     names = [f"{number:02}" for number in range(12)]
     first = {name: torch.full(NUMBERS, float(name)) for name in names}
     save(local.at("step-1"), state=first)
@@ -279,9 +271,7 @@ def test_what_is_too_short_for_a_part_lies_together_for_the_next_save(local: Fol
     assert_holds(local.at("step-3"), None, third)
 
 
-def test_several_runs_in_one_object_are_each_where_the_index_says(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_runs_in_one_object_are_each_where_the_index_says(local, monkeypatch):
     monkeypatch.setattr(base_module, "_MOST_OBJECTS", 1)
     save(local.at("step-1"))
     events: list[Any] = []
@@ -300,7 +290,7 @@ class EmptyValues(DefaultSavePlanner):
         return io.BytesIO() if is_value else super().transform_object(write_item, object)
 
 
-def test_an_empty_value_in_the_base_does_not_matter(local: Folder) -> None:
+def test_an_empty_value_in_the_base_does_not_matter(local):
     tensor = seeded("t", (6 * MIB // 4,))
     for step in (1, 2):
         url = local.at(f"step-{step}")
@@ -315,7 +305,7 @@ def test_an_empty_value_in_the_base_does_not_matter(local: Folder) -> None:
 
 
 @pytest.mark.parametrize("way", ["staged", "raw"])
-def test_every_way_to_save_takes_a_base(way: str, local: Folder) -> None:
+def test_every_way_to_save_takes_a_base(way, local):
     save(local.at("step-1"))
     if way == "staged":
         report = dos.async_save(state(1), local.at("step-2"), base="latest").result()
@@ -368,9 +358,7 @@ def in_objects(unchanged: Unchanged) -> list[list[str]]:
 
 @pytest.mark.parametrize("at", [0, 4 * MIB, 9 * MIB - 1])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_change_in_any_block_of_a_tensor_is_a_change(
-    local: Folder, at: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_in_any_block_of_a_tensor_is_a_change(local, at, on_device, monkeypatch):
     if on_device:
         use_lane(monkeypatch, LateLane)
     tensor = torch.zeros(9 * MIB, dtype=torch.uint8)
@@ -380,7 +368,7 @@ def test_a_change_in_any_block_of_a_tensor_is_a_change(
     assert compared(local, {}, {"t": other}).items == set()
 
 
-def test_small_tensors_are_hashed_at_once_and_large_ones_a_few_at_a_time(local: Folder) -> None:
+def test_small_tensors_are_hashed_at_once_and_large_ones_a_few_at_a_time(local):
     state = {"small": torch.ones(MIB // 4), **{f"{n}": torch.ones(MIB // 4 + 1) for n in range(9)}}
     resolved: list[str] = []
     few, last, hashed = Event(), Event(), []
@@ -403,9 +391,7 @@ def test_small_tensors_are_hashed_at_once_and_large_ones_a_few_at_a_time(local: 
     assert 3 <= hashed[0][1] <= 1 + 4, "one that is hashed and a few that wait"
 
 
-def test_the_ring_of_a_device_is_left_to_the_thread_that_compares(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ring_of_a_device_is_left_to_the_thread_that_compares(local, monkeypatch):
     use_lane(monkeypatch, LateLane)
     state = {f"{n}": torch.full((5 * MIB // 4,), float(n)) for n in range(3)}
     threads: list[threading.Thread] = []
@@ -418,7 +404,7 @@ def test_the_ring_of_a_device_is_left_to_the_thread_that_compares(
     assert threads == [threading.current_thread()] * 6
 
 
-def test_digests_that_staging_knows_are_not_computed_again(local: Folder) -> None:
+def test_digests_that_staging_knows_are_not_computed_again(local):
     tensor = torch.ones(5 * MIB // 4)
     right = block_digests(tensor.view(torch.uint8).numpy())
 
@@ -436,14 +422,14 @@ def test_digests_that_staging_knows_are_not_computed_again(local: Folder) -> Non
         assert bool(unchanged.items) == same
 
 
-def test_what_a_planner_makes_of_another_dtype_or_size_is_uploaded(local: Folder) -> None:
+def test_what_a_planner_makes_of_another_dtype_or_size_is_uploaded(local):
     tensor = torch.zeros(6 * MIB // 4)
     for made in (tensor.view(torch.int32), tensor[:MIB], io.BytesIO(bytes(6 * MIB))):
         unchanged = compared(local, {"t": tensor}, {"t": tensor}, resolve=lambda item: made)  # noqa: B023
         assert unchanged.items == set()
 
 
-def test_a_planner_that_fails_says_of_which_tensor_with_a_base_too(local: Folder) -> None:
+def test_a_planner_that_fails_says_of_which_tensor_with_a_base_too(local):
     class Failing(DefaultSavePlanner):
         def resolve_data(self, write_item: WriteItem) -> Any:
             if write_item.index.fqn == "b":
@@ -461,9 +447,7 @@ def test_a_planner_that_fails_says_of_which_tensor_with_a_base_too(local: Folder
     assert "no b" in error.message
 
 
-def test_a_run_of_just_the_least_part_is_copied(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_just_the_least_part_is_copied(local, monkeypatch):
     value = {"t": torch.zeros(6 * MIB // 4)}
     ((run,),) = compared(local, value, value).objects
     for more, copied in ((0, [["t"]]), (1, [])):
@@ -471,7 +455,7 @@ def test_a_run_of_just_the_least_part_is_copied(
         assert in_objects(compared(local, value, value)) == copied
 
 
-def test_a_run_is_cut_before_what_would_exceed_an_object(local: Folder) -> None:
+def test_a_run_is_cut_before_what_would_exceed_an_object(local):
     names = "abcdef"
     value = {name: torch.zeros(3 * MIB // 4) for name in names}
     (runs,) = compared(local, value, value).objects
@@ -504,17 +488,15 @@ def test_a_run_is_cut_before_what_would_exceed_an_object(local: Folder) -> None:
         ([3, 3, 1] * 16, 6, [[3, 3], [1]] * 16),
     ],
 )
-def test_runs_share_sixteen_objects_or_as_many_as_their_limit_asks_for(
-    sizes: list[int], most: int, shares: list[list[int]]
-) -> None:
+def test_runs_share_sixteen_objects_or_as_many_as_their_limit_asks_for(sizes, most, shares):
     runs: Any = [SimpleNamespace(size_bytes=size) for size in sizes]
     assert [[run.size_bytes for run in share] for share in _shares(runs, most)] == shares
 
 
 @pytest.mark.parametrize("has", [{"e_tag": None}, {"framing_digest": bytes(16)}])
 def test_what_an_object_without_an_etag_or_with_other_framing_has_is_not_copied_and_others_are(
-    has: dict[str, Any], local: Folder
-) -> None:
+    has, local
+):
     def changed(index: Index) -> Index:
         entry, *others = index.objects
         return replace(index, objects=(msgspec.structs.replace(entry, **has), *others))
@@ -529,7 +511,7 @@ def test_what_an_object_without_an_etag_or_with_other_framing_has_is_not_copied_
     assert 6 * MIB < refused.size_bytes < 6 * MIB + 10_000
 
 
-def test_an_object_of_the_base_with_a_hole_is_not_copied_and_takes_no_memory(local: Folder) -> None:
+def test_an_object_of_the_base_with_a_hole_is_not_copied_and_takes_no_memory(local):
     value = {name: torch.zeros(3 * MIB // 2) for name in "ab"}
 
     def with_hole(index: Index) -> Index:
@@ -544,17 +526,15 @@ def test_an_object_of_the_base_with_a_hole_is_not_copied_and_takes_no_memory(loc
 
 
 def test_a_checkpoint_above_which_there_is_nothing_has_no_latest_and_nothing_to_tell(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    local, monkeypatch
+):
     monkeypatch.setattr(StoreSpec, "parent", lambda spec: (None, ""))
     events: list[Any] = []
     save(local.at("step-1"), base="latest", on_event=events.append)
     assert of(NotCopied, events) == []
 
 
-def test_memory_of_a_device_is_compared_through_the_ring(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_a_device_is_compared_through_the_ring(local, monkeypatch):
     save(local.at("step-1"))
     lane = LateLane()
     use_lane(monkeypatch, lambda: lane)
@@ -599,7 +579,7 @@ def train(rank: int, world_size: int, url: str) -> list[Any]:
     return [*reports, counts]
 
 
-def test_ranks_decide_alone_by_an_index_that_is_read_once(local: Folder) -> None:
+def test_ranks_decide_alone_by_an_index_that_is_read_once(local):
     (*_, report, counts), (*_, same, others) = run_ranks(2, train, local.url)
     # A rank has 1 MiB of each tensor, which lie together in the second checkpoint.
     assert 16 * MIB < report.copied_bytes < 17 * MIB
@@ -612,7 +592,7 @@ def test_ranks_decide_alone_by_an_index_that_is_read_once(local: Folder) -> None
     assert_holds(f"{local.url}/step-2", None, want)
 
 
-def test_a_job_that_resumes_has_the_loaded_step_as_base(local: Folder) -> None:
+def test_a_job_that_resumes_has_the_loaded_step_as_base(local):
     with dos.CheckpointManager(local.url, base="latest", sweep=False) as run:
         run.save(1, state())
     resumed = state()
@@ -623,7 +603,7 @@ def test_a_job_that_resumes_has_the_loaded_step_as_base(local: Folder) -> None:
     assert_holds(f"{local.url}/step-2", None, 1)
 
 
-def test_a_base_that_is_named_is_that_of_every_save(local: Folder) -> None:
+def test_a_base_that_is_named_is_that_of_every_save(local):
     save(local.at("other"))
     events: list[Any] = []
     with dos.CheckpointManager(
@@ -658,7 +638,7 @@ def see_no_end(rank: int, world_size: int, url: str) -> int:
         api.save = really_save
 
 
-def test_ranks_that_know_of_other_steps_have_one_base(local: Folder) -> None:
+def test_ranks_that_know_of_other_steps_have_one_base(local):
     assert min(run_ranks(2, see_no_end, local.url)) > 16 * MIB
     want = {key: value for key, value in state(3).items() if isinstance(value, torch.Tensor)}
     assert_holds(f"{local.url}/step-3", None, want)
@@ -682,7 +662,7 @@ def save_differently(rank: int, world_size: int, url: str) -> str:
     return ""
 
 
-def test_ranks_with_different_bases_are_refused_together(local: Folder) -> None:
+def test_ranks_with_different_bases_are_refused_together(local):
     assert all("base" in text for text in run_ranks(2, save_differently, local.at("step-1")))
     assert all("base" in text for text in run_ranks(2, manage_differently, local.url))
     assert local.keys() == []
@@ -691,7 +671,7 @@ def test_ranks_with_different_bases_are_refused_together(local: Folder) -> None:
 # --- a base that cannot be used
 
 
-def test_a_base_that_can_never_be_copied_from_is_refused() -> None:
+def test_a_base_that_can_never_be_copied_from_is_refused():
     url = memory_url()
     with pytest.raises(ConfigError, match="gs://"):
         dos.save({"t": torch.ones(1)}, url, base="gs://bucket/run/step-1")
@@ -753,12 +733,7 @@ def huge(local: Folder) -> None:
 @pytest.mark.parametrize(
     "harm", [deleted, damaged, foreign, swept, overwritten, framed, newer, huge, None]
 )
-def test_whatever_the_base_is_all_is_saved_and_the_reason_told(
-    harm: Callable[[Folder], None] | None,
-    local: Folder,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whatever_the_base_is_all_is_saved_and_the_reason_told(harm, local, caplog, monkeypatch):
     options = torch.serialization.get_crc32_options()
     for name in ("known_dtype", "tensor_frame"):  # to be put back
         monkeypatch.setattr(base_module, name, getattr(base_module, name))
@@ -782,7 +757,7 @@ def test_whatever_the_base_is_all_is_saved_and_the_reason_told(
     assert (16 * MIB < told.not_copied_bytes < 17 * MIB) == was_compared
 
 
-def test_a_store_that_does_not_copy_uploads_and_says_so() -> None:
+def test_a_store_that_does_not_copy_uploads_and_says_so():
     events: list[Any] = []
     url = memory_url()
     save(url)
@@ -805,8 +780,8 @@ class Refusing(WrappedStore):
 
 @pytest.mark.parametrize("refused", [0, 1])
 def test_what_one_copy_fails_to_bring_is_uploaded_and_the_others_stay(
-    local: Folder, through: Through, monkeypatch: pytest.MonkeyPatch, refused: int
-) -> None:
+    local, through, monkeypatch, refused
+):
     save(local.at("step-1"))
     monkeypatch.setattr(Refusing, "numbers", (refused,))
     requests: list[Request] = []
@@ -828,9 +803,7 @@ def test_what_one_copy_fails_to_bring_is_uploaded_and_the_others_stay(
     assert_holds(local.at("step-2"), None, 1)
 
 
-def test_what_copies_fail_to_bring_is_planned_for_the_limit_of_parts(
-    local: Folder, through: Through, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_copies_fail_to_bring_is_planned_for_the_limit_of_parts(local, through, monkeypatch):
     """Here an object may have 3 parts, and 2 are planned: 2 MiB fit any part, 18 do not."""
     save(local.at("step-1"))
     monkeypatch.setattr("dcp_objstore.transfer.parts._PLANNED_PARTS", 2)
@@ -844,8 +817,8 @@ def test_what_copies_fail_to_bring_is_planned_for_the_limit_of_parts(
 
 
 def test_a_tensor_that_changes_after_it_was_compared_has_the_digests_of_what_is_sent(
-    local: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    local, monkeypatch
+):
     tensor = torch.zeros(6 * MIB // 4)
     save(local.at("step-1"), state={"t": tensor})
     tensor[-1] = 1
@@ -864,7 +837,7 @@ def test_a_tensor_that_changes_after_it_was_compared_has_the_digests_of_what_is_
 # --- while the store copies
 
 
-def test_a_base_that_vanishes_meanwhile_is_uploaded(bucket: Bucket, proxy: NetworkProxy) -> None:
+def test_a_base_that_vanishes_meanwhile_is_uploaded(bucket, proxy):
     save(bucket.at("step-1"), bucket)
     held = proxy.hold(is_copy)
 
@@ -893,7 +866,7 @@ def test_a_base_that_vanishes_meanwhile_is_uploaded(bucket: Bucket, proxy: Netwo
 
 
 @pytest.mark.backends("seaweed", "moto")
-def test_a_base_whose_object_was_overwritten_is_not_copied(bucket: Bucket) -> None:
+def test_a_base_whose_object_was_overwritten_is_not_copied(bucket):
     """moto ignores the condition: there the look at the source afterwards finds it."""
     save(bucket.at("step-1"), bucket)
     (key,) = [key for key in bucket.keys("step-1") if key.endswith(".distcp")]
@@ -904,7 +877,7 @@ def test_a_base_whose_object_was_overwritten_is_not_copied(bucket: Bucket) -> No
     assert_holds(bucket.at("step-2"), bucket, 1)
 
 
-def test_an_error_in_a_200_is_an_error(bucket: Bucket) -> None:
+def test_an_error_in_a_200_is_an_error(bucket):
     """S3 begins to answer before it has copied ("UploadPartCopy")."""
     body = b'<?xml version="1.0"?><Error><Code>InternalError</Code><Message>no</Message></Error>'
 
@@ -929,9 +902,7 @@ def test_an_error_in_a_200_is_an_error(bucket: Bucket) -> None:
 
 
 @pytest.mark.usefixtures("usual_signals")
-def test_ctrl_c_during_a_copy_leaves_no_upload_and_nothing_committed(
-    bucket: Bucket, proxy: NetworkProxy
-) -> None:
+def test_ctrl_c_during_a_copy_leaves_no_upload_and_nothing_committed(bucket, proxy):
     save(bucket.at("step-1"), bucket)
     held = proxy.hold(is_copy)
 
@@ -953,9 +924,7 @@ def test_ctrl_c_during_a_copy_leaves_no_upload_and_nothing_committed(
 
 
 @pytest.mark.campaign
-def test_copies_that_stall_are_given_up_and_the_bytes_uploaded(
-    bucket: Bucket, proxy: NetworkProxy
-) -> None:
+def test_copies_that_stall_are_given_up_and_the_bytes_uploaded(bucket, proxy):
     save(bucket.at("step-1"), bucket)
     held = proxy.hold(is_copy)
     events: list[Any] = []
@@ -988,9 +957,7 @@ dos.save(state(1), sys.argv[1], base="latest", progress=False)
 
 
 @pytest.mark.campaign
-def test_sigkill_during_a_copy_leaves_what_a_sweep_removes(
-    bucket: Bucket, proxy: NetworkProxy
-) -> None:
+def test_sigkill_during_a_copy_leaves_what_a_sweep_removes(bucket, proxy):
     save(bucket.at("step-1"), bucket)
     held = proxy.hold(is_copy)
     options = proxy.storage_options
@@ -1020,7 +987,7 @@ def test_sigkill_during_a_copy_leaves_what_a_sweep_removes(
 
 
 @pytest.mark.parametrize(("gib", "sources"), [(1 / 64, 1), (1, 1), (6, 1), (5120, 1), (1024, 50)])
-def test_parts_to_copy_keep_the_limits_of_s3(gib: float, sources: int) -> None:
+def test_parts_to_copy_keep_the_limits_of_s3(gib, sources):
     """Each source ends with a part of its own, which may be short."""
     each = [int(gib * 1024 * MIB) // sources + 1 + number for number in range(sources)]
     sizes = copied_parts([CopySource("s3://b/k", 7, 7 + size, Version("e")) for size in each])

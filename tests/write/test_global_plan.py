@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -103,7 +102,7 @@ def random_ranks(draw: random.Random) -> list[Items]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_plan_in_columns_is_that_of_dcps_planner(seed: int) -> None:
+def test_the_plan_in_columns_is_that_of_dcps_planner(seed):
     ranks = random_ranks(random.Random(seed))
     stock = DefaultSavePlanner(flatten_state_dict=False)
     _, metadata = stock.create_global_plan([SavePlan(list(items)) for items in ranks])
@@ -142,7 +141,7 @@ def test_the_plan_in_columns_is_that_of_dcps_planner(seed: int) -> None:
     assert of_rows == sorted(every, key=lambda index: (order[index.fqn], index.offset or ()))
 
 
-def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_together() -> None:
+def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_together():
     items = [plain(f"w{n}", [5000]) for n in range(9)] + [plain(f"step{n}", []) for n in range(9)]
     kept = planned([items, items, [*items, value("v")]]).own
     assert kept[0].tolist()[-9:] == list(range(9, 18))
@@ -150,13 +149,13 @@ def test_what_several_ranks_have_is_shared_out_evenly_and_tiny_values_stay_toget
     assert [size // 20_000 for size in sizes] == [3, 3, 3]
 
 
-def test_what_lies_on_one_rank_counts_before_what_several_have_is_shared_out() -> None:
+def test_what_lies_on_one_rank_counts_before_what_several_have_is_shared_out():
     both = [shard(f"w{n}", [size], [0], [size]) for n, size in enumerate([7000, 2, 2])]
     for own, kept in ((plain("own", [5000]), [[0, 2, 3], [0]]), (value("own"), [[0, 1], [1, 2]])):
         assert [of.tolist() for of in planned([[own, *both], both]).own] == kept
 
 
-def test_the_largest_is_shared_out_first() -> None:
+def test_the_largest_is_shared_out_first():
     items = [plain(f"w{n}", [size]) for n, size in enumerate([2000, 2000, 2000, 6000])]
     kept = planned([items, items]).own
     assert sorted(of.tolist() for of in kept) == [[0, 1, 2], [3]]
@@ -170,14 +169,12 @@ def test_the_largest_is_shared_out_first() -> None:
         (1, WriteItemType.SHARD, [[0], [1]]),
     ],
 )
-def test_of_what_several_ranks_have_tiny_tensors_alone_stay_on_the_first(
-    size: int, kind: WriteItemType, own: list[list[int]]
-) -> None:
+def test_of_what_several_ranks_have_tiny_tensors_alone_stay_on_the_first(size, kind, own):
     items = [shard(f"w{n}", [size], [0], [size], torch.uint8, kind) for n in range(2)]
     assert [kept.tolist() for kept in planned([items, items]).own] == own
 
 
-def test_what_ranks_know_of_one_key_is_what_the_first_of_them_says() -> None:
+def test_what_ranks_know_of_one_key_is_what_the_first_of_them_says():
     """Of its place in the nested state and of what does not matter for its bytes."""
     data = plain("w", [3]).tensor_data
     assert data is not None
@@ -195,7 +192,7 @@ def test_what_ranks_know_of_one_key_is_what_the_first_of_them_says() -> None:
 
 
 @pytest.mark.parametrize("kind", ["offsets", "sizes"])
-def test_a_planner_that_cuts_a_tensor_in_other_dimensions_is_refused(kind: str) -> None:
+def test_a_planner_that_cuts_a_tensor_in_other_dimensions_is_refused(kind):
     boxes = {"offsets": [0, 0], "sizes": [2, 2], kind: [2]}
     with pytest.raises(dos.errors.UnsupportedError, match="other dimensions") as caught:
         LocalPlan.of([shard("w", [2, 2], **boxes)], {})
@@ -256,7 +253,7 @@ def test_a_planner_that_cuts_a_tensor_in_other_dimensions_is_refused(kind: str) 
         ),
     ],
 )
-def test_ranks_whose_parts_do_not_fit_together_are_refused(ranks: list[Items], says: str) -> None:
+def test_ranks_whose_parts_do_not_fit_together_are_refused(ranks, says):
     others = [plain("cube", [1, 1, 1]), shard("m", [4], [0], [1]), shard("m", [4], [1], [3])]
     with pytest.raises(dos.errors.StateMismatchError, match=says) as caught:
         planned([[value("x"), *others, *items] for items in ranks])
@@ -271,17 +268,17 @@ def test_ranks_whose_parts_do_not_fit_together_are_refused(ranks: list[Items], s
         [([0, 0], [4, 2]), ([0, 2], [1, 2]), ([1, 2], [3, 2]), ([1, 1], [0, 2])],
     ],
 )
-def test_boxes_that_are_no_grid_are_no_overlap(bricks: list[tuple[list[int], list[int]]]) -> None:
+def test_boxes_that_are_no_grid_are_no_overlap(bricks):
     ranks = [[shard("w", [4, 4], *box)] for box in bricks]
     assert planned(ranks).planned.tensors["w"].chunk_count == len(bricks)
 
 
-def test_boxes_of_a_grid_are_not_compared_one_by_one() -> None:
+def test_boxes_of_a_grid_are_not_compared_one_by_one():
     offsets = np.array([[0, 0], [0, 2], [2, 0], [2, 2]])
     assert _may_overlap(np.zeros(4, int), offsets, np.full((4, 2), 2)) == set()
 
 
-def test_an_empty_shard_at_the_place_of_another_is_left_out() -> None:
+def test_an_empty_shard_at_the_place_of_another_is_left_out():
     ranks = [[shard("w", [4], [0], [0])], [shard("b", [9], [0], [9]), shard("w", [4], [0], [4])]]
     assert [kept.tolist() for kept in planned(ranks).own] == [[], [0, 1]]
 
@@ -293,7 +290,7 @@ def planner_of(ranks: Sequence[Items], url: str = "memory://x/1") -> tuple[Any, 
     return AgreeingSavePlanner("memory://x/1", {}, 2), offers
 
 
-def test_an_error_in_the_plan_of_all_ranks_has_the_url() -> None:
+def test_an_error_in_the_plan_of_all_ranks_has_the_url():
     coordinator, offers = planner_of([[plain("w", [3])], [plain("w", [4])]])
     with pytest.raises(dos.errors.StateMismatchError) as caught:
         coordinator.create_global_plan(offers)
@@ -306,7 +303,7 @@ def test_an_error_in_the_plan_of_all_ranks_has_the_url() -> None:
         coordinator.create_global_plan([offers[0], *elsewhere])
 
 
-def test_each_rank_learns_the_number_of_the_new_layout_and_what_it_writes() -> None:
+def test_each_rank_learns_the_number_of_the_new_layout_and_what_it_writes():
     items = [plain("w", [3]), shard("s", [4], [0], [4]), shard("t", [4], [0], [4])]
     coordinator, offers = planner_of([items, items])
     central, metadata = coordinator.create_global_plan(offers)
@@ -322,7 +319,7 @@ def test_each_rank_learns_the_number_of_the_new_layout_and_what_it_writes() -> N
     assert known.planner_data is metadata.planner_data
 
 
-def test_an_error_in_the_state_of_a_state_is_that_of_the_save(tmp_path: Path) -> None:
+def test_an_error_in_the_state_of_a_state_is_that_of_the_save(tmp_path):
     outer = Outer()
     with (
         patch.object(outer.net, "state_dict", side_effect=OSError("no disk")),
@@ -420,9 +417,7 @@ def check(state: dict[str, Any], url: str) -> None:
 
 
 @pytest.mark.parametrize("way", cases(["save", "async"], default=["save"]))
-def test_a_layout_that_changes_on_one_rank_is_planned_on_all_and_a_known_one_on_none(
-    tmp_path: Path, way: str
-) -> None:
+def test_a_layout_that_changes_on_one_rank_is_planned_on_all_and_a_known_one_on_none(tmp_path, way):
     of_ranks = run_ranks(2, changes, tmp_path.as_uri(), way)
     assert of_ranks[0] == of_ranks[1]
     for case, found in of_ranks[0].items():
@@ -441,7 +436,7 @@ def fails_once(rank: int, world: int, url: str) -> list[bool]:
     return planned
 
 
-def test_a_save_that_failed_leaves_what_is_known_of_the_layout(tmp_path: Path) -> None:
+def test_a_save_that_failed_leaves_what_is_known_of_the_layout(tmp_path):
     assert run_ranks(2, fails_once, tmp_path.as_uri()) == [[True, False]] * 2
     assert not (tmp_path / "bad/_COMMIT").exists()
 
@@ -456,7 +451,7 @@ class PlainResults(dos.ObjectStoreWriter):
         return future
 
 
-def test_a_writer_may_return_a_plain_list_of_results(tmp_path: Path) -> None:
+def test_a_writer_may_return_a_plain_list_of_results(tmp_path):
     state = {"w": torch.arange(6.0).reshape(2, 3), "n": [1]}
     url = tmp_path.as_uri()
     run_save(PlainResults(url, progress=False), state, None)
@@ -477,7 +472,7 @@ class Outer:
 
 
 @pytest.mark.parametrize("way", ["save", "async"])
-def test_a_state_whose_state_is_stateful_comes_back(tmp_path: Path, way: str) -> None:
+def test_a_state_whose_state_is_stateful_comes_back(tmp_path, way):
     saved, loaded = Outer(), Outer()
     save(way, {"a": saved}, tmp_path.as_uri())
     dos.load({"a": loaded}, tmp_path.as_uri(), progress=False)
@@ -506,15 +501,13 @@ def interrupted(rank: int, world: int, root: str, where: str) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["the planner", "a state of a state"])
-def test_ctrl_c_while_a_rank_plans_ends_the_save_on_all_and_the_next_one_works(
-    tmp_path: Path, where: str
-) -> None:
+def test_ctrl_c_while_a_rank_plans_ends_the_save_on_all_and_the_next_one_works(tmp_path, where):
     found = run_ranks(2, interrupted, tmp_path.as_uri(), where)
     assert found == [["RankFailedError"], ["KeyboardInterrupt"]]
     assert not (tmp_path / "1/_COMMIT").exists()
 
 
-def test_one_process_alone_plans_a_layout_once(tmp_path: Path) -> None:
+def test_one_process_alone_plans_a_layout_once(tmp_path):
     state = {"w": torch.ones(2), "n": 1}
     urls = [f"{tmp_path.as_uri()}/{n}" for n in range(3)]
     assert [is_planned(save, "save", state, url) for url in urls] == [*(True, False, False)]
@@ -523,16 +516,12 @@ def test_one_process_alone_plans_a_layout_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "is_empty"), [({}, True), ({"n": 1}, False), ({"w": torch.ones(2)}, False)]
 )
-def test_only_a_state_without_tensors_and_values_is_called_empty(
-    state: dict[str, Any], is_empty: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_a_state_without_tensors_and_values_is_called_empty(state, is_empty, caplog):
     dos.save(state, memory_url(), progress=False)
     assert ("the state is empty" in caplog.text) == is_empty
 
 
-def test_a_layout_is_known_only_to_the_group_that_has_planned_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_is_known_only_to_the_group_that_has_planned_it(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "_layouts_alone", {})
     urls = [f"{tmp_path.as_uri()}/{n}" for n in range(4)]
     state = {"w": torch.ones(3)}
@@ -546,9 +535,7 @@ def test_a_layout_is_known_only_to_the_group_that_has_planned_it(
     assert found == [True, True, False, False]
 
 
-def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_are_saved_in_turn_are_planned_once_and_few_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "_layouts_alone", {})
     states: list[dict[str, Any]] = [{f"w{n}": torch.ones(3)} for n in range(5)]
     order = [0, 1, 0, 1, 2, 3, 0, 4, 0, 1]
@@ -591,6 +578,6 @@ def random_saves(rank: int, world: int, root: str, seed: int) -> tuple[int, int]
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(4))
-def test_values_are_right_while_the_layout_changes_now_and_then(tmp_path: Path, seed: int) -> None:
+def test_values_are_right_while_the_layout_changes_now_and_then(tmp_path, seed):
     for planned, of in run_ranks(3, random_saves, tmp_path.as_uri(), seed, timeout_seconds=280):
         assert 5 < planned < of

@@ -17,7 +17,6 @@ from dcp_objstore.errors import UnsupportedError
 from tests.support.checkpoints import cause
 from tests.support.proxy import NetworkProxy
 from tests.support.ranks import run_ranks
-from tests.support.servers import Bucket
 from tests.support.states import same_bits, seeded
 
 CONFIG = TransferConfig(
@@ -41,7 +40,7 @@ def save_own(rank: int, world: int, url: str, options: Mapping[str, object]) -> 
 
 
 @pytest.mark.backends("seaweed")
-def test_a_rank_writes_several_objects_in_order_and_all_verbs_know_them(bucket: Bucket) -> None:
+def test_a_rank_writes_several_objects_in_order_and_all_verbs_know_them(bucket):
     url, options = bucket.at("step-1"), bucket.storage_options
     with NetworkProxy(options) as proxy:
         parts, _ = run_ranks(2, save_own, url, proxy.storage_options)
@@ -81,7 +80,7 @@ def test_a_rank_writes_several_objects_in_order_and_all_verbs_know_them(bucket: 
     assert bucket.keys("step-1") == ["_COMMIT"]
 
 
-def test_a_tensor_that_fits_no_object_is_refused_before_anything_is_sent() -> None:
+def test_a_tensor_that_fits_no_object_is_refused_before_anything_is_sent():
     state = {"fits": torch.ones(3), "huge": torch.zeros(1).expand(2**41)}  # no memory behind it
     url = f"memory://large-{threading.get_ident()}/step-1"
     with pytest.raises(dcp.api.CheckpointException) as caught:

@@ -124,7 +124,7 @@ def loaded(laid: Laid) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that quantized tensors will go
-def test_every_kind_of_item_is_where_it_is_said_to_be_and_read_by_torch() -> None:
+def test_every_kind_of_item_is_where_it_is_said_to_be_and_read_by_torch():
     quantized = torch.quantize_per_tensor(torch.linspace(-1, 1, 64), 0.1, 3, torch.qint8)
     state = {
         "value": {"a": [1, 2]},
@@ -155,14 +155,14 @@ def test_every_kind_of_item_is_where_it_is_said_to_be_and_read_by_torch() -> Non
     assert (key, torch.load(io.BytesIO(body))) == ("value", {"a": [1, 2]})
 
 
-def test_a_large_value_is_handed_on_in_slices() -> None:
+def test_a_large_value_is_handed_on_in_slices():
     value = {"text": "x" * (9 * MIB)}
     (laid,) = lay({"a": torch.ones(1), "value": value}, slice_size=4 * MIB)
     assert max(len(buffer) for buffer in laid.buffers) == 4 * MIB
     assert loaded(laid)["value"] == value
 
 
-def test_a_tensor_of_more_than_a_mib_is_handed_on_as_its_own_memory() -> None:
+def test_a_tensor_of_more_than_a_mib_is_handed_on_as_its_own_memory():
     state = {
         "gathered": torch.zeros(MIB, dtype=torch.uint8),
         "own": torch.zeros(MIB + 1, dtype=torch.uint8),
@@ -180,7 +180,7 @@ def test_a_tensor_of_more_than_a_mib_is_handed_on_as_its_own_memory() -> None:
     assert memory == {"gathered": [], "own": [MIB + 1], "long": [4 * MIB, 4 * MIB, MIB]}
 
 
-def test_what_is_gathered_is_handed_on_at_8_mib_or_when_a_slice_is_full() -> None:
+def test_what_is_gathered_is_handed_on_at_8_mib_or_when_a_slice_is_full():
     state = {f"{n}": torch.zeros(MIB - 4096, dtype=torch.uint8) for n in range(20)}
     (laid,) = lay(state)
     sizes = [len(buffer) for buffer in laid.buffers]
@@ -192,7 +192,7 @@ def test_what_is_gathered_is_handed_on_at_8_mib_or_when_a_slice_is_full() -> Non
     assert all(2 * MIB <= size < 3 * MIB for size in sizes[:-1])
 
 
-def test_the_digests_that_staging_knows_are_taken_as_they_are() -> None:
+def test_the_digests_that_staging_knows_are_taken_as_they_are():
     tensor = seeded("t", (5 * MIB // 4,), torch.int32)
     digests = block_digests(tensor.view(torch.uint8).numpy())
     known = {(tensor.data_ptr(), tensor.nbytes): digests}
@@ -205,7 +205,7 @@ def test_the_digests_that_staging_knows_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 2 * MIB])
-def test_an_object_takes_what_just_fits_and_leaves_what_does_not_to_the_next(size: int) -> None:
+def test_an_object_takes_what_just_fits_and_leaves_what_does_not_to_the_next(size):
     state = {f"{n}": seeded(f"{n}", (size,), torch.uint8) for n in range(4)}
     (whole,) = lay(state)
     second = whole.layout.placed[2]
@@ -219,7 +219,7 @@ def test_an_object_takes_what_just_fits_and_leaves_what_does_not_to_the_next(siz
         assert all(torch.equal(found, state[key]) for key, found in loaded(laid).items())
 
 
-def test_what_a_planner_makes_larger_is_left_to_the_next_object_if_it_does_not_fit() -> None:
+def test_what_a_planner_makes_larger_is_left_to_the_next_object_if_it_does_not_fit():
     state = {f"{n}": torch.full((1000,), float(n), dtype=torch.float16) for n in range(3)}
     made: list[str] = []
 
@@ -241,7 +241,7 @@ def test_what_a_planner_makes_larger_is_left_to_the_next_object_if_it_does_not_f
 # Refusals -----------------------------------------------------------------------------------------
 
 
-def test_what_a_planner_must_not_make_of_an_item_is_refused_by_its_key() -> None:
+def test_what_a_planner_must_not_make_of_an_item_is_refused_by_its_key():
     state = {"a": torch.ones(2, 3), "t": torch.ones(2, 3), "v": [1]}
     bad: list[tuple[str, Any, type[DcpObjstoreError], str]] = [
         ("t", io.BytesIO(b"x"), UnsupportedError, "tensor item to BytesIO"),
@@ -265,7 +265,7 @@ def test_what_a_planner_must_not_make_of_an_item_is_refused_by_its_key() -> None
         assert caught.value.key == key
 
 
-def test_an_error_of_the_planner_keeps_its_type_in_the_text_and_its_place() -> None:
+def test_an_error_of_the_planner_keeps_its_type_in_the_text_and_its_place():
     def resolve(item: WriteItem) -> Any:
         raise ZeroDivisionError("of mine")
 
@@ -286,9 +286,7 @@ def test_an_error_of_the_planner_keeps_its_type_in_the_text_and_its_place() -> N
         (RuntimeError("of a GPU"), RankFailedError),
     ],
 )
-def test_a_value_that_cannot_be_pickled_is_the_users_to_mend_and_a_full_memory_is_not(
-    error: Exception, kind: type[DcpObjstoreError]
-) -> None:
+def test_a_value_that_cannot_be_pickled_is_the_users_to_mend_and_a_full_memory_is_not(error, kind):
     def resolve(item: WriteItem) -> Any:
         raise error
 
@@ -298,7 +296,7 @@ def test_a_value_that_cannot_be_pickled_is_the_users_to_mend_and_a_full_memory_i
     assert ("state_dict" in caught.value.message) is (kind is UnsupportedError)
 
 
-def test_a_key_that_no_index_can_hold_is_refused() -> None:
+def test_a_key_that_no_index_can_hold_is_refused():
     (item,) = items_of({"v": 1})
     for fine in ("", "ключ", "k" * 1000, "\x00"):
         check_item(dataclasses.replace(item, index=MetadataIndex(fine)))
@@ -307,7 +305,7 @@ def test_a_key_that_no_index_can_hold_is_refused() -> None:
             check_item(dataclasses.replace(item, index=MetadataIndex(bad)))  # type: ignore[arg-type]
 
 
-def test_an_item_that_cannot_be_saved_is_refused_by_its_key_before_it_is_made() -> None:
+def test_an_item_that_cannot_be_saved_is_refused_by_its_key_before_it_is_made():
     check_item(items_of({"v": [1]})[0])
     for bad in (torch.zeros(1).expand(2**41), torch.ones(2).view(torch.bits8)):
         (item,) = items_of({"t": bad})
@@ -320,7 +318,7 @@ def test_an_item_that_cannot_be_saved_is_refused_by_its_key_before_it_is_made() 
 
 
 @pytest.mark.parametrize("start", [0, 1, 8, 64 * 1024, 192 * 1024 - 3])
-def test_any_change_of_64_kib_is_found_by_one_word_in_64_kib(start: int) -> None:
+def test_any_change_of_64_kib_is_found_by_one_word_in_64_kib(start):
     piece = np.zeros(256 * 1024 + 5, np.uint8)
     before = layout_module._watched_words(piece)
     assert before.nbytes == 4 * 8
@@ -328,7 +326,7 @@ def test_any_change_of_64_kib_is_found_by_one_word_in_64_kib(start: int) -> None
     assert not np.array_equal(layout_module._watched_words(piece), before)
 
 
-def test_a_slice_that_changes_is_noted_with_its_place_when_the_transport_lets_go_of_it() -> None:
+def test_a_slice_that_changes_is_noted_with_its_place_when_the_transport_lets_go_of_it():
     tensor = torch.zeros(6 * MIB, dtype=torch.uint8)
     still = torch.zeros(2 * MIB, dtype=torch.uint8)
     (laid,) = lay({"still": still, "t": tensor}, slice_size=4 * MIB)

@@ -7,7 +7,6 @@ import pickle
 import types
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +100,7 @@ def kinds() -> dict[str, Any]:
     }
 
 
-def test_a_background_save_takes_the_shards_that_a_tensor_names(world: None) -> None:
+def test_a_background_save_takes_the_shards_that_a_tensor_names(world):
     def async_save(state: dict[str, Any], url: str) -> None:
         dos.async_save(state, url).result()
 
@@ -127,7 +126,7 @@ def test_a_background_save_takes_the_shards_that_a_tensor_names(world: None) -> 
 
 
 @pytest.mark.parametrize("by", ["partial", "method"])
-def test_what_training_changes_during_a_background_save_is_not_saved(world: None, by: str) -> None:
+def test_what_training_changes_during_a_background_save_is_not_saved(world, by):
     state = {"plain": turned(memory(), by), "itself": turned(dtensor(memory()), by)}
     staged = stage(state)
     state["plain"].zero_()
@@ -138,7 +137,7 @@ def test_what_training_changes_during_a_background_save_is_not_saved(world: None
     assert torch.equal(dos.read_state_dict(url)["itself"], _WHOLE)
 
 
-def test_a_child_that_saves_gets_the_sharding_with_the_memory() -> None:
+def test_a_child_that_saves_gets_the_sharding_with_the_memory():
     sent = ForkingPickler.dumps(stage({"t": turned(memory()), "other": torch.ones(2)}))
     received = pickle.loads(sent)
     url = memory_url()
@@ -146,7 +145,7 @@ def test_a_child_that_saves_gets_the_sharding_with_the_memory() -> None:
     assert torch.equal(dos.read_state_dict(url)["t"], _WHOLE)
 
 
-def test_a_method_that_can_only_return_what_training_changes_is_refused() -> None:
+def test_a_method_that_can_only_return_what_training_changes_is_refused():
     url, state = memory_url(), {"model": {"t": turned(memory(), "function")}}
     with pytest.raises(dos.errors.UnsupportedError, match="in the background") as refused:
         dos.async_save(state, url).result()
@@ -157,7 +156,7 @@ def test_a_method_that_can_only_return_what_training_changes_is_refused() -> Non
     assert torch.equal(dos.read_state_dict(url)["model"]["t"], _WHOLE)
 
 
-def test_a_later_save_takes_the_shards_that_a_tensor_names_by_then() -> None:
+def test_a_later_save_takes_the_shards_that_a_tensor_names_by_then():
     tensor = memory()
     for step in (1, 2, 3):
         url = memory_url()
@@ -236,22 +235,18 @@ def check_saves(url: str, kind: str, rows_of_first: int, *, in_child: bool) -> N
         assert dos.read_state_dict(f"{url}/{save}")["t"].tolist() == rows, save
 
 
-def test_a_background_save_of_dtensors_takes_the_chunks_that_their_shards_name(
-    tmp_path: Path,
-) -> None:
+def test_a_background_save_of_dtensors_takes_the_chunks_that_their_shards_name(tmp_path):
     check_saves(tmp_path.as_uri(), "uneven", 1, in_child=False)
 
 
 @pytest.mark.skipif(not _KNOWS_PARTS, reason="CheckpointableTensor: torch 2.14")
 @pytest.mark.parametrize("in_child", cases([False, True], default=[False]))
-def test_a_background_save_of_checkpointable_tensors_has_all_parts(
-    tmp_path: Path, in_child: bool
-) -> None:
+def test_a_background_save_of_checkpointable_tensors_has_all_parts(tmp_path, in_child):
     check_saves(tmp_path.as_uri(), "part", 2, in_child=in_child)
 
 
 @pytest.mark.skipif(not _KNOWS_PARTS, reason="CheckpointableTensor: torch 2.14")
-def test_a_part_of_another_whole_than_was_saved_is_refused_with_the_shapes_of_both() -> None:
+def test_a_part_of_another_whole_than_was_saved_is_refused_with_the_shapes_of_both():
     url, saved, other = memory_url(), torch.ones(2, 4), part(0, 0.0)
     dos.save({"t": saved}, url)
     with pytest.raises(dos.errors.StateMismatchError, match=r"\(2, 4\), the state has \(4, 4\)"):

@@ -6,7 +6,6 @@ import io
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,9 +45,7 @@ dos.async_save(state, f"{root}/dos")
 """
 
 
-def test_a_program_that_ends_waits_for_its_saves_and_fails_loudly_if_one_is_lost(
-    tmp_path: Path,
-) -> None:
+def test_a_program_that_ends_waits_for_its_saves_and_fails_loudly_if_one_is_lost(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", _PROGRAM, tmp_path.as_uri(), str(_STARTS_NONE)],
         check=False,
@@ -67,9 +64,7 @@ def test_a_program_that_ends_waits_for_its_saves_and_fails_loudly_if_one_is_lost
     assert "Traceback" not in ended.stderr
 
 
-def test_a_program_has_ended_before_what_it_waits_for_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_program_has_ended_before_what_it_waits_for_is_called(monkeypatch):
     handlers: list[Any] = []
     seen: list[bool] = []
     monkeypatch.setattr("threading._register_atexit", handlers.append)
@@ -81,9 +76,7 @@ def test_a_program_has_ended_before_what_it_waits_for_is_called(
     assert seen == [True]
 
 
-def test_a_program_without_standard_error_fails_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_program_without_standard_error_fails_all_the_same(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     program_end.show_lost("s3://bucket/step-1", OSError("lost"), "the store is down")
@@ -95,9 +88,7 @@ def test_a_program_without_standard_error_fails_all_the_same(
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
-def test_a_python_that_takes_no_more_handlers_can_import_the_library(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_python_that_takes_no_more_handlers_can_import_the_library(error, monkeypatch):
     """It may have ended already, and a later Python need not have what is private."""
 
     def refuse(_: object) -> None:
@@ -115,9 +106,7 @@ def test_a_python_that_takes_no_more_handlers_can_import_the_library(
         (OSError("lost"), True),
     ],
 )
-def test_a_lost_save_is_shown_with_a_traceback_only_if_it_may_be_a_bug(
-    error: Exception, bug: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_save_is_shown_with_a_traceback_only_if_it_may_be_a_bug(error, bug, monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
     with pytest.raises(type(error)):
@@ -129,9 +118,7 @@ def test_a_lost_save_is_shown_with_a_traceback_only_if_it_may_be_a_bug(
     assert ("Traceback" in shown.getvalue()) == bug
 
 
-def test_the_exit_status_tells_of_a_lost_save_even_if_it_cannot_be_printed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_exit_status_tells_of_a_lost_save_even_if_it_cannot_be_printed(monkeypatch):
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 

@@ -41,7 +41,7 @@ from dcp_objstore.write.results import (
 )
 
 
-def test_the_results_of_a_rank_travel_without_a_pickled_object_for_each() -> None:
+def test_the_results_of_a_rank_travel_without_a_pickled_object_for_each():
     objects = [
         StoredObject(ix.ObjectEntry(key, 9, '"e"', b"d" * 16), 2, "memory://x") for key in "pq"
     ]
@@ -78,7 +78,7 @@ def test_the_results_of_a_rank_travel_without_a_pickled_object_for_each() -> Non
     ("missing", "place"),
     [("a", "at offset (0, 2)"), ("b", "at offset (4,)"), ("n", "this item;"), ("m", "this item;")],
 )
-def test_an_item_that_no_rank_reported_is_named(missing: str, place: str) -> None:
+def test_an_item_that_no_rank_reported_is_named(missing, place):
     """With the place of the chunk that is missing, the last one of the tensor."""
     properties = TensorProperties(torch.float32)
     chunks = {
@@ -113,7 +113,7 @@ def test_an_item_that_no_rank_reported_is_named(missing: str, place: str) -> Non
     assert caught.value.key == missing
 
 
-def test_the_chunks_of_a_tensor_stand_in_the_order_of_their_offsets() -> None:
+def test_the_chunks_of_a_tensor_stand_in_the_order_of_their_offsets():
     """Whatever rank has which: so equal states have equal indexes, and neighbours are found."""
     halves = [ChunkStorageMetadata(torch.Size([at]), torch.Size([4])) for at in (4, 0)]
     properties = TensorProperties(torch.float32)
@@ -190,7 +190,7 @@ def written(rank: int, *, by_position: bool, foreign: bool = False) -> Results:
 @pytest.mark.parametrize(
     "how", ["by position", "by place", "by both", "with items of nobody's plan"]
 )
-def test_the_index_says_of_each_item_where_its_rank_has_put_it(how: str) -> None:
+def test_the_index_says_of_each_item_where_its_rank_has_put_it(how):
     planned = two_ranks()
     by_position = {"by position": (True, True), "by both": (False, True)}.get(how, (False, False))
     if any(by_position):
@@ -225,7 +225,7 @@ def test_the_index_says_of_each_item_where_its_rank_has_put_it(how: str) -> None
     assert ix.decode(ix.encode(index)).tensors == index.tensors
 
 
-def test_a_checkpoint_without_a_tensor_or_without_anything_has_an_index() -> None:
+def test_a_checkpoint_without_a_tensor_or_without_anything_has_an_index():
     nothing, _ = build_index(planned_index(Metadata({})), [WriteResults().columns()], StorageMeta())
     assert (nothing.keys, nothing.storage.checkpoint_id) == (set(), None)
     planned = planned_index(Metadata({"w": BytesStorageMetadata()}))
@@ -258,7 +258,7 @@ def converted(*dtypes: str) -> tuple[ix.Index, list[StoredObject]]:
     return build_index(planned, [results.columns()], StorageMeta())
 
 
-def test_a_tensor_has_the_dtype_that_the_planner_gave_it() -> None:
+def test_a_tensor_has_the_dtype_that_the_planner_gave_it():
     index, _ = converted("bfloat16", "bfloat16")
     dtypes = {key: tensor.dtype for key, tensor in index.tensors.items()}
     assert dtypes == {"a": "float32", "b": "bfloat16", "c": "float32", "none": "float32"}
@@ -269,19 +269,19 @@ def test_a_tensor_has_the_dtype_that_the_planner_gave_it() -> None:
 
 
 @pytest.mark.parametrize("boxes", [[((0,), (3,))], [((0,), (3,)), ((2,), (2,))]])
-def test_a_tensor_whose_parts_do_not_add_up_is_refused(boxes: Any) -> None:
+def test_a_tensor_whose_parts_do_not_add_up_is_refused(boxes):
     with pytest.raises(StateMismatchError) as caught:
         planned_index(Metadata({"t": tensor(*boxes, size=[4])}))
     assert caught.value.key == "t"
 
 
 @pytest.mark.parametrize("data", [["a"], {1: ("a",)}, {"a": ["b"]}, {"a": ("b", 1.5)}])
-def test_planner_data_that_a_load_could_not_restore_is_refused(data: object) -> None:
+def test_planner_data_that_a_load_could_not_restore_is_refused(data):
     with pytest.raises(UnsupportedError, match=type(data).__name__):
         planned_index(Metadata({}, planner_data=data))
 
 
-def test_results_come_as_dcp_sends_them_or_as_it_leaves_them() -> None:
+def test_results_come_as_dcp_sends_them_or_as_it_leaves_them():
     """Without other ranks it sends nothing; a writer around ours may have made a list of them."""
     columns = written(1, by_position=False)
     entry = StoredObject(ix.ObjectEntry("k", 9, None, b"d" * 16), 1, "memory://x")
@@ -292,7 +292,7 @@ def test_results_come_as_dcp_sends_them_or_as_it_leaves_them() -> None:
     assert Results.of(plain) == Results.of(WriteResults(plain)) == WriteResults(plain).columns()
 
 
-def test_metadata_says_what_the_index_does() -> None:
+def test_metadata_says_what_the_index_does():
     index, _ = build_index(
         two_ranks(),
         [written(rank, by_position=False) for rank in (0, 1)],

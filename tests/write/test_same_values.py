@@ -118,7 +118,7 @@ def of_another_rank(value: Any) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(VALUES)
-def test_equal_values_are_equal_whatever_their_order_and_whatever_is_shared(value: Any) -> None:
+def test_equal_values_are_equal_whatever_their_order_and_whatever_is_shared(value):
     digest = _digest(_Exact, value)
     assert digest is not None
     assert _digest(_Exact, of_another_rank(value)) == digest
@@ -130,33 +130,33 @@ def test_equal_values_are_equal_whatever_their_order_and_whatever_is_shared(valu
 
 @settings(max_examples=600, deadline=None)
 @given(VALUES, VALUES)
-def test_different_values_are_different(one: Any, other: Any) -> None:
+def test_different_values_are_different(one, other):
     for pickler in (_Exact, _Quick):
         if not same(one, other):
             assert _digest(pickler, one) != _digest(pickler, other)
 
 
-def test_arrays_of_the_same_bytes_are_different_where_their_dtypes_or_shapes_are() -> None:
+def test_arrays_of_the_same_bytes_are_different_where_their_dtypes_or_shapes_are():
     of_one_pattern = [np.zeros(2), np.zeros(2, int), np.zeros((2, 1)), np.zeros((1, 2))]
     for pickler in (_Exact, _Quick):
         assert len({_digest(pickler, value) for value in of_one_pattern}) == 4
 
 
-def test_each_rank_has_a_gpu_of_its_own() -> None:
+def test_each_rank_has_a_gpu_of_its_own():
     devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
     for pickler in (_Exact, _Quick):
         first, second = (_digest(pickler, {"device": device}) for device in devices)
         assert first == second != _digest(pickler, {"device": torch.device("cpu")})
 
 
-def test_what_no_pickle_holds_is_left_to_its_upload() -> None:
+def test_what_no_pickle_holds_is_left_to_its_upload():
     around: list[Any] = []
     around.append(around)
     for value in (lambda: None, around):
         assert SeenValues().digest({"a": 1, "b": value}) is None
 
 
-def test_tensors_are_not_compared_but_random_states_are() -> None:
+def test_tensors_are_not_compared_but_random_states_are():
     state = {
         "w": torch.ones(3), "rng": torch.get_rng_state(), "large": torch.zeros(2**14).byte(),
         "step": 1, "model._extra_state": 2, "file": b"PK\x03\x04...", "pickle": pickle.dumps(1),
@@ -218,9 +218,7 @@ def differing(rank: int, world: int, root: str, background: bool) -> Seen:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_one_warning_names_the_keys_and_two_ranks_and_what_to_do(
-    tmp_path: Path, background: bool
-) -> None:
+def test_one_warning_names_the_keys_and_two_ranks_and_what_to_do(tmp_path, background):
     first, *others = run_ranks(3, differing, tmp_path.as_uri(), background)
     assert others == [[[]] * len(first)] * 2  # one rank says it
     said = [" ".join(messages) for messages in first]
@@ -240,7 +238,7 @@ def fails_on_one(rank: int, world: int, root: str) -> list[str]:
     return Messages().of({**value, "w": torch.ones(1)}, f"{root}/1")
 
 
-def test_a_value_that_only_one_rank_could_not_save_stops_none(tmp_path: Path) -> None:
+def test_a_value_that_only_one_rank_could_not_save_stops_none(tmp_path):
     assert run_ranks(2, fails_on_one, tmp_path.as_uri()) == [[], []]
 
 
@@ -263,8 +261,8 @@ def compared(monkeypatch: pytest.MonkeyPatch, *of_ranks: dict[str, Any]) -> list
 
 
 def test_equal_values_in_another_order_are_compared_by_all_ranks_without_a_meeting_from_then_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     ranks: list[dict[str, Any]] = [
         {"order": {"a": 1, "b": 2}, "n": 1},
         {"n": 1, "order": {"b": 2, "a": 1}},
@@ -277,9 +275,7 @@ def test_equal_values_in_another_order_are_compared_by_all_ranks_without_a_meeti
     assert first == second != seen[1].digest({**ranks[1], "order": {"b": 2, "a": 2}})
 
 
-def test_what_some_ranks_lack_is_compared_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_some_ranks_lack_is_compared_once(monkeypatch, caplog):
     ranks: list[dict[str, Any]] = [{"n": 1, "stage.0": 5}, {"n": 1, "stage.1": 6}]
     seen = compared(monkeypatch, *ranks)
     assert [one.left_out for one in seen] == [{"stage.0", "stage.1"}] * 2

@@ -11,7 +11,6 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -37,12 +36,10 @@ from dcp_objstore.write import (
     writer as writer_module,
 )
 from tests.support.checkpoints import cause, memory_url
-from tests.support.servers import Bucket
 from tests.support.wrapped_stores import (
     Fault,
     FaultStore,
     Request,
-    Through,
     Verb,
     WatchedStore,
 )
@@ -70,9 +67,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("error", [PermissionDeniedError("not you"), RuntimeError("transport bug")])
-def test_a_metadata_object_that_cannot_be_put_only_warns(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
-) -> None:
+def test_a_metadata_object_that_cannot_be_put_only_warns(error, monkeypatch, logged):
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
         del nth
         return Fault("before", error) if (verb, key) == ("put", ".metadata") else None
@@ -91,9 +86,7 @@ def test_a_metadata_object_that_cannot_be_put_only_warns(
     assert_loads(url)
 
 
-def test_metadata_that_cannot_be_encoded_only_warns(
-    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
-) -> None:
+def test_metadata_that_cannot_be_encoded_only_warns(monkeypatch, logged):
     def fail(_: object) -> bytes:
         raise TypeError("no such field")
 
@@ -104,7 +97,7 @@ def test_metadata_that_cannot_be_encoded_only_warns(
     assert_loads(url)
 
 
-def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_after_the_commit_leaves_the_report(monkeypatch):
     def interrupt(_: object) -> bytes:
         raise KeyboardInterrupt
 
@@ -131,9 +124,7 @@ class ClaimedMeanwhile(WatchedStore):
             dos.claim_run(run)
 
 
-def test_a_step_that_does_not_count_leaves_no_report(
-    through: Through, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_does_not_count_leaves_no_report(through, monkeypatch):
     run = memory_url()
     claim = dos.claim_run(run)
     writer = dos.ObjectStoreWriter(f"{run}/step-1", claim=claim)
@@ -146,7 +137,7 @@ def test_a_step_that_does_not_count_leaves_no_report(
     assert not ClaimedMeanwhile.run
 
 
-def test_the_metadata_that_a_save_returns_is_pickled_without_an_object_per_chunk() -> None:
+def test_the_metadata_that_a_save_returns_is_pickled_without_an_object_per_chunk():
     state = {f"layer.{number}": torch.ones(3) for number in range(3)}
     saved = dcp.save(state, storage_writer=dos.ObjectStoreWriter(memory_url()), no_dist=True)
     (chunk,) = saved.state_dict_metadata["layer.1"].chunks
@@ -157,7 +148,7 @@ def test_the_metadata_that_a_save_returns_is_pickled_without_an_object_per_chunk
     assert b"ChunkStorageMetadata" not in body
 
 
-def test_without_stock_metadata_the_checkpoint_loads_and_a_repair_writes_it(tmp_path: Path) -> None:
+def test_without_stock_metadata_the_checkpoint_loads_and_a_repair_writes_it(tmp_path):
     url = f"file://{tmp_path}/checkpoint"
     dos.save({"t": torch.ones(5)}, url, stock_metadata=False)
     assert "_COMMIT" in keys(url)
@@ -169,7 +160,7 @@ def test_without_stock_metadata_the_checkpoint_loads_and_a_repair_writes_it(tmp_
     assert loaded["t"].eq(1).all()
 
 
-def test_async_save_without_stock_metadata_writes_none() -> None:
+def test_async_save_without_stock_metadata_writes_none():
     url = memory_url()
     dos.async_save({"t": torch.ones(5)}, url, stock_metadata=False).result()
     assert ".metadata" not in keys(url)
@@ -186,7 +177,7 @@ class Text(str):
     __slots__ = ()
 
 
-def test_stock_torch_reads_a_state_whose_keys_are_of_a_class_of_their_own(tmp_path: Path) -> None:
+def test_stock_torch_reads_a_state_whose_keys_are_of_a_class_of_their_own(tmp_path):
     dos.save({Text("a"): {Text("t"): torch.ones(5)}}, f"file://{tmp_path}/checkpoint")
     body = (tmp_path / "checkpoint/.metadata").read_bytes()
     assert b"Text" not in body
@@ -196,7 +187,7 @@ def test_stock_torch_reads_a_state_whose_keys_are_of_a_class_of_their_own(tmp_pa
 # --- planners of one's own ---
 
 
-def test_a_step_of_a_save_that_was_never_begun_says_of_which() -> None:
+def test_a_step_of_a_save_that_was_never_begun_says_of_which():
     writer = dos.ObjectStoreWriter(url := memory_url())
     with pytest.raises(dos.errors.UnsupportedError, match="no save was begun") as caught:
         writer.prepare_global_plan([])
@@ -219,7 +210,7 @@ class OwnFormatLoader(DefaultLoadPlanner):
         self.original_state_dict[read_item.dest_index.fqn] = value.read().removeprefix(b"own:")
 
 
-def test_values_in_a_planners_own_format_are_saved_with_a_warning_and_come_back() -> None:
+def test_values_in_a_planners_own_format_are_saved_with_a_warning_and_come_back():
     url = memory_url()
     writer = dos.ObjectStoreWriter(url)
     with pytest.warns(UserWarning, match=r"'step'.*trust_pickle=True") as caught:
@@ -263,9 +254,7 @@ class Casting(DefaultSavePlanner):
     ],
     ids=str,
 )
-def test_what_a_planner_converts_loads_with_the_numbers_that_it_saved(
-    tmp_path: Path, dtype: torch.dtype, to: torch.dtype
-) -> None:
+def test_what_a_planner_converts_loads_with_the_numbers_that_it_saved(tmp_path, dtype, to):
     url = tmp_path.as_uri()
     count = 600_000  # one tensor that is gathered, and one that is not
     state = {"small": torch.arange(4, dtype=dtype), "large": (torch.arange(count) % 251).to(dtype)}
@@ -286,7 +275,7 @@ def test_what_a_planner_converts_loads_with_the_numbers_that_it_saved(
     assert StockDotMetadata().describes((tmp_path / ".metadata").read_bytes(), index)
 
 
-def test_a_planner_makes_the_next_tensor_when_the_last_one_is_gone() -> None:
+def test_a_planner_makes_the_next_tensor_when_the_last_one_is_gone():
     """A planner that converts a state would otherwise need memory for more of it at a time."""
     alive: list[int] = []
     made: list[weakref.ref[torch.Tensor]] = []
@@ -307,7 +296,7 @@ def test_a_planner_makes_the_next_tensor_when_the_last_one_is_gone() -> None:
     assert alive == [0, 0, 0]
 
 
-def test_a_planner_that_changes_a_shape_is_refused_and_nothing_is_committed() -> None:
+def test_a_planner_that_changes_a_shape_is_refused_and_nothing_is_committed():
     url = memory_url()
     with pytest.raises(CheckpointException) as caught:
         dcp.save(
@@ -323,9 +312,7 @@ def test_a_planner_that_changes_a_shape_is_refused_and_nothing_is_committed() ->
     assert "_COMMIT" not in keys(url)
 
 
-def test_an_index_that_readers_would_refuse_is_not_committed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_index_that_readers_would_refuse_is_not_committed(monkeypatch):
     url = memory_url()
     build = writer_module.build_index
 
@@ -351,9 +338,7 @@ ANY_DTYPE = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that some of these will go
 @pytest.mark.parametrize("dtype", ANY_DTYPE, ids=str)
-def test_a_tensor_of_any_dtype_loads_again_or_is_refused_before_anything_is_sent(
-    dtype: torch.dtype,
-) -> None:
+def test_a_tensor_of_any_dtype_loads_again_or_is_refused_before_anything_is_sent(dtype):
     url = memory_url()
     tensor, other = of_dtype(dtype), torch.arange(3)
     try:
@@ -376,7 +361,7 @@ def test_a_tensor_of_any_dtype_loads_again_or_is_refused_before_anything_is_sent
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.parametrize("aimed", [True, False], ids=["with-url", "without-url"])
-def test_deep_copies_work_with_the_credentials_that_were_given(bucket: Bucket, aimed: bool) -> None:
+def test_deep_copies_work_with_the_credentials_that_were_given(bucket, aimed):
     options = bucket.storage_options
     url = bucket.at("step-1") if aimed else None
     writer = copy.deepcopy(dos.ObjectStoreWriter(url, storage_options=options))
@@ -395,7 +380,7 @@ def test_deep_copies_work_with_the_credentials_that_were_given(bucket: Bucket, a
 
 
 @pytest.mark.parametrize("url", ["sftp://host/run/step-1", None])
-def test_a_pickle_holds_no_option_that_only_a_filesystem_knows(url: str | None) -> None:
+def test_a_pickle_holds_no_option_that_only_a_filesystem_knows(url):
     options = {"host": "host", "password": "very-secret-indeed"}
     for made in (
         dos.ObjectStoreWriter(url, storage_options=options),
@@ -405,7 +390,7 @@ def test_a_pickle_holds_no_option_that_only_a_filesystem_knows(url: str | None) 
         assert b"very-secret" not in pickle.dumps(copy.deepcopy(made))
 
 
-def test_a_pickled_reader_keeps_its_settings() -> None:
+def test_a_pickled_reader_keeps_its_settings():
     url = memory_url()
     reader = dos.ObjectStoreReader(url, verify=False, trust_pickle=True, progress=False)
     dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
@@ -433,13 +418,11 @@ def test_a_pickled_reader_keeps_its_settings() -> None:
         (0.4, "0 B"),
     ],
 )
-def test_sizes_are_given_in_a_unit_that_fits(count_bytes: float, text: str) -> None:
+def test_sizes_are_given_in_a_unit_that_fits(count_bytes, text):
     assert size_text(count_bytes) == text
 
 
-def test_the_lines_of_a_small_save_and_load_say_how_small(
-    logged: pytest.LogCaptureFixture,
-) -> None:
+def test_the_lines_of_a_small_save_and_load_say_how_small(logged):
     url = memory_url()
     dcp.save({"t": torch.ones(5)}, storage_writer=dos.ObjectStoreWriter(url), no_dist=True)
     assert_loads(url)
@@ -454,7 +437,7 @@ def test_the_lines_of_a_small_save_and_load_say_how_small(
 # --- where items lie ---
 
 
-def test_small_tensors_between_large_ones_are_read_with_one_request() -> None:
+def test_small_tensors_between_large_ones_are_read_with_one_request():
     # As an optimizer's state is planned: two moments and a step count for each parameter.
     state: dict[str, torch.Tensor] = {}
     for number in range(20):
@@ -474,8 +457,8 @@ def test_small_tensors_between_large_ones_are_read_with_one_request() -> None:
 
 @pytest.mark.parametrize("elements", [100, 10_000, 200_000])
 def test_a_small_tensor_that_changes_while_it_is_saved_leaves_a_checkpoint_that_loads(
-    elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    elements, monkeypatch
+):
     state = {"t": torch.ones(elements)}
     digest_of = layout.small_digest
 
@@ -545,9 +528,7 @@ def save_changed(
     return save
 
 
-def test_a_tensor_that_changes_before_it_is_sent_fails_the_save(
-    save_changed: Callable[[str, str], torch.Tensor],
-) -> None:
+def test_a_tensor_that_changes_before_it_is_sent_fails_the_save(save_changed):
     """Its bytes are not those of the digests, so the checkpoint would never load."""
     url = memory_url()
     with pytest.raises(InputError, match="changed while it was being saved") as caught:
@@ -556,9 +537,7 @@ def test_a_tensor_that_changes_before_it_is_sent_fails_the_save(
     assert "_COMMIT" not in keys(url)
 
 
-def test_a_tensor_that_changes_after_it_was_sent_is_told_of_and_loads(
-    save_changed: Callable[[str, str], torch.Tensor], logged: pytest.LogCaptureFixture
-) -> None:
+def test_a_tensor_that_changes_after_it_was_sent_is_told_of_and_loads(save_changed, logged):
     url = memory_url()
     changed = save_changed(url, "after")
     assert "t changed while it was being saved" in logged.text
@@ -568,9 +547,7 @@ def test_a_tensor_that_changes_after_it_was_sent_is_told_of_and_loads(
     assert loaded.eq(0).all()
 
 
-def test_a_tensor_that_does_not_change_is_not_told_of(
-    save_changed: Callable[[str, str], torch.Tensor], logged: pytest.LogCaptureFixture
-) -> None:
+def test_a_tensor_that_does_not_change_is_not_told_of(save_changed, logged):
     save_changed(memory_url(), "never")
     assert "changed" not in logged.text
 
@@ -587,9 +564,7 @@ class Keeping(WatchedStore):
         raise PermissionDeniedError("no")
 
 
-def test_the_memory_of_tensors_is_not_read_once_their_save_has_failed(
-    through: Through, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_of_tensors_is_not_read_once_their_save_has_failed(through, monkeypatch):
     """A transport that was left behind lets go of its buffers whenever it likes."""
     looked: list[object] = []
     watched_words = layout._watched_words
@@ -609,9 +584,7 @@ def test_the_memory_of_tensors_is_not_read_once_their_save_has_failed(
 @pytest.mark.parametrize(
     ("count", "part_mib", "most"), [(16, 5, AUTO_MOST), (17, 5, 3), (17, 16, 2)]
 )
-def test_parts_of_copied_tensors_are_bounded_in_bytes(
-    monkeypatch: pytest.MonkeyPatch, count: int, part_mib: int, most: int
-) -> None:
+def test_parts_of_copied_tensors_are_bounded_in_bytes(monkeypatch, count, part_mib, most):
     """Copies may take 16 MiB here: 3 parts of 5 MiB. One part is filled as another is sent."""
     monkeypatch.setattr(uploading, "COPIED_MOST_BYTES", 16 * MIB)
     given: list[int] = []
@@ -628,7 +601,7 @@ def test_parts_of_copied_tensors_are_bounded_in_bytes(
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_the_memory_of_a_parameter_is_its_payload(requires_grad: bool) -> None:
+def test_the_memory_of_a_parameter_is_its_payload(requires_grad):
     parameter = torch.nn.Parameter(torch.ones(8), requires_grad=requires_grad)
     payload = raw_payload(parameter)
     assert payload is not None

@@ -25,7 +25,6 @@ from tests.support.wrapped_stores import (
     FaultStore,
     RecordingStore,
     Request,
-    Through,
     Verb,
     WatchedStore,
 )
@@ -41,7 +40,7 @@ def keys(url: str) -> list[str]:
     return [meta.key for meta in dos.stores.open_store(url).list()]
 
 
-def test_the_report_the_event_and_the_marker_say_the_same_of_a_save() -> None:
+def test_the_report_the_event_and_the_marker_say_the_same_of_a_save():
     events: list[Any] = []
     config = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=6 * MIB)
     state = {f"{n}": torch.zeros(6 * MIB // 4) for n in range(2)}
@@ -59,7 +58,7 @@ def test_the_report_the_event_and_the_marker_say_the_same_of_a_save() -> None:
     assert report.url == saved.url == url
 
 
-def test_a_commit_that_is_sent_again_is_told_of(through: Through) -> None:
+def test_a_commit_that_is_sent_again_is_told_of(through):
     def plan(verb: Verb, key: str, nth: int) -> Fault | None:
         once = (verb, key) == ("put", "_COMMIT") and not told
         return told.append(1) or Fault("before", StoreUnavailableError("lost")) if once else None  # type: ignore[func-returns-value]
@@ -98,8 +97,8 @@ class Failing(WatchedStore):
     ],
 )
 def test_a_save_that_failed_removes_its_beacon_unless_the_store_may_not_answer(
-    error: BaseException, removed: bool, through: Through, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    error, removed, through, monkeypatch
+):
     requests: list[Request] = []
     monkeypatch.setattr(Failing, "error", error, raising=False)
     through(lambda store: RecordingStore(Failing(store), requests))
@@ -112,7 +111,7 @@ def test_a_save_that_failed_removes_its_beacon_unless_the_store_may_not_answer(
     assert len(keys(url)) == (not removed)
 
 
-def test_every_step_of_a_save_keeps_to_the_jobs_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_of_a_save_keeps_to_the_jobs_time_out(monkeypatch):
     deadlines: list[float] = []
     tries = Clock.tries
 
@@ -141,8 +140,8 @@ class Deaf(WatchedStore):
 
 @pytest.mark.parametrize("claimed", [False, True])
 def test_a_store_without_conditional_writes_is_used_only_if_the_user_vouches_and_has_no_claim(
-    claimed: bool, through: Through
-) -> None:
+    claimed, through
+):
     run = memory_url()
     claim = dos.claim_run(run) if claimed else None
     through(Deaf)
@@ -175,9 +174,7 @@ class Racing(WatchedStore):
         return super().put(key, *args, **settings)
 
 
-def test_of_two_jobs_the_one_that_commits_second_reports_nothing_as_saved(
-    through: Through, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_jobs_the_one_that_commits_second_reports_nothing_as_saved(through, monkeypatch):
     url = memory_url()
     through(Racing)
     theirs: list[Any] = []

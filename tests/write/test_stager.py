@@ -58,7 +58,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> StagingMemory:
 # Which thread runs it -----------------------------------------------------------------------------
 
 
-def test_as_long_as_its_thread_is_unknown_a_later_one_of_an_executor_counts(threads: Any) -> None:
+def test_as_long_as_its_thread_is_unknown_a_later_one_of_an_executor_counts(threads):
     threads("ThreadPoolExecutor-0_0")
     state = stage({"t": torch.ones(1)})
     save = stager._BackgroundSave(state)
@@ -73,7 +73,7 @@ def test_as_long_as_its_thread_is_unknown_a_later_one_of_an_executor_counts(thre
     assert save.wait(0)
 
 
-def test_the_first_other_thread_that_calls_the_writer_runs_the_save() -> None:
+def test_the_first_other_thread_that_calls_the_writer_runs_the_save():
     state = stage({"t": torch.ones(1)})
     save = stager._BackgroundSave(state)
     save.runs_here()
@@ -88,7 +88,7 @@ def test_the_first_other_thread_that_calls_the_writer_runs_the_save() -> None:
     assert save.has_ended()
 
 
-def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads: Any) -> None:
+def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads):
     for known in (True, False):
         copies = [stage({"t": torch.ones(1)})]
         save = stager._BackgroundSave(copies[0])
@@ -106,7 +106,7 @@ def test_a_wait_for_a_save_ends_with_its_thread_or_its_copy(threads: Any) -> Non
         assert save.wait(30)
 
 
-def test_a_thread_that_waits_sees_each_way_in_which_a_save_may_end(threads: Any) -> None:
+def test_a_thread_that_waits_sees_each_way_in_which_a_save_may_end(threads):
     held = stage({"t": torch.ones(1)})
     save = stager._BackgroundSave(held)
     executor = threads("ThreadPoolExecutor-3_0")
@@ -117,9 +117,7 @@ def test_a_thread_that_waits_sees_each_way_in_which_a_save_may_end(threads: Any)
     assert not waiting.is_alive()
 
 
-def test_a_save_has_lost_its_ranks_only_in_its_own_thread_and_with_a_group_of_several(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_has_lost_its_ranks_only_in_its_own_thread_and_with_a_group_of_several(monkeypatch):
     state = stage({"t": torch.ones(1)})
     save = stager._BackgroundSave(state)
     monkeypatch.setattr(stager, "has_gone", lambda group: gone)
@@ -134,12 +132,12 @@ def test_a_save_has_lost_its_ranks_only_in_its_own_thread_and_with_a_group_of_se
 # The writer ---------------------------------------------------------------------------------------
 
 
-def test_a_word_that_on_busy_does_not_know_is_refused() -> None:
+def test_a_word_that_on_busy_does_not_know_is_refused():
     with pytest.raises(ConfigError, match="on_busy"):
         dos.ObjectStoreWriter(memory_url(), on_busy="ignore")  # type: ignore[arg-type]
 
 
-def test_a_closed_writer_keeps_only_the_memory_that_a_save_holds(memory: StagingMemory) -> None:
+def test_a_closed_writer_keeps_only_the_memory_that_a_save_holds(memory):
     writer = dos.ObjectStoreWriter(memory_url())
     staged = writer.stage({"t": torch.ones(3)})
     writer.close()
@@ -149,7 +147,7 @@ def test_a_closed_writer_keeps_only_the_memory_that_a_save_holds(memory: Staging
     assert memory.allocated_bytes == 0
 
 
-def test_a_writer_tells_with_the_save_of_the_copy_before_it() -> None:
+def test_a_writer_tells_with_the_save_of_the_copy_before_it():
     events: list[Any] = []
     url, before_ns = memory_url(), time.time_ns()
     writer = dos.ObjectStoreWriter(url, on_event=events.append, progress=False)
@@ -163,8 +161,8 @@ def test_a_writer_tells_with_the_save_of_the_copy_before_it() -> None:
 
 @pytest.mark.parametrize("on_busy", ["wait", "raise"])
 def test_a_writer_that_is_busy_waits_or_gives_the_thread_of_the_last_save_a_moment(
-    on_busy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    on_busy, monkeypatch
+):
     waits: list[float | None] = []
     writer = dos.ObjectStoreWriter(memory_url(), on_busy=on_busy)
     busy: Any = SimpleNamespace(wait=lambda seconds: bool(waits.append(seconds)) or ended)
@@ -184,7 +182,7 @@ def test_a_writer_that_is_busy_waits_or_gives_the_thread_of_the_last_save_a_mome
     assert 0 < waits[0] < 5
 
 
-def test_a_save_of_one_rank_whose_group_was_destroyed_is_refused() -> None:
+def test_a_save_of_one_rank_whose_group_was_destroyed_is_refused():
     url = memory_url()
     writer = dos.ObjectStoreWriter(url)
     writer._background = SimpleNamespace(  # type: ignore[assignment]
@@ -201,8 +199,8 @@ def test_a_save_of_one_rank_whose_group_was_destroyed_is_refused() -> None:
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_an_error_of_a_background_save_is_logged_and_shown_if_nothing_asks_for_it_any_more(
-    ended: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    ended, monkeypatch, caplog
+):
     shown: list[Any] = []
     monkeypatch.setattr(stager, "show_lost", lambda *lost: shown.append(lost))
     monkeypatch.setattr(stager, "has_ended", lambda: ended)

@@ -96,7 +96,7 @@ def awkward() -> dict[str, torch.Tensor]:
     }
 
 
-def test_every_kind_of_tensor_is_copied_as_it_is() -> None:
+def test_every_kind_of_tensor_is_copied_as_it_is():
     state = awkward()
     expected = {key: value.detach().clone() for key, value in state.items()}
     staged = stage(state)
@@ -110,7 +110,7 @@ def test_every_kind_of_tensor_is_copied_as_it_is() -> None:
         assert not staged[key].requires_grad
 
 
-def test_views_of_one_memory_are_copied_from_any_byte_on() -> None:
+def test_views_of_one_memory_are_copied_from_any_byte_on():
     memory = torch.arange(64, dtype=torch.uint8)
     bytes_, numbers = memory[1:23], memory.view(torch.int32)[1:5]  # the first begins at no number
     staged = stage({"bytes": bytes_, "numbers": numbers})
@@ -119,7 +119,7 @@ def test_views_of_one_memory_are_copied_from_any_byte_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, that these will go
-def test_a_quantized_tensor_keeps_its_scale_in_the_copy() -> None:
+def test_a_quantized_tensor_keeps_its_scale_in_the_copy():
     floats = torch.linspace(-1, 1, 6).view(3, 2)
     scales = torch.tensor([0.1, 0.2, 0.3])
     state: dict[str, Any] = {
@@ -140,7 +140,7 @@ def test_a_quantized_tensor_keeps_its_scale_in_the_copy() -> None:
         assert torch.equal(state[key].dequantize(), value)
 
 
-def test_only_what_a_view_reaches_is_copied() -> None:
+def test_only_what_a_view_reaches_is_copied():
     base = torch.arange(1_000_000.0)
     square = base.view(1000, 1000)
     staged = stage({"a": base[1001:1005], "b": square[:, 3], "c": base[5000:5004]})
@@ -149,9 +149,7 @@ def test_only_what_a_view_reaches_is_copied() -> None:
     assert staged["b"].tolist() == base[3::1000].tolist()
 
 
-def test_what_shares_memory_shares_it_in_the_copy_and_is_copied_once(
-    memory: StagingMemory,
-) -> None:
+def test_what_shares_memory_shares_it_in_the_copy_and_is_copied_once(memory):
     weight = torch.rand(1000, 1000)
     staged = stage({"in": {"w": weight}, "out": [weight, weight.t()], "row": weight[7]})
     tied, turned = staged["out"]
@@ -161,7 +159,7 @@ def test_what_shares_memory_shares_it_in_the_copy_and_is_copied_once(
     assert memory.allocated_bytes < 2 * weight.nbytes
 
 
-def test_an_empty_view_keeps_no_memory_of_the_state() -> None:
+def test_an_empty_view_keeps_no_memory_of_the_state():
     base = torch.ones(1000)
     staged = stage({"none": base[:0]})
     kept = weakref.ref(base.untyped_storage())
@@ -174,9 +172,7 @@ class Own(torch.Tensor):
     """A subclass, as a collective that is under way has one."""
 
 
-def test_a_dtensor_is_copied_with_whatever_it_is_around(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dtensor_is_copied_with_whatever_it_is_around(world, monkeypatch):
     waited: list[torch.Tensor] = []
     monkeypatch.setattr(torch_private, "waited", lambda tensor: waited.append(tensor) or tensor)
     mesh = init_device_mesh("cpu", (1,))
@@ -195,9 +191,7 @@ def test_a_dtensor_is_copied_with_whatever_it_is_around(
     )
 
 
-def test_a_state_of_tensors_and_scalars_is_copied_without_dcp(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_state_of_tensors_and_scalars_is_copied_without_dcp(monkeypatch):
     copied: list[Any] = []
     monkeypatch.setattr(
         torch_private.HostStager, "stage", lambda _, values: copied.append(values) or []
@@ -213,8 +207,8 @@ def test_a_state_of_tensors_and_scalars_is_copied_without_dcp(
     [(0, 3, None), (4, 3, None), (5, 1, None), (5, 3, 2), (12, 3, 3), (13, 3, 3), (36, 40, 8)],
 )
 def test_one_thread_copies_each_4_mib_but_no_more_than_torch_uses_or_eight(
-    mib: int, torchs: int, threads: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    mib, torchs, threads, monkeypatch
+):
     pools: list[int] = []
 
     class Pool(staging.DaemonPool):
@@ -236,8 +230,8 @@ def test_one_thread_copies_each_4_mib_but_no_more_than_torch_uses_or_eight(
 
 
 def test_memory_for_copies_of_a_gpu_is_pinned_and_they_follow_what_it_has_to_do(
-    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    memory, monkeypatch
+):
     pinned_bytes: list[int] = []
     monkeypatch.setattr(pinned, "_pin", lambda tensor: pinned_bytes.append(tensor.nbytes))
 
@@ -272,7 +266,7 @@ def test_memory_for_copies_of_a_gpu_is_pinned_and_they_follow_what_it_has_to_do(
     assert begun.state.size_bytes == sum(value.nbytes for value in state.values())
 
 
-def test_what_has_no_memory_keeps_nothing_after_it_from_being_copied() -> None:
+def test_what_has_no_memory_keeps_nothing_after_it_from_being_copied():
     without = [
         torch.zeros(0),
         torch.ones(3, device="meta"),
@@ -289,7 +283,7 @@ def test_what_has_no_memory_keeps_nothing_after_it_from_being_copied() -> None:
     assert id(last) in places
 
 
-def test_views_that_overlap_in_the_midst_of_a_storage_share_memory_in_the_copy() -> None:
+def test_views_that_overlap_in_the_midst_of_a_storage_share_memory_in_the_copy():
     base = torch.arange(100_000.0)
     staged = stage({"a": base[1001:1010], "b": base[1005:1020], "c": base[1020:1021]})
     assert {key: value.tolist() for key, value in staged.items()} == {
@@ -302,7 +296,7 @@ def test_views_that_overlap_in_the_midst_of_a_storage_share_memory_in_the_copy()
     assert staged["a"].untyped_storage().nbytes() < 200
 
 
-def test_memory_that_a_view_spans_is_copied_once_whatever_views_lie_within() -> None:
+def test_memory_that_a_view_spans_is_copied_once_whatever_views_lie_within():
     memory = torch.arange(100.0)
     staged = stage({"all": memory, "few": memory[10:20], "more": memory[50:90]})
     assert staged.size_bytes == memory.nbytes
@@ -360,9 +354,7 @@ SQUARE = NUMBERS.view(20, 20)
         ),
     ],
 )
-def test_what_is_copied_together_and_where_each_tensor_lies_in_it(
-    tensors: list[torch.Tensor], plan: list[tuple[int, int, str, int]]
-) -> None:
+def test_what_is_copied_together_and_where_each_tensor_lies_in_it(tensors, plan):
     places = regions.plan_regions(tensors)
     found = []
     for tensor in tensors:
@@ -395,9 +387,7 @@ def test_what_is_copied_together_and_where_each_tensor_lies_in_it(
         ),
     ],
 )
-def test_regions_lie_aligned_in_slabs_of_64_mib_and_large_ones_in_their_own(
-    sizes: list[int], slabs: list[int] | None, places: list[tuple[int, int]]
-) -> None:
+def test_regions_lie_aligned_in_slabs_of_64_mib_and_large_ones_in_their_own(sizes, slabs, places):
     taken: list[tuple[list[int], bool]] = []
     arrays: list[Any] = []
 
@@ -421,7 +411,7 @@ def test_regions_lie_aligned_in_slabs_of_64_mib_and_large_ones_in_their_own(
 
 
 @pytest.mark.filterwarnings("error")
-def test_values_that_are_no_tensors_are_copied_deeply() -> None:
+def test_values_that_are_no_tensors_are_copied_deeply():
     given = Anything()
     state: dict[str, Any] = {
         "any": given,
@@ -453,7 +443,7 @@ def test_values_that_are_no_tensors_are_copied_deeply() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_large_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
+def test_large_tensors_are_copied_by_any_number_of_threads(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -476,7 +466,7 @@ def hashed_by_the_writer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_digests_made_while_staging_are_those_of_the_copy(threads: int) -> None:
+def test_digests_made_while_staging_are_those_of_the_copy(threads):
     block = digests.BLOCK_SIZE_BYTES
     sizes = [MIB - 1, MIB, block - 1, block, block + 1, 3 * block, 33 * MIB + 5]
     state: dict[str, Any] = {
@@ -500,9 +490,7 @@ def test_digests_made_while_staging_are_those_of_the_copy(threads: int) -> None:
     assert all(torch.equal(staged[key], value) for key, value in state.items())
 
 
-def test_what_is_not_uploaded_as_it_was_copied_is_hashed_by_the_writer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_not_uploaded_as_it_was_copied_is_hashed_by_the_writer(monkeypatch):
     matrix = torch.randn(1024, 2048)
     large = torch.randn(4 * MIB)
     state = {
@@ -520,7 +508,7 @@ def test_what_is_not_uploaded_as_it_was_copied_is_hashed_by_the_writer(
     assert dos.open(url).verify(deep=True).ok
 
 
-def test_nothing_that_was_staged_is_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_was_staged_is_hashed_again(monkeypatch):
     state = {"t": torch.randn(5 * MIB), "u": torch.randn(1024, 1024), "small": torch.randn(100_000)}
     sizes = hashed_by_the_writer(monkeypatch)
     url = memory_url()
@@ -544,7 +532,7 @@ class HalvingWriter(dos.ObjectStoreWriter):
 
 
 @pytest.mark.parametrize("by", ["planner", "writer", "hand"])
-def test_digests_hold_for_a_copy_that_somebody_changed_before_it_was_uploaded(by: str) -> None:
+def test_digests_hold_for_a_copy_that_somebody_changed_before_it_was_uploaded(by):
     state, url = {"t": torch.ones(2 * MIB)}, memory_url()
     writer = HalvingWriter(url) if by == "writer" else dos.ObjectStoreWriter(url)
     planner = Halving() if by == "planner" else None
@@ -560,9 +548,7 @@ def test_digests_hold_for_a_copy_that_somebody_changed_before_it_was_uploaded(by
     assert state["t"].eq(1).all()
 
 
-def test_copies_of_a_device_are_complete_when_staging_has_finished(
-    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_a_device_are_complete_when_staging_has_finished(memory, monkeypatch):
     lane = LateLane()
     use_lane(monkeypatch, lambda: lane)
     state = {"a": torch.arange(5.0), "b": torch.arange(8.0).view(2, 4)[:, 1]}
@@ -575,9 +561,7 @@ def test_copies_of_a_device_are_complete_when_staging_has_finished(
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_finished_copy_keeps_no_memory_of_the_state(
-    on_device: bool, memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_copy_keeps_no_memory_of_the_state(on_device, memory, monkeypatch):
     """Training may free its tensors while the copy is uploaded."""
     if on_device:
         lane = LateLane()
@@ -595,7 +579,7 @@ def test_a_finished_copy_keeps_no_memory_of_the_state(
 # Memory -----------------------------------------------------------------------------------------
 
 
-def test_memory_that_somebody_holds_is_not_used_again_and_then_is(memory: StagingMemory) -> None:
+def test_memory_that_somebody_holds_is_not_used_again_and_then_is(memory):
     state = large_and_small()
     first = stage(state)
     first_at = addresses(first)
@@ -615,9 +599,7 @@ def test_memory_that_somebody_holds_is_not_used_again_and_then_is(memory: Stagin
     assert len(set(addresses(fourth)) | set(addresses(fifth))) == 2 * len(state)
 
 
-def test_memory_that_only_a_reference_cycle_holds_is_used_again(
-    memory: StagingMemory,
-) -> None:
+def test_memory_that_only_a_reference_cycle_holds_is_used_again(memory):
     """As planners of torch 2.9 leave one."""
     state = large_and_small()
     staged = stage(state)
@@ -633,8 +615,8 @@ def test_memory_that_only_a_reference_cycle_holds_is_used_again(
 
 
 def test_the_program_is_searched_for_cycles_only_if_memory_would_grow_while_some_is_in_use(
-    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    memory, monkeypatch
+):
     searched: list[int] = []
     monkeypatch.setattr(pinned.gc, "collect", lambda: searched.append(memory.allocations))
     monkeypatch.setattr(pinned, "_pin", lambda tensor: None)
@@ -661,7 +643,7 @@ def test_the_program_is_searched_for_cycles_only_if_memory_would_grow_while_some
     assert memory.allocations == 6
 
 
-def test_two_threads_that_take_memory_at_once_are_kept_apart(memory: StagingMemory) -> None:
+def test_two_threads_that_take_memory_at_once_are_kept_apart(memory):
     memory._takes = MeetingNumber(0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         begun = [pool.submit(memory.take, [8], pinned=False) for _ in range(2)]
@@ -670,7 +652,7 @@ def test_two_threads_that_take_memory_at_once_are_kept_apart(memory: StagingMemo
     assert memory.allocations == len(taken)
 
 
-def test_what_one_thread_looks_at_no_other_thread_changes(memory: StagingMemory) -> None:
+def test_what_one_thread_looks_at_no_other_thread_changes(memory):
     memory.take([8], pinned=False).clear()  # it has returned, and is not among the idle ones yet
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with memory._lock:
@@ -681,16 +663,14 @@ def test_what_one_thread_looks_at_no_other_thread_changes(memory: StagingMemory)
     assert memory.allocations == 1
 
 
-def test_a_kernel_without_huge_pages_has_memory_for_the_copy(
-    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_without_huge_pages_has_memory_for_the_copy(memory, monkeypatch):
     monkeypatch.setattr("mmap.MADV_HUGEPAGE", 12345, raising=False)  # refused, as it is there
     staged = stage({"t": torch.arange(5.0)})
     assert memory.allocations == 1
     assert staged["t"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_future_of_a_save_cannot_be_cancelled() -> None:
+def test_a_future_of_a_save_cannot_be_cancelled():
     future: Future[int] = async_api._WatchedFuture()
     assert not future.cancel()
     future.set_result(1)
@@ -700,27 +680,25 @@ def test_a_future_of_a_save_cannot_be_cancelled() -> None:
 @pytest.mark.parametrize(
     ("floats", "kib"), [(1, 64), (1 << 14, 64), ((1 << 14) + 1, 128), (1 << 15, 128)]
 )
-def test_a_small_state_takes_memory_to_the_next_power_of_two(
-    memory: StagingMemory, floats: int, kib: int
-) -> None:
+def test_a_small_state_takes_memory_to_the_next_power_of_two(memory, floats, kib):
     stage({"t": torch.ones(floats)})
     assert memory.allocated_bytes == kib * 1024
 
 
-def test_memory_does_not_grow_when_the_state_changes(memory: StagingMemory) -> None:
+def test_memory_does_not_grow_when_the_state_changes(memory):
     for size in range(1, 40):
         stage({"t": torch.ones(5 * MIB + size * 10_000)})
     assert memory.allocated_bytes <= 3 * 24 * MIB
 
 
-def test_two_states_saved_in_turn_both_have_their_memory(memory: StagingMemory) -> None:
+def test_two_states_saved_in_turn_both_have_their_memory(memory):
     states = [{"t": torch.ones(5 * MIB)}, {"t": torch.ones(6 * MIB)}]
     for turn in range(6):
         stage(states[turn % 2])
     assert memory.allocations == 2
 
 
-def test_memory_that_two_saves_did_not_need_is_freed(memory: StagingMemory) -> None:
+def test_memory_that_two_saves_did_not_need_is_freed(memory):
     first, second = {"t": torch.ones(5 * MIB)}, {"t": torch.ones(6 * MIB)}
     stage(first)
     stage(second)
@@ -734,9 +712,7 @@ def resident_kib() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
-def test_twenty_saves_take_the_memory_of_one(
-    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_twenty_saves_take_the_memory_of_one(memory, monkeypatch, tmp_path):
     monkeypatch.setattr(regions, "_LARGE_BYTES", 1 << 16)
     monkeypatch.setattr(regions, "_SLAB_BYTES", 1 << 18)
     state: dict[str, Any] = {f"t{n}": torch.ones(20000 * n + 1) for n in range(10)}
@@ -753,9 +729,7 @@ def test_twenty_saves_take_the_memory_of_one(
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_saves_by_dcp_share_the_memory_and_keep_the_state_of_the_call(
-    memory: StagingMemory, fresh: bool
-) -> None:
+def test_saves_by_dcp_share_the_memory_and_keep_the_state_of_the_call(memory, fresh):
     state = large_and_small()
     writer = dos.ObjectStoreWriter(progress=False)
     urls, made = [memory_url() for _ in range(4)], []
@@ -776,9 +750,7 @@ def test_saves_by_dcp_share_the_memory_and_keep_the_state_of_the_call(
         assert loaded["t1"].item() == number
 
 
-def test_a_save_that_failed_gives_its_memory_back_though_its_error_is_kept(
-    memory: StagingMemory,
-) -> None:
+def test_a_save_that_failed_gives_its_memory_back_though_its_error_is_kept(memory):
     state, url = large_and_small(), memory_url()
     dos.async_save(state, url).result(30)
     made = memory.allocations
@@ -815,7 +787,7 @@ def begin_held(writer: dos.ObjectStoreWriter, url: str, held: Held) -> Any:
     return future
 
 
-def test_a_second_save_with_a_writer_is_refused_as_asked() -> None:
+def test_a_second_save_with_a_writer_is_refused_as_asked():
     writer, held = dos.ObjectStoreWriter(progress=False, on_busy="raise"), Held()
     urls = memory_url(), memory_url()
     first = begin_held(writer, urls[0], held)
@@ -832,7 +804,7 @@ def test_a_second_save_with_a_writer_is_refused_as_asked() -> None:
         assert loaded["t"].unique().tolist() == [value]
 
 
-def test_a_second_save_with_a_writer_waits_before_it_copies() -> None:
+def test_a_second_save_with_a_writer_waits_before_it_copies():
     writer, held = dos.ObjectStoreWriter(progress=False), Held()
     first = begin_held(writer, memory_url(), held)
     state, url, staged = {"t": torch.zeros(1000)}, memory_url(), threading.Event()
@@ -854,9 +826,7 @@ def test_a_second_save_with_a_writer_waits_before_it_copies() -> None:
     assert loaded["t"].unique().tolist() == [2.0]
 
 
-def test_a_failed_save_with_a_writer_is_logged_and_does_not_block_the_next(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_failed_save_with_a_writer_is_logged_and_does_not_block_the_next(caplog):
     writer, url = dos.ObjectStoreWriter(progress=False), memory_url()
     state = {"t": torch.ones(3)}
     dos.save(state, url)
@@ -870,9 +840,7 @@ def test_a_failed_save_with_a_writer_is_logged_and_does_not_block_the_next(
 
 @pytest.mark.parametrize("refused", ["url", "before the writer is called"])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "another thread"])
-def test_a_save_that_ended_before_it_began_does_not_block_the_next(
-    refused: str, elsewhere: bool
-) -> None:
+def test_a_save_that_ended_before_it_began_does_not_block_the_next(refused, elsewhere):
     writer = dos.ObjectStoreWriter(progress=False, on_busy="raise")
     state = {"t": torch.ones(3)}
 
@@ -907,9 +875,7 @@ def test_a_save_that_ended_before_it_began_does_not_block_the_next(
     assert failed.exception(0) is not None  # held until here, and with it the copy
 
 
-def test_a_save_in_the_foreground_waits_for_the_one_in_the_background(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_in_the_foreground_waits_for_the_one_in_the_background(monkeypatch):
     planned, go_on = threading.Event(), threading.Event()
 
     class Planner(DefaultSavePlanner):
@@ -943,9 +909,7 @@ def test_a_save_in_the_foreground_waits_for_the_one_in_the_background(
 
 
 @pytest.mark.parametrize("where", ["planned", "uploaded"])
-def test_saves_of_two_threads_with_one_writer_are_both_committed(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_of_two_threads_with_one_writer_are_both_committed(where, monkeypatch):
     reached, go_on = threading.Event(), threading.Event()
 
     def pause(at: str) -> None:
@@ -981,7 +945,7 @@ def test_saves_of_two_threads_with_one_writer_are_both_committed(
     assert [dos.open(url).read("t")["t"].tolist() for url in urls] == [[1.0] * 3, [2.0] * 3]
 
 
-def test_a_save_whose_copy_nothing_holds_has_ended_unless_a_child_has_it() -> None:
+def test_a_save_whose_copy_nothing_holds_has_ended_unless_a_child_has_it():
     """Its thread may stay: DCP's executor waits for the next call."""
     for in_child in (False, True):
         state = stage({"t": torch.ones(3)})
@@ -994,7 +958,7 @@ def test_a_save_whose_copy_nothing_holds_has_ended_unless_a_child_has_it() -> No
         assert save.has_ended()
 
 
-def test_a_thread_that_saves_again_does_not_wait_for_itself() -> None:
+def test_a_thread_that_saves_again_does_not_wait_for_itself():
     """DCP's executor may keep its thread, and what was staged, for the next save."""
     state = stage({"t": torch.ones(3)})
     save = stager._BackgroundSave(state)
@@ -1008,7 +972,7 @@ def test_a_thread_that_saves_again_does_not_wait_for_itself() -> None:
     assert save.thread is not None
 
 
-def test_a_copy_that_went_to_a_child_process_says_nothing_of_the_saves_end() -> None:
+def test_a_copy_that_went_to_a_child_process_says_nothing_of_the_saves_end():
     writer = dos.ObjectStoreWriter(memory_url(), on_busy="raise")
     sent, go_on = threading.Event(), threading.Event()
 
@@ -1032,9 +996,7 @@ def test_a_copy_that_went_to_a_child_process_says_nothing_of_the_saves_end() -> 
 # The handle of dos.async_save ---------------------------------------------------------------------
 
 
-def test_a_copy_that_is_not_waited_for_is_whole_when_staged_returns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_copy_that_is_not_waited_for_is_whole_when_staged_returns(monkeypatch):
     finish, begun, go_on = Staging.finish, threading.Event(), threading.Event()
 
     def held(self: Staging) -> None:
@@ -1061,7 +1023,7 @@ def test_a_copy_that_is_not_waited_for_is_whole_when_staged_returns(
     assert loaded["t"].unique().tolist() == [1.0]
 
 
-def test_a_copy_that_fails_is_told_by_staged_and_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_is_told_by_staged_and_result(monkeypatch):
     def broken(self: Staging) -> None:
         raise MemoryError("no memory")
 
@@ -1074,9 +1036,7 @@ def test_a_copy_that_fails_is_told_by_staged_and_result(monkeypatch: pytest.Monk
     dos.async_save({"t": torch.ones(3)}, memory_url()).result(30)
 
 
-def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(monkeypatch):
     late: list[threading.Thread] = []
     start = threading.Thread.start
 
@@ -1100,9 +1060,7 @@ def test_a_save_that_ctrl_c_ended_as_its_thread_began_commits_nothing(
         dos.open(url)
 
 
-def test_of_two_threads_that_save_at_once_one_waits_for_the_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_two_threads_that_save_at_once_one_waits_for_the_other(monkeypatch):
     meeting = threading.Barrier(2)
     objection, run_save = async_api._objection, async_api.run_save
     under_way, second = [0], threading.Event()
@@ -1136,8 +1094,8 @@ def test_of_two_threads_that_save_at_once_one_waits_for_the_other(
 
 
 def test_after_a_save_that_failed_before_its_turn_the_next_waits_for_those_before_it_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Ctrl-C has ended the wait of the second: the first still runs as the third begins."""
     first, second, third = (dos.AsyncSaveHandle(f"memory://x/step-{n}") for n in (1, 2, 3))
     saves = async_api._Saves()
@@ -1157,7 +1115,7 @@ def test_after_a_save_that_failed_before_its_turn_the_next_waits_for_those_befor
     assert waited_for == [first._ended, second._ended, first._ended]
 
 
-def test_a_copy_that_timed_out_is_not_called_unfinished() -> None:
+def test_a_copy_that_timed_out_is_not_called_unfinished():
     handle = dos.AsyncSaveHandle("memory://x/step-1")
     with pytest.raises(TimeoutError, match="still being copied"):
         handle.staged(0.01)
@@ -1166,9 +1124,7 @@ def test_a_copy_that_timed_out_is_not_called_unfinished() -> None:
         handle.staged(30)
 
 
-def test_an_error_read_from_the_future_is_logged_and_not_raised_again_by_the_next_save(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_read_from_the_future_is_logged_and_not_raised_again_by_the_next_save(caplog):
     url = memory_url()
     dos.save({"t": torch.ones(1)}, url)
     handle = dos.async_save({"t": torch.ones(1)}, url)
@@ -1188,9 +1144,7 @@ handle = dos.async_save(state, "memory://x/1")
 
 
 @pytest.mark.parametrize("seen", cases([False, True], default=[False]))
-def test_an_error_that_nobody_asked_for_is_shown_as_the_program_ends_and_fails_it(
-    seen: bool,
-) -> None:
+def test_an_error_that_nobody_asked_for_is_shown_as_the_program_ends_and_fails_it(seen):
     program = _UNSEEN + ("handle.exception()\n" if seen else "")
     ended = subprocess.run(
         [sys.executable, "-c", program], check=False, timeout=120, capture_output=True, text=True
@@ -1203,8 +1157,8 @@ def test_an_error_that_nobody_asked_for_is_shown_as_the_program_ends_and_fails_i
 
 @pytest.mark.parametrize("status", [0, 2])
 def test_memory_is_pinned_until_it_is_freed_or_it_is_told_that_cuda_does_not(
-    status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    status, monkeypatch, caplog
+):
     asked: list[Any] = []
     freed: list[int] = []
     runtime = SimpleNamespace(
@@ -1259,6 +1213,6 @@ def background_save_of_fsdp1(rank: int, _world: int, url: str) -> bool:
     )
 
 
-def test_fsdp1_without_a_mesh_is_saved_in_the_background_as_it_was(tmp_path: Path) -> None:
+def test_fsdp1_without_a_mesh_is_saved_in_the_background_as_it_was(tmp_path):
     """Its tensors are ShardedTensors, which torch's own stager refuses."""
     assert run_ranks(2, background_save_of_fsdp1, tmp_path.as_uri()) == [True, True]

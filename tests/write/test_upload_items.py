@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +21,10 @@ from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.write import upload_items as uploading
 from dcp_objstore.write.layout import ChangedSlice, SizedItem
 from tests.support.checkpoints import memory_url
-from tests.support.wrapped_stores import RecordingStore, Request, Through
+from tests.support.wrapped_stores import RecordingStore, Request
 
 
-def test_values_come_first_then_small_tensors_then_large_ones_as_they_were_planned() -> None:
+def test_values_come_first_then_small_tensors_then_large_ones_as_they_were_planned():
     kib = 1024
     state: dict[str, Any] = {
         "large": torch.empty(256 * kib + 1, dtype=torch.uint8),
@@ -59,9 +58,7 @@ def test_values_come_first_then_small_tensors_then_large_ones_as_they_were_plann
         (9, "bd", ["ac"]),
     ],
 )
-def test_what_has_not_changed_is_kept_apart_if_it_is_enough_for_a_copy(
-    mib: int, copied: Collection[Any], groups: list[str]
-) -> None:
+def test_what_has_not_changed_is_kept_apart_if_it_is_enough_for_a_copy(mib, copied, groups):
     """Where whole objects are copied: the next save then finds one."""
     sizes = {"a": 0, "b": 9 * MIB, "c": mib * MIB, "d": 1}
     items: Any = [SizedItem(SimpleNamespace(index=name), size) for name, size in sizes.items()]  # type: ignore[arg-type]
@@ -81,9 +78,7 @@ def test_what_has_not_changed_is_kept_apart_if_it_is_enough_for_a_copy(
         ([5, 5, 6], 11, 2, 4),
     ],
 )
-def test_what_is_planned_is_told_before_anything_is_sent(
-    sizes: list[int], limit: int, objects: int, requests: int
-) -> None:
+def test_what_is_planned_is_told_before_anything_is_sent(sizes, limit, objects, requests):
     events: list[Any] = []
     config = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=limit * MIB)
     state = {f"{n}": torch.zeros(size * MIB // 4) for n, size in enumerate(sizes)}
@@ -96,7 +91,7 @@ def test_what_is_planned_is_told_before_anything_is_sent(
     assert (planned.objects, planned.requests) == (objects, requests)
 
 
-def test_each_slice_that_is_hashed_is_told_with_its_thread() -> None:
+def test_each_slice_that_is_hashed_is_told_with_its_thread():
     events: list[Any] = []
     state = {"t": torch.zeros(7 * MIB // 4)}
     config = dos.TransferConfig(part_size_bytes=5 * MIB, hash_threads=1)
@@ -107,9 +102,7 @@ def test_each_slice_that_is_hashed_is_told_with_its_thread() -> None:
     assert all(one.seconds >= 0 for one in hashed)
 
 
-def test_the_queue_of_a_gpu_is_waited_for_before_its_tensors_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_queue_of_a_gpu_is_waited_for_before_its_tensors_are_read(monkeypatch):
     steps: list[str] = []
     monkeypatch.setattr(uploading, "settle_streams", lambda: steps.append("settled"))
     begin = uploading.Layout.buffers
@@ -129,14 +122,14 @@ class Full(WrappedStore):
         return super().put(key, *args, **settings)
 
 
-def test_a_store_that_is_full_is_told_of_with_what_the_rank_saves(through: Through) -> None:
+def test_a_store_that_is_full_is_told_of_with_what_the_rank_saves(through):
     through(Full)
     state = {"a": torch.zeros(MIB // 4), "b": torch.zeros(MIB // 2)}
     with pytest.raises(StoreFullError, match=r"no room is left; this rank saves 3\.00 MiB"):
         dos.save(state, memory_url(), progress=False)
 
 
-def test_objects_are_numbered_in_their_order_and_all_are_reported(through: Through) -> None:
+def test_objects_are_numbered_in_their_order_and_all_are_reported(through):
     requests: list[Request] = []
     through(lambda store: RecordingStore(store, requests))
     state = {f"{n}": torch.full((6 * MIB // 4,), float(n)) for n in range(3)}
@@ -151,9 +144,7 @@ def test_objects_are_numbered_in_their_order_and_all_are_reported(through: Throu
 
 @pytest.mark.parametrize("concurrency", ["auto", 4])
 @pytest.mark.parametrize("near", [True, False])
-def test_parts_grow_sooner_where_a_few_connections_are_enough(
-    concurrency: Any, near: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_grow_sooner_where_a_few_connections_are_enough(concurrency, near, monkeypatch):
     window = SimpleNamespace(is_near=near)
     monkeypatch.setattr(uploading, "limiter_of", lambda store: SimpleNamespace(window=window))
     config = dos.TransferConfig(part_size_bytes=5 * MIB, upload_concurrency=concurrency)
@@ -165,9 +156,7 @@ def test_parts_grow_sooner_where_a_few_connections_are_enough(
     assert plan.part_size_bytes == (16 * MIB if grown else 5 * MIB)
 
 
-def test_parts_that_are_the_tensors_own_memory_are_not_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_that_are_the_tensors_own_memory_are_not_bounded(monkeypatch):
     monkeypatch.setattr(uploading, "COPIED_MOST_BYTES", 0)
     given: list[int] = []
     upload = uploading.upload_object
@@ -187,7 +176,7 @@ def test_parts_that_are_the_tensors_own_memory_are_not_bounded(
     assert given[2:] == [2], "as where a planner converts a file"
 
 
-def test_parts_are_as_large_as_an_object_of_the_largest_item_needs() -> None:
+def test_parts_are_as_large_as_an_object_of_the_largest_item_needs():
     """It has an object of its own, however small objects should be."""
     config = dos.TransferConfig(part_size_bytes=5 * MIB, max_object_size_bytes=5 * MIB)
     state = {"few": torch.zeros(3), "many": torch.zeros(1).expand(256 * MIB)}
@@ -196,9 +185,7 @@ def test_parts_are_as_large_as_an_object_of_the_largest_item_needs() -> None:
     assert uploading._plan_parts(items, store, config).part_size_bytes == 32 * MIB
 
 
-def test_what_changed_and_is_whole_all_the_same_is_told_once_a_tensor(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_changed_and_is_whole_all_the_same_is_told_once_a_tensor(caplog):
     store = dos.stores.open_store(memory_url())
     body = bytes(range(200))
     store.put("data", [body])
@@ -219,7 +206,7 @@ def test_what_changed_and_is_whole_all_the_same_is_told_once_a_tensor(
     assert caught.value.key == "c"
 
 
-def test_a_save_that_fails_leaves_no_thread_that_hashes(through: Through) -> None:
+def test_a_save_that_fails_leaves_no_thread_that_hashes(through):
     through(Full)
     before = set(threading.enumerate())
     with pytest.raises(StoreFullError):

@@ -59,7 +59,7 @@ def planned(value: dict[str, Any]) -> list[Any]:
     return create_default_local_save_plan(value, True).items
 
 
-def test_items_are_those_that_dcp_makes_and_are_made_once(world: None, made: list[str]) -> None:
+def test_items_are_those_that_dcp_makes_and_are_made_once(world, made):
     items, value = WriteItems(), state()
     assert items.of(value, is_coordinator=True) == planned(value)
     assert made == list(value)
@@ -70,9 +70,7 @@ def test_items_are_those_that_dcp_makes_and_are_made_once(world: None, made: lis
 
 @pytest.mark.parametrize("key", ["plain", "scalar", "sharded", "replicated"])
 @pytest.mark.parametrize("change", ["shape", "dtype", "requires_grad", "gone"])
-def test_items_of_what_has_changed_are_made_anew(
-    world: None, made: list[str], key: str, change: str
-) -> None:
+def test_items_of_what_has_changed_are_made_anew(world, made, key, change):
     items, value = WriteItems(), state()
     items.of(value, is_coordinator=True)
     made.clear()
@@ -92,9 +90,7 @@ def test_items_of_what_has_changed_are_made_anew(
     assert key in made
 
 
-def test_a_tensor_in_an_equal_mesh_of_another_job_has_items_of_its_own(
-    world: None, made: list[str]
-) -> None:
+def test_a_tensor_in_an_equal_mesh_of_another_job_has_items_of_its_own(world, made):
     # Where this process was another rank, the same mesh gave it another part of the tensor.
     items, value = WriteItems(), state()
     items.of(value, is_coordinator=True)
@@ -105,8 +101,8 @@ def test_a_tensor_in_an_equal_mesh_of_another_job_has_items_of_its_own(
 
 @pytest.mark.parametrize("within", [False, True])
 def test_items_of_a_tensor_that_says_itself_how_it_is_sharded_are_made_each_time(
-    world: None, made: list[str], within: bool
-) -> None:
+    world, made, within
+):
     items, value = WriteItems(), state()
     tensor = value["sharded"]._local_tensor if within else value["sharded"]
     tensor.__create_chunk_list__ = list
@@ -116,7 +112,7 @@ def test_items_of_a_tensor_that_says_itself_how_it_is_sharded_are_made_each_time
     assert made == ["sharded", "value", "parameter"]
 
 
-def test_a_sharding_whose_items_are_kept_is_kept_too(world: None) -> None:
+def test_a_sharding_whose_items_are_kept_is_kept_too(world):
     """Another one at its address would pass for it."""
     items, value = WriteItems(), state()
     items.of(value, is_coordinator=True)
@@ -129,7 +125,7 @@ def test_a_sharding_whose_items_are_kept_is_kept_too(world: None) -> None:
     assert kept() is None
 
 
-def test_only_the_latest_state_is_kept(world: None, made: list[str]) -> None:
+def test_only_the_latest_state_is_kept(world, made):
     items, value = WriteItems(), state()
     items.of(value, is_coordinator=True)
     items.of({}, is_coordinator=True)
@@ -138,7 +134,7 @@ def test_only_the_latest_state_is_kept(world: None, made: list[str]) -> None:
     assert made == list(value)
 
 
-def test_a_second_async_save_makes_no_items_of_its_tensors(made: list[str]) -> None:
+def test_a_second_async_save_makes_no_items_of_its_tensors(made):
     value = {"model": {f"{n}": torch.ones(n + 1) for n in range(5)}}
     url = f"memory://write-items/{secrets.token_hex(4)}"
     dos.async_save(value, f"{url}/1").result()
@@ -151,7 +147,7 @@ def test_a_second_async_save_makes_no_items_of_its_tensors(made: list[str]) -> N
     assert all(torch.equal(loaded["model"][k], t) for k, t in value["model"].items())
 
 
-def test_one_rank_exchanges_no_plans(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_exchanges_no_plans(world, monkeypatch):
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("an object was pickled for a rank that there is not")
 
@@ -185,9 +181,7 @@ class Awkward:
         (dos.errors.ConfigError("refused"), dos.errors.ConfigError),
     ],
 )
-def test_what_torch_cannot_plan_is_refused_by_its_key(
-    monkeypatch: pytest.MonkeyPatch, save: Any, error: Exception, kind: type[Exception]
-) -> None:
+def test_what_torch_cannot_plan_is_refused_by_its_key(monkeypatch, save, error, kind):
     monkeypatch.setattr(Awkward, "error", error)
     state = {"w": torch.ones(2), "deep": {"awkward": Awkward()}, "z": 1}
     with pytest.raises(kind, match=error.args[0]) as caught:
@@ -202,9 +196,7 @@ def test_what_torch_cannot_plan_is_refused_by_its_key(
         (MemoryError("all"), dos.errors.RankFailedError),
     ],
 )
-def test_what_cannot_be_copied_in_the_background_is_refused_by_its_key(
-    error: Exception, kind: type[Exception]
-) -> None:
+def test_what_cannot_be_copied_in_the_background_is_refused_by_its_key(error, kind):
     class Uncopied:
         def __deepcopy__(self, _: object) -> None:
             raise error

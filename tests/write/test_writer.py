@@ -35,7 +35,6 @@ from dcp_objstore.write import writer as writer_module
 from dcp_objstore.write.api import run_save
 from tests.support.checkpoints import cause, memory_url
 from tests.support.ranks import run_ranks
-from tests.support.wrapped_stores import Through
 
 Writer = dos.ObjectStoreWriter
 
@@ -53,9 +52,7 @@ def of(kind: type, events: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("again", [lambda one: pickle.loads(pickle.dumps(one)), copy.deepcopy])
-def test_a_copied_writer_has_every_setting_and_has_not_saved_yet(
-    again: Callable[[Writer], Writer], tmp_path: Path
-) -> None:
+def test_a_copied_writer_has_every_setting_and_has_not_saved_yet(again, tmp_path):
     url = (tmp_path / "run/step-1").as_uri()
     claim = dos.claim_run((tmp_path / "run").as_uri())
     writer = Writer(
@@ -88,7 +85,7 @@ def test_a_copied_writer_has_every_setting_and_has_not_saved_yet(
     assert not (tmp_path / "run/step-1/.metadata").exists()
 
 
-def test_a_new_writer_has_saved_nothing_and_each_save_has_an_id_of_its_own() -> None:
+def test_a_new_writer_has_saved_nothing_and_each_save_has_an_id_of_its_own():
     writer = Writer(progress=False)
     assert (writer.last_save, writer.save_id, writer.checkpoint_id) == (None, None, None)
     ids = []
@@ -105,11 +102,11 @@ def test_a_new_writer_has_saved_nothing_and_each_save_has_an_id_of_its_own() -> 
     ("checkpoint_id", "fits"),
     [("s3://bucket/run", True), ("memory://x/y", True), ("/tmp/x", False), (Path("/tmp"), False)],
 )
-def test_a_writer_says_which_checkpoints_it_can_save_to(checkpoint_id: Any, fits: bool) -> None:
+def test_a_writer_says_which_checkpoints_it_can_save_to(checkpoint_id, fits):
     assert Writer.validate_checkpoint_id(checkpoint_id) is fits
 
 
-def test_the_marker_has_the_users_metadata_and_nothing_of_ours_where_nothing_is_left_out() -> None:
+def test_the_marker_has_the_users_metadata_and_nothing_of_ours_where_nothing_is_left_out():
     class Partly(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -139,7 +136,7 @@ def test_the_marker_has_the_users_metadata_and_nothing_of_ours_where_nothing_is_
 # Checks before a save -----------------------------------------------------------------------------
 
 
-def test_what_cannot_be_for_the_url_is_refused_when_the_url_is_known(tmp_path: Path) -> None:
+def test_what_cannot_be_for_the_url_is_refused_when_the_url_is_known(tmp_path):
     claim = dos.claim_run(tmp_path.as_uri())
     elsewhere = memory_url()
     refused: list[tuple[dict[str, Any], type[Exception]]] = [
@@ -159,7 +156,7 @@ def test_what_cannot_be_for_the_url_is_refused_when_the_url_is_known(tmp_path: P
         Writer(elsewhere, base="newest")
 
 
-def test_a_save_in_which_each_rank_would_write_its_own_checkpoint_is_refused() -> None:
+def test_a_save_in_which_each_rank_would_write_its_own_checkpoint_is_refused():
     writer = Writer(url := memory_url())
     with pytest.raises(UnsupportedError, match="use_collectives") as caught:
         writer.set_up_storage_writer(True, rank=0, use_collectives=False)
@@ -170,8 +167,8 @@ def test_a_save_in_which_each_rank_would_write_its_own_checkpoint_is_refused() -
 
 @pytest.mark.parametrize("coordinates", [False, True])
 def test_every_rank_opens_the_store_as_a_save_begins_and_one_shows_it(
-    coordinates: bool, through: Through, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    coordinates, through, monkeypatch
+):
     opened: list[Any] = []
     shown: list[dict[str, Any]] = []
     through(lambda store: opened.append(store) or store)  # type: ignore[func-returns-value]
@@ -187,7 +184,7 @@ def test_every_rank_opens_the_store_as_a_save_begins_and_one_shows_it(
     ]
 
 
-def test_an_error_has_the_rank_and_the_url_of_the_save_that_it_ends() -> None:
+def test_an_error_has_the_rank_and_the_url_of_the_save_that_it_ends():
     writer = Writer(url := memory_url())
     plan = SavePlan(create_default_local_save_plan({"t": torch.ones(2).to_sparse()}, True).items)
     for rank in (None, 3):
@@ -198,7 +195,7 @@ def test_an_error_has_the_rank_and_the_url_of_the_save_that_it_ends() -> None:
         assert (caught.value.rank, caught.value.url, caught.value.key) == (rank, url, "t")
 
 
-def test_calls_of_a_save_that_this_thread_has_not_begun_are_refused_with_the_url() -> None:
+def test_calls_of_a_save_that_this_thread_has_not_begun_are_refused_with_the_url():
     writer = Writer(url := memory_url())
     planner, metadata = SimpleNamespace(), SimpleNamespace()
     calls: list[Callable[[], Any]] = [
@@ -229,9 +226,7 @@ class NoState:
 
 
 @pytest.mark.parametrize("where", ["its state", "its plan", "its upload"])
-def test_a_save_that_fails_before_or_after_it_was_begun_is_told_of_once(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_before_or_after_it_was_begun_is_told_of_once(where, monkeypatch):
     events: list[Any] = []
     url = memory_url()
     state: dict[str, Any] = {"t": torch.ones(1)}
@@ -254,7 +249,7 @@ def test_a_save_that_fails_before_or_after_it_was_begun_is_told_of_once(
 # A base -------------------------------------------------------------------------------------------
 
 
-def test_each_save_of_a_writer_looks_for_the_latest_base_itself(tmp_path: Path) -> None:
+def test_each_save_of_a_writer_looks_for_the_latest_base_itself(tmp_path):
     root = tmp_path.as_uri()
     state = {"t": torch.arange(2.0**21)}
     writer = Writer(f"{root}/step-1", base="latest", progress=False)
@@ -268,9 +263,7 @@ def test_each_save_of_a_writer_looks_for_the_latest_base_itself(tmp_path: Path) 
     assert copied == [False, True]
 
 
-def test_the_base_is_read_once_and_for_all_ranks_before_their_save_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_base_is_read_once_and_for_all_ranks_before_their_save_begins(tmp_path, monkeypatch):
     steps: list[str] = []
     really_open, begin = writer_module.open_base, Writer.set_up_storage_writer
 
@@ -288,7 +281,7 @@ def test_the_base_is_read_once_and_for_all_ranks_before_their_save_begins(
     assert steps == ["latest", "begun"]
 
 
-def test_only_the_coordinator_tells_why_there_is_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_coordinator_tells_why_there_is_no_base(monkeypatch):
     told: list[tuple[str, int]] = []
     monkeypatch.setattr(writer_module, "report_not_copied", lambda *args: told.append(args[2:]))
     url = memory_url()
@@ -327,7 +320,7 @@ def async_saves_in_groups(rank: int, world: int, root: str) -> list[int]:
     return counts
 
 
-def test_an_async_save_in_the_default_group_is_warned_of_and_no_other(tmp_path: Path) -> None:
+def test_an_async_save_in_the_default_group_is_warned_of_and_no_other(tmp_path):
     assert run_ranks(2, async_saves_in_groups, tmp_path.as_uri()) == [[1, 0, 0]] * 2
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*process_group=")
@@ -336,7 +329,7 @@ def test_an_async_save_in_the_default_group_is_warned_of_and_no_other(tmp_path: 
         saving.result()
 
 
-def test_making_a_writer_leaves_torch_as_it_is() -> None:
+def test_making_a_writer_leaves_torch_as_it_is():
     torchs = torch_private.ThreadExecutor, state_dict_saver
     before = [dict(vars(one)) for one in torchs]
     Writer(memory_url())
