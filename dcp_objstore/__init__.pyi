@@ -26,8 +26,6 @@ from .run.listing import list_checkpoints as list_checkpoints, steps as steps
 from .run.manager import CheckpointManager as CheckpointManager
 from .run.preemption import Preemption as Preemption
 from .run.retention import (
-    KeepAll as KeepAll,
-    KeepAny as KeepAny,
     KeepBest as KeepBest,
     KeepEvery as KeepEvery,
     KeepLatest as KeepLatest,

@@ -1,4 +1,3 @@
 """The public names of `dcp_objstore.observe` and where each is defined."""
 
 from . import events as events
-from .trace import merge_traces as merge_traces

@@ -1,4 +1,4 @@
-"""Traces for Perfetto and `chrome://tracing`: write events to a file, and merge such files.
+"""Traces for Perfetto and `chrome://tracing`: write events to a file.
 
 The format is that of the "Trace Event Format" document of the Chromium project: complete events
 (`ph` X) with `ts` and `dur` in microseconds, and metadata events (`ph` M) that name the rows.
@@ -12,7 +12,6 @@ in the same way, so two files are merged by adding the difference of their bases
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import logging
 import os
@@ -124,7 +123,14 @@ class TraceFile:
             return
         self._written = len(taken)
         try:
-            _write(self._path, _document(*trace_events(taken)))
+            entries, base = trace_events(taken)
+            document = {
+                "schemaVersion": 1,
+                "displayTimeUnit": "ms",
+                "baseTimeNanoseconds": base,
+                "traceEvents": entries,
+            }
+            _write(self._path, document)
         except OSError as error:
             logger.warning("the trace %s could not be written: %s", self._path, error)
 
@@ -187,54 +193,6 @@ def _metadata(rows: dict[tuple[int, int], str]) -> list[dict[str, Any]]:
     return entries
 
 
-def _document(entries: list[dict[str, Any]], base: int) -> dict[str, Any]:
-    return {
-        "schemaVersion": 1,
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": base,
-        "traceEvents": entries,
-    }
-
-
-def merge_traces(into: str | os.PathLike[str], *traces: str | os.PathLike[str]) -> None:
-    """Merge several traces, of all ranks and of `torch.profiler`, into one on one time axis.
-
-        dos.save(state, "s3://bucket/run/step-1550", trace="rank0.json")
-        dos.observe.merge_traces("all.json", "rank0.json")
-
-    Traces of several hosts agree as far as their clocks do.
-
-    Args:
-        into: the file to write. If its name ends in `.gz`, it is compressed.
-        traces: files that `trace=` or `torch.profiler`'s `export_chrome_trace` wrote, also `.gz`.
-
-    Raises:
-        ConfigError: a file is not a trace, or no file was given.
-        OSError: a file cannot be read or written.
-    """
-    if not traces:
-        raise ConfigError("no traces were given to merge")
-    documents = [_read(Path(trace)) for trace in traces]
-    base = min(document.get("baseTimeNanoseconds", 0) for document in documents)
-    merged: list[dict[str, Any]] = []
-    for document in documents:
-        later_us = (document.get("baseTimeNanoseconds", 0) - base) / 1000
-        for entry in document["traceEvents"]:
-            merged.append({**entry, "ts": entry["ts"] + later_us} if "ts" in entry else entry)
-    _write(Path(into), _document(merged, base))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    body = path.read_bytes()
-    try:
-        document = json.loads(gzip.decompress(body) if path.suffix == ".gz" else body)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
-        raise ConfigError(f"{path} is not a trace: it has no list 'traceEvents'")
-    return document
-
-
 def _write(path: Path, document: dict[str, Any]) -> None:
     """Write a temporary file and rename it, so that no reader sees half of it."""
     body = json.dumps(document, separators=(",", ":")).encode()
@@ -242,7 +200,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(gzip.compress(body) if path.suffix == ".gz" else body)
+            file.write(body)
         Path(name).chmod(0o644)
         Path(name).replace(path)
     except BaseException:

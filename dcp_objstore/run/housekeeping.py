@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from dcp_objstore.checkpoint.catalogue import Markers
+from dcp_objstore.checkpoint.catalogue import Entry, Markers
 from dcp_objstore.checkpoint.delete import check_deletion_grace, remove_deleted
 from dcp_objstore.errors import (
     CheckpointNotFoundError,
@@ -22,14 +22,13 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.report import logger
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
-from dcp_objstore.run.steps import catalogue, step_number, step_url
+from dcp_objstore.run.steps import catalogue, step_number
 from dcp_objstore.run.sweep import sweep_below
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.threads import Spawned, spawn
 
 if TYPE_CHECKING:
     from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.checkpoint.marker import Marker
     from dcp_objstore.stores import StoreSpec
     from dcp_objstore.write.async_save import AsyncSaveHandle
 
@@ -40,11 +39,11 @@ _AT_A_TIME = 64
 _SWEEP_EVERY_SECONDS = 3600.0
 
 
-def _facts(number: int, marker: Marker) -> StepFacts:
+def _facts(number: int, step: Entry) -> StepFacts:
     """Return what policies know about a step. The user may have put anything under `metrics`."""
-    metrics = marker.user_metadata.get("metrics")
+    metrics = step.marker.user_metadata.get("metrics")
     metrics = metrics if isinstance(metrics, Mapping) else {}
-    return StepFacts(step=number, metrics=metrics, pinned=bool(marker.pins))
+    return StepFacts(step=number, metrics=metrics, pinned=bool(step.marker.pins))
 
 
 def after_commit(
@@ -173,15 +172,16 @@ class Retainer:
         listed = catalogue(self._run, read=self._markers.read)
         self._markers.forget_others(listed.places)
         steps = {
-            number: _facts(number, step.marker)
+            number: step
             for step in listed.steps
             if (number := step_number(step.name)) is not None
             and step.marker.index is not None
             and step.marker.index.key in listed.places[step.name]
         }
-        plan = plan_deletions(steps.values(), policy, in_use={newest, self.resumed})
-        for step in [step for step in plan if not steps[step].pinned][:_AT_A_TIME]:
-            self._delete(step)
+        facts = [_facts(number, step) for number, step in steps.items()]
+        plan = plan_deletions(facts, policy, in_use={newest, self.resumed})
+        for step in [step for step in plan if not steps[step].marker.pins][:_AT_A_TIME]:
+            self._delete(steps[step].name)
 
     def sweep(self) -> None:
         """Sweep the run, unless that was done in the last hour. It may be cut short anywhere.
@@ -211,12 +211,12 @@ class Retainer:
                 swept.uploads_aborted,
             )
 
-    def _delete(self, step: int) -> None:
-        url = step_url(self._run.url, step)
+    def _delete(self, name: str) -> None:
+        step = self._run.child(name)
         number = self.claim.number if self.claim is not None else 0
         try:
             # It is not the newest: the plan was made with a list of the whole run.
-            self.deletions.delete(self._run.at(url), number, allow_newest=True)
+            self.deletions.delete(step, number, allow_newest=True)
         except (CheckpointNotFoundError, CheckpointPinnedError):
             return  # since the run was listed
-        logger.info("deleted %s, which no retention policy keeps", url)
+        logger.info("deleted %s, which no retention policy keeps", step.url)

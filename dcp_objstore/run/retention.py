@@ -1,7 +1,6 @@
 """Retention: which steps of a run are kept. Policies are pure functions of the committed steps.
 
-    keep = [KeepLatest(3), KeepEvery(5000), KeepBest("loss", 2)]     # what any of them keeps
-    keep = KeepAll(KeepEvery(1000), KeepLatest(50))                  # what all of them keep
+    keep = [KeepLatest(3), KeepEvery(5000), KeepBest("loss", 2)]  # what any of them keeps
 
 A policy says what to keep and never what to delete, so that two of them cannot disagree.
 """
@@ -142,49 +141,23 @@ class KeepBest(RetentionPolicy):
         return frozenset(step for _, step in heapq.nlargest(self.n, ranked))
 
 
-class _Combination(RetentionPolicy):
-    """A policy that combines others."""
+class _KeepAny(RetentionPolicy):
+    """Keeps the steps that at least one of the policies keeps."""
 
-    def __init__(self, *policies: RetentionPolicy) -> None:
-        name = type(self).__name__
-        if not policies:
-            raise ConfigError(f"{name} needs at least one policy")
-        for policy in policies:
+    def __init__(self, policies: Iterable[RetentionPolicy]) -> None:
+        self.policies = tuple(policies)
+        if not self.policies:
+            raise ConfigError("keep= needs at least one policy, or None to keep all steps")
+        for policy in self.policies:
             if not isinstance(policy, RetentionPolicy):
-                raise ConfigError(f"{name} takes retention policies, got {policy!r}")
-        self.policies = policies
+                raise ConfigError(f"keep= takes retention policies, got {policy!r}")
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}{self.policies!r}"
-
-
-class KeepAny(_Combination):
-    """Keeps the steps that at least one of the policies keeps.
-
-        keep = dos.KeepAny(dos.KeepLatest(3), dos.KeepEvery(5000))  # a list does the same
-
-    Raises:
-        ConfigError: there is no argument, or one is not a policy.
-    """
+        return repr(list(self.policies))
 
     def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
         """Return the steps that any of the policies keeps."""
         return frozenset().union(*(policy.keeps(steps) for policy in self.policies))
-
-
-class KeepAll(_Combination):
-    """Keeps the steps that every one of the policies keeps.
-
-        keep = dos.KeepAll(dos.KeepEvery(100), dos.KeepLatest(5))
-
-    Raises:
-        ConfigError: there is no argument, or one is not a policy.
-    """
-
-    def keeps(self, steps: Sequence[StepFacts]) -> frozenset[int]:
-        """Return the steps that all of the policies keep."""
-        first, *others = (policy.keeps(steps) for policy in self.policies)
-        return first.intersection(*others)
 
 
 def as_policy(keep: RetentionPolicy | Iterable[RetentionPolicy] | None) -> RetentionPolicy | None:
@@ -197,7 +170,7 @@ def as_policy(keep: RetentionPolicy | Iterable[RetentionPolicy] | None) -> Reten
         return keep
     if not isinstance(keep, Iterable):
         raise ConfigError(f"keep must be a policy or a list of them, got {type(keep).__name__}")
-    return KeepAny(*keep)
+    return _KeepAny(keep)
 
 
 def plan_deletions(

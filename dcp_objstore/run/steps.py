@@ -57,7 +57,11 @@ def step_url(run_url: str, step: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """Return the number in a step's name, or None for any other name."""
+    """Return the number of the step that `step_name` gives this name; None for any other name.
+
+    One number has one name: `step-01` names no step, so retention, which plans by numbers, cannot
+    take one checkpoint for another.
+    """
     match = _STEP_NAME.match(name)
     return int(match[1]) if match else None
 

@@ -96,7 +96,6 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             replaces the file, unless its name contains `{name}`, which stands for the last element
             of the URL. With several ranks each writes its own file: `{rank}` stands for the number
             of the rank; without it "save.json" becomes "save.rank3.json".
-            `dcp_objstore.observe.merge_traces` combines these files.
         allow_unfenced: save even to a store without conditional writes, where two writers of one
             checkpoint are not kept apart. Default False: refuse.
         user_metadata: small JSON values to store in the commit marker (metrics, step, config).

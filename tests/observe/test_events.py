@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import io
 import json
 import logging
@@ -385,10 +384,10 @@ def test_a_failure_is_told_once_on_every_rank_and_each_has_its_trace(tmp_path):
     assert [one[1:] for (one,) in told] == [(1, "step-2")] * 2
     written = {path.name for path in (tmp_path / "traces").iterdir()}
     assert written == {f"step-{step}.rank{rank}.json" for step in (1, 2) for rank in (0, 1)}
-    dos.observe.merge_traces(tmp_path / "all.json", *(tmp_path / "traces").glob("step-1.*"))
-    merged = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
-    assert {one["args"]["name"].split(" (")[0] for one in merged if one["name"] == "process_name"} \
-        == {"dcp_objstore rank 0", "dcp_objstore rank 1"}  # fmt: skip
+    for rank in (0, 1):
+        own = json.loads((tmp_path / "traces" / f"step-1.rank{rank}.json").read_text())
+        names = [one["args"]["name"] for one in own["traceEvents"] if one["name"] == "process_name"]
+        assert [name.split(" (")[0] for name in names] == [f"dcp_objstore rank {rank}"]
     failed = json.loads((tmp_path / "traces" / "step-2.rank1.json").read_text())["traceEvents"]
     assert any(one["name"].startswith("save failed: ") for one in failed)
 
@@ -475,12 +474,8 @@ def test_a_trace_lies_on_one_axis_with_that_of_torch_profiler(tmp_path):
     profiler.export_chrome_trace(str(tmp_path / "torch.json"))
     ours, theirs = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("save", "torch"))
     assert ours["baseTimeNanoseconds"] == theirs["baseTimeNanoseconds"]
-    dos.observe.merge_traces(
-        tmp_path / "both.json", tmp_path / "save.json", tmp_path / "torch.json"
-    )
-    both = json.loads((tmp_path / "both.json").read_text())
-    (around,) = [one for one in spans(both) if one["name"] == "around"]
-    (saved,) = [one for one in spans(both) if one["name"] == "save"]
+    (around,) = [one for one in spans(theirs) if one["name"] == "around"]
+    (saved,) = [one for one in spans(ours) if one["name"] == "save"]
     slack_us = 1000  # Kineto measures with the processor's counter
     assert around["ts"] - slack_us <= saved["ts"]
     assert saved["ts"] + saved["dur"] <= around["ts"] + around["dur"] + slack_us
@@ -531,23 +526,6 @@ def test_a_trace_that_cannot_be_written_only_warns(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     dos.save(state(1), memory_url(), trace=tmp_path / "file" / "save.json")
     assert "could not be written" in caplog.text
-
-
-def test_traces_with_other_bases_are_moved_onto_one_axis(tmp_path):
-    for name, base in (("a", 5_000), ("b.gz", 2_000)):
-        one = {"ph": "X", "ts": 1.5, "dur": 1, "name": name, "pid": 1, "tid": 1}
-        document = {"baseTimeNanoseconds": base, "traceEvents": [one, {"ph": "M"}]}
-        body = json.dumps(document).encode()
-        (tmp_path / name).write_bytes(gzip.compress(body) if name.endswith("gz") else body)
-    dos.observe.merge_traces(tmp_path / "c", tmp_path / "a", tmp_path / "b.gz")
-    merged = json.loads((tmp_path / "c").read_text())
-    assert merged["baseTimeNanoseconds"] == 2_000
-    assert [one["ts"] for one in spans(merged)] == [4.5, 1.5]
-    (tmp_path / "d").write_text("[]")
-    with pytest.raises(dos.errors.ConfigError, match="trace"):
-        dos.observe.merge_traces(tmp_path / "c", tmp_path / "d")
-    with pytest.raises(dos.errors.ConfigError, match="no traces"):
-        dos.observe.merge_traces(tmp_path / "c")
 
 
 # What is shown ----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from dcp_objstore.checkpoint.names import MARKER_KEY, data_key, new_nonce
 from dcp_objstore.cli.ls import print_checkpoints
 from dcp_objstore.observe.events import Event, Planned
 from dcp_objstore.run import claim_run as claiming, housekeeping as retaining, manager
-from dcp_objstore.run.steps import check_step
+from dcp_objstore.run.steps import check_step, step_name, step_number
 from dcp_objstore.run.sweep import SweepReport
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
@@ -647,6 +647,19 @@ def test_what_somebody_else_did_to_a_step_does_not_keep_others_from_being_delete
             dos.pin(f"{url}/step-1", "paper")
     pinned = ["step-1"] if change == "pinned" else []
     assert names(url) == [*pinned, "step-3", "step-4", "step-5"]
+
+
+def test_each_step_has_one_name_so_that_retention_deletes_what_it_means(url):
+    alike = ["iter_00000002", "step-002", "step-02", "step-2.0"]
+    for name in (*alike, "step-1", "step-2", "step-10"):
+        dos.save(state(1), f"{url}/{name}", progress=False)
+        number = step_number(name)
+        assert number is None or step_name(number) == name
+    assert not any(step_number(name) for name in alike)
+    retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False).committed(10)
+    assert names(url) == [*alike, "step-10"]
+    for name in alike:
+        dos.load(state(0), f"{url}/{name}", progress=False)
 
 
 def test_a_few_steps_are_deleted_after_each_commit_and_no_marker_is_read_twice_to_plan_it(

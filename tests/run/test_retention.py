@@ -10,8 +10,6 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.run.retention import (
-    KeepAll,
-    KeepAny,
     KeepBest,
     KeepEvery,
     KeepLatest,
@@ -37,7 +35,7 @@ SIMPLE = st.one_of(
 POLICIES = st.recursive(
     SIMPLE,
     lambda inner: st.lists(inner, min_size=1, max_size=3).flatmap(
-        lambda some: st.sampled_from([KeepAny(*some), KeepAll(*some)])
+        lambda some: st.just(as_policy(some))
     ),
     max_leaves=6,
 )
@@ -75,10 +73,8 @@ def test_applied_again_after_deleting_nothing_more_goes(run, policy):
 
 @CALM
 @given(RUNS, st.lists(POLICIES, min_size=1, max_size=4))
-def test_any_is_the_union_and_all_the_intersection(run, policies):
+def test_a_list_keeps_what_any_of_its_policies_keeps(run, policies):
     kept = [policy.keeps(run) for policy in policies]
-    assert KeepAny(*policies).keeps(run) == frozenset().union(*kept)
-    assert KeepAll(*policies).keeps(run) == frozenset.intersection(*kept)
     assert as_policy(policies).keeps(run) == frozenset().union(*kept)  # type: ignore[union-attr]
 
 
@@ -129,9 +125,7 @@ def test_example_of_the_readme():
         lambda: KeepLatest(True),
         lambda: KeepBest("loss", 1, "least"),  # type: ignore[arg-type]
         lambda: KeepBest(""),
-        KeepAny,
-        KeepAll,
-        lambda: KeepAll(3),  # type: ignore[arg-type]
+        lambda: as_policy([3]),  # type: ignore[list-item]
         lambda: as_policy([]),
         lambda: as_policy(3),  # type: ignore[arg-type]
     ],
