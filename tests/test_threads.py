@@ -32,7 +32,7 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> threads._Stock:
     return stock
 
 
-def test_when_no_thread_starts_any_more_those_of_the_stock_run_one_function_after_another(stock):
+def test_if_no_thread_starts_the_threads_in_stock_take_turns(stock):
     _asked.set("by the caller")
     seen: list[tuple[str, str]] = []
 

@@ -503,7 +503,7 @@ def test_what_a_claim_asks_of_its_run(run, caplog):
     assert caplog.text == ""
 
 
-def test_a_claim_that_meets_the_end_of_another_does_not_bring_back_what_does_not_count(run):
+def test_a_claim_that_meets_another_ending_does_not_revive_steps(run):
     """The other's second PUT, which raises the base, lands right before our first."""
     zombie = Job(run)
     stray = zombie.begin("step-1")

@@ -161,7 +161,7 @@ def test_an_empty_checkpoint_is_written():
     assert decode_metadata(encode_metadata(empty)) == wanted
 
 
-def test_only_globals_of_torch_are_named_and_the_protocol_is_one_that_old_python_reads():
+def test_dot_metadata_names_only_torchs_globals_in_an_old_protocol():
     named = set()
     for opcode, argument, _ in pickletools.genops(encode_metadata(index())):
         assert opcode.proto <= 4

@@ -194,9 +194,7 @@ def test_keep_leaves_the_users_objects(tmp_path):
 STATE = {"a": "1", "b": "2"}
 
 
-def test_what_the_demo_wrote_is_removed_from_a_slow_bucket_with_as_many_retries_as_elsewhere(
-    seaweed, monkeypatch
-):
+def test_the_demo_cleans_a_slow_bucket_with_the_usual_retries(seaweed, monkeypatch):
     asked_to_wait = iter(range(4))
 
     def slow_down(asked: Asked) -> Refuse | None:

@@ -243,7 +243,7 @@ def test_nothing_in_the_value_is_run():
 
 
 @PROTOCOL_WARNING
-def test_a_pickle_of_another_protocol_than_torch_writes_is_refused_not_called_damaged():
+def test_a_pickle_of_another_protocol_is_refused_and_not_called_damaged():
     with pytest.raises(UntrustedPickleError):
         check_safe(saved([1], pickle_protocol=4), "key", trust_pickle=False)
 

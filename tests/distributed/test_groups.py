@@ -115,7 +115,7 @@ def trained_while_a_thread_loads(rank: int, world: int, meeting: str) -> bool:
     return made.wait(60) and sums == [1 + 2 * step for step in range(20)]
 
 
-def test_a_load_in_a_thread_makes_its_group_without_a_collective_of_the_default_group():
+def test_a_load_in_a_thread_makes_its_group_without_a_default_collective():
     meeting = str(uuid.uuid4())
     assert run_ranks(2, trained_while_a_thread_loads, meeting) == [True, True]
 

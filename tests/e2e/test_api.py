@@ -79,7 +79,7 @@ def resume(rank: int, world: int, url: str, options: Options) -> tuple[Any, int,
     return report, state["progress"]["step"], [advance(state) for _ in range(3)]
 
 
-def test_a_model_and_optimizer_saved_on_4_ranks_train_on_alike_on_2_and_in_one_process(bucket):
+def test_a_save_of_4_ranks_trains_on_alike_on_2_and_in_one_process(bucket):
     url, options = bucket.at("step-3"), bucket.storage_options
     saved = run_ranks(4, save_trained, url, options)
     reports = [report for report, _ in saved]
@@ -291,9 +291,7 @@ def partly_trained(steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_parameter_that_never_got_a_gradient_does_not_keep_a_checkpoint_from_loading(
-    caplog, steps
-):
+def test_a_parameter_without_a_gradient_does_not_prevent_a_load(caplog, steps):
     url = memory_url()
     dos.save(partly_trained(5), url)
     state = partly_trained(steps)

@@ -379,9 +379,7 @@ def interrupted(
         ("load", "load_state_dict", KeyboardInterrupt()),
     ],
 )
-def test_ctrl_c_in_the_programs_own_code_on_one_rank_ends_the_call_on_all_and_no_later_one(
-    tmp_path, kind, on, error
-):
+def test_ctrl_c_in_the_programs_code_on_one_rank_ends_that_call_on_all(tmp_path, kind, on, error):
     (first, after), (second, _) = run_ranks(2, interrupted, f"file://{tmp_path}", kind, on, error)
     assert second == repr(error)
     assert "RankFailedError" in first

@@ -168,7 +168,7 @@ def test_a_save_that_fails_while_overwriting_leaves_the_old_checkpoint_whole(buc
     assert edition_in(url, options, ["first", "second"]) == "first"
 
 
-def test_a_store_that_ignores_conditions_is_refused_until_the_user_vouches_for_one_writer(tmp_path):
+def test_a_store_that_ignores_conditions_is_refused_unless_the_user_vouches(tmp_path):
     with RcloneServer(tmp_path) as server:
         url, options = f"s3://{server.bucket}/step-1", server.storage_options
         with pytest.raises(CheckpointException) as caught:

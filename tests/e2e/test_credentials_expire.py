@@ -154,9 +154,7 @@ def test_fresh_credentials_that_are_refused_too_say_what_to_do(sink, guard, tmp_
     assert len(guard.refused) <= 4
 
 
-def test_credentials_in_storage_options_that_end_in_mid_save_say_that_nobody_can_renew_them(
-    sink, guard
-):
+def test_fixed_credentials_that_expire_say_that_nobody_can_renew_them(sink, guard):
     options: dict[str, object] = {"secret": "s", "token": "t", "key": f"K{time.time() + 3600:.3f}"}
 
     def end(asked: Asked) -> Fault | None:

@@ -110,9 +110,7 @@ def test_gcs_a_token_that_nobody_can_renew_says_so(bucket, gcs_server, verb):
 
 
 @gcs
-def test_gcs_a_save_that_is_refused_in_a_part_can_be_tried_again_with_the_same_writer(
-    bucket, gcs_server
-):
+def test_gcs_a_save_refused_in_a_part_can_be_repeated_with_the_same_writer(bucket, gcs_server):
     tokens = ShortLived(gcs_server, HOUR_SECONDS)
     state = {"weight": torch.arange(2_000_000)}
     config = dos.TransferConfig(part_size_bytes=5 * 1024 * 1024)

@@ -101,5 +101,5 @@ def save_fresh(rank: int, world: int, url: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_optimizers_that_have_not_stepped_are_stored_without_a_state_by_several_ranks(tmp_path):
+def test_optimizers_before_their_first_step_are_stored_without_a_state(tmp_path):
     assert run_ranks(2, save_fresh, tmp_path.as_uri()) == [[], []]

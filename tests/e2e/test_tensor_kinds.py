@@ -317,7 +317,7 @@ def test_a_wrapper_that_takes_no_plain_values_is_refused_before_a_tensor_is_fill
     assert is_same(state["odd"], before)
 
 
-def test_a_wrapper_loads_into_one_of_another_class_or_with_other_settings_by_its_values():
+def test_a_wrapper_loads_into_another_class_or_settings_by_its_values():
     url = memory_url()
     saved = codes(3, 4, bias=1.0)
     dos.save({"other": saved, "settings": saved}, url, progress=False)

@@ -164,9 +164,7 @@ def test_a_store_that_says_slow_down_for_ever_fails_the_save_soon_and_says_so(bu
 
 
 @pytest.mark.backends("seaweed")
-def test_a_store_that_says_slow_down_for_ever_fails_the_load_within_the_shared_budget(
-    bucket, monkeypatch
-):
+def test_endless_slow_down_answers_fail_the_load_within_the_shared_budget(bucket, monkeypatch):
     monkeypatch.setattr("dcp_objstore.stores.admission.limiter.RETRY_BUDGET", 6.0)
     url = bucket.at("step-1")
     with NetworkProxy(bucket.storage_options) as proxy:

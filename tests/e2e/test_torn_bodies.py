@@ -205,9 +205,7 @@ def test_an_answer_that_is_always_wrong_is_one_error_that_says_where_on_every_ra
 
 @sized
 @shared
-def test_an_object_that_is_removed_in_the_middle_is_corruption_while_the_commit_stands(
-    tear, size, read_once
-):
+def test_an_object_removed_in_mid_load_is_corruption_while_the_commit_stands(tear, size, read_once):
     torn = tear(size)
     torn.proxy.before(torn.meant, lambda: torn.bucket.delete(f"step-1/{torn.victim}"))
     error = torn.error(read_once)
@@ -240,9 +238,7 @@ def test_a_checkpoint_that_goes_in_the_middle_is_gone_on_every_rank(tear, what, 
 
 
 @shared
-def test_a_checkpoint_that_is_replaced_in_the_middle_loads_while_its_objects_are_there(
-    tear, read_once
-):
+def test_a_checkpoint_replaced_in_mid_load_loads_while_its_objects_exist(tear, read_once):
     torn = tear("large")
     torn.proxy.before(torn.meant, torn.replace)
     reports = [outcome.value for outcome in torn.load(read_once)]

@@ -254,7 +254,7 @@ def kill_many(bucket: Bucket, seeds: Sequence[int]) -> Counter[str]:
     return fell_into
 
 
-def test_a_job_that_is_killed_resumes_on_another_number_of_ranks_with_nothing_torn_or_lost(bucket):
+def test_a_killed_job_resumes_on_other_ranks_with_nothing_torn_or_lost(bucket):
     # Of both ranks at the marker, and of the coordinator in a part and at the listing.
     assert kill_many(bucket, (0, 2, 3)).total() == 3
 

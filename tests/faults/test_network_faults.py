@@ -151,9 +151,7 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
         pytest.param(lambda asked: asked.name.startswith("index."), id="index"),
     ],
 )
-def test_a_coordinator_that_is_stalled_before_the_commit_fails_the_save_on_every_rank(
-    bucket, proxy, what
-):
+def test_a_coordinator_stalled_before_the_commit_fails_every_ranks_save(bucket, proxy, what):
     """Small requests obey the stall time-out, although their own time-outs are minutes."""
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(what)
@@ -342,9 +340,7 @@ def test_connections_cut_at_random_only_delay_a_save_and_a_load(bucket, proxy, s
 
 
 @pytest.mark.parametrize("side", [pytest.param("request", marks=pytest.mark.campaign), "answer"])
-def test_a_save_survives_the_loss_of_every_kind_of_request_and_of_every_kind_of_answer(
-    bucket, proxy, side
-):
+def test_a_save_survives_the_loss_of_every_kind_of_request_and_answer(bucket, proxy, side):
     """Each once: nothing of the request arrives; or it takes effect, and its answer is lost."""
     url = bucket.at("step-1")
     lost: set[tuple[str, ...]] = set()

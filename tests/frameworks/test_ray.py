@@ -40,7 +40,7 @@ finally:
 
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
-def test_workers_go_on_after_the_newest_step_when_one_is_killed_and_when_there_are_fewer(
+def test_workers_go_on_after_the_newest_step_when_one_is_killed_or_gone(
     bucket, tmp_path, tmp_path_factory
 ):
     url = bucket.at("run")

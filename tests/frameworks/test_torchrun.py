@@ -50,9 +50,7 @@ def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_si
 @pytest.mark.campaign
 @pytest.mark.backends("seaweed")
 @pytest.mark.timeout(600)
-def test_a_machine_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_last_save(
-    bucket, tmp_path
-):
+def test_a_joining_machine_costs_no_step_and_a_lost_one_the_unsaved_steps(bucket, tmp_path):
     url, go = bucket.at("run"), tmp_path / "go"
     env = environment(bucket) | {elastic.PAUSE_SECONDS: "0.05", elastic.GO: str(go)}
     with socket.create_server(("127.0.0.1", 0)) as free:

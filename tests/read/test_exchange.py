@@ -307,9 +307,7 @@ def test_each_byte_is_fetched_by_one_rank_and_reaches_all_that_need_it(
             assert sent == (sizes if hosts[sender] != hosts[rank] else []), "what it needs, no more"
 
 
-def test_where_memory_cannot_be_shared_all_is_sent_and_whole_stretches_without_a_copy(
-    monkeypatch, tmp_path
-):
+def test_without_shared_memory_whole_stretches_are_sent_without_a_copy(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "_BOOT_ID", tmp_path / "absent")
     messages: list[int] = []
     slots: list[tuple[int, int]] = []

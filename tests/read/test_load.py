@@ -192,7 +192,7 @@ def test_a_value_that_may_run_code_is_refused_unless_it_is_trusted():
     assert isinstance(state["v"], Custom)
 
 
-def test_an_optimizer_loses_what_was_saved_without_state_and_keeps_what_was_not_saved():
+def test_an_optimizer_drops_state_saved_as_absent_and_keeps_what_was_not_saved():
     def trained(*names: str, stepped: str) -> tuple[nn.ModuleDict, torch.optim.AdamW]:
         model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
         optimizer = torch.optim.AdamW(model.parameters())

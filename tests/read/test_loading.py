@@ -456,9 +456,7 @@ def test_an_item_without_bytes_is_complete_at_once():
     assert [read.take().getvalue() for read in arrived] == [b""]
 
 
-def test_tensors_of_a_stock_checkpoint_are_placed_where_they_arrive_and_do_not_pile_up(
-    tmp_path, monkeypatch
-):
+def test_stock_tensors_are_placed_as_they_arrive_and_do_not_pile_up(tmp_path, monkeypatch):
     """The calling thread is kept busy with a value until all tensors are in place."""
     tensors = {f"t{n:02}": seeded(f"t{n}", (MIB // 4,)) for n in range(40)}
     url = stock_checkpoint(tmp_path / "step-1", {"step": 3, **tensors})
@@ -685,9 +683,7 @@ def test_threads_that_share_a_reader_each_load_what_they_asked_for():
             assert tensor.eq(n).all(), f"the load of step {n} got another step's"
 
 
-def test_a_block_that_two_reads_need_is_fetched_once_and_an_item_that_is_absent_is_not_found(
-    tmp_path,
-):
+def test_a_block_of_two_reads_is_fetched_once_and_an_absent_item_is_not_found(tmp_path):
     dos.save({"t": torch.ones(3)}, tmp_path.as_uri())
     opened = open_rooted(StoreSpec(tmp_path.as_uri()).open())
     location = opened.items.find("t", (0,), None)

@@ -526,7 +526,7 @@ def test_a_rank_that_verifies_gets_nothing_from_one_that_does_not(sink, saved, t
         assert "verify" in str(error)
 
 
-def test_ranks_that_differ_in_reading_once_are_refused_and_do_not_wait_for_each_other(sink, saved):
+def test_ranks_that_differ_in_reading_once_are_refused_without_a_wait(sink, saved):
     arguments = (saved, sink.storage_options, "read_once", [True, False], True)
     for outcome in try_ranks(2, load_unlike, *arguments):
         assert isinstance(outcome.error, ConfigError), outcome

@@ -308,7 +308,7 @@ def test_deletions_and_a_run_that_goes_away_end_nothing(url, time):
     assert dropped == []
 
 
-def test_a_step_that_was_deleted_does_not_hide_one_that_stopped_counting_at_that_time(url, time):
+def test_a_deleted_step_does_not_hide_one_that_stopped_counting_then(url, time):
     def delete_and_go_back() -> None:
         dos.delete(f"{url}/step-1")
         train(url, [4], back_to=2)

@@ -469,9 +469,7 @@ def test_what_a_sweep_leaves_alone_is_not_called_left_over(capsys):
         "it is replaced",
     ],
 )
-def test_of_a_checkpoint_that_changes_meanwhile_nothing_is_called_left_over_by_mistake(
-    monkeypatch, change
-):
+def test_objects_of_a_changing_checkpoint_are_not_called_left_over(monkeypatch, change):
     url = memory_url()
     for _ in range(2):
         dos.save({"w": torch.ones(5)}, url, overwrite=True)
@@ -568,9 +566,7 @@ def test_a_list_that_a_claim_ran_through_is_made_again(monkeypatch):
     assert [one.state for one in found] == ["committed", "committed", "superseded"]
 
 
-def test_what_replaces_a_checkpoint_before_its_objects_are_listed_is_not_called_left_over(
-    monkeypatch,
-):
+def test_a_replacement_made_before_the_listing_is_not_called_left_over(monkeypatch):
     url = memory_url()
     dos.save({"w": torch.ones(5)}, url)
     list_places = listing.list_places

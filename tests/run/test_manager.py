@@ -219,7 +219,7 @@ def test_a_step_can_be_saved_again_after_a_load_that_found_none(url):
 
 
 @pytest.mark.parametrize("on_busy", ["skip", "raise"])
-def test_a_save_that_is_due_by_time_waits_for_ranks_that_have_not_seen_the_last_one_end(
+def test_a_timed_save_waits_for_ranks_that_have_not_seen_the_last_one_end(
     url, on_busy, monkeypatch
 ):
     """The timer has asked when rank 0 had ended that save."""
@@ -662,7 +662,7 @@ def test_each_step_has_one_name_so_that_retention_deletes_what_it_means(url):
         dos.load(state(0), f"{url}/{name}", progress=False)
 
 
-def test_a_few_steps_are_deleted_after_each_commit_and_no_marker_is_read_twice_to_plan_it(
+def test_retention_deletes_a_few_steps_a_commit_and_reads_no_marker_twice(
     url, monkeypatch, requests
 ):
     monkeypatch.setattr(retaining, "_AT_A_TIME", 2)
@@ -745,9 +745,7 @@ def test_at_its_end_a_run_holds_the_bytes_that_keep_says_and_tombstones(bucket, 
         assert sorted(path.name for path in left) == ["_CLAIM", *[MARKER_KEY] * 8]
 
 
-def test_with_a_grace_period_objects_stay_that_long_and_what_is_saved_there_again_is_whole(
-    url, monkeypatch
-):
+def test_a_grace_period_keeps_objects_and_a_new_save_there_is_whole(url, monkeypatch):
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr(retaining, "time", clock)
@@ -1156,9 +1154,7 @@ def test_a_save_for_which_ctrl_c_ended_one_wait_is_waited_for_at_the_end(url, he
     assert names(url) == ["step-1"]
 
 
-def test_after_an_error_in_the_body_no_rank_waits_for_this_one_to_agree_while_it_saves(
-    url, monkeypatch
-):
+def test_after_an_error_in_the_body_no_rank_waits_for_this_ones_agreement(url, monkeypatch):
     ended: list[str] = []
     close, abandon = manager.StepConsensus.close, manager.RunSaves.abandon
     monkeypatch.setattr(
@@ -1283,9 +1279,7 @@ def test_a_save_that_failed_lets_no_other_save_replace_a_step_that_was_there(url
         assert loaded(run)[1]["step"] == 1
 
 
-def test_a_save_that_was_cut_off_is_not_taken_for_the_later_step_that_it_was_to_replace(
-    url, monkeypatch
-):
+def test_a_save_that_was_cut_off_is_not_taken_for_the_step_it_was_to_replace(url, monkeypatch):
     """So the next one still goes back past that step."""
 
     def interrupted(*_: object, **__: object) -> None:
@@ -1463,7 +1457,7 @@ def _signal_while_a_save_drains(url: str, held: threading.Event, fails: bool) ->
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_signal_that_no_step_has_seen_ends_the_program_once_the_last_save_is_committed(
+def test_a_signal_no_step_has_seen_ends_the_program_after_the_last_commit(
     tmp_path, held, capfd, fails
 ):
     """It does not cut the save short, and it is not forgotten. An error of the body is logged."""
@@ -1500,7 +1494,7 @@ def test_a_signal_that_the_program_knows_of_does_not_end_it(tmp_path):
     assert child.exitcode == 3
 
 
-def test_a_step_is_not_saved_twice_and_an_old_run_not_overwritten_by_one_that_never_loaded(url):
+def test_a_step_is_saved_once_and_a_job_that_never_loaded_overwrites_no_run(url):
     with dos.CheckpointManager(url, save_every=1) as run:
         assert run.step(1, state(1))
         assert run.step(1, state(1)) is False
@@ -1656,7 +1650,7 @@ def test_in_whatever_order_managers_end_a_signal_then_does_what_it_did_before(ur
     assert signal.getsignal(signal.SIGUSR2) is original
 
 
-def test_a_handler_that_the_program_has_chained_does_what_was_done_before_the_manager(url, came):
+def test_a_handler_that_the_program_chained_acts_as_before_the_manager(url, came):
     run = catching(url).__enter__()
     chain(signal.SIGUSR2)
     run.close()
@@ -1705,9 +1699,7 @@ def _end_and_signal(url: str, number: signal.Signals, again: bool) -> None:
     ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGWINCH, 3)]
 )
 @pytest.mark.parametrize("again", [False, True])
-def test_after_the_block_a_chained_signal_has_its_default_action_unless_a_manager_catches_it(
-    url, number, code, again
-):
+def test_after_the_block_a_chained_signal_has_its_default_action(url, number, code, again):
     forking = multiprocessing.get_context("fork")
     child = forking.Process(target=_end_and_signal, args=(url, number, again))
     child.start()
@@ -1781,7 +1773,7 @@ def test_the_step_at_which_a_job_must_end_is_saved_unless_it_was(url, monkeypatc
     assert names(url) == ["step-2"]
 
 
-def test_a_job_that_saves_nothing_when_it_must_end_still_saves_its_last_step_when_it_need_not(url):
+def test_a_job_told_not_to_save_at_preemption_still_saves_its_last_step(url):
     with dos.CheckpointManager(url, preemption=dos.Preemption(save=False)) as run:
         run.step(1, state(1))
     assert names(url) == ["step-1"]

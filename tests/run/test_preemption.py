@@ -70,7 +70,7 @@ def test_what_an_earlier_handler_raises_is_raised_once_later():
         (signal.SIG_IGN, [], False),
     ],
 )
-def test_a_handler_that_was_chained_gives_a_signal_its_default_action_if_nobody_catches_it(
+def test_a_chained_handler_gives_an_uncaught_signal_its_default_action(
     monkeypatch, before, others, acts
 ):
     number, acted = signal.SIGUSR2, []
@@ -229,7 +229,7 @@ def test_a_watch_that_is_installed_twice_gives_the_earlier_handler_back():
         (Preemption(signals=()), False),
     ],
 )
-def test_a_manager_beside_the_main_thread_warns_if_nothing_can_tell_that_its_job_must_end(
+def test_a_manager_in_another_thread_warns_if_nothing_can_announce_preemption(
     caplog, of_job, warns
 ):
     before = signal.getsignal(signal.SIGTERM)

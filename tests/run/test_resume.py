@@ -114,7 +114,7 @@ def test_a_state_that_may_be_half_filled_is_never_taken_for_one_that_is_unchange
 
 @pytest.mark.parametrize("follows", [True, False])
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_step_that_is_deleted_while_it_is_loaded_gives_way_to_the_one_that_came_instead(
+def test_a_step_deleted_while_it_is_loaded_gives_way_to_its_replacement(
     tmp_path, monkeypatch, at, follows
 ):
     """By the retention of the job that writes the run, say. Its objects go with it."""
@@ -205,7 +205,7 @@ def test_only_what_the_load_has_found_damaged_is_read_to_verify_it():
 
 
 @pytest.mark.parametrize("is_deleted", [False, True])
-def test_a_step_that_lacks_an_object_is_skipped_and_so_is_one_that_is_deleted_meanwhile(is_deleted):
+def test_a_step_that_lacks_an_object_or_is_deleted_meanwhile_is_skipped(is_deleted):
     loads = Loads({}, steps=2)
     loads.errors[2] = CheckpointCorruptError("an object is missing")
     url = f"{loads.run.url}/step-2"

@@ -902,7 +902,7 @@ def test_a_store_that_fails_during_a_load_is_what_is_raised(lane, saved, through
     assert not lane.queued
 
 
-def test_an_error_at_the_end_of_the_copies_is_raised_unless_the_load_has_failed_before(saved):
+def test_an_error_at_the_end_of_the_copies_is_raised_unless_the_load_failed(saved):
     class LostLane(LateLane):
         def finish(self) -> None:
             super().finish()

@@ -148,7 +148,7 @@ def grouped(*, by_layer: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW([{"params": [], "lr": 0.7}, *groups])
 
 
-def test_a_group_of_parameters_that_had_different_settings_is_refused_or_keeps_its_own(caplog):
+def test_a_group_with_different_settings_is_refused_or_keeps_its_own(caplog):
     model, optimizer = grouped(by_layer=True)
     step(model, optimizer)
     dos.save({"model": model, "optimizer": optimizer}, url := memory_url(), progress=False)
@@ -436,7 +436,7 @@ def test_a_load_in_inference_mode_makes_state_that_can_be_stepped():
     assert float(optimizer.state[model[0].weight]["step"]) == 3
 
 
-def test_what_a_stateful_object_makes_of_a_load_in_inference_mode_can_be_changed_later():
+def test_tensors_that_an_object_makes_of_a_load_are_no_inference_tensors():
     class Copies(Held):
         def load_state_dict(self, state_dict: Any) -> None:
             super().load_state_dict({key: value.clone() for key, value in state_dict.items()})

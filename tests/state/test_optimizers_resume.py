@@ -113,9 +113,7 @@ _RANKS = [(name, layout) for name in _CLASSES for layout in LAYOUTS]
 @pytest.mark.parametrize(
     ("name", "layout"), cases(_RANKS, default=[("AdamW", layout) for layout in LAYOUTS])
 )
-def test_two_ranks_go_on_as_through_their_own_state_dicts_and_one_process_has_what_they_had(
-    name, layout
-):
+def test_two_ranks_and_one_process_resume_as_by_their_own_state_dicts(name, layout):
     for found in rows_of(case_of("torch", name), layout):
         allowed = {RIGHT} if name == "AdamW" else {RIGHT, NOT_RUN}
         # Each rank has a `prev_loss` of its own, and torch one place for it.

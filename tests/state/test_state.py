@@ -392,7 +392,7 @@ class Rotary(nn.Module):
         self.register_buffer("freqs", torch.arange(4.0), persistent=False)
 
 
-def test_a_module_on_the_meta_device_is_not_loaded_into_and_the_error_says_what_to_do():
+def test_a_module_on_the_meta_device_is_refused_with_what_to_do():
     with torch.device("meta"):
         model = Rotary()
     state = {"optimizer": torch.optim.AdamW(model.parameters()), "model": model}
@@ -484,7 +484,7 @@ def test_only_the_optimizer_that_was_saved_without_state_is_left_without():
     assert not other["optimizer_b"].state
 
 
-def test_momentum_of_some_parameter_groups_is_restored_and_of_the_others_there_is_none():
+def test_momentum_is_restored_only_for_groups_that_had_it():
     def make(steps: int) -> dict[str, object]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)

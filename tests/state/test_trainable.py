@@ -156,7 +156,7 @@ def test_nothing_of_a_module_in_which_nothing_trains_is_saved(caplog):
     dos.load({"model": dos.trainable(model)}, url)
 
 
-def test_what_a_parameter_left_in_the_optimizer_goes_when_it_is_frozen_and_comes_back_after():
+def test_the_state_of_a_frozen_parameter_goes_and_comes_back_with_it():
     state = with_optimizer(model := Net())
     train(state, 1)
     model.adapter.bias.requires_grad_(False)

@@ -97,9 +97,7 @@ def test_the_same_value_twice_is_no_contradiction():
     assert (found.key, found.region, found.verify) == ("KEYOFMINE", "r", False)
 
 
-def test_an_azure_identity_without_its_secret_is_refused_but_not_where_pickling_took_it(
-    monkeypatch,
-):
+def test_an_azure_identity_without_its_secret_is_refused_unless_pickled(monkeypatch):
     options = {"account_name": "a", "client_id": "c", "tenant_id": "t"}
     with pytest.raises(ConfigError, match=r"'client_id', .* without 'client_secret'"):
         open_store("az://b", options)

@@ -331,7 +331,7 @@ def test_an_answer_that_was_read_to_its_end_is_not_cancelled(server, lane):
     assert server.connections == 1, "its connection is as good as before"
 
 
-def test_a_connection_is_not_used_again_when_its_read_is_cancelled_with_the_last_byte(server, lane):
+def test_a_connection_cancelled_at_the_last_byte_is_not_used_again(server, lane):
     for _ in range(3):
         answer = lane.ask("key", 0, 400_000)
         assert answer is not None
@@ -643,9 +643,7 @@ def test_a_store_reads_large_ranges_directly_and_says_what_is_wrong_as_ever(buck
 
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.backends("seaweed")
-def test_of_a_body_that_breaks_off_only_the_rest_is_asked_for_and_that_of_the_transport(
-    bucket, asks, certificate, tls
-):
+def test_the_transport_is_asked_only_for_the_rest_of_a_broken_body(bucket, asks, certificate, tls):
     bucket.put("key", BODY)
     with TamperingProxy(bucket.storage_options, certificate if tls else None) as proxy:
         proxy.tamper(tampering.cut, lambda asked: asked.signed_url, times=1)

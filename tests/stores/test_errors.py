@@ -334,7 +334,7 @@ def test_the_stores_answer_is_reduced_to_its_code_and_message():
     assert error.message.endswith("403 Forbidden: AccessDenied: No.")
 
 
-def test_an_answer_of_the_instance_metadata_is_about_credentials_not_about_the_bucket():
+def test_an_answer_of_the_instance_metadata_is_about_credentials():
     from obstore.exceptions import GenericError
 
     url = "http://169.254.169.254/latest/api/token"

@@ -103,7 +103,7 @@ def test_at_a_near_store_each_transfer_keeps_to_the_number_itself():
 
 
 @pytest.mark.parametrize("reports", [("open_range",), ("open_range", "put_stream")])
-def test_the_slot_of_a_store_knows_the_settings_and_whether_the_adapter_reports_throttling(reports):
+def test_a_stores_slot_knows_its_settings_and_if_throttling_is_reported(reports):
     store: Any = SimpleNamespace(
         url=f"s3://{secrets.token_hex(4)}/run", endpoint_url=None, reports_throttling=reports
     )
@@ -358,9 +358,7 @@ def test_a_slot_that_is_closed_gives_back_all_and_late_ends_are_not_counted():
 
 
 @pytest.mark.parametrize("under_way", [True, False])
-def test_parts_that_take_a_pause_longer_than_the_others_slow_it_down_and_one_alone_does_not(
-    under_way,
-):
+def test_parts_that_take_a_pause_longer_slow_it_down_but_one_alone_does_not(under_way):
     clock = Clock()
     limiter = Limiter(clock)
     slot = slot_of(limiter, judged=True)

@@ -243,9 +243,7 @@ def test_every_change_of_an_object_holds_the_folders_lock(store, root, monkeypat
     ],
     ids=["put", "update", "put_stream", "delete"],
 )
-def test_a_lock_that_another_process_keeps_is_waited_for_no_longer_than_a_small_request(
-    root, change
-):
+def test_a_lock_of_another_process_is_waited_for_as_long_as_a_small_request(root, change):
     store = open_store(f"file://{root}", config=TransferConfig(stall_timeout_seconds=0.3))
     version = store.put("k", b"1")
     # Of an open file description, so this thread is as good as another process.

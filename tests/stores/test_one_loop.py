@@ -327,9 +327,7 @@ def asked_range(server: ScriptedServer) -> str:
     [KEYS, {"anon": True}, {**KEYS, "transport": "boto3"}],
     ids=["direct", "obstore", "boto3"],
 )
-def test_a_body_that_breaks_off_under_a_reader_that_takes_its_time_is_asked_for_again(
-    server, options
-):
+def test_a_body_that_breaks_off_under_a_slow_reader_is_asked_for_again(server, options):
     server.answer = lambda method, target, nth: range_answer(
         asked_range(server), share=0.5 if nth == 1 else 1.0
     )
@@ -344,9 +342,7 @@ def test_a_body_that_breaks_off_under_a_reader_that_takes_its_time_is_asked_for_
     assert len(server.requests) == 2
 
 
-def test_a_server_that_answered_over_the_direct_lane_alone_is_waited_for_as_one_that_was_reached(
-    server, monkeypatch
-):
+def test_a_server_reached_over_the_direct_lane_alone_is_waited_for(server, monkeypatch):
     monkeypatch.setattr("dcp_objstore.stores.retries.FIRST_PATIENCE_SECONDS", 0)
     server.answer = lambda *_: range_answer(asked_range(server))
     store = store_over("obstore", server.endpoint_url)

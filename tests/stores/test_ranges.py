@@ -123,7 +123,7 @@ def test_a_source_is_told_whether_bytes_of_the_answer_that_broke_off_have_come()
     assert told == [True, False, False]
 
 
-def test_a_range_that_cannot_be_cancelled_at_once_is_read_on_or_asks_for_nothing_more():
+def test_a_range_that_cannot_be_cancelled_is_read_on_or_asks_for_no_more():
     source = Source(lambda left: min(left, 300))
     with opened(source) as body:
         assert read(body, 10) == BODY[:10]
@@ -353,7 +353,7 @@ def test_an_answer_knows_no_version_and_cannot_be_cancelled_unless_it_says_so():
     assert Plain().cancel(at_once=True) is False
 
 
-def test_the_state_of_the_object_is_checked_with_the_bytes_of_each_answer_once_it_is_held():
+def test_a_pinned_objects_state_is_checked_with_each_answer():
     class Versioned(Piecemeal):
         def version(self) -> Any:
             came.append(self.at)
@@ -380,9 +380,7 @@ def test_the_state_of_the_object_is_checked_with_the_bytes_of_each_answer_once_i
 
 @pytest.mark.parametrize("is_held", [False, True])
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_library_that_gives_whole_bodies_is_asked_for_the_state_before_and_after_each(
-    is_held, changes
-):
+def test_a_library_of_whole_bodies_is_asked_for_the_state_before_and_after(is_held, changes):
     order: list[str] = []
 
     def fetch(start: int, end: int) -> bytes:

@@ -206,7 +206,7 @@ def seconds_of(request: Callable[[], object], clock: Clock) -> float:
     return clock.now - began_at
 
 
-def test_a_server_that_never_answered_is_given_up_soon_and_one_that_did_is_waited_for(clock):
+def test_a_server_that_never_answered_is_given_up_before_one_that_did(clock):
     server = refused()
     requests = requests_to(server)
 

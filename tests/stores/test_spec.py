@@ -195,7 +195,7 @@ def test_a_forked_child_raises_and_does_not_hang(bucket, scheme):
     subprocess.run(command, check=True, timeout=60)
 
 
-def test_a_forked_child_makes_its_own_clients_while_a_thread_of_its_parent_makes_some():
+def test_a_forked_child_makes_its_own_clients_while_its_parent_makes_some():
     """That thread, and with it its lock's release, is not in the child."""
     spec = StoreSpec("s3://forked/run", {**OPTIONS, "transport": "boto3"})
     clients = spec.boto3_clients()

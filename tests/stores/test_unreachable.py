@@ -130,9 +130,7 @@ LISTING = b"<ListBucketResult></ListBucketResult>"
 
 
 @pytest.mark.parametrize("verb", ["get", "head", "list"])
-def test_a_server_never_reached_is_given_up_soon_and_one_reached_before_is_waited_for(
-    serve, hurried, verb
-):
+def test_a_server_never_reached_is_given_up_before_one_that_was_reached(serve, hurried, verb):
     answers = iter([(200, LISTING), (404, b""), (200, LISTING)])  # of nothing, so asked again
     server = serve(lambda method, target: next(answers, None))
     store = at(server.endpoint_url, TransferConfig(max_retries=1))
@@ -160,7 +158,7 @@ BEGUN = (
 )
 
 
-def test_a_server_that_dies_in_mid_upload_is_the_cause_and_the_upload_is_said_to_be_left(serve):
+def test_a_server_that_dies_in_mid_upload_is_the_cause_and_the_rest_is_told(serve):
     server = serve(lambda method, target: BEGUN if method == "POST" else None)
     with pytest.raises(StoreUnavailableError) as caught:
         VERBS["put_stream"](at(server.endpoint_url))

@@ -334,9 +334,7 @@ def test_slow_requests_that_were_begun_before_a_cut_cut_no_further():
         (Window(8.0, 0.001, cut_rate=9.0), 1.0, 1, 8.0),
     ],
 )
-def test_a_request_that_takes_a_quarter_of_its_time_out_cuts_the_window_and_others_widen_it(
-    window, seconds, in_flight, size
-):
+def test_a_request_of_a_quarter_of_its_time_out_cuts_the_window(window, seconds, in_flight, size):
     is_slow = seconds > 37.5
     trying = _Try(4.0, 1.0)
     window = msgspec.structs.replace(window, trying=trying, cut_at=20.0)
@@ -415,14 +413,14 @@ def test_of_eight_ranks_on_one_link_none_has_less_than_half_of_its_fair_share(st
 
 
 @pytest.mark.parametrize("store", [S3, LOOPBACK])
-def test_a_store_that_answers_20_per_second_gets_at_most_13_of_the_requests_without_faults(store):
+def test_a_store_of_20_answers_a_second_gets_at_most_13_of_the_requests(store):
     throttling = dataclasses.replace(store, requests_per_second=20.0)
     for seed in range(3):
         rank = transfer(throttling, 1, FAR if store is S3 else NEAR, seed=seed, mib=8)
         assert rank.sent <= 1.3 * len(rank.done) == 1.3 * 128
 
 
-def test_eight_ranks_at_a_store_that_answers_20_per_second_send_at_most_13_of_the_requests():
+def test_eight_ranks_at_a_store_of_20_answers_a_second_send_at_most_13():
     ranks = [Rank(FAR, [8.0] * 192, piece_mib=4.0) for _ in range(8)]
     simulate(dataclasses.replace(S3, requests_per_second=20.0), ranks, step_seconds=0.02)
     assert sum(rank.sent for rank in ranks) <= 1.3 * 8 * 192

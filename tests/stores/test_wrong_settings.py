@@ -80,7 +80,7 @@ def read_without_certificates() -> None:
 
 
 @pytest.mark.parametrize("options", [{"token": "ya29.x"}, {"anon": True}])
-def test_a_service_account_in_the_environment_that_obstore_cannot_read_is_said_at_once(
+def test_an_unreadable_service_account_in_the_environment_is_said_at_once(
     unwaiting, monkeypatch, options
 ):
     """obstore reads it even where other credentials are given."""
@@ -124,9 +124,7 @@ def test_the_environment_can_say_that_no_checksum_goes_with_bodies(
     assert s3_checksum(parse(S3Options, {}), None) is None
 
 
-def test_a_variable_with_a_checksum_that_is_not_to_be_sent_is_refused_where_obstore_reads_it(
-    monkeypatch,
-):
+def test_a_variable_with_an_unwanted_checksum_is_refused_for_obstore(monkeypatch):
     option = {"s3_additional_kwargs": {"ChecksumAlgorithm": "none"}}
     for named, options in (("none", {}), ("SHA256", option)):
         monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", named)

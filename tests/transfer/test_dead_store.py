@@ -130,9 +130,7 @@ def test_a_store_that_dies_in_mid_upload_is_told_once_and_tried_as_often_as_is_s
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_save_to_a_server_that_is_killed_says_so_and_fails_with_the_request_and_the_time(
-    transport, caplog
-):
+def test_a_save_to_a_killed_server_fails_with_the_request_and_the_time(transport, caplog):
     """With the pauses that users have: 40 to 75 s."""
     uploaded, heard = threading.Event(), Heard()
 

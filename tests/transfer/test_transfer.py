@@ -745,9 +745,7 @@ def test_a_part_ends_when_all_of_its_buffers_are_dropped_and_no_other_does(sizes
     ],
 )
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_buffer_is_cut_where_a_part_ends_and_every_part_of_a_whole_object_is_reported(
-    sizes, cut, parts, at_once
-):
+def test_a_buffer_is_cut_where_a_part_ends_and_every_part_is_reported(sizes, cut, parts, at_once):
     channel, heard = heard_channel()
     pieces = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
     progress = Progress(60, channel)
@@ -807,7 +805,7 @@ def test_a_part_counts_as_answered_when_more_is_asked_for_and_not_when_it_is_dro
     assert (sorted(places.ended), places.answered) == ([0, 1, 2], [(0, 10)])
 
 
-def test_of_an_upload_that_fails_no_part_is_a_success_and_its_bytes_say_nothing_of_the_line():
+def test_a_failed_upload_has_no_successful_part_and_no_rate():
     class Failing(Stub):
         url = f"stub://{secrets.token_hex(4)}"
 
@@ -872,7 +870,7 @@ def test_an_upload_that_is_lost_is_begun_three_times_at_most(most, streams):
     assert not list(store.list())
 
 
-def test_an_upload_is_not_begun_again_from_an_iterator_or_without_a_retry_in_the_budget():
+def test_an_upload_from_an_iterator_or_without_a_budget_is_not_begun_again():
     store = LosesUploads(open_store(f"memory://{secrets.token_hex(6)}"), times=9, after=1)
     pieces = np.split(np.zeros(3 * PART, np.uint8), 6)
     upload = partial(upload_object, store, "o")
@@ -941,7 +939,7 @@ def test_a_put_has_a_place_and_tells_the_window_what_it_moved():
         (12, 5, 0.0005, 12),
     ],
 )
-def test_the_parts_of_an_upload_in_flight_are_those_that_store_memory_and_settings_allow(
+def test_store_memory_and_settings_limit_the_parts_in_flight(
     concurrency, most, latency_seconds, expected
 ):
     store = Answering()
@@ -1480,7 +1478,7 @@ def test_what_was_asked_ahead_is_let_go_when_a_load_fails():
         assert not limiter_of(store)._done  # none of them was answered
 
 
-def test_what_follows_a_damaged_block_is_fetched_once_more_and_what_came_before_is_kept():
+def test_only_blocks_from_a_damaged_one_on_are_fetched_again():
     store = RecordingStore(open_store("memory://transfer/damaged-piece"))
     body = random_bytes(14 * MIB)
     store.put("o", body)

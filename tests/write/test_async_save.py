@@ -253,7 +253,7 @@ def test_an_error_is_raised_by_the_next_save_once(saves):
     assert dos.open(third).keys() == {"t"}
 
 
-def test_an_error_that_is_none_of_the_librarys_is_raised_by_the_next_save_with_its_type(saves):
+def test_a_foreign_error_is_raised_by_the_next_save_with_its_type(saves):
     saves.latest = ended(ZeroDivisionError("by hand"))
     with pytest.raises(RankFailedError, match="ZeroDivisionError: by hand") as caught:
         dos.async_save(state(), memory_url())
@@ -280,7 +280,7 @@ def test_ctrl_c_while_a_save_waits_for_the_one_before_loses_no_error_of_that(
         dos.async_save(state(), memory_url())
 
 
-def test_a_save_that_is_refused_as_another_runs_leaves_that_and_its_error_as_they_are(saves, held):
+def test_a_save_refused_because_another_runs_leaves_that_one_and_its_error(saves, held):
     first = dos.async_save(state(), taken(), on_busy="raise")
     assert held.reached.wait(30)
     url = memory_url()
@@ -425,9 +425,7 @@ def test_two_calls_that_start_one_save_make_one_checkpoint(saves, monkeypatch):
 # The end of the program ---------------------------------------------------------------------------
 
 
-def test_a_program_that_ends_waits_for_every_save_and_shows_the_errors_that_nobody_knows(
-    saves, monkeypatch
-):
+def test_a_program_that_ends_waits_for_every_save_and_shows_unseen_errors(saves, monkeypatch):
     running, late = Handle("memory://x/running"), Handle("memory://x/late")
     known, unknown = ended(ValueError("known")), ended(OSError("unknown"))
     for handle in (unknown, known, running, late):

@@ -494,9 +494,7 @@ def test_runs_share_sixteen_objects_or_as_many_as_their_limit_asks_for(sizes, mo
 
 
 @pytest.mark.parametrize("has", [{"e_tag": None}, {"framing_digest": bytes(16)}])
-def test_what_an_object_without_an_etag_or_with_other_framing_has_is_not_copied_and_others_are(
-    has, local
-):
+def test_an_object_without_an_etag_or_with_other_framing_is_not_copied(has, local):
     def changed(index: Index) -> Index:
         entry, *others = index.objects
         return replace(index, objects=(msgspec.structs.replace(entry, **has), *others))

@@ -286,7 +286,7 @@ def test_an_error_of_the_planner_keeps_its_type_in_the_text_and_its_place():
         (RuntimeError("of a GPU"), RankFailedError),
     ],
 )
-def test_a_value_that_cannot_be_pickled_is_the_users_to_mend_and_a_full_memory_is_not(error, kind):
+def test_a_value_that_cannot_be_pickled_is_the_users_error_full_memory_is_not(error, kind):
     def resolve(item: WriteItem) -> Any:
         raise error
 
@@ -326,7 +326,7 @@ def test_any_change_of_64_kib_is_found_by_one_word_in_64_kib(start):
     assert not np.array_equal(layout_module._watched_words(piece), before)
 
 
-def test_a_slice_that_changes_is_noted_with_its_place_when_the_transport_lets_go_of_it():
+def test_a_slice_that_changed_is_noted_with_its_place_after_its_upload():
     tensor = torch.zeros(6 * MIB, dtype=torch.uint8)
     still = torch.zeros(2 * MIB, dtype=torch.uint8)
     (laid,) = lay({"still": still, "t": tensor}, slice_size=4 * MIB)

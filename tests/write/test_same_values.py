@@ -260,9 +260,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, *of_ranks: dict[str, Any]) -> list
     return seen
 
 
-def test_equal_values_in_another_order_are_compared_by_all_ranks_without_a_meeting_from_then_on(
-    monkeypatch,
-):
+def test_equal_values_in_another_order_are_then_compared_without_a_meeting(monkeypatch):
     ranks: list[dict[str, Any]] = [
         {"order": {"a": 1, "b": 2}, "n": 1},
         {"n": 1, "order": {"b": 2, "a": 1}},

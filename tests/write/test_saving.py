@@ -456,9 +456,7 @@ def test_small_tensors_between_large_ones_are_read_with_one_request():
 
 
 @pytest.mark.parametrize("elements", [100, 10_000, 200_000])
-def test_a_small_tensor_that_changes_while_it_is_saved_leaves_a_checkpoint_that_loads(
-    elements, monkeypatch
-):
+def test_a_small_tensor_changed_during_a_save_leaves_a_checkpoint_that_loads(elements, monkeypatch):
     state = {"t": torch.ones(elements)}
     digest_of = layout.small_digest
 

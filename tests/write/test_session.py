@@ -139,9 +139,7 @@ class Deaf(WatchedStore):
 
 
 @pytest.mark.parametrize("claimed", [False, True])
-def test_a_store_without_conditional_writes_is_used_only_if_the_user_vouches_and_has_no_claim(
-    claimed, through
-):
+def test_a_store_without_conditions_is_used_only_if_vouched_for_and_unclaimed(claimed, through):
     run = memory_url()
     claim = dos.claim_run(run) if claimed else None
     through(Deaf)

@@ -117,7 +117,7 @@ def test_a_thread_that_waits_sees_each_way_in_which_a_save_may_end(threads):
     assert not waiting.is_alive()
 
 
-def test_a_save_has_lost_its_ranks_only_in_its_own_thread_and_with_a_group_of_several(monkeypatch):
+def test_a_save_loses_its_ranks_only_in_its_own_thread_and_group(monkeypatch):
     state = stage({"t": torch.ones(1)})
     save = stager._BackgroundSave(state)
     monkeypatch.setattr(stager, "has_gone", lambda group: gone)
@@ -198,9 +198,7 @@ def test_a_save_of_one_rank_whose_group_was_destroyed_is_refused():
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_an_error_of_a_background_save_is_logged_and_shown_if_nothing_asks_for_it_any_more(
-    ended, monkeypatch, caplog
-):
+def test_a_background_saves_error_is_logged_and_shown_if_nobody_asks(ended, monkeypatch, caplog):
     shown: list[Any] = []
     monkeypatch.setattr(stager, "show_lost", lambda *lost: shown.append(lost))
     monkeypatch.setattr(stager, "has_ended", lambda: ended)

@@ -614,9 +614,7 @@ def test_memory_that_only_a_reference_cycle_holds_is_used_again(memory):
     assert memory.allocations == made
 
 
-def test_the_program_is_searched_for_cycles_only_if_memory_would_grow_while_some_is_in_use(
-    memory, monkeypatch
-):
+def test_garbage_is_collected_only_if_memory_would_grow_while_some_is_in_use(memory, monkeypatch):
     searched: list[int] = []
     monkeypatch.setattr(pinned.gc, "collect", lambda: searched.append(memory.allocations))
     monkeypatch.setattr(pinned, "_pin", lambda tensor: None)
@@ -1093,9 +1091,7 @@ def test_of_two_threads_that_save_at_once_one_waits_for_the_other(monkeypatch):
     assert under_way == [0, 1, 0, 1, 0]
 
 
-def test_after_a_save_that_failed_before_its_turn_the_next_waits_for_those_before_it_too(
-    monkeypatch,
-):
+def test_the_save_after_a_failed_one_waits_for_those_before_it_too(monkeypatch):
     """Ctrl-C has ended the wait of the second: the first still runs as the third begins."""
     first, second, third = (dos.AsyncSaveHandle(f"memory://x/step-{n}") for n in (1, 2, 3))
     saves = async_api._Saves()
@@ -1124,7 +1120,7 @@ def test_a_copy_that_timed_out_is_not_called_unfinished():
         handle.staged(30)
 
 
-def test_an_error_read_from_the_future_is_logged_and_not_raised_again_by_the_next_save(caplog):
+def test_an_error_read_from_the_future_is_not_raised_again_by_the_next_save(caplog):
     url = memory_url()
     dos.save({"t": torch.ones(1)}, url)
     handle = dos.async_save({"t": torch.ones(1)}, url)

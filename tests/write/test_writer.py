@@ -106,7 +106,7 @@ def test_a_writer_says_which_checkpoints_it_can_save_to(checkpoint_id, fits):
     assert Writer.validate_checkpoint_id(checkpoint_id) is fits
 
 
-def test_the_marker_has_the_users_metadata_and_nothing_of_ours_where_nothing_is_left_out():
+def test_the_marker_has_only_the_users_metadata_if_nothing_is_left_out():
     class Partly(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
