@@ -1,4 +1,4 @@
-"""Draw the results of `all` as bars, for light and for dark pages.
+"""Draw the results of `all` as bars, for light and for dark pages, and narrow for phones.
 
 python -m benchmarks.picture results.json
 """
@@ -18,7 +18,6 @@ _LABELS = {RAW: "raw obstore, no digests", "fsspec": "torch FsspecWriter + s3fs"
 _ROW, _BAR = 16, 11
 _LEFT, _PLOT, _BETWEEN, _RIGHT = 168, 274, 76, 56
 _HEADING, _GROUP_TITLE, _AXIS = 20, 22, 22
-_WIDTH = _LEFT + 2 * _PLOT + _BETWEEN + _RIGHT
 
 
 class _Group(NamedTuple):
@@ -29,23 +28,38 @@ class _Group(NamedTuple):
 
 
 def draw(found: dict[str, Any], results: str) -> list[str]:
-    """Draw one picture for each theme beside the file of results; return their names."""
-    return write_both(lambda theme: picture(found, theme), results)
+    """Draw a wide and a narrow picture for each theme beside the results; return their names."""
+    narrow = Path(results)
+    narrow = narrow.with_name(f"{narrow.stem}-narrow{narrow.suffix}")
+    return [
+        *write_both(lambda theme: picture(found, theme), results),
+        *write_both(lambda theme: picture(found, theme, columns=1), str(narrow)),
+    ]
 
 
-def picture(found: dict[str, Any], theme: Theme) -> str:
-    """Return an SVG: throughput of saves on the left, of loads on the right."""
+def picture(found: dict[str, Any], theme: Theme, columns: int = 2) -> str:
+    """Return an SVG: throughput of saves on the left, of loads on the right.
+
+    Args:
+        found: the file of results.
+        theme: the colours.
+        columns: 1 draws the loads below the saves.
+    """
     groups = _groups(found["results"])
     measured = {peer for group in groups for own in group.figures.values() for peer in own}
     shown = sorted(measured, key=lambda peer: (peer != _OURS, list(PEERS).index(peer)))
     each = _GROUP_TITLE + len(shown) * _ROW + _AXIS
-    size = (_WIDTH, _HEADING + len(groups) * each)
+    panel = _HEADING + len(groups) * each
+    width = _LEFT + columns * (_PLOT + _BETWEEN) - _BETWEEN + _RIGHT
+    size = (width, panel * (2 // columns))
     drawing = Drawing(theme, size, "Throughput of saves and loads in GiB/s, longer is better")
-    for column, action in enumerate(("save", "load")):
+    for place, action in enumerate(("save", "load")):
+        row_of_panels, column = divmod(place, columns)
         left = _LEFT + column * (_PLOT + _BETWEEN)
-        drawing.text((left, 14), f"{action}, GiB/s", bold=True, size=13)
+        start = row_of_panels * panel
+        drawing.text((left, start + 14), f"{action}, GiB/s", bold=True, size=13)
         for number, group in enumerate(groups):
-            top = _HEADING + number * each
+            top = start + _HEADING + number * each
             if column == 0:
                 drawing.text((_LEFT - 10, top + 14), group.name, anchor="end", bold=True)
                 for row, peer in enumerate(shown):

@@ -252,6 +252,11 @@ def test_the_bars_of_a_condition_have_one_scale_that_begins_at_zero():
     assert "failed" in light
     assert light != dark
     assert ticks(4.0) == [0, 1, 2, 3, 4]
+    narrow = picture(found, THEMES["light"], columns=1)
+    assert [float(width) for width in re.findall(r'<rect .* width="([\d.]+)"', narrow)] == widths
+    sizes = [re.findall(r'viewBox="0 0 (\d+) (\d+)"', one)[0] for one in (light, narrow)]
+    assert int(sizes[1][0]) < int(sizes[0][0])
+    assert int(sizes[1][1]) == 2 * int(sizes[0][1])
 
 
 ALL = ["all", "--gib", "0.03", "--tensors", "2", "--rounds", "1", "--peers", "dcp_objstore"]
