@@ -62,7 +62,8 @@ def main(url: str) -> None:
             dos.save(state, url, overwrite=True)
 
     if dist.get_rank() == 0:
-        print(f"resumed after step {start}, saved step {step}, loss {loss:.3f}")
+        began = "resumed from" if start else "started at"
+        print(f"{began} step {start}, saved step {step}, loss {loss:.3f}")
     dist.destroy_process_group()
 
 

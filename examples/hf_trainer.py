@@ -35,7 +35,8 @@ def main(url: str, steps: int) -> None:
 
     if trainer.is_world_process_zero():
         start = trainer.run.last_resume.step or 0
-        print(f"went on after step {start}, trained to step {trainer.state.global_step}")
+        began = "resumed from" if start else "started at"
+        print(f"{began} step {start}, trained to step {trainer.state.global_step}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -34,7 +34,8 @@ def naive(url: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 future.result()
             writer = dos.ObjectStoreWriter(f"{url}/step-{step}")
             future = dcp.async_save(model.state_dict(), storage_writer=writer, process_group=group)
-    # Missing: future.result()
+    if dist.get_rank() == 0:
+        print(f"future.result() is missing here. Is step 20 there? dcp-objstore ls {url}")
 
 
 def managed(url: str, model: nn.Module, optimizer: torch.optim.Optimizer, action: str) -> None:
@@ -47,7 +48,7 @@ def managed(url: str, model: nn.Module, optimizer: torch.optim.Optimizer, action
             train(model, optimizer)
             run.step(step, state)
     if dist.get_rank() == 0:
-        print(f"went on after step {start}, saved:", *[step.name for step in dos.steps(url)])
+        print(f"resumed from step {start}, saved:", *[step.name for step in dos.steps(url)])
 
 
 def die(event: dos.observe.events.Event) -> None:

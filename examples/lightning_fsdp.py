@@ -18,22 +18,19 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dcp_objstore.integrations.lightning import with_object_store
 
 
 class Classifier(lightning.LightningModule):
-    def __init__(self, width: int = 256) -> None:  # noqa: ARG002 - Lightning saves it
+    def __init__(self, width: int = 256) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.layers: Any = None
+        self.layers = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 4))
 
-    def configure_model(self) -> None:
-        if self.layers is None:
-            width = self.hparams["width"]
-            self.layers = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 4))
-            assert self.device_mesh is not None
+    def configure_model(self) -> None:  # also without a mesh, for `load_from_checkpoint`
+        if self.device_mesh is not None and not isinstance(self.layers, FSDPModule):
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:

@@ -33,7 +33,7 @@ def train(config: dict[str, Any]) -> None:
     ) as run:
         start = run.load(state) or 0  # the newest committed step, with any number of workers
         if ray.train.get_context().get_world_rank() == 0:
-            print(f"{workers} workers go on after step {start}")
+            print(f"{workers} workers start from step {start}")
         for step in range(start + 1, config["steps"] + 1):
             loss = model(torch.randn(8, 256, device=device)).square().mean()
             loss.backward()

@@ -50,7 +50,7 @@ state = {"model": model, "optimizer": optimizer, "torchft": replicas}
 # claim_run=False: any replica group may have to save the next step.
 with dos.CheckpointManager(url, keep=dos.KeepLatest(3), claim_run=False) as run:
     start = run.load(state) or 0  # for a group that joins others, only until they heal it
-    print(f"{group} goes on after step {start}", flush=True)
+    print(f"{group} starts from step {start}", flush=True)
     while (before := replicas.current_step()) < steps:
         agreed.zero_grad()  # finds out which groups there are
         loss = replicated(torch.randn(8, 256, device=device)).square().mean()

@@ -33,7 +33,7 @@ state = {"model": model, "optimizer": optimizer}
 with dos.CheckpointManager(url, keep=dos.KeepLatest(3), save_every=10) as run:
     start = run.load(state) or 0  # the newest committed step, with any number of ranks
     if rank == 0:
-        print(f"{ranks} ranks go on after step {start}", flush=True)
+        print(f"{ranks} ranks start from step {start}", flush=True)
     for step in range(start + 1, steps + 1):
         loss = model(torch.randn(8, 256, device=device)).square().mean()
         loss.backward()

@@ -70,7 +70,7 @@ def main(url: str, steps: int) -> None:
         checkpointer.save(train.step, last_step=train.step == steps)
     checkpointer.close()
     if dist.get_rank() == 0:
-        print(f"went on after step {start}, trained to step {steps}")
+        print(f"{'resumed from' if start else 'started at'} step {start}, trained to step {steps}")
     dist.destroy_process_group()
 
 

@@ -133,8 +133,8 @@ def test_the_quick_start_trains_and_resumes(tmp_path):
         timeout=120,
     )
     assert ran.stdout.splitlines() == [
-        "went on after step 0, trained to step 10",
-        "went on after step 10, trained to step 20",
+        "started at step 0, trained to step 10",
+        "resumed from step 10, trained to step 20",
     ]
     assert "Warning" not in ran.stderr, ran.stderr
 
@@ -144,7 +144,7 @@ def test_the_quick_start_resumes_on_other_ranks_as_the_readme_says(tmp_path):
     (tmp_path / "train.py").write_text(QUICK_START)
     (commands,) = [block for block in blocks(PAGES[0], "sh") if "torchrun" in block]
     bin_of = Path(sys.executable).parent
-    text = commands.replace("s3://checkpoints/first-run", f"{tmp_path.as_uri()}/run")
+    text = commands.replace("s3://bucket/first-run", f"{tmp_path.as_uri()}/run")
     ran = subprocess.run(
         ["bash", "-ec", text],
         cwd=tmp_path,
@@ -154,7 +154,7 @@ def test_the_quick_start_resumes_on_other_ranks_as_the_readme_says(tmp_path):
         text=True,
         timeout=240,
     )
-    assert "went on after step 20, trained to step 40" in ran.stdout
+    assert "resumed from step 20, trained to step 40" in ran.stdout
     assert "step-40" in ran.stdout
 
 

@@ -23,7 +23,7 @@ def serve(
             " credentials. Default: the data goes when the server ends.",
         ),
     ] = None,
-    bucket: Annotated[str, typer.Option(help="The bucket to make.")] = "checkpoints",
+    bucket: Annotated[str, typer.Option(help="The bucket to make.")] = "bucket",
     port: Annotated[
         int | None, typer.Option(help="Port of the server. Default: a free one.", min=1, max=65535)
     ] = None,

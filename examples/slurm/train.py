@@ -35,7 +35,7 @@ with dos.CheckpointManager(url, keep=dos.KeepLatest(3), save_every=100, local=lo
     start = run.load(state) or 0  # the newest committed step, with any number of ranks
     if rank == 0:
         attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
-        print(f"attempt {attempt}: {ranks} ranks go on after step {start}", flush=True)
+        print(f"attempt {attempt}: {ranks} ranks start from step {start}", flush=True)
     for step in range(start + 1, steps + 1):
         loss = model(torch.randn(8, 256, device=device)).square().mean()
         loss.backward()

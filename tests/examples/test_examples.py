@@ -71,7 +71,7 @@ def assert_whole(bucket: Bucket, *names: str) -> None:
 @pytest.mark.backends("seaweed")
 def test_what_ddp_saved_is_whole_and_a_plain_model_takes_it(run, bucket):
     two, _ = commands("ddp.py")
-    assert "resumed after step 0, saved step 10" in run(two, warm=True)
+    assert "started at step 0, saved step 10" in run(two, warm=True)
     assert_whole(bucket, "run")
     saved = dos.read_state_dict(bucket.at("run"), storage_options=bucket.storage_options)
     assert saved["step"] == 10
@@ -84,7 +84,7 @@ def test_what_ddp_saved_is_whole_and_a_plain_model_takes_it(run, bucket):
 def test_ddp_resumes_on_one_rank(run, bucket):
     two, one = commands("ddp.py")
     run(two)
-    assert "resumed after step 10, saved step 20" in run(one)
+    assert "resumed from step 10, saved step 20" in run(one)
     assert_whole(bucket, "run")
 
 
@@ -114,7 +114,7 @@ def test_the_manager_loses_no_last_checkpoint(run, bucket):
     _, killed, resumed = commands("last_checkpoint.py")
     run(killed, succeeds=False, warm=True)
     assert_whole(bucket, "run/step-10")
-    assert "went on after step 10, saved: step-10 step-20 step-25" in run(resumed, warm=True)
+    assert "resumed from step 10, saved: step-10 step-20 step-25" in run(resumed, warm=True)
     assert_whole(bucket, "run/step-10", "run/step-20", "run/step-25")
 
 

@@ -962,12 +962,12 @@ def test_the_example_resumes_on_one_rank(bucket, tmp_path, capsys):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "went on after step 0, trained to step 10" in done.stdout
+    assert "started at step 0, trained to step 10" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["local"]
     with a_machine(str(tmp_path)):
         runpy.run_path(str(EXAMPLE))["main"](bucket.url, 15)
         assert [path.name for path in Path().iterdir()] == ["local"]
-    assert "went on after step 10, trained to step 15" in capsys.readouterr().out
+    assert "resumed from step 10, trained to step 15" in capsys.readouterr().out
     assert not list(tmp_path.glob("local/checkpoint*"))
     steps = dos.steps(bucket.url)
     assert [(step.name, step.world_size) for step in steps] == [("step-10", 2), ("step-15", 1)]

@@ -7,6 +7,7 @@ import importlib
 import operator
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -599,6 +600,13 @@ def test_the_example_trains_and_goes_on_with_another_number_of_ranks(bucket, tmp
     assert "epoch=0-step=10.ckpt" in names(bucket)  # from which the job resumed
     assert list(tmp_path.iterdir()) == []
     assert_only_commits(bucket)
+    one = tmp_path / "one.ckpt"
+    url = bucket.at("epoch=0-step=10.ckpt")
+    dos.export_checkpoint(url, one, storage_options=bucket.storage_options)
+    alone = runpy.run_path(str(EXAMPLE))["Classifier"].load_from_checkpoint(one)
+    saved = torch.load(one)["state_dict"]
+    assert saved.keys() == alone.state_dict().keys()
+    assert all(torch.equal(saved[name], value) for name, value in alone.state_dict().items())
 
 
 def test_the_page_shows_lines_of_the_example():

@@ -55,11 +55,11 @@ def test_workers_go_on_after_the_newest_step_when_one_is_killed_or_gone(
     with Program(command, tmp_path, env) as job:
         job.end(500)
         output = job.output
-    starts = re.findall(r"(\d workers go on after step \d+)", output)
+    starts = re.findall(r"(\d workers start from step \d+)", output)
     assert list(dict.fromkeys(starts)) == [
-        "2 workers go on after step 0",
-        "2 workers go on after step 20",
-        "1 workers go on after step 40",
+        "2 workers start from step 0",
+        "2 workers start from step 20",
+        "1 workers start from step 40",
     ]
     assert f"trained to {url}/step-50" in output
     assert assert_only_whole_steps(bucket, url, tmp_path) == [30, 40, 50]

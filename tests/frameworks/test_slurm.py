@@ -42,7 +42,7 @@ except BaseException as error:
     Path(f"error-{{attempt}}-{{os.environ['RANK']}}").write_text(type(error).__name__)
     raise
 """
-GO_ON = r"attempt (\d+): (\d+) ranks go on after step (\d+)"
+GO_ON = r"attempt (\d+): (\d+) ranks start from step (\d+)"
 LAST = r"this job must end; step (\d+) is its last one"
 FOREVER = "1000000"
 
@@ -309,6 +309,6 @@ def test_the_program_of_the_batch_script_trains_on_two_ranks_and_ends_the_run(bu
     program = str(EXAMPLES / "slurm" / "train.py")
     words = ["torchrun", "--nproc-per-node", "2", program, bucket.at("run"), "10"]
     env = {"OMP_NUM_THREADS": "1"}
-    assert "attempt 0: 2 ranks go on after step 0" in run_in_forks(words, tmp_path, env, True)
+    assert "attempt 0: 2 ranks start from step 0" in run_in_forks(words, tmp_path, env, True)
     assert assert_only_whole_steps(bucket, bucket.at("run"), tmp_path) == [10]
     assert json.loads(bucket.get("run/_CLAIM"))["finished"] is True

@@ -21,7 +21,7 @@ from tests.support.elastic import (
 pytest.importorskip("torchft")
 
 IN_QUORUM_OF_TWO = r"(participants: \[QuorumMember [^]]*QuorumMember)"
-GO_ON = r"goes on after step (\d+)"
+GO_ON = r"starts from step (\d+)"
 
 
 @pytest.mark.backends("seaweed")

@@ -18,7 +18,7 @@ from tests.support.elastic import (
 )
 
 EXAMPLE = EXAMPLES / "torchrun_elastic.py"
-GO_ON = r"(\d+ ranks go on after step \d+)"
+GO_ON = r"(\d+ ranks start from step \d+)"
 
 
 def torchrun(*options: str, url: str, steps: int) -> list[str]:
@@ -38,12 +38,12 @@ def test_each_restart_goes_on_after_the_newest_step_and_so_does_another_world_si
     command = torchrun("--nproc-per-node", "2", "--max-restarts", "3", url=url, steps=60)
     with Program(command, tmp_path, env | kills) as job:
         job.end()
-        starts = [f"2 ranks go on after step {step}" for step in (0, 10, 20, 40)]
+        starts = [f"2 ranks start from step {step}" for step in (0, 10, 20, 40)]
         assert job.found(GO_ON) == starts
     assert assert_only_whole_steps(bucket, url, tmp_path) == [40, 50, 60]
     with Program(torchrun("--nproc-per-node", "1", url=url, steps=70), tmp_path, env) as job:
         job.end()
-        assert job.found(GO_ON) == ["1 ranks go on after step 60"]
+        assert job.found(GO_ON) == ["1 ranks start from step 60"]
     assert assert_only_whole_steps(bucket, url, tmp_path)[-1] == 70
 
 
@@ -72,16 +72,16 @@ def test_a_joining_machine_costs_no_step_and_a_lost_one_the_unsaved_steps(bucket
         return newest_of(bucket, url)
 
     with Program(machine(1), tmp_path, env) as first:
-        assert first.wait_for(r"1 ranks go on after step (\d+)") == "0"
+        assert first.wait_for(r"1 ranks start from step (\d+)") == "0"
         before = wait_for_a_step_after(0)
         with Program(machine(0), tmp_path, env) as second:
-            started = int(first.wait_for(r"2 ranks go on after step (\d+)", other=second))
+            started = int(first.wait_for(r"2 ranks start from step (\d+)", other=second))
             assert started >= before
             # torchrun stopped the rank with SIGTERM, and the manager saved that step.
             assert first.found(r"must end; step (\d+) is its last one") == [str(started)]
             before = wait_for_a_step_after(started)
             second.kill()
-        alone = int(first.wait_for(r"1 ranks go on after step (\d+)", count=2))
+        alone = int(first.wait_for(r"1 ranks start from step (\d+)", count=2))
         assert alone >= before
         go.touch()
         first.end()

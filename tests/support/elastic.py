@@ -1,7 +1,7 @@
 """Jobs that lose ranks and machines: programs in sessions of their own, and what they leave.
 
     with Program([...], cwd, environment(bucket)) as job:
-        job.wait_for("2 ranks go on after step (\\d+)")
+        job.wait_for("2 ranks start from step (\\d+)")
         job.kill()
 
 As a program it runs a script whose ranks die in the middle of a save:
