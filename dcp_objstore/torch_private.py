@@ -11,8 +11,9 @@ import copy
 import dataclasses
 import datetime
 import inspect
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,9 +51,6 @@ from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore.contexts import contextmanager
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 # Process groups.
 

@@ -10,8 +10,9 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -27,13 +28,9 @@ from dcp_objstore.checkpoint.marker import (
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, natural_order, parse_data_key
 from dcp_objstore.checkpoint.read import Stored, read_marker, read_record
 from dcp_objstore.errors import CheckpointCorruptError, InvalidUrlError, UnsupportedError
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.urls import check_key
 from dcp_objstore.transfer.workers import WAVE, in_waves
-
-if TYPE_CHECKING:
-    from datetime import datetime
-
-    from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 
 FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096

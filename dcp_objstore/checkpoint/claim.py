@@ -45,7 +45,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -71,12 +70,10 @@ from dcp_objstore.checkpoint.marker import MAX_CLAIM, new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY
 from dcp_objstore.checkpoint.read import Stored, read_marker
 from dcp_objstore.observe.report import first_few
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import ObjectStore, Version
+from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer.workers import in_waves
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores import StoreSpec
-    from dcp_objstore.stores.retries import Tries
 
 logger = logging.getLogger("dcp_objstore")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from dcp_objstore.checkpoint.marker import (
     MARKER_NAME,
@@ -32,10 +32,8 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     UnsupportedError,
 )
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Version
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores import StoreSpec
 
 T = TypeVar("T")
 

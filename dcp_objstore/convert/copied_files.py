@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dcp_objstore.convert.files import PlannedFile
+from dcp_objstore.convert.files import PlannedFile, TensorBytes
 from dcp_objstore.convert.frameworks import DESCRIPTION_KEY
 from dcp_objstore.convert.names import folder_and_name
 from dcp_objstore.errors import (
@@ -26,15 +26,14 @@ from dcp_objstore.errors import (
     UntrustedPickleError,
 )
 from dcp_objstore.inspect.slabs import ahead
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.protocol import ObjectMeta
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 
 if TYPE_CHECKING:
-    from dcp_objstore.convert.files import TensorBytes
     from dcp_objstore.inspect.checkpoint import Checkpoint
-    from dcp_objstore.stores import ObjectStore, StoreSpec
-    from dcp_objstore.stores.protocol import ObjectMeta
     from dcp_objstore.transfer.upload import ByteArray
 
 # What no folder, pattern or checkpoint of a Trainer brings: weights in any format, the rest of a

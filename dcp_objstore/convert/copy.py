@@ -34,9 +34,10 @@ import msgspec
 import numpy as np
 
 from dcp_objstore.checkpoint import index as ix
+from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.names import data_key, new_nonce, parse_data_key
-from dcp_objstore.config import at_most
+from dcp_objstore.config import TransferConfig, at_most
 from dcp_objstore.convert.names import options_of_other
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import rank_and_world_size
@@ -51,9 +52,9 @@ from dcp_objstore.errors import (
 from dcp_objstore.inspect.slabs import ahead
 from dcp_objstore.inspect.verify import Piece, framing_pieces, payload_blocks
 from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.observe.events import Planned
-from dcp_objstore.observe.report import logger, size_text
-from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
+from dcp_objstore.observe.events import OnEvent, Planned
+from dcp_objstore.observe.report import SaveReport, logger, size_text
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import CopySource, Version
@@ -63,19 +64,13 @@ from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
-from dcp_objstore.transfer.upload import Content, run_watched, upload_object
+from dcp_objstore.transfer.upload import ByteArray, Content, run_watched, upload_object
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.write.session import Save
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.observe.report import SaveReport
-    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
-    from dcp_objstore.transfer.upload import ByteArray
 
 _MOST_OBJECTS = 4
 _FINGERPRINT_DIGITS = 40  # a name has room for 64, and the nonce takes 24

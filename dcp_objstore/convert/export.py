@@ -10,14 +10,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 
 from dcp_objstore.checkpoint.names import new_nonce
-from dcp_objstore.config import COPIED_MOST_BYTES, MIB, check_number
+from dcp_objstore.config import COPIED_MOST_BYTES, MIB, TransferConfig, check_number
 from dcp_objstore.convert.copied_files import named_files, names_in, trainer_files
 from dcp_objstore.convert.files import (
     INDEX,
@@ -63,9 +63,10 @@ from dcp_objstore.errors import (
     printable,
 )
 from dcp_objstore.inspect.checkpoint import Checkpoint
+from dcp_objstore.inspect.selection import Patterns
 from dcp_objstore.inspect.slabs import cut, read_ahead, stop
-from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.observe.events import Planned
+from dcp_objstore.observe.dispatch import Channel, EventSettings
+from dcp_objstore.observe.events import OnEvent, Planned
 from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.read.items import Rename, renamed
 from dcp_objstore.read.peers.meeting import open_once
@@ -73,20 +74,12 @@ from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
 from dcp_objstore.state.memory import byte_memory
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.local import LocalStore
+from dcp_objstore.stores.protocol import ObjectMeta, Version
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.upload import Content, upload_object
+from dcp_objstore.transfer.upload import ByteArray, Content, upload_object
 from dcp_objstore.transfer.workers import in_waves
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.inspect.selection import Patterns
-    from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.stores.protocol import ObjectMeta, Version
-    from dcp_objstore.transfer.upload import ByteArray
-
 
 # A larger file is not put back if an export that has replaced it fails.
 _KEPT_MOST_BYTES = 256 * MIB

@@ -7,7 +7,7 @@ that Lightning reads, made of a sharded checkpoint of its Trainer or Fabric.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -17,8 +17,6 @@ from dcp_objstore.compat.values import check_safe, unpickled
 from dcp_objstore.errors import InputError, UnsupportedError, UntrustedPickleError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from dcp_objstore.inspect.checkpoint import Checkpoint
 
 # Keys of the state: the value that describes the adapters, and the module that has them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import mmap
 import os
 import tempfile
@@ -11,7 +12,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -30,7 +31,7 @@ from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError, unpack
 from dcp_objstore.compat.inert_pickle import HostilePickleError
 from dcp_objstore.compat.values import unpickled
 from dcp_objstore.compat.vet import vet, vet_old
-from dcp_objstore.config import MIB
+from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
 from dcp_objstore.convert.sources import CheckpointSource, Source, TensorInfo, TorchSource
@@ -44,8 +45,10 @@ from dcp_objstore.errors import (
     UntrustedPickleError,
 )
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
-from dcp_objstore.inspect.selection import matching
+from dcp_objstore.inspect.selection import Patterns, matching
 from dcp_objstore.inspect.slabs import Slab, ahead, cut, read_ahead, stop
+from dcp_objstore.observe.events import OnEvent
+from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.read.geometry import Box
 from dcp_objstore.read.items import Rename, renamed
 from dcp_objstore.stores import ObjectStore, StoreSpec
@@ -56,14 +59,6 @@ from dcp_objstore.write.api import run_save
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.upload_items import upload_order
 from dcp_objstore.write.writer import ObjectStoreWriter
-
-if TYPE_CHECKING:
-    import io
-
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.inspect.selection import Patterns
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.observe.report import SaveReport
 
 _DOWNLOAD_BYTES = 16 * MIB
 _CONCURRENT_DOWNLOADS = 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -11,12 +11,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry
 from dcp_objstore.inspect.fill import new_tensor
+from dcp_objstore.inspect.selection import Patterns
+from dcp_objstore.inspect.slabs import Slab
 from dcp_objstore.read.geometry import narrow
 from dcp_objstore.write.planner import AgreeingSavePlanner
-
-if TYPE_CHECKING:
-    from dcp_objstore.inspect.selection import Patterns
-    from dcp_objstore.inspect.slabs import Slab
 
 # The place of each flattened key in the nested dict, as DCP's planners have it.
 Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]

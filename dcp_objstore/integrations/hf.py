@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -41,13 +41,11 @@ from dcp_objstore.read.api import load
 from dcp_objstore.run.manager import CheckpointManager
 from dcp_objstore.run.preemption import BY_SIGTERM, Preemption
 from dcp_objstore.run.retention import KeepLatest, RetentionPolicy, StepFacts
+from dcp_objstore.run.saves import Busy
 from dcp_objstore.run.steps import step_number, step_url
 from dcp_objstore.state.per_rank import PerRank, own_name
 from dcp_objstore.stores import StoreSpec
-
-if TYPE_CHECKING:
-    from dcp_objstore.run.saves import Busy
-    from dcp_objstore.write.async_save import AsyncSaveHandle
+from dcp_objstore.write.async_save import AsyncSaveHandle
 
 T = TypeVar("T")
 

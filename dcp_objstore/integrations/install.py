@@ -19,14 +19,15 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from dcp_objstore.config import Local, LocalFolder, local_of
+from dcp_objstore.config import Local, LocalFolder, TransferConfig, local_of
 from dcp_objstore.distributed.groups import DCP_SAVES, own_group
 from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.read.reader import ObjectStoreReader
@@ -34,11 +35,6 @@ from dcp_objstore.stores.spec import StoreSpec, checked_config
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.torch_private import ProcessExecutor, ThreadExecutor
 from dcp_objstore.write.writer import ObjectStoreWriter
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from dcp_objstore.config import TransferConfig
 
 SCHEMES = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
 # The classes by name, because the fsspec forms import fsspec, and are public from torch 2.15 on.

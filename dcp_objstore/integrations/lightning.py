@@ -17,7 +17,7 @@ import io
 import posixpath
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -26,25 +26,22 @@ from dcp_objstore import errors
 from dcp_objstore.checkpoint.names import MARKER_KEY, parse_index_key
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.compat.values import check_safe, unpickled
-from dcp_objstore.config import LocalFolder, local_of
+from dcp_objstore.config import Local, LocalFolder, TransferConfig, local_of
 from dcp_objstore.convert.frameworks import META_KEY
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import sync_group
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.integrations.install import SCHEMES, url_in
+from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import logger
 from dcp_objstore.read.api import load
 from dcp_objstore.run.housekeeping import Deletions, Retainer, after_commit
 from dcp_objstore.run.steps import catalogue
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import checked_config
+from dcp_objstore.threads import Spawned
 from dcp_objstore.write.api import save
 from dcp_objstore.write.async_save import AsyncSaveHandle, async_save
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import Local, TransferConfig
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.threads import Spawned
 
 T = TypeVar("T")
 

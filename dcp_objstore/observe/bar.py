@@ -8,10 +8,11 @@ import shutil
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcp_objstore.errors import printable
 from dcp_objstore.observe.events import (
+    AnyEvent,
     Loaded,
     NoAnswer,
     PartCopied,
@@ -21,9 +22,6 @@ from dcp_objstore.observe.events import (
     Saved,
 )
 from dcp_objstore.observe.report import logger, size_text
-
-if TYPE_CHECKING:
-    from dcp_objstore.observe.events import AnyEvent
 
 
 def log_summary(event: AnyEvent) -> None:

@@ -10,13 +10,14 @@ the save or load.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
@@ -32,9 +33,6 @@ from dcp_objstore.observe.events import (
 from dcp_objstore.observe.report import logger
 from dcp_objstore.observe.trace import TraceFile, check_trace, trace_path
 from dcp_objstore.threads import Spawned, spawn
-
-if TYPE_CHECKING:
-    import os
 
 # The time that the end of a save or load waits for a listener that does not return.
 _PATIENCE_SECONDS = 10.0

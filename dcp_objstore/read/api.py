@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 
+from dcp_objstore.config import LocalFolder, TransferConfig
 from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
@@ -21,20 +23,14 @@ from dcp_objstore.distributed.groups import count_ranks, sync_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import DcpObjstoreError, RankFailedError, StateMismatchError
-from dcp_objstore.observe.report import first_few, logger
+from dcp_objstore.observe.events import OnEvent
+from dcp_objstore.observe.report import LoadReport, first_few, logger
+from dcp_objstore.read.items import Rename
+from dcp_objstore.read.mismatch import OnDtype
 from dcp_objstore.read.planner import AgreeingLoadPlanner
 from dcp_objstore.read.reader import ObjectStoreReader
 from dcp_objstore.state.record import Place
 from dcp_objstore.state.state_dict import ConvertedState
-
-if TYPE_CHECKING:
-    import os
-
-    from dcp_objstore.config import LocalFolder, TransferConfig
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.observe.report import LoadReport
-    from dcp_objstore.read.items import Rename
-    from dcp_objstore.read.mismatch import OnDtype
 
 _PARTLY = (
     "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"

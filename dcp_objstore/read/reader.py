@@ -8,24 +8,26 @@ A load trusts only the marker, the index that the marker names and the objects t
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.checkpoint.left_out import LeftOut, left_out_of
-from dcp_objstore.config import LocalFolder, local_of
+from dcp_objstore.config import LocalFolder, TransferConfig, local_of
 from dcp_objstore.distributed.failures import without_frames
 from dcp_objstore.distributed.groups import exchange_group
 from dcp_objstore.distributed.plugin import Target, plugin_errors
@@ -38,8 +40,8 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.local.copies import LoadCopies
-from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.observe.events import Opened
+from dcp_objstore.observe.dispatch import Channel, EventSettings
+from dcp_objstore.observe.events import OnEvent, Opened
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.item_read import Destination
 from dcp_objstore.read.items import Rename, renamed
@@ -54,18 +56,9 @@ from dcp_objstore.read.stored_checkpoint import (
     open_stored_checkpoint,
 )
 from dcp_objstore.read.tensor_read import is_value
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.torch_private import is_wrapper, parts
-
-if TYPE_CHECKING:
-    import os
-
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.stores import StoreSpec
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dcp_objstore.config import at_most
+from dcp_objstore.config import TransferConfig, at_most
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
@@ -19,6 +19,7 @@ from dcp_objstore.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
+from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
 from dcp_objstore.read.fill_order import fill_order
@@ -35,6 +36,7 @@ from dcp_objstore.read.tensor_read import (
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
 from dcp_objstore.state.memory import apart, copy_elements
+from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.wrappers import PinnedStore
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
@@ -45,12 +47,9 @@ from dcp_objstore.transfer.ranges import RangeRequest, Span, grown_request_size,
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.config import TransferConfig
     from dcp_objstore.local.copies import LoadCopies
-    from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.read.peers.exchange import Exchange
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
-    from dcp_objstore.stores import ObjectStore
 
 
 class _Copied(NamedTuple):

@@ -28,7 +28,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
     printable,
 )
-from dcp_objstore.read.geometry import Box, Selection, collapse, fits, narrow
+from dcp_objstore.read.geometry import Box, Copy, Selection, collapse, fits, narrow
 from dcp_objstore.state.memory import (
     byte_memory,
     check_takes_values,
@@ -45,7 +45,6 @@ from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES, RangeRequest, Span
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.read.geometry import Copy
     from dcp_objstore.read.item_read import ItemRead
     from dcp_objstore.read.items import ItemLocation
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint

@@ -7,20 +7,17 @@ All ranks of the job call `claim_run`. The rules are those of `checkpoint.claim`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from dcp_objstore.checkpoint import claim as rule
 from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.probe import require_rewrites
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.failures import capture, every_rank, meeting, on_first
 from dcp_objstore.distributed.groups import sync_group, world_group
 from dcp_objstore.run.steps import step_name, step_number
 from dcp_objstore.stores import StoreSpec
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from dcp_objstore.config import TransferConfig
 
 
 def claim_run(

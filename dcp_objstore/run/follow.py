@@ -13,22 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import Catalogue, Entry, Markers
 from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
 from dcp_objstore.checkpoint.read import asked_again
-from dcp_objstore.config import check_number
+from dcp_objstore.config import TransferConfig, check_number
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.listing import ListedCheckpoint, as_listed
 from dcp_objstore.run.steps import as_step, catalogue, check_step, step_name
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.threads import wait_until
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
 
 logger = logging.getLogger("dcp_objstore")
 

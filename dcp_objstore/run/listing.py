@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.catalogue import (
@@ -33,16 +34,11 @@ from dcp_objstore.checkpoint.names import (
     parse_data_key,
 )
 from dcp_objstore.checkpoint.read import explain_absence, explain_object, named_keys, read_marker
-from dcp_objstore.config import check_number
+from dcp_objstore.config import TransferConfig, check_number
 from dcp_objstore.run.steps import catalogue, step_number
 from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload
 from dcp_objstore.transfer.workers import in_waves
-
-if TYPE_CHECKING:
-    from datetime import datetime
-
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload
 
 CheckpointState: TypeAlias = Literal[
     "committed",

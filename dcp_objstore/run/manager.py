@@ -14,12 +14,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.marker import check_user_metadata
-from dcp_objstore.config import LocalFolder, check_number, local_of
+from dcp_objstore.config import LocalFolder, TransferConfig, check_number, local_of
 from dcp_objstore.distributed.failures import (
     capture,
     meeting,
@@ -36,6 +37,7 @@ from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.distributed.step_consensus import StepConsensus, shared_store
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.dispatch import EventSettings
+from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import LoadReport, SaveReport, logger
 from dcp_objstore.read import api as load_api
 from dcp_objstore.run import claim_run as run_claim, upkeep
@@ -49,11 +51,6 @@ from dcp_objstore.run.steps import as_step, check_step, newest_step, step_url
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import async_save as async_api
 from dcp_objstore.write.base import check_base
-
-if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.events import OnEvent
 
 T = TypeVar("T")
 _PREEMPTED = "preempted"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.groups import is_first
@@ -20,11 +21,7 @@ from dcp_objstore.inspect.verify import verify_at
 from dcp_objstore.observe.dispatch import EventSettings
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.run.steps import step_numbers, step_url
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores import StoreSpec
 
 # The number of steps that are listed first; all are listed only if none of these can be loaded.
 _LOOKED_AT_FIRST = 4

@@ -6,8 +6,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch.distributed as dist
+
+from dcp_objstore.checkpoint.claim import RunClaim
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.distributed.failures import capture, from_first, on_any, on_first, raise_on_all
 from dcp_objstore.distributed.groups import is_first
@@ -24,15 +27,10 @@ from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.run.claim_run import go_back
 from dcp_objstore.run.housekeeping import Retainer, after_commit
 from dcp_objstore.run.steps import check_step, described_by, newest_step, step_url
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.threads import Spawned
 from dcp_objstore.write import api, async_save as async_api
 from dcp_objstore.write.base import LATEST
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.stores import StoreSpec
-    from dcp_objstore.threads import Spawned
 
 Busy: TypeAlias = Literal["wait", "skip", "raise"]
 

@@ -7,15 +7,12 @@ import operator
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcp_objstore.checkpoint.catalogue import Catalogue, ReadEntry, list_run, read_entry
 from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores import StoreSpec
-
+from dcp_objstore.stores import StoreSpec
 
 _STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})\Z")
 

@@ -7,7 +7,6 @@ step of a run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import pins
 from dcp_objstore.checkpoint.catalogue import (
@@ -18,24 +17,22 @@ from dcp_objstore.checkpoint.catalogue import (
     read_standing,
     read_steps,
 )
-from dcp_objstore.checkpoint.claim import check_claim
-from dcp_objstore.checkpoint.delete import check_deletion_grace, delete as delete_checkpoint
+from dcp_objstore.checkpoint.claim import RunClaim, check_claim
+from dcp_objstore.checkpoint.delete import (
+    DeleteReport,
+    check_deletion_grace,
+    delete as delete_checkpoint,
+)
+from dcp_objstore.checkpoint.marker import Marker
 from dcp_objstore.checkpoint.names import CLAIM_KEY, parse_index_key
 from dcp_objstore.checkpoint.probe import can_rewrite, require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
-from dcp_objstore.checkpoint.repair import repair as repair_checkpoint
+from dcp_objstore.checkpoint.repair import RepairReport, repair as repair_checkpoint
 from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import InputError
 from dcp_objstore.run.steps import step_number
-from dcp_objstore.stores import StoreSpec
-
-if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.checkpoint.delete import DeleteReport
-    from dcp_objstore.checkpoint.marker import Marker
-    from dcp_objstore.checkpoint.repair import RepairReport
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores import ObjectStore
+from dcp_objstore.stores import ObjectStore, StoreSpec
 
 Options = Mapping[str, object]
 

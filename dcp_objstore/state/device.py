@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from dcp_objstore.config import MIB, PINNED_MOST, at_most
+from dcp_objstore.config import MIB, PINNED_MOST, TransferConfig, at_most
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.state.ring import Lane, Ring, Slot, Ticket
 from dcp_objstore.state.tensor_frame import ALIGNMENT_BYTES
@@ -35,7 +35,6 @@ from dcp_objstore.transfer.ranges import RangeRequest
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.config import TransferConfig
     from dcp_objstore.transfer.parts import PartPlan
     from dcp_objstore.transfer.progress import Progress
     from dcp_objstore.transfer.upload import ByteArray

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcp_objstore import torch_private
@@ -22,7 +22,6 @@ from dcp_objstore.state.per_rank import PerRank, is_stateful
 from dcp_objstore.state.trainable import Trainable
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.device_mesh import DeviceMesh
 
 # A path in the state: keys of dicts as the user has them, and numbers in lists.

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     ConfigError,
     CredentialsError,
@@ -33,10 +34,7 @@ from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.s3.s3fs import S3FS, S3Filesystems, judge_s3fs, make_s3fs, sending_once
 from dcp_objstore.stores.s3.upload import Checksums
 from dcp_objstore.stores.schemes import FILESYSTEM, find_credentials, is_foreign, is_secret
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.urls import StoreUrl
 
 _FACTORIES: dict[str, Callable[..., ClientFactory]] = {
     "s3": s3_factory,

@@ -11,20 +11,18 @@ import os
 import urllib.request
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import CredentialsError
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.endpoint import answer_to, tls_context
 from dcp_objstore.stores.options import parse
 from dcp_objstore.stores.s3.credentials import session_of
 from dcp_objstore.stores.s3.endpoint import is_aws, s3_server
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.schemes import find_credentials
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.credentials import Credentials
-    from dcp_objstore.stores.spec import StoreSpec
+from dcp_objstore.stores.spec import StoreSpec
 
 # The time-out of questions without consequence: no user waits longer for an answer.
 _TIMEOUT_SECONDS = 5

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from datetime import datetime
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
-    from datetime import datetime
-    from typing import Self
-
     from typing_extensions import Buffer
 
 

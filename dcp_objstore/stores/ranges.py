@@ -12,19 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CorruptDataError, InputError, PreconditionFailedError
-from dcp_objstore.stores.protocol import RangeReading, Version
+from dcp_objstore.stores.protocol import ObjectStore, RangeReading, Version
 from dcp_objstore.threads import wait_for
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from typing_extensions import Buffer
 
-    from dcp_objstore.stores.protocol import ObjectStore
     from dcp_objstore.stores.retries import Requests
 
 REPLACED = "another writer replaced the object while it was being read; read it again"

@@ -13,17 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from dcp_objstore.config import MIB
+from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.observe.dispatch import emit_retry
-from dcp_objstore.stores.admission.limiter import limiter_at
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.admission.limiter import Limiter
-    from dcp_objstore.stores.errors import Failure
+from dcp_objstore.stores.admission.limiter import Limiter, limiter_at
+from dcp_objstore.stores.errors import Failure
 
 T = TypeVar("T")
 

@@ -10,21 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
 
-from dcp_objstore.config import MIB, at_most
+from dcp_objstore.config import MIB, TransferConfig, at_most
 from dcp_objstore.errors import DcpObjstoreError, TransferStalledError
 from dcp_objstore.observe.events import PartCopied
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.base import cut_range
+from dcp_objstore.stores.protocol import CopySource, ObjectStore
 from dcp_objstore.transfer.parts import MAX_PARTS
+from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.upload import Uploaded, run_watched
 from dcp_objstore.transfer.workers import DaemonPool
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.protocol import CopySource, ObjectStore
-    from dcp_objstore.transfer.progress import Progress
 
 # The least that S3 takes for a part that is not the last of its object.
 LEAST_PART_BYTES = 5 * MIB

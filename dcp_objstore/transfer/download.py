@@ -39,12 +39,13 @@ from functools import partial
 from itertools import chain, count
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from dcp_objstore.config import AUTO_MOST, at_most, processors
+from dcp_objstore.config import AUTO_MOST, TransferConfig, at_most, processors
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import CorruptDataError, DcpObjstoreError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import RangeRead
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
+from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
 from dcp_objstore.threads import STEP_SECONDS, Spawned, spawn, take
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.pages import new_memory
@@ -55,8 +56,6 @@ from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
 
 T = TypeVar("T")
 

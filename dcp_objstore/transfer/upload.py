@@ -31,24 +31,20 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from dcp_objstore.config import AUTO_MOST, at_most
+from dcp_objstore.config import AUTO_MOST, TransferConfig, at_most
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError, UploadLostError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
-from dcp_objstore.stores.protocol import LEFTOVER_ADVICE
+from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, ObjectStore, Version
 from dcp_objstore.stores.retries import RetryPolicy, Tries
 from dcp_objstore.threads import WATCH_SECONDS, result_of, run_in_thread
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress, Silence
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.protocol import ObjectStore, Version
 
 T = TypeVar("T")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 
+from dcp_objstore.checkpoint.claim import RunClaim
+from dcp_objstore.config import LocalFolder, TransferConfig
 from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
@@ -19,17 +22,11 @@ from dcp_objstore.distributed.failures import (
 )
 from dcp_objstore.distributed.groups import count_ranks, sync_group, world_group
 from dcp_objstore.distributed.plugin import reporting_failures, single_process_is_fine, url_of
+from dcp_objstore.observe.events import OnEvent
+from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.writer import ObjectStoreWriter
-
-if TYPE_CHECKING:
-    import os
-
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.config import LocalFolder, TransferConfig
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.observe.report import SaveReport
 
 _MAYBE_SAVED = (
     "Look at the checkpoint before you save it again: it exists only if rank 0 had committed it"

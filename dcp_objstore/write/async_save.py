@@ -15,8 +15,12 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
+import torch.distributed as dist
+
+from dcp_objstore.checkpoint.claim import RunClaim
+from dcp_objstore.config import LocalFolder, TransferConfig
 from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
@@ -36,6 +40,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.observe.dispatch import staged_event
+from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.threads import ready_for_program_end, result_of, wait_until
@@ -43,13 +48,6 @@ from dcp_objstore.write.api import run_save
 from dcp_objstore.write.program_end import TOO_LATE, at_program_end, has_ended, show_lost
 from dcp_objstore.write.staging.state import Staging, staging_memory
 from dcp_objstore.write.writer import ObjectStoreWriter
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.config import LocalFolder, TransferConfig
-    from dcp_objstore.observe.events import OnEvent
 
 T = TypeVar("T")
 

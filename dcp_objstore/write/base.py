@@ -38,18 +38,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 import xxhash
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.checkpoint.read import open_committed, open_marked
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError
 from dcp_objstore.observe.events import NotCopied
 from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.device import Outbound
 from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name, known_dtype
+from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import CopySource, Version
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.threads import result_of
@@ -59,20 +64,13 @@ from dcp_objstore.transfer.digests import (
     DIGEST_SIZE_BYTES,
     small_digest,
 )
+from dcp_objstore.transfer.parts import PartPlan
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.upload import Uploaded
+from dcp_objstore.transfer.upload import ByteArray, Uploaded
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.write.layout import SMALL_BYTES, planned_dtype
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores import StoreSpec
-    from dcp_objstore.transfer.parts import PartPlan
-    from dcp_objstore.transfer.upload import ByteArray
     from dcp_objstore.write.session import Save
 
 logger = logging.getLogger("dcp_objstore")

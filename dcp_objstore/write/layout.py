@@ -31,11 +31,10 @@ from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.memory import lend
 from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name
 from dcp_objstore.transfer.digests import small_digest
-from dcp_objstore.transfer.parts import check_item_size
+from dcp_objstore.transfer.parts import PartPlan, check_item_size
 
 if TYPE_CHECKING:
     from dcp_objstore.state.device import Outbound
-    from dcp_objstore.transfer.parts import PartPlan
     from dcp_objstore.transfer.upload import ByteArray
 
 # A payload up to this size is copied into the gathering buffer: that costs less than a separate

@@ -13,10 +13,11 @@ import pickle
 import re
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 
 from dcp_objstore.compat.archive import ZIP_START
@@ -24,9 +25,6 @@ from dcp_objstore.distributed.failures import capture, from_all, global_rank
 from dcp_objstore.distributed.groups import is_first
 from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.state import tensor_frame
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 # The state of a generator of random numbers is a tensor of up to so many bytes on the CPU.
 _STATE_BYTES = 8192

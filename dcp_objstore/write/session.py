@@ -12,7 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dcp_objstore.checkpoint import commit, index as ix, probe
-from dcp_objstore.checkpoint.claim import check_claim, confirm, refuse_uncounted
+from dcp_objstore.checkpoint.claim import RunClaim, check_claim, confirm, refuse_uncounted
+from dcp_objstore.checkpoint.clock import Clock
+from dcp_objstore.checkpoint.commit import BeginToken
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import MARKER_KEY, new_nonce
 from dcp_objstore.checkpoint.publish import publish_dot_metadata
@@ -24,18 +26,15 @@ from dcp_objstore.errors import (
     RetryableError,
     UnsupportedError,
 )
+from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import Committed, Saved
 from dcp_objstore.observe.report import SaveReport, logger
+from dcp_objstore.state.stored import StoredObject
+from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.transfer import workers
 
 if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.checkpoint.clock import Clock
-    from dcp_objstore.checkpoint.commit import BeginToken
     from dcp_objstore.local.copies import SaveCopies
-    from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.state.stored import StoredObject
-    from dcp_objstore.stores import ObjectStore, StoreSpec
 
 
 @dataclass(slots=True)

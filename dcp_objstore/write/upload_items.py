@@ -15,42 +15,37 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.tensor import DTensor
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.names import data_key
 from dcp_objstore.compat.values import warn_unsafe_value
-from dcp_objstore.config import AUTO_MOST, COPIED_MOST_BYTES
+from dcp_objstore.config import AUTO_MOST, COPIED_MOST_BYTES, Local, TransferConfig
 from dcp_objstore.errors import InputError, StoreFullError
 from dcp_objstore.local.copies import SaveCopies
+from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.observe.report import size_text
 from dcp_objstore.state.device import Outbound, settle_streams
 from dcp_objstore.state.stored import StoredObject
+from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.transfer.copies import LEAST_PART_BYTES
 from dcp_objstore.transfer.digests import block_digests
-from dcp_objstore.transfer.parts import part_count, plan_parts
+from dcp_objstore.transfer.parts import PartPlan, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
-from dcp_objstore.transfer.upload import Content, upload_object
+from dcp_objstore.transfer.upload import ByteArray, Content, upload_object
 from dcp_objstore.transfer.workers import DaemonPool, worker_number
-from dcp_objstore.write.base import Unchanged, find_unchanged
+from dcp_objstore.write.base import Base, Unchanged, find_unchanged
 from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, SizedItem, item_bytes
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.results import WriteResults
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-
-    from dcp_objstore.config import Local, TransferConfig
-    from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.stores import ObjectStore
-    from dcp_objstore.transfer.parts import PartPlan
-    from dcp_objstore.transfer.upload import ByteArray
-    from dcp_objstore.write.base import Base
     from dcp_objstore.write.session import Save
 
 logger = logging.getLogger("dcp_objstore")

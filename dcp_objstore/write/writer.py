@@ -7,22 +7,25 @@ save is kept in a `Save`, so a writer can be used for one save after another.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_objstore.checkpoint.claim import check_claim
+from dcp_objstore.checkpoint.claim import RunClaim, check_claim
 from dcp_objstore.checkpoint.clock import Clock
 from dcp_objstore.checkpoint.left_out import LEFT_OUT
 from dcp_objstore.checkpoint.marker import check_user_metadata
-from dcp_objstore.config import LocalFolder, local_of
+from dcp_objstore.config import LocalFolder, TransferConfig, local_of
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import on_first
 from dcp_objstore.distributed.plugin import (
@@ -32,9 +35,11 @@ from dcp_objstore.distributed.plugin import (
 )
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import ConfigError, UnsupportedError
-from dcp_objstore.observe.dispatch import EventSettings
+from dcp_objstore.observe.dispatch import Channel, EventSettings
+from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.state.dcp_metadata import describe
+from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.stores.urls import is_supported_url
 from dcp_objstore.torch_private import is_in_default_group
 from dcp_objstore.write.base import Base, check_base, open_base, report_not_copied
@@ -42,21 +47,8 @@ from dcp_objstore.write.layout import check_item
 from dcp_objstore.write.results import PlannedIndex, Results, build_index, planned_index
 from dcp_objstore.write.session import Save
 from dcp_objstore.write.staging.stager import KeptStager, OnBusy
+from dcp_objstore.write.staging.state import StagedState
 from dcp_objstore.write.upload_items import upload_items
-
-if TYPE_CHECKING:
-    import os
-
-    import torch.distributed as dist
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-
-    from dcp_objstore.checkpoint.claim import RunClaim
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.state.state_dict import ConvertedState
-    from dcp_objstore.write.staging.state import StagedState
-
 
 # Attributes that a pickled writer leaves behind. All others are settings.
 _OF_SAVES = frozenset({"_background", "_of_thread", "_warned_keys", "last_save", "save_id"})

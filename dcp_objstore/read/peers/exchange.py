@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,16 +33,12 @@ from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.read.geometry import Selection
 from dcp_objstore.read.peers.plan import NEED, ExchangePlan, Needs, Segment, SharedRequest
 from dcp_objstore.read.peers.shared_memory import SharedMemory, SharedMemoryAddress, attach
-from dcp_objstore.read.plan import blocks_at
-from dcp_objstore.read.tensor_read import TensorRead
+from dcp_objstore.read.plan import PlannedLoad, blocks_at
+from dcp_objstore.read.tensor_read import Block, Read, TensorRead
 from dcp_objstore.threads import STEP_SECONDS, result_of, wait_in_steps
+from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span
 from dcp_objstore.transfer.workers import DaemonPool
-
-if TYPE_CHECKING:
-    from dcp_objstore.read.plan import PlannedLoad
-    from dcp_objstore.read.tensor_read import Block, Read
-    from dcp_objstore.transfer.progress import Progress
 
 # If the needed pieces make up less of a stretch than this, they are packed. Otherwise the whole
 # stretch is sent, which saves both sides a copy.

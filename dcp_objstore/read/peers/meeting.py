@@ -17,24 +17,23 @@ import torch.distributed as dist
 import xxhash
 
 from dcp_objstore import torch_private
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.failures import from_first, typed_failures
 from dcp_objstore.distributed.groups import is_first
 from dcp_objstore.distributed.plugin import typed
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.report import logger
+from dcp_objstore.read.geometry import Selection
 from dcp_objstore.read.peers.exchange import Share, needs_of
-from dcp_objstore.read.peers.plan import Held, plan_exchange
+from dcp_objstore.read.peers.plan import ExchangePlan, Held, Needs, plan_exchange
+from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.threads import STEP_SECONDS, wait_for, wait_in_steps
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
 
 if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
     from dcp_objstore.local.copies import LoadCopies
-    from dcp_objstore.read.geometry import Selection
-    from dcp_objstore.read.peers.plan import ExchangePlan, Needs
-    from dcp_objstore.read.plan import PlannedLoad
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
 # The least part of what all ranks would fetch otherwise that must be saved; see `_worthwhile`.

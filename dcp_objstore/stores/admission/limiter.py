@@ -19,15 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
 
+from dcp_objstore.config import Concurrency, TransferConfig
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.stores.admission.window import Window
+from dcp_objstore.stores.protocol import ObjectStore
 from dcp_objstore.threads import STEP_SECONDS
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import Concurrency, TransferConfig
-    from dcp_objstore.stores.protocol import ObjectStore
 
 # Retries of this process that may be under way on credit, as in the SDKs of AWS (500 tokens at 5
 # each): an outage of half a minute takes some 8 for each of 8 connections.

@@ -9,10 +9,12 @@ from contextlib import suppress
 from email.message import Message
 from email.utils import formatdate
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from dcp_objstore.errors import StoreUnavailableError
+from dcp_objstore.stores.azure.options import AzureOptions
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.endpoint import server_url
 from dcp_objstore.stores.obstore.copies import Ask, Copier, Steps, path_of
 from dcp_objstore.stores.obstore.direct import LaneError, SignedGet
@@ -24,11 +26,7 @@ from dcp_objstore.stores.obstore.factory import (
     unsigned,
     with_token,
 )
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.azure.options import AzureOptions
-    from dcp_objstore.stores.credentials import Credentials
-    from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.urls import StoreUrl
 
 # The first version of Azure's REST API with access tokens is of 2017.
 AZURE_VERSION = "2023-11-03"

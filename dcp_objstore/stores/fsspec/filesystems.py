@@ -8,9 +8,11 @@ looked for here. s3fs raises builtin ones from botocore's, which `s3.s3fs` reads
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import (
     CredentialsError,
     DcpObjstoreError,
@@ -20,15 +22,9 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
 )
 from dcp_objstore.stores import errors
-from dcp_objstore.stores.errors import Facts, Meaning
+from dcp_objstore.stores.errors import Facts, Failure, Meaning
 from dcp_objstore.stores.retries import Requests
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.errors import Failure
-    from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.urls import StoreUrl
 
 # What the errors mean that libraries raise without a status.
 _BY_NAME: dict[str, type[DcpObjstoreError]] = {

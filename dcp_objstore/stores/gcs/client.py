@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable, Mapping
 from email.message import Message
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.endpoint import server_url
 from dcp_objstore.stores.fsspec.filesystems import Filesystems
+from dcp_objstore.stores.gcs.options import GcsOptions
 from dcp_objstore.stores.obstore.copies import Ask, Copier, Steps
 from dcp_objstore.stores.obstore.direct import SignedGet
 from dcp_objstore.stores.obstore.factory import (
@@ -21,12 +24,7 @@ from dcp_objstore.stores.obstore.factory import (
     unsigned,
     with_token,
 )
-
-if TYPE_CHECKING:
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.credentials import Credentials
-    from dcp_objstore.stores.gcs.options import GcsOptions
-    from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.urls import StoreUrl
 
 
 def gcs_factory(url: StoreUrl, options: GcsOptions, credentials: Credentials) -> ClientFactory:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from email.message import Message
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 from urllib.request import Request
 
@@ -20,11 +20,9 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.stores.protocol import CopySource
 from dcp_objstore.stores.retries import RetryPolicy, Tries
 from dcp_objstore.stores.urls import StoreUrl, parse_url
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.protocol import CopySource
 
 # A function that sends a request of a method, a path and headers, and returns the headers and the
 # body of the answer.

@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError
@@ -38,9 +38,7 @@ from dcp_objstore.stores.s3.errors import judge_botocore
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.s3.store import S3Store, Use, botocore_settings, check_range_answer
 from dcp_objstore.stores.s3.upload import checksums_for
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.urls import StoreUrl
 
 # The locks by endpoint and bucket.
 _conditional_writes: PerProcess[dict[tuple[str | None, str], threading.Lock]] = PerProcess(dict)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.obstore.factory import (
     ClientFactory,
     Sign,
@@ -21,12 +22,8 @@ from dcp_objstore.stores.s3.endpoint import (
     s3_server,
     virtual_url,
 )
-from dcp_objstore.stores.s3.options import CHECKSUM_VARIABLE
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.credentials import Credentials
-    from dcp_objstore.stores.s3.options import S3Options
-    from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.s3.options import CHECKSUM_VARIABLE, S3Options
+from dcp_objstore.stores.urls import StoreUrl
 
 # Checksums that obstore does not have.
 _OF_BOTO3 = ("CRC32", "CRC32C")

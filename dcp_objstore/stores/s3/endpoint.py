@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError
+from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.endpoint import is_address, server_url
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.credentials import Credentials
-    from dcp_objstore.stores.s3.options import S3Options
+from dcp_objstore.stores.s3.options import S3Options
 
 _DEFAULT_REGION = "us-east-1"
 # In others, S3 has another domain: China, the isolated ones, the European sovereign cloud.

@@ -6,12 +6,14 @@ s3fs's own verbs have no conditional update, and send parts one after the other.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dcp_objstore.config import MIB
+from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.stores import errors
 from dcp_objstore.stores.credentials import Credentials
+from dcp_objstore.stores.errors import Facts
 from dcp_objstore.stores.fsspec.filesystems import Filesystems, is_from, read_fsspec
 from dcp_objstore.stores.protocol import RangeReading
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
@@ -24,12 +26,6 @@ from dcp_objstore.stores.s3.store import S3Store, Use, botocore_settings, check_
 from dcp_objstore.stores.s3.upload import Checksums, checksums_for
 from dcp_objstore.stores.urls import StoreUrl
 from dcp_objstore.threads import STEP_SECONDS, result_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
-
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.stores.errors import Facts
 
 S3FS = "s3fs.S3FileSystem"  # others call themselves `s3` as well
 

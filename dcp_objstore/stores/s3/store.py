@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,17 +35,14 @@ from dcp_objstore.stores.protocol import (
     Precondition,
     Version,
 )
-from dcp_objstore.stores.retries import SMALL_BYTES
+from dcp_objstore.stores.retries import SMALL_BYTES, Requests
 from dcp_objstore.stores.s3.errors import read_botocore, status_of
 from dcp_objstore.stores.s3.upload import Checksums, CopiedPart, MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
     from typing_extensions import Buffer
 
-    from dcp_objstore.stores.retries import Requests
 
 Use = Literal["read", "small", "write"]
 _READS = ("get_object", "head_object", "list_objects_v2")

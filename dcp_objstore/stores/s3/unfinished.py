@@ -9,19 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, cast
+from typing import Any, Final, Literal, Self, cast
 
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.stores.protocol import UnfinishedUpload
+from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, judge_botocore
 from dcp_objstore.stores.s3.store import pages
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from dcp_objstore.stores.retries import Requests
-
 
 _NO_RULES: Final = "NoSuchLifecycleConfiguration"
 

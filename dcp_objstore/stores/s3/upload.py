@@ -19,15 +19,13 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from dcp_objstore.errors import ConfigError, InputError
 from dcp_objstore.stores.s3.endpoint import s3_checksum
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, without_frames
+from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.threads import Spawned, spawn
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.s3.options import S3Options
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.groups import count_ranks, gone_error, has_gone, world_group
@@ -21,14 +21,12 @@ from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank
 from dcp_objstore.errors import ConfigError, SaveInProgressError
 from dcp_objstore.observe.dispatch import staged_event
+from dcp_objstore.observe.events import Staged
 from dcp_objstore.observe.report import log_failure
 from dcp_objstore.threads import STEP_SECONDS, ready_for_program_end, wait_in_steps
 from dcp_objstore.torch_private import StagesAtOnce
 from dcp_objstore.write.program_end import TOO_LATE, has_ended, show_lost
 from dcp_objstore.write.staging.state import StagedState, stage, staging_memory
-
-if TYPE_CHECKING:
-    from dcp_objstore.observe.events import Staged
 
 # The thread of a save may still run for a moment after its result was returned.
 _GRACE_SECONDS = 0.5
