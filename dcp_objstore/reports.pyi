@@ -11,9 +11,7 @@ from .inspect.diff import (
     TensorDifference as TensorDifference,
     ValueDifference as ValueDifference,
 )
-from .inspect.rank_plan import RankPlan as RankPlan
 from .inspect.selection import Module as Module
-from .inspect.stats import TensorStats as TensorStats
 from .observe.report import (
     Damage as Damage,
     LoadReport as LoadReport,

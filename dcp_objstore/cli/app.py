@@ -146,7 +146,7 @@ for name, command, example in (
         "file:///tmp/run/step-40 /tmp/model --keys 'model.*' --rename '^model[.]='",
     ),
     ("import", import_, "/tmp/model file:///tmp/run/step-0 --rename '^=model.'"),
-    ("diff", print_diff, "file:///tmp/run/step-20 file:///tmp/run/step-40 --stats"),
+    ("diff", print_diff, "file:///tmp/run/step-20 file:///tmp/run/step-40"),
     ("inspect", inspect, "file:///tmp/run/step-40 'model.*'"),
     ("cp", copy, "file:///tmp/run/step-40 file:///tmp/kept/step-40"),
 ):

@@ -29,10 +29,6 @@ def print_diff(
         str, typer.Argument(help="URL of the checkpoint to compare it with.", metavar="URL2")
     ],
     keys: Keys = None,
-    stats: Annotated[
-        bool,
-        typer.Option("--stats", help="Read the tensors that changed, and say by how much."),
-    ] = False,
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
@@ -45,7 +41,6 @@ def print_diff(
         url,
         other_url,
         keys or None,
-        stats=stats,
         storage_options=chosen(),
         other_storage_options=chosen(),
         trust_pickle=trust_pickle,
@@ -101,12 +96,7 @@ def _tensor_text(tensor: dos.reports.TensorDifference) -> str:
         dtypes = tensor.dtype, tensor.other_dtype
         retyped = f", {' -> '.join(dtypes)}" if tensor.dtype != tensor.other_dtype else ""
         return f"{shape} -> {other_shape}{retyped}"
-    if tensor.max_difference is None:
-        return f"{tensor.dtype} {shape}"
-    return (
-        f"max {tensor.max_difference:.4g}, mean {tensor.mean_difference:.4g},"
-        f" {counted(tensor.changed_elements or 0, 'element')}"
-    )
+    return f"{tensor.dtype} {shape}"
 
 
 def _value_text(value: dos.reports.ValueDifference) -> str:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
-from dcp_objstore.config import check_number
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     AbsentKeyError,
@@ -27,7 +26,6 @@ from dcp_objstore.errors import (
     StateMismatchError,
     printable,
 )
-from dcp_objstore.inspect.plain_values import read_plain_values
 from dcp_objstore.inspect.selection import (
     Module,
     Patterns,
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
     import torch
 
     from dcp_objstore.config import TransferConfig
-    from dcp_objstore.inspect.rank_plan import RankPlan
-    from dcp_objstore.inspect.stats import TensorStats
     from dcp_objstore.observe.events import OnEvent
     from dcp_objstore.observe.report import LoadReport, VerifyReport
     from dcp_objstore.read.items import Rename
@@ -133,24 +129,6 @@ class TensorEntry:
         """
         box, sizes = box_of(index, self.shape)
         return self._read(box, "cpu").reshape(sizes)
-
-    def stats(self, *, progress: bool = True) -> TensorStats:
-        """Describe its numbers: extremes, mean, standard deviation, NaN and Inf, a histogram.
-
-        Reads the tensor once, in slabs, through some 350 MiB of memory; if stock torch wrote the
-        checkpoint, through that of a few chunks.
-
-        Args:
-            progress: show a progress bar if standard error is a terminal. Default True.
-
-        Raises:
-            UnsupportedError: its elements are no numbers, or this version cannot read them.
-            DcpObjstoreError: any other error that `Checkpoint.read` raises.
-        """
-        from dcp_objstore.inspect.stats import tensor_stats
-
-        self.checkpoint._check_whole([self.key])
-        return tensor_stats(self.key, self.slabs(), self.checkpoint._read_slabs, progress=progress)
 
     def slabs(self) -> list[Slab]:
         """Cut the tensor into parts of at most 32 MiB, to read them one by one.
@@ -346,38 +324,6 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         """
         return module_tree({key: self[key] for key in self.matching(patterns)})
 
-    def plan(self, ranks: int, patterns: Patterns = None) -> tuple[RankPlan, ...]:
-        """Plan a load by a job, as `load` plans it, and return what each rank would read.
-
-        The job has FSDP2's layout: each tensor is cut over its first dimension as `torch.chunk`
-        does, tensors without dimensions and values are on every rank. What several ranks need is
-        fetched by one of them (`read_once`). Tensors on the CPU may be read with fewer, larger
-        requests than this. Nothing is read.
-
-        Args:
-            ranks: number of ranks of the job.
-            patterns: one or several shell patterns such as `"model.*"`, or exact keys. Default: all
-                keys.
-
-        Returns:
-            What each rank would read, by rank.
-
-        Raises:
-            ConfigError: `ranks` is not a number of ranks.
-            StateMismatchError: a pattern matches nothing.
-            CheckpointCorruptError: the checkpoint lacks elements of a tensor.
-            UnsupportedError: the dtype of a tensor is unknown.
-        """
-        from dcp_objstore.inspect.rank_plan import plan_ranks
-
-        check_number("ranks", ranks, 1)
-        keys = self.matching(patterns)
-        self._check_whole(keys)
-        config = self._spec.config
-        return plan_ranks(
-            self.url, self._stored, keys, ranks=ranks, config=config, verify=self._verify
-        )
-
     def read(
         self,
         patterns: Patterns = None,
@@ -410,16 +356,6 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
         values = [key for key in keys if key not in boxes]
         contents = self._read(boxes, values, device=device, progress=progress)
         return {key: contents[key] for key in keys}
-
-    def plain_values(self, keys: Sequence[str]) -> dict[str, object]:
-        """Read values that need no class, such as a learning rate, without torch.
-
-        What is not plain, is larger than 16 KiB, or does not verify, is left out.
-
-        Raises:
-            DcpObjstoreError: the store failed.
-        """
-        return read_plain_values(self._spec, self._stored, keys)
 
     def _read_slabs(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs of different tensors into new CPU memory, in one parallel read."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -16,9 +15,6 @@ import xxhash
 
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.torch_private import untyped_storage
-
-# This many elements are compared at a time, so that the copies in float64 stay small.
-_PIECE_ELEMENTS = 1 << 20
 
 _PROTOCOL = 4
 # The types whose pickles differ if and only if the values do.
@@ -113,44 +109,6 @@ def _hash(what: str, digests: list[bytes], memory: Any = b"") -> bytes:
     return state.digest()
 
 
-class Sum:
-    """How much the elements of a tensor differ, added up over its slabs."""
-
-    def __init__(self, *, stats: bool) -> None:
-        self.changed = 0
-        self._elements = 0
-        self._with_stats = stats
-        self._largest = self._total = 0.0
-
-    def add(self, slab: torch.Tensor, other: torch.Tensor) -> None:
-        """Compare a slab with that of the other checkpoint."""
-        self._elements += slab.numel()
-        pieces = (torch.split(tensor.reshape(-1), _PIECE_ELEMENTS) for tensor in (slab, other))
-        for a, b in zip(*pieces, strict=True):
-            bits = (piece.view(torch.uint8).reshape(len(piece), -1) for piece in (a, b))
-            differs = torch.ne(*bits).any(1)
-            changed = int(differs.sum())
-            self.changed += changed
-            if changed and self._with_stats:
-                self._measure(a, b, differs)
-
-    def _measure(self, a: torch.Tensor, b: torch.Tensor, differs: torch.Tensor) -> None:
-        wide = torch.complex128 if a.is_complex() else torch.float64
-        try:
-            distance = (b.to(wide)[differs] - a.to(wide)[differs]).abs()
-        except (RuntimeError, TypeError):  # two numbers in one element, such as float4_e2m1fn_x2
-            self._with_stats = False
-            return
-        largest = float(distance.max())
-        self._largest = largest if math.isnan(largest) else max(self._largest, largest)
-        self._total += float(distance.sum())
-
-    def stats(self) -> dict[str, float]:
-        """Return the fields of `TensorDifference` with `stats=True`."""
-        if not self._with_stats:
-            return {}
-        return {
-            "changed_elements": self.changed,
-            "max_difference": self._largest,
-            "mean_difference": self._total / self._elements,
-        }
+def same_bits(slab: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one dtype and shape have the same bits."""
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (slab, other)))

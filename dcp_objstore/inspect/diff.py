@@ -33,11 +33,6 @@ class TensorDifference:
         other_shape: its shape in the second.
         dtype: torch's name of its dtype in the first checkpoint, such as "bfloat16".
         other_dtype: name of its dtype in the second.
-        changed_elements: the number of elements whose bits differ; None if the elements were not
-            read or are of a type without numbers, as for the next two.
-        max_difference: the largest absolute difference of two elements, or None; NaN if one of them
-            is NaN and the other is not.
-        mean_difference: the mean absolute difference over all elements, or None.
     """
 
     key: str
@@ -46,9 +41,6 @@ class TensorDifference:
     other_shape: tuple[int, ...]
     dtype: str
     other_dtype: str
-    changed_elements: int | None = None
-    max_difference: float | None = None
-    mean_difference: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +97,6 @@ def diff(
     other_url: str,
     keys: Patterns = None,
     *,
-    stats: bool = False,
     storage_options: Mapping[str, object] | None = None,
     other_storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
@@ -130,7 +121,6 @@ def diff(
         other_url: URL of the checkpoint to compare it with.
         keys: one or several shell patterns such as `"model.*"`, or exact keys, of either of them.
             Default: all keys.
-        stats: whether to read the tensors that changed, too, and say by how much. Default False.
         storage_options: credentials and endpoint of the first, in fsspec's spelling. Default: taken
             from the environment.
         other_storage_options: the same for the second. Default: `storage_options` if both URLs have
@@ -161,7 +151,7 @@ def diff(
         )
         for where, options in ((url, storage_options), (other_url, other_storage_options))
     )
-    comparison = _Comparison(first, other, stats=stats)
+    comparison = _Comparison(first, other)
     added, removed = [], []
     for key in matching(dict.fromkeys([*first, *other]), keys):
         if key in first and key in other and _is_tensor(first, key) == _is_tensor(other, key):
@@ -207,13 +197,12 @@ class _Comparison:
         read_bytes: bytes of tensors that were read from each of the checkpoints.
     """
 
-    def __init__(self, first: Checkpoint, other: Checkpoint, *, stats: bool) -> None:
+    def __init__(self, first: Checkpoint, other: Checkpoint) -> None:
         self.keys: list[str] = []
         self.tensors: dict[str, TensorDifference] = {}
         self.values: list[ValueDifference] = []
         self.read_bytes = 0
         self._pair = first, other
-        self._stats = stats
         self._tensors_to_read: list[str] = []
         # And whether their digests differ; None if they cannot tell.
         self._values_to_read: dict[str, bool | None] = {}
@@ -236,12 +225,8 @@ class _Comparison:
             self._tensors_to_read.append(key)
         elif differs:
             self._note(key, "changed")
-            if self._stats and not _is_pickled(first._stored.index, key):
-                self._tensors_to_read.append(key)
 
-    def _note(
-        self, key: str, what: Literal["reshaped", "retyped", "changed"], **stats: Any
-    ) -> None:
+    def _note(self, key: str, what: Literal["reshaped", "retyped", "changed"]) -> None:
         (shape, dtype), (other_shape, other_dtype) = (_shape_and_dtype(c, key) for c in self._pair)
         self.tensors[key] = TensorDifference(
             key=key,
@@ -250,14 +235,13 @@ class _Comparison:
             other_shape=other_shape,
             dtype=dtype,
             other_dtype=other_dtype,
-            **stats,
         )
 
     def read_tensors(self, *, progress: bool) -> None:
         """Read the tensors that have to be read, and compare them, in slabs."""
         if not self._tensors_to_read:
             return
-        from dcp_objstore.inspect.compare import Sum
+        from dcp_objstore.inspect.compare import same_bits
 
         slabs: list[Slab] = []
         for checkpoint in self._pair:
@@ -269,7 +253,6 @@ class _Comparison:
             assert isinstance(entry, TensorEntry)
             slabs += entry.slabs()
         self.read_bytes = sum(slab.size_bytes for slab in slabs)
-        sums = {key: Sum(stats=self._stats) for key in self._tensors_to_read}
         bar = Bar("diff")
         if progress and bar.is_seen():
             bar.begin(2 * self.read_bytes)
@@ -277,13 +260,11 @@ class _Comparison:
         try:
             with closing(first), closing(other):
                 for slab, a, b in zip(slabs, first, other, strict=True):
-                    sums[slab.key].add(a, b)
+                    if slab.key not in self.tensors and not same_bits(a, b):
+                        self._note(slab.key, "changed")
                     bar.advance(2 * slab.size_bytes)
         finally:
             bar.flush()
-        for key, key_sum in sums.items():
-            if key_sum.changed:
-                self._note(key, "changed", **key_sum.stats())
 
     def read_values(self) -> None:
         """Read the values that have to be read, and compare them."""

@@ -153,7 +153,7 @@ def read_new(
         box = Box(tuple(item.dest_offsets), tuple(item.lengths))
         return narrow(content[key], box)
 
-    items = read_items(stored, boxes, values)
+    items = _read_items(stored, boxes, values)
     try:
         report = run_load(
             stored.open_store(spec),
@@ -179,7 +179,7 @@ def _dtype_of(stored: StoredCheckpoint, key: str) -> torch.dtype:
     return dtype
 
 
-def read_items(
+def _read_items(
     stored: StoredCheckpoint, boxes: Mapping[str, Box], values: Iterable[str]
 ) -> list[ReadItem]:
     """Return the items of DCP's plan that read boxes of tensors, and values.

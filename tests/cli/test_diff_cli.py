@@ -13,7 +13,7 @@ import dcp_objstore as dos
 from dcp_objstore.cli.diff import print_diff
 from dcp_objstore.errors import CheckpointNotFoundError
 
-ALL = {"keys": [], "stats": False, "trust_pickle": False, "as_json": False}
+ALL = {"keys": [], "trust_pickle": False, "as_json": False}
 
 
 @pytest.fixture
@@ -30,18 +30,18 @@ def urls(tmp_path: Path) -> tuple[str, str]:
 def test_differences_are_printed_on_80_columns(urls, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
-        print_diff(*urls, **{**ALL, "stats": True})
+        print_diff(*urls, **ALL)
     assert caught.value.code == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[2:] == [
         "removed   old",
         "added     new",
         "changed   model.layers.17.self_attention.query_projection.weight",
-        "            max 0.5, mean 0.5, 60 elements",
+        "            float32 [20, 3]",
         "retyped   model.half  float32 -> float16",
         "changed   step  1 -> 2",
         "changed   text",
-        "6 differences, 1 equal (480 B read)",
+        "6 differences, 1 equal (no tensor read)",
     ]
     assert all(len(line) <= 80 for line in lines[2:])
     print_diff(*urls, **{**ALL, "keys": ["model.b"]})

@@ -113,7 +113,6 @@ UNPICKLES = {
     "compat.values._unsafe_globals: torch.serialization.get_unsafe_globals_in_checkpoint": "`vet`",
     "compat.values.unpickled: torch.load": "`vet`, `vet_old` or `check_safe`; see below",
     "compat.vet._DryUnpickler: Unpickler": "`scan`; all globals are stand-ins",
-    "inspect.plain_values._Plain: Unpickler": "`scan`; no globals",
     "read.planner.load_bytes: torch.load": "`check_safe`, by `ItemRead.finish`",
     "write.staging.state._copied: torch.load": "this process has just written it",
     # What calls the one function that has torch unpickle what comes from a store.

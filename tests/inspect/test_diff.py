@@ -60,15 +60,10 @@ def test_by_digests_only_markers_and_indices_are_fetched(bucket, requests):
     fetched = sorted((request.verb, request.key.partition(".")[0]) for request in requests)
     assert fetched == [("get", "_COMMIT"), ("get", "_COMMIT"), ("get", "index"), ("get", "index")]
     (tensor,) = report.tensors
-    assert (tensor.key, tensor.what, tensor.changed_elements) == ("model.w", "changed", None)
+    assert (tensor.key, tensor.what) == ("model.w", "changed")
     assert (report.equal, report.read_bytes, report.same) == (7, 0, False)
     assert not (report.added or report.removed or report.values)
     assert dos.diff(one, one, storage_options=options).same
-    measured = dos.diff(one, other, stats=True, storage_options=options)
-    (tensor,) = measured.tensors
-    assert (tensor.changed_elements, measured.read_bytes) == (1, 2 * 600 * 50 * 4)
-    assert tensor.max_difference == pytest.approx(1)
-    assert tensor.mean_difference == pytest.approx(1 / 30_000)
 
 
 def save_rows(rank: int, world: int, url: str, options: Mapping[str, object]) -> None:
@@ -87,7 +82,7 @@ def test_what_is_cut_otherwise_is_read(tmp_path, saved, monkeypatch):
     changed = state()
     changed["model"]["w"][3, 4] = float("nan")
     (tensor,) = dos.diff(sharded, saved("changed", changed)).tensors
-    assert (tensor.key, tensor.what, tensor.changed_elements) == ("model.w", "changed", None)
+    assert (tensor.key, tensor.what) == ("model.w", "changed")
 
 
 def test_keys_shapes_and_dtypes(saved):
@@ -116,39 +111,33 @@ def test_keys_shapes_and_dtypes(saved):
         dos.diff(one, two, "nothing.*")
 
 
-NUMBERS: dict[torch.dtype, list[list[complex]]] = {
-    torch.float32: [[1, 2, float("inf"), -0.0], [1, 2.5, float("-inf"), 0.0]],
+ROWS: dict[torch.dtype, list[list[complex]]] = {
+    torch.float32: [[1, 2, float("inf"), -0.0], [1, 2, float("inf"), 0.0]],
     torch.bfloat16: [[1, 2, 3], [1, 2, 300]],
-    torch.float8_e4m3fn: [[1, 2, 3], [1, 2.5, 4]],
-    torch.int64: [[1, -5, 7], [2, -5, 7]],
-    torch.uint32: [[1, 5, 7], [2, 4, 7]],
-    torch.bool: [[0, 1, 1], [1, 1, 0]],
+    torch.float8_e4m3fn: [[1, 2, 3], [1, 2.5, 3]],
+    torch.uint32: [[1, 5, 7], [2, 5, 7]],
+    torch.bool: [[0, 1, 1], [0, 1, 0]],
     torch.complex64: [[1 + 1j, 2], [1 - 1j, 2]],
 }
 
 
-@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-def test_stats_are_those_of_the_numbers(dtype, saved, monkeypatch):
-    monkeypatch.setattr(compare, "_PIECE_ELEMENTS", 2)
+@pytest.mark.parametrize("dtype", ROWS, ids=str)
+def test_tensors_that_have_to_be_read_are_compared_bit_for_bit(dtype, tmp_path, saved):
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    a, b = (torch.tensor(row, dtype=wide).to(dtype) for row in NUMBERS[dtype])
-    (tensor,) = dos.diff(saved("a", {"w": a}), saved("b", {"w": b}), stats=True).tensors
-    distance = (a.to(wide) - b.to(wide)).abs()
-    bits = (one.view(torch.uint8).reshape(len(a), -1) for one in (a, b))
-    assert tensor.changed_elements == int(torch.ne(*bits).any(1).sum())
-    assert tensor.max_difference == float(distance.max())
-    assert tensor.mean_difference == float(distance.mean())
+    a, b = ({"w": torch.tensor(row, dtype=wide).to(dtype)} for row in ROWS[dtype])
+    dcp.save(a, checkpoint_id=tmp_path / "stock")
+    stock = (tmp_path / "stock").as_uri()
+    assert dos.diff(stock, saved("a", a)).same
+    assert [tensor.key for tensor in dos.diff(stock, saved("b", b)).tensors] == ["w"]
 
 
-def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(saved):
+def test_equal_nans_are_no_difference_and_a_new_nan_is_seen(tmp_path, saved):
     nan = float("nan")
-    rows = [[nan, 1.0, 2.0], [nan, nan, 5.0]]
-    a, b = (saved(str(at), {"w": torch.tensor(row)}) for at, row in enumerate(rows))
-    assert dos.diff(a, a, stats=True).same
-    (tensor,) = dos.diff(a, b, stats=True).tensors
-    assert tensor.changed_elements == 2
-    assert tensor.max_difference is not None
-    assert tensor.max_difference != tensor.max_difference
+    a, b = ({"w": torch.tensor(row)} for row in ([nan, 1.0, 2.0], [nan, nan, 2.0]))
+    dcp.save(a, checkpoint_id=tmp_path / "stock")
+    stock = (tmp_path / "stock").as_uri()
+    assert dos.diff(saved("a", a), stock).same
+    assert not dos.diff(saved("b", b), stock).same
 
 
 def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
@@ -162,11 +151,6 @@ def test_a_checkpoint_of_stock_torch_is_read_once_and_compared(
     fetched = sum(r.end - r.start for r in requests if r.verb == "open_range")  # type: ignore[operator, misc]
     sizes = [path.stat().st_size for path in tmp_path.rglob("*.distcp")]
     assert fetched <= sum(sizes)
-    requests.clear()
-    entry = dos.open(stock)["model.w"]
-    assert isinstance(entry, dos.reports.TensorEntry)
-    assert entry.stats().elements == 30_000
-    assert len([r for r in requests if r.verb == "open_range"]) == 1
     other = state()
     other["model"]["w"][0, 0], other["step"] = 0, 9
     report = dos.diff(stock, saved("other", other))

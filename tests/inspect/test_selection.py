@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import assume, given, settings, strategies as st
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -14,8 +15,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import dcp_objstore as dos
 from dcp_objstore.errors import CheckpointCorruptError, ConfigError, StateMismatchError
-from dcp_objstore.inspect.fill import read_items
+from dcp_objstore.inspect.fill import _read_items
 from dcp_objstore.inspect.selection import box_of, matching, nested
 from dcp_objstore.read.geometry import Box
 from dcp_objstore.read.items import StockItems
@@ -119,10 +121,10 @@ def test_a_box_that_the_chunks_do_not_fill_is_refused(data):
     )
     checkpoint = StoredCheckpoint((), StockItems(Metadata({"w": saved}), {}))
     if stored[row : row + rows, column : column + columns].all():
-        read_items(checkpoint, {"w": Box(*wanted)}, [])
+        _read_items(checkpoint, {"w": Box(*wanted)}, [])
     else:
         with pytest.raises(CheckpointCorruptError) as caught:
-            read_items(checkpoint, {"w": Box(*wanted)}, [])
+            _read_items(checkpoint, {"w": Box(*wanted)}, [])
         assert caught.value.key == "w"
 
 
@@ -158,3 +160,19 @@ def test_places_become_dicts_and_lists_again():
 def test_places_that_cannot_be_are_refused(places):
     with pytest.raises(CheckpointCorruptError, match="impossible place"):
         nested({"x": 1, "y": 2}, places)
+
+
+def test_the_modules_of_a_checkpoint_are_a_tree_by_the_dots_in_its_keys(tmp_path):
+    state = {"model.w": torch.ones(10, 4), "model.a.b": torch.ones(3).half(), "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    ckpt = dos.open((tmp_path / "stock").as_uri())
+    root = ckpt.modules()
+    assert list(root.modules) == ["model"]
+    model = root.modules["model"]
+    assert (model.name, model.modules["a"].name) == ("model", "model.a")
+    assert [entry.key for entry in model.walk()] == ["model.w", "model.a.b"]
+    assert model.total_bytes == 166
+    assert list(model.bytes_by_dtype().items()) == [("float32", 160), ("float16", 6)]
+    assert list(root.entries) == ["step"]
+    assert root.bytes_by_dtype()["value"] == ckpt["step"].nbytes
+    assert list(ckpt.modules("model.a.*").walk()) == [ckpt["model.a.b"]]

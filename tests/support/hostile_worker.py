@@ -165,8 +165,6 @@ def doors(url: str) -> dict[str, str]:
                 repr(entry), entry.nbytes
 
         found["look"] = outcome(look)
-        values = [key for key, entry in checkpoint.items() if not hasattr(entry, "shape")]
-        found["inspect"] = outcome(lambda: checkpoint.plain_values(values))
         found["read"] = outcome(lambda: checkpoint.nested(checkpoint.read(progress=False)))
         found["verify"] = outcome(lambda: checkpoint.verify(deep=True, progress=False))
     keys = list(opened[0]) if opened else ["w"]
@@ -186,9 +184,8 @@ def conversions(url: str) -> dict[str, str]:
     if outcome(lambda: opened.append(dos.open(url))) != "value":
         return found
     (checkpoint,) = opened
-    found["modules"] = outcome(lambda: list(_tree_lines(checkpoint.modules(), "", {})))
-    found["plan"] = outcome(lambda: checkpoint.plan(4))
-    found["diff"] = outcome(lambda: dos.diff(url, url, stats=True, progress=False))
+    found["modules"] = outcome(lambda: list(_tree_lines(checkpoint.modules(), "")))
+    found["diff"] = outcome(lambda: dos.diff(url, url, progress=False))
     with tempfile.TemporaryDirectory(prefix="hostile-") as out:
         for name in ("m.pt", "m.safetensors"):
             export = partial(dos.export_checkpoint, url, f"{out}/{name}", progress=False)
