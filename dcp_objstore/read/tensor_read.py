@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from dcp_objstore.state.device import Inbound
     from dcp_objstore.transfer.upload import ByteArray
 
-    # A read takes one stored item's payload. It can be planned before it has a destination.
-    Read: TypeAlias = "TensorRead | ItemRead"
+# A read takes one stored item's payload. It can be planned before it has a destination.
+Read: TypeAlias = "TensorRead | ItemRead"
 
 
 class TensorRead:
