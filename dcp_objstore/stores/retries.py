@@ -8,6 +8,7 @@ retry is reported to the save or load that the request belongs to.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.errors import DcpObjstoreError, ForkedProcessError
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.admission.limiter import Limiter, limiter_at
 from dcp_objstore.stores.errors import Failure
@@ -249,6 +250,7 @@ class Requests:
     ) -> None:
         self.reached = False
         self.endpoint_url = endpoint_url
+        self._pid = os.getpid()
         self._judge = judge
         self._bucket = (scheme, bucket)
         self._policy, self._small_policy = policies(config)
@@ -261,6 +263,14 @@ class Requests:
     def limiter(self) -> Limiter:
         """The bucket's limiter in this process, which a forked child has its own of."""
         return limiter_at(self.endpoint_url, *self._bucket)
+
+    def check_process(self) -> None:
+        """Raise `ForkedProcessError` if this process was forked from the one that made this."""
+        if self._pid != os.getpid():
+            raise ForkedProcessError(
+                f"this store was opened in process {self._pid}, from which process {os.getpid()}"
+                " was forked; its connections are not here. Open it again in this process"
+            )
 
     def tries(self, verb: str, key: str, size_bytes: int = 0) -> Tries:
         """Make the tries of one request.

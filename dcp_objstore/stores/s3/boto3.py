@@ -1,8 +1,8 @@
 """`ObjectStore` over boto3, for s3://: what carries the requests where obstore cannot.
 
-It works under `moto.mock_aws`, which catches botocore's requests in the process, and in forked
-children, and takes credentials from whatever boto3 knows (SSO, assumed roles, plug-ins). It costs
-more processor time: see docs/stores.md.
+It works under `moto.mock_aws`, which catches botocore's requests in the process, and takes
+credentials from whatever boto3 knows (SSO, assumed roles, plug-ins). It costs more processor time:
+see docs/stores.md.
 
 Facts about boto3 1.44 that shape this module (each is pinned by a test):
 - botocore is told to send each request once. It does follow a redirect to the bucket's region.
@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -55,7 +53,7 @@ _RECEIVE_BYTES = 1024 * 1024
 
 
 class Boto3Store(S3Store):
-    """A store rooted at one URL. Unlike others it may be used after a fork, too."""
+    """A store rooted at one URL."""
 
     def __init__(self, url: StoreUrl, clients: Boto3Clients) -> None:
         super().__init__(
@@ -121,24 +119,8 @@ class Boto3Store(S3Store):
         return ReceivedBody(answer["Body"], Version.of(answer.get("ETag"), answer.get("VersionId")))
 
 
-@dataclass
-class _OfProcess:
-    """The session and the clients of one process."""
-
-    session: Any
-    endpoint_url: str | None
-    region: str
-    addressing_style: str | None
-    lock: Any = field(default_factory=threading.Lock)
-    clients: dict[str, Any] = field(default_factory=dict)
-
-
 class Boto3Clients(Requests):
-    """The clients of a bucket. Each process makes its own, each client on first use. They
-    differ because time-outs are per client.
-
-    A forked child finds none of its parent's here. It closes nothing: sockets and locks of the
-    parent's stay as the fork left them, unused.
+    """The clients of a bucket, each made on first use. Each has time-outs of its own.
 
     Args:
         url: a URL of the bucket; its prefix is not used.
@@ -166,21 +148,23 @@ class Boto3Clients(Requests):
     ) -> None:
         if importlib.util.find_spec("boto3") is None:
             raise ConfigError("boto3 is not installed: pip install 'dcp-objstore[s3]'")
-        self._url = url
-        self._settings = parse(S3Options, options)
+        self._settings = settings = parse(S3Options, options)
         self._config = config
-        self._stripped = stripped
-        self._of_process: dict[int, _OfProcess] = {}
-        self.payer = {"RequestPayer": "requester"} if self._settings.requester_pays else {}
-        self.sealing = self._settings.encryption
-        super().__init__(
-            config,
-            judge_botocore,
-            endpoint_url=self._mine().endpoint_url,
-            scheme="s3",
-            bucket=url.bucket,
+        self._session = session = session_of(settings)
+        if not settings.anon and session.method is None:
+            raise no_s3_credentials(stripped)
+        known = Credentials(
+            "boto3", region=session.region, endpoint_url=session.endpoint_url, core=session.core
         )
-        self.checksums = checksums_for(self._settings, self.endpoint_url)
+        endpoint_url, self._region = s3_server(settings, known)
+        style = settings.addressing_style or session.addressing_style
+        self._style = "virtual" if is_virtual(style, endpoint_url, url.bucket) else "path"
+        self._lock = threading.Lock()
+        self._made: dict[Use, Any] = {}
+        self.payer = {"RequestPayer": "requester"} if settings.requester_pays else {}
+        self.sealing = settings.encryption
+        super().__init__(config, judge_botocore, endpoint_url, scheme="s3", bucket=url.bucket)
+        self.checksums = checksums_for(settings, endpoint_url)
 
     def get(self, use: Use) -> Any:
         """The client for a use, which sends each request once.
@@ -188,32 +172,17 @@ class Boto3Clients(Requests):
         Args:
             use: `write` waits `request_timeout_seconds` for an answer, `small` less; `read` gives
                 up sooner on a body that makes no progress.
+
+        Raises:
+            ForkedProcessError: this process was forked from the one that made the clients.
         """
-        mine = self._mine()
-        with mine.lock:
-            if use not in mine.clients:
-                mine.clients[use] = self._make(use, mine)
-            return mine.clients[use]
+        self.check_process()
+        with self._lock:
+            if use not in self._made:
+                self._made[use] = self._make(use)
+            return self._made[use]
 
-    def _mine(self) -> _OfProcess:
-        pid = os.getpid()
-        mine = self._of_process.get(pid)
-        # `setdefault` is atomic: of two threads that come here together, one session is kept.
-        return mine or self._of_process.setdefault(pid, self._open())
-
-    def _open(self) -> _OfProcess:
-        settings = self._settings
-        session = session_of(settings)
-        if not settings.anon and session.method is None:
-            raise no_s3_credentials(self._stripped)
-        known = Credentials(
-            "boto3", region=session.region, endpoint_url=session.endpoint_url, core=session.core
-        )
-        endpoint, region = s3_server(settings, known)
-        style = settings.addressing_style or session.addressing_style
-        return _OfProcess(session.session, endpoint, region, style)
-
-    def _make(self, use: Use, mine: _OfProcess) -> Any:
+    def _make(self, use: Use) -> Any:
         import botocore
         from botocore.config import Config
 
@@ -223,15 +192,15 @@ class Boto3Clients(Requests):
             seconds = min(READ_PROGRESS_SECONDS, seconds)
         elif use == "small":
             seconds = self.small_timeout_seconds
-        virtual = is_virtual(mine.addressing_style, mine.endpoint_url, self._url.bucket)
-        style = "virtual" if virtual else "path"
-        arguments = botocore_settings(config, style, seconds, sign_payload=settings.sign_payload)
+        arguments = botocore_settings(
+            config, self._style, seconds, sign_payload=settings.sign_payload
+        )
         if settings.anon:
             arguments["signature_version"] = botocore.UNSIGNED
-        return mine.session.client(
+        return self._session.session.client(
             "s3",
-            endpoint_url=mine.endpoint_url,
-            region_name=mine.region,
+            endpoint_url=self.endpoint_url,
+            region_name=self._region,
             use_ssl=settings.use_ssl,
             # None leaves it to AWS_CA_BUNDLE and the profile.
             verify=None if settings.verify is True else settings.verify,
