@@ -42,7 +42,7 @@ class RankJob:
     """What all ranks do.
 
     Attributes:
-        action: `save` (once, not measured) or `load` (measured and checked).
+        action: `save` (once; how long it takes is measured) or `load` (measured and checked).
         peers: by name, in turn.
         layout: one of `resume_state.LAYOUTS`.
         rounds: how often each peer loads.
@@ -75,7 +75,8 @@ def run(rank: int, world_size: int, job: RankJob) -> dict[str, Any]:  # noqa: AR
             try:
                 if job.action == "save":
                     for what, filled in states.items():
-                        _save(peers[name], filled, place.at(what), job.settings)
+                        seconds = _save(peers[name], filled, place.at(what), job.settings)
+                    measured[name].append({"seconds": seconds})
                     continue
                 if turn == 0:
                     _load(peers[name], states["warm-up"], place.at("warm-up"), job.settings)
@@ -111,9 +112,12 @@ class PeerFailedError(Exception):
     """A rank failed; raised on all of them, with its error as text."""
 
 
-def _save(peer: DcpPeer, filled: Filled, place: Place, settings: Settings) -> None:
+def _save(peer: DcpPeer, filled: Filled, place: Place, settings: Settings) -> float:
+    dist.barrier()
+    start = time.perf_counter()
     error = error_of(lambda: save(dict(filled.state), storage_writer=peer.writer(place, settings)))
     gather({"error": error})
+    return time.perf_counter() - start
 
 
 def _load(peer: DcpPeer, filled: Filled, place: Place, settings: Settings) -> dict[str, Any]:

@@ -19,6 +19,7 @@ Measurements = dict[str, list[dict[str, Any]]]
 _PRELOAD = ["benchmarks.resume_state", "torch.distributed.checkpoint"]
 _JOB_SECONDS = 86_400
 _COLUMNS = {
+    "saved in": ("save_seconds", ".2f"),
     "seconds": ("seconds", ".2f"),
     "x first": ("to_first", ".2f"),
     "CPU-s/GiB": ("cpu_seconds_per_gib", ".2f"),
@@ -71,9 +72,15 @@ def resume(
             size.update({name: found[name] for name in size})
             return {name: found["measured"][name] for name in able if name not in problems}
 
-        work("save", saved_by, saved_layout)
+        saved = work("save", saved_by, saved_layout)
         measured = work("load", loaded_by, layout)
-    shown = {name: _summary(measured, name, size["total_bytes"]) for name in measured}
+    shown = {
+        name: {
+            "save_seconds": saved[name][0]["seconds"],
+            **_summary(measured, name, size["total_bytes"]),
+        }
+        for name in measured
+    }
     title = (
         f"resume from {conditions.described(target)}:"
         f" {size['total_bytes'] / GIB:.3g} GiB in {size['tensors']} tensors,"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
+import os
 import re
 import subprocess
 import sys
@@ -329,10 +330,26 @@ def test_the_resume_benchmark_counts_what_all_ranks_fetched_together():
     assert alone["fetched_to_needed"] == pytest.approx(1, abs=0.02)
     assert [len(rounds) for rounds in result["rounds"].values()] == [1, 1]
     for figures in (once, alone):
+        assert figures["save_seconds"] > 0
         assert figures["seconds"] > 0
         assert figures["cpu_seconds_per_gib"] > 0
         # Of two tensors of 16 MiB, in requests of 8 MiB, plus the marker and the index.
         assert figures["requests"] > 4
+
+
+@pytest.mark.campaign  # five minutes: it is for a machine of many cores
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, run it with its own limit")
+def test_each_part_of_the_gpu_machine_script_runs_where_there_is_no_gpu(tmp_path):
+    command = str(_ROOT / "benchmarks" / "gpu_machine.sh")
+    options = {**os.environ, "LIMIT": "9000", "GIB": "0.06"}
+    subprocess.run([command, str(tmp_path)], env=options, stdout=subprocess.DEVNULL, check=True)
+    summary = (tmp_path / "summary.txt").read_text()
+    ended = re.findall(r"^([\w-]+): status (\d+)", summary, re.M)
+    assert {name.split("-")[0] for name, _ in ended} == {"tests", "gpu", "cores", "ranks"}, summary
+    assert [name for name, status in ended if status != "0"] == [], summary
+    assert "no GPU here" in (tmp_path / "gpu.txt").read_text()
+    assert (tmp_path / "cores.txt").read_text().count("s3torchconnector  ") == 4
 
 
 @pytest.mark.campaign  # half a minute: a dozen processes import torch
