@@ -19,7 +19,6 @@ from .observe.report import (
     VerifyReport as VerifyReport,
 )
 from .run.listing import (
-    Leftovers as Leftovers,
     ListedCheckpoint as ListedCheckpoint,
     Listing as Listing,
 )

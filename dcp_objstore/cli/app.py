@@ -129,8 +129,8 @@ def demo(
 # modules import what does the work when it is called.
 for name, command, example in (
     ("demo", demo, "--ranks 4 --resume-ranks 2"),
-    ("serve", serve, "--data /tmp/s3"),
-    ("ls", print_checkpoints, "--all file:///tmp/run"),
+    ("serve", serve, "--port 9000"),
+    ("ls", print_checkpoints, "file:///tmp/run"),
     ("follow", follow, "file:///tmp/run --until 40"),
     ("rm", remove, "file:///tmp/run/step-20"),
     ("sweep", sweep, "--grace 7d file:///tmp/run"),
@@ -153,7 +153,7 @@ for name, command, example in (
     app.command(name, epilog=f"Example: dcp-objstore {name} {example}")(exits()(command))
 for name, of_node, example in (
     ("ls", print_runs, "/tmp/node"),
-    ("rm", remove_runs, "/tmp/node --run file:///tmp/run"),
+    ("rm", remove_runs, "/tmp/node"),
 ):
     local.command(name, epilog=f"Example: dcp-objstore local {name} {example}")(exits()(of_node))
 app.command("gc", hidden=True)(exits()(sweep))  # a short name of `sweep`, as in git

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from dcp_objstore.checkpoint.names import natural_order
-from dcp_objstore.cli.options import chosen
 from dcp_objstore.cli.terminal import age, aligned, json_text, say
-from dcp_objstore.errors import InputError
 from dcp_objstore.observe.report import counted, size_text
 
 if TYPE_CHECKING:
@@ -20,7 +18,6 @@ Folder: TypeAlias = Annotated[
     str,
     typer.Argument(help="The folder that the job passes as local=.", metavar="FOLDER"),
 ]
-_USED = "a process uses it"
 _JsonLines: TypeAlias = Annotated[
     bool, typer.Option("--json", help="One JSON object per line, for each run.")
 ]
@@ -50,24 +47,17 @@ def print_runs(folder: Folder, as_json: _JsonLines = False) -> None:
 
 def remove_runs(
     folder: Folder,
-    run_url: Annotated[
-        str | None,
-        typer.Option("--run", help="Only the copies of this run.", metavar="URL"),
-    ] = None,
     as_json: _JsonLines = False,
 ) -> None:
-    """Remove the copies of all runs that no process uses, or of one run.
+    """Remove the copies of all runs that no process uses.
 
-    The store has everything, so no checkpoint is lost: the next job reads it from there. The copies
-    of a run that a process uses are refused.
+    The store has everything, so no checkpoint is lost: the next job reads it from there.
     """
     from dcp_objstore.config import Local
     from dcp_objstore.local.folder import remove_local_runs
-    from dcp_objstore.stores import StoreSpec
 
-    url = None if run_url is None else StoreSpec(run_url, chosen()).url
     local = Local(folder)
-    removals = remove_local_runs(local, url)
+    removals = remove_local_runs(local)
     if as_json:
         for run, is_removed in removals:
             print(json_text({**_as_json(run), "removed": is_removed}))
@@ -75,12 +65,10 @@ def remove_runs(
         say(local.folder)
         for run, is_removed in removals:
             size = f"{counted(run.total.number, 'file')}, {size_text(run.total.total_bytes)}"
-            what = "removed" if is_removed else f"kept, because {_USED}:"
+            what = "removed" if is_removed else "kept, because a process uses it:"
             say(f"{what} {_name(run)} ({size})")
         if not removals:
             say("no copies")
-    if url is not None and not all(is_removed for _, is_removed in removals):
-        raise InputError(f"its copies in {local.folder} were kept, because {_USED}", url=url)
 
 
 def _as_json(run: LocalRun) -> dict[str, Any]:

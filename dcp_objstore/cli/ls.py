@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -20,39 +17,21 @@ from dcp_objstore.observe.report import counted, size_text
 
 # If the terminal leaves fewer columns than this for the last column, it is left out.
 _LEAST_LAST_COLUMNS = 16
-_WATCH_SECONDS = 5
-_FIGURES = {"size", "objects", "ranks"}  # columns that are aligned to the right
+_FIGURES = {"size", "ranks"}  # columns that are aligned to the right
 
 _Line: TypeAlias = tuple[str, ...]
 
 
 def print_checkpoints(
     url: CheckpointOrRun,
-    everything: Annotated[
-        bool,
-        typer.Option(
-            "--all",
-            help="Also list what no commit names: objects and unfinished uploads of dead saves, of"
-            " deleted and of overwritten checkpoints.",
-        ),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="List again every 5 s, until Ctrl-C.")
-    ] = False,
 ) -> None:
     """List the checkpoint at a URL, and those below it.
 
     A save that was never committed is listed, too, with the state "not committed". Nothing is ever
     changed.
     """
-    while watch:
-        if sys.stdout.isatty():
-            print("\033[H\033[2J", end="")
-        print_checkpoints(url, everything, as_json)
-        sys.stdout.flush()
-        time.sleep(_WATCH_SECONDS)
-    listing = dos.list_checkpoints(url, everything=everything, storage_options=chosen())
+    listing = dos.list_checkpoints(url, storage_options=chosen())
     if listing.unlisted is not None:
         text = f"dcp-objstore: checkpoints below are not listed: {listing.unlisted}"
         say(text, to_errors=True)
@@ -61,14 +40,11 @@ def print_checkpoints(
             print(json_text(described(entry)))
     else:
         say(listing.url)
-        lines = _all_lines(listing) if everything else _lines(listing)
-        _print_table(list(lines))
+        _print_table(list(_lines(listing)))
         deleted = sum(entry.state == "deleted" for entry in listing.checkpoints)
-        if deleted and not everything:
+        if deleted:
             left = counted(deleted, "deleted checkpoint")
             say(f"{left}; dcp-objstore sweep '{listing.url}' removes what is left")
-    if listing.uploads_unseen is not None:
-        say(f"unfinished uploads are not listed: {listing.uploads_unseen}", to_errors=True)
     if listing.unread:
         error = listing.unread[0]
         fail(f"{type(error).__name__}: {error}", status_of(error))
@@ -94,11 +70,6 @@ def described(entry: dos.reports.ListedCheckpoint) -> dict[str, Any]:
             "pins": list(entry.pins),
             "user_metadata": dict(entry.user_metadata),
         }
-    if entry.leftovers is not None:
-        fields["leftovers"] = {
-            name: value.isoformat(timespec="seconds") if isinstance(value, datetime) else value
-            for name, value in dataclasses.asdict(entry.leftovers).items()
-        }
     return fields
 
 
@@ -114,45 +85,6 @@ def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:
                 entry.name or ".",
                 _notes(entry),
             )
-
-
-def _all_lines(listing: dos.reports.Listing) -> Iterator[_Line]:
-    """Yield a line for each checkpoint, and below it lines for what no commit names."""
-    yield "state", "size", "objects", "ranks", "age", "name", "metrics"
-    for entry in listing.checkpoints:
-        leftovers = entry.leftovers or dos.reports.Leftovers()
-        name = entry.name or "."
-        has_marker = entry.created_at is not None
-        # Of a deleted checkpoint, what is still there is left over.
-        is_gone = entry.state == "deleted"
-        at = entry.created_at or leftovers.written_at or leftovers.began_at
-        objects = leftovers.objects if entry.state == "not committed" else entry.objects
-        yield (
-            entry.state,
-            "-" if is_gone else size_text(entry.total_bytes),
-            _number(None if is_gone else objects),
-            _number(entry.world_size),
-            age(at),
-            name,
-            _notes(entry),
-        )
-        if leftovers.objects and has_marker:
-            size, number = size_text(leftovers.objects_bytes), str(leftovers.objects)
-            yield (
-                "  left over",
-                size,
-                number,
-                "",
-                age(leftovers.written_at),
-                name,
-                "sweep removes it",
-            )
-        if leftovers.saves:
-            what = "a save runs, or died"
-            yield "  beacon", "", str(leftovers.saves), "", age(leftovers.began_at), name, what
-        if leftovers.uploads:
-            size, number = size_text(leftovers.uploads_bytes), str(leftovers.uploads)
-            yield "  upload", size, number, "", age(leftovers.initiated_at), name, "unfinished"
 
 
 def _number(value: int | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import http.client
 import importlib.metadata
 import json
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +36,6 @@ _END_SECONDS: Final = 1.0
 # data when the constructor returns: volumes register with the master some time after S3 answers.
 _READY_BUCKET: Final = "ready-check"
 # In a folder whose data are kept: the secret key of its server.
-_SECRET: Final = "secret-key"
 # A request that is sent too early may hang long after S3 is up.
 _IMPATIENT: Final = TransferConfig(
     connect_timeout_seconds=1.0, request_timeout_seconds=1.0, max_retries=0
@@ -89,31 +87,6 @@ def _pick_ports() -> dict[str, int]:
     raise errors.StoreUnavailableError(f"no {len(names)} free ports on {_HOST}")
 
 
-@contextlib.contextmanager
-def _kept_secret(data: Path, new: str) -> Iterator[str]:
-    """Return the secret key of the data in a folder, a new one at first; keep others out.
-
-    Raises:
-        InputError: the folder cannot be written, or another server uses it.
-    """
-    try:
-        data.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        with open(os.open(data / _SECRET, flags, 0o600), "r+") as file:  # noqa: PTH123
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            secret = file.read()
-            if not secret:
-                file.write(new)
-                file.flush()
-            yield secret or new
-    except BlockingIOError:
-        raise errors.InputError(
-            f"another server uses {data}; give it a folder of its own"
-        ) from None
-    except OSError as error:
-        raise errors.InputError(f"{data} cannot be used: {error.strerror}") from error
-
-
 class SeaweedServer:
     """A SeaweedFS server with an S3 endpoint on loopback; also a context manager.
 
@@ -122,8 +95,6 @@ class SeaweedServer:
     even if it is killed (see `weed_guardian`).
 
     Args:
-        data: a folder for its data and credentials, which stay there: a later server with the same
-            folder has the same buckets. Default: a temporary folder.
         port: port of the S3 endpoint. Default: a free one.
         extra_identities: more identities in SeaweedFS's own form (`name`, `credentials`,
             `actions`), for example one that may only read.
@@ -134,7 +105,7 @@ class SeaweedServer:
 
     Raises:
         UnsupportedError: SeaweedFS is not installed.
-        InputError: the port is in use, or the folder cannot be used.
+        InputError: the port is in use.
         StoreUnavailableError: the server did not start, or it refuses the credentials made for it;
             a note of the error (`__notes__`) holds the end of its log.
     """
@@ -142,7 +113,6 @@ class SeaweedServer:
     def __init__(
         self,
         *,
-        data: Path | None = None,
         port: int | None = None,
         extra_identities: Sequence[Mapping[str, object]] = (),
     ) -> None:
@@ -155,11 +125,7 @@ class SeaweedServer:
         self._ports: dict[str, int] = {}
         self._binary = find_weed()
         self._guardian: subprocess.Popen[bytes] | None = None
-        self._kept = contextlib.ExitStack()
-        if data is not None:
-            self.secret_key = self._kept.enter_context(_kept_secret(data, self.secret_key))
         self._directory = Path(tempfile.mkdtemp(prefix="seaweedfs-"))
-        self._data = self._directory / "data" if data is None else data.absolute()
         administrator = {
             "name": "admin",
             "credentials": [{"accessKey": self.access_key, "secretKey": self.secret_key}],
@@ -168,7 +134,7 @@ class SeaweedServer:
         try:
             identities = {"identities": [administrator, *extra_identities]}
             (self._directory / "identities.json").write_text(json.dumps(identities))
-            self._data.mkdir(exist_ok=True)
+            (self._directory / "data").mkdir()
             self._start_anywhere()
         except BaseException:
             self.stop()
@@ -218,7 +184,6 @@ class SeaweedServer:
         self._end(b"")
         if self._directory.exists():  # the server had ended before, and its guardian with it
             weed_guardian.remove(str(self._directory), self._command())
-        self._kept.close()
 
     def kill(self) -> None:
         """Kill the server by SIGKILL and wait for its end; keep data and ports for `restart`."""
@@ -286,7 +251,7 @@ class SeaweedServer:
             self._binary,
             "-logtostderr",
             "server",
-            f"-dir={self._data}",
+            f"-dir={here / 'data'}",
             f"-ip={_HOST}",
             f"-ip.bind={_HOST}",
             *(f"-{name}={port}" for name, port in self._ports.items()),

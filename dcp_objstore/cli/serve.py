@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,13 +15,6 @@ if TYPE_CHECKING:
 
 
 def serve(
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep the data in this folder: the next server with it has the same buckets and"
-            " credentials. Default: the data goes when the server ends.",
-        ),
-    ] = None,
     bucket: Annotated[str, typer.Option(help="The bucket to make.")] = "bucket",
     port: Annotated[
         int | None, typer.Option(help="Port of the server. Default: a free one.", min=1, max=65535)
@@ -35,11 +27,10 @@ def serve(
     """
     from dcp_objstore.cli.seaweedfs import SeaweedServer
 
-    with SeaweedServer(data=data, port=port) as server:
+    with SeaweedServer(port=port) as server:
         url = server.create_bucket(bucket)
         say(
-            f"# An S3 server with the bucket {url}, until Ctrl-C."
-            f" Its data {'goes with it' if data is None else f'stays in {data}'}."
+            f"# An S3 server with the bucket {url}, until Ctrl-C. Its data goes with it."
             " In another terminal:"
         )
         print_exports(server)

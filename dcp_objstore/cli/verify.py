@@ -12,7 +12,6 @@ import dcp_objstore as dos
 from dcp_objstore.cli.exits import DAMAGED_STATUS, fail
 from dcp_objstore.cli.options import chosen
 from dcp_objstore.cli.terminal import coloured, columns, json_text, say, wrapped
-from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.report import counted, size_text
 
 _SHOWN = 20  # damages to print of one checkpoint
@@ -38,13 +37,6 @@ def verify(
         bool,
         typer.Option("--run", help="Verify all steps of a run, the newest first."),
     ] = False,
-    before: Annotated[
-        str | None,
-        typer.Option(
-            help="With --run: only steps older than this one, to go on after Ctrl-C.",
-            metavar="STEP",
-        ),
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object per checkpoint, one per line.")
     ] = False,
@@ -57,11 +49,7 @@ def verify(
     """
     reports: Iterable[dos.reports.VerifyReport]
     if run:
-        reports = dos.verify_run(
-            url, quick=quick, deep=deep, before=before, storage_options=chosen()
-        )
-    elif before is not None:
-        raise ConfigError("--before is for the steps of a run: it needs --run")
+        reports = dos.verify_run(url, quick=quick, deep=deep, storage_options=chosen())
     else:
         from dcp_objstore.inspect.verify import verify_at
         from dcp_objstore.observe.dispatch import EventSettings

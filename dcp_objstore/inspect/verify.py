@@ -15,7 +15,7 @@ import xxhash
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import list_run
 from dcp_objstore.checkpoint.marker import Counts
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, natural_order
+from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.publish import MAX_SIZE_BYTES
 from dcp_objstore.checkpoint.read import (
     asked_again,
@@ -444,7 +444,6 @@ def verify_run(
     *,
     quick: bool = False,
     deep: bool = False,
-    before: str | None = None,
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
     progress: bool = True,
@@ -465,8 +464,6 @@ def verify_run(
         quick: whether to read no tensors and check only that all objects exist, with their sizes.
             Default False.
         deep: whether to compare what `Checkpoint.verify(deep=True)` compares. Default False.
-        before: the name of a step, such as "step-3000". Only older steps are verified, to go on
-            where an earlier verification ended. Default: all.
         storage_options: credentials and endpoint in fsspec's spelling. Default: taken from the
             environment.
         config: sizes, concurrency, time-outs and the memory budget.
@@ -493,11 +490,8 @@ def verify_run(
     event_settings = EventSettings(on_event, trace)
     listed = list_run(spec.open(), spec.open_child, with_damaged=True)
     names = [step.name for step in reversed(listed.steps)]
-    if before is not None:
-        names = [name for name in names if natural_order(name) < natural_order(before)]
     if not names:
-        older = "" if before is None else f" older than {before}"
-        raise CheckpointNotFoundError(f"no committed step{older} lies below", url=spec.url)
+        raise CheckpointNotFoundError("no committed step lies below", url=spec.url)
 
     def reports() -> Iterator[VerifyReport]:
         for name in names:

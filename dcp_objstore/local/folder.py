@@ -225,26 +225,20 @@ def local_runs(local: Local) -> list[LocalRun]:
         return [_run(run) for run in sorted(folders_in(home), key=used_at)]
 
 
-def remove_local_runs(local: Local, url: str | None = None) -> list[tuple[LocalRun, bool]]:
-    """Remove the copies of all runs that no process uses, or of one run.
+def remove_local_runs(local: Local) -> list[tuple[LocalRun, bool]]:
+    """Remove the copies of all runs that no process uses.
 
     Returns:
         Each run, and whether its copies are gone. If not, a process uses them.
 
-    Args:
-        local: where they are kept.
-        url: the run's URL. Default: all runs.
-
     Raises:
-        InputError: there are no copies of that run, or as `local_runs`.
+        InputError: as `local_runs`.
     """
     with _home(local) as home:
-        runs = local_runs(local)
-        chosen = [run for run in runs if url in (None, run.url)]
-        if url is not None and not chosen:
-            here = ", ".join(sorted(run.url or "" for run in runs)) or "none at all"
-            raise InputError(f"{local.folder} has no copies of this run; it has {here}", url=url)
-        return [(run, not run.in_use and remove_run(home, home / run.folder)) for run in chosen]
+        return [
+            (run, not run.in_use and remove_run(home, home / run.folder))
+            for run in local_runs(local)
+        ]
 
 
 @contextmanager

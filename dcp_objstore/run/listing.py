@@ -5,7 +5,6 @@ No torch, and only what is needed is imported: `ls` starts quickly.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -18,7 +17,6 @@ from dcp_objstore.checkpoint.catalogue import (
     Objects,
     Standing,
     counts,
-    is_place,
     list_places,
     read_entry,
     read_standing,
@@ -28,16 +26,14 @@ from dcp_objstore.checkpoint.names import (
     DOT_METADATA_KEY,
     MARKER_KEY,
     is_beacon_key,
-    is_ours,
-    is_upload_key,
     natural_order,
     parse_data_key,
 )
-from dcp_objstore.checkpoint.read import explain_absence, explain_object, named_keys, read_marker
+from dcp_objstore.checkpoint.read import explain_absence, explain_object, read_marker
 from dcp_objstore.config import TransferConfig, check_number
 from dcp_objstore.run.steps import catalogue, step_number
 from dcp_objstore.stores import StoreSpec
-from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, UnfinishedUpload
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.transfer.workers import in_waves
 
 CheckpointState: TypeAlias = Literal[
@@ -52,36 +48,6 @@ CheckpointState: TypeAlias = Literal[
 ]
 # The listing starts again if a job claims one of the runs meanwhile, at most this often in all.
 _TRIES = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leftovers:
-    """What lies at a checkpoint and no commit names. `sweep` removes it when it is old enough.
-
-    Attributes:
-        objects: the number of data objects and indices.
-        objects_bytes: their size.
-        written_at: the time at which the last of them was written, by the store's clock; None if
-            there are none.
-        saves: the number of beacons: saves that are under way, or died.
-        began_at: the time at which the last of these saves began; None if there are none.
-        uploads: the number of unfinished multipart uploads, of saves under way and of dead ones.
-        uploads_bytes: the size of their parts, which no listing shows.
-        initiated_at: the time at which the last of them began; None if there are none.
-    """
-
-    objects: int = 0
-    objects_bytes: int = 0
-    written_at: datetime | None = None
-    saves: int = 0
-    began_at: datetime | None = None
-    uploads: int = 0
-    uploads_bytes: int = 0
-    initiated_at: datetime | None = None
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self.objects or self.saves or self.uploads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +72,6 @@ class ListedCheckpoint:
         pins: names of the pins that protect it.
         user_metadata: the values that were passed to `save`, among them those of `metrics`.
         is_fence: it was never committed: a sweep has put the tombstone, to defeat a dead save.
-        leftovers: what no commit names; None without `everything`.
     """
 
     url: str
@@ -123,7 +88,6 @@ class ListedCheckpoint:
     pins: tuple[str, ...] = ()
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
     is_fence: bool = False
-    leftovers: Leftovers | None = None
 
     @property
     def step(self) -> int | None:
@@ -140,20 +104,17 @@ class Listing:
         checkpoints: that at the URL itself, then those below, in the natural order of their names.
         unread: the error of each marker or `_CLAIM` that cannot be read.
         unlisted: why the checkpoints below are not listed, if these credentials may not list.
-        uploads_unseen: the reason why `everything` lists no unfinished uploads, or None.
     """
 
     url: str
     checkpoints: tuple[ListedCheckpoint, ...]
     unread: tuple[errors.DcpObjstoreError, ...] = ()
     unlisted: errors.DcpObjstoreError | None = None
-    uploads_unseen: str | None = None
 
 
 def list_checkpoints(
     url: str,
     *,
-    everything: bool = False,
     storage_options: Mapping[str, object] | None = None,
     config: TransferConfig | None = None,
 ) -> Listing:
@@ -167,9 +128,6 @@ def list_checkpoints(
 
     Args:
         url: URL of a checkpoint or a run, or a prefix above some.
-        everything: also find what no commit names, unfinished uploads, and checkpoints of other
-            libraries. This lists unfinished uploads, and reads the index of checkpoints at which
-            there is more than their marker counts. Default False.
         storage_options: credentials and endpoint, as for `save`.
         config: time-outs and retries.
 
@@ -183,35 +141,17 @@ def list_checkpoints(
     store = spec.open()
     base_above, stored = _base_above(spec), read_marker(store)
     itself = None if stored is None else Entry("", store, {}, stored)
-    uploads: dict[str, list[UnfinishedUpload]] | None = None
-    unseen = None
-    if everything:
-        from dcp_objstore.stores.spec import open_uploads
-
-        uploads = defaultdict(list)
-        try:
-            for upload in open_uploads(spec).list():
-                prefix, _, name = upload.key.rpartition("/")
-                if is_upload_key(name) and is_place(prefix, spec.url):
-                    uploads[prefix].append(upload)
-        except (errors.InputError, errors.RetryableError) as error:
-            unseen = error.message
     try:
-        checkpoints, unread = _Look(spec, itself, base_above, uploads).below(store)
+        checkpoints, unread = _Look(spec, itself, base_above).below(store)
     except errors.PermissionDeniedError as error:
         if itself is None:
             raise
-        return Listing(
-            url=spec.url,
-            checkpoints=(as_listed(itself, base_above),),
-            unlisted=error,
-            uploads_unseen=unseen,
-        )
+        return Listing(url=spec.url, checkpoints=(as_listed(itself, base_above),), unlisted=error)
     if not checkpoints:
         raise errors.CheckpointNotFoundError(
             explain_object(spec) or explain_absence(store), url=spec.url
         )
-    return Listing(url=spec.url, checkpoints=checkpoints, unread=unread, uploads_unseen=unseen)
+    return Listing(url=spec.url, checkpoints=checkpoints, unread=unread)
 
 
 def steps(
@@ -279,13 +219,11 @@ class _Look:
         spec: the URL and its options.
         itself: the checkpoint at the URL itself, whose marker was read first, or None.
         base_above: the base of the run that contains it.
-        uploads: the unfinished uploads by their prefix; None to leave out what no commit names.
     """
 
     spec: StoreSpec
     itself: Entry | None
     base_above: int
-    uploads: Mapping[str, Sequence[UnfinishedUpload]] | None
 
     def below(
         self, store: ObjectStore
@@ -297,8 +235,7 @@ class _Look:
         for _ in range(_TRIES):
             places = list_places(store, all_data=True)
             claims, unread = self._claims([run for run in places if CLAIM_KEY in places[run]])
-            prefixes = {prefix for prefix in places if self._is_listed(places[prefix])}
-            prefixes |= {*(self.uploads or ())}
+            prefixes = [prefix for prefix in places if _is_listed(places[prefix])]
             describe = partial(self._describe, places, claims)
             described = list(in_waves(describe, sorted(prefixes, key=natural_order)))
             claims_again, _ = self._claims(list(claims))
@@ -322,14 +259,6 @@ class _Look:
         except (errors.CheckpointCorruptError, errors.UnsupportedError) as error:
             return Standing(None, 0), error
 
-    def _is_listed(self, objects: Objects) -> bool:
-        """Return whether a save has begun where these objects are, or left something there."""
-        if MARKER_KEY in objects or any(is_beacon_key(name) for name in objects):
-            return True
-        if self.uploads is None:
-            return any(parse_data_key(name) is not None for name in objects)
-        return DOT_METADATA_KEY in objects or any(is_ours(name) for name in objects)
-
     def _describe(
         self,
         places: Mapping[str, Objects],
@@ -347,11 +276,15 @@ class _Look:
             entry = read_entry(prefix, self.spec.open_child(prefix), objects)
         else:
             entry = Entry(prefix, self.spec.open_child(prefix), objects)
-        listed = as_listed(entry, base)
-        if self.uploads is not None:
-            leftovers = _leftovers(entry, self.uploads.get(prefix, ()))
-            listed = replace(listed, leftovers=leftovers)
-        return listed, entry.error
+        return as_listed(entry, base), entry.error
+
+
+def _is_listed(objects: Objects) -> bool:
+    """Return whether a save has begun where these objects are."""
+    return any(
+        name == MARKER_KEY or is_beacon_key(name) or parse_data_key(name) is not None
+        for name in objects
+    )
 
 
 def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
@@ -398,47 +331,9 @@ def _is_foreign(entry: Entry) -> bool:
     return entry.stored is None and entry.error is None and DOT_METADATA_KEY in entry.objects
 
 
-def _leftovers(entry: Entry, uploads: Sequence[UnfinishedUpload]) -> Leftovers:
-    """Describe the objects that no commit names, and the saves that have not ended."""
-    unnamed = _unnamed(entry)
-    beacons = [meta for key, meta in entry.objects.items() if is_beacon_key(key)]
-    return Leftovers(
-        objects=len(unnamed),
-        objects_bytes=_size(unnamed),
-        written_at=max((meta.last_modified for meta in unnamed), default=None),
-        saves=len(beacons),
-        began_at=max((meta.last_modified for meta in beacons), default=None),
-        uploads=len(uploads),
-        uploads_bytes=_size(uploads),
-        initiated_at=max((upload.initiated for upload in uploads), default=None),
-    )
-
-
-def _unnamed(entry: Entry) -> list[ObjectMeta]:
-    """Return the objects that no commit names; none if that cannot be known."""
-    if entry.error is not None or _is_foreign(entry):
-        return []  # it is not known what the commit names; another library's files are kept
-    ours = {key: meta for key, meta in entry.objects.items() if is_ours(key)}
-    if entry.stored is None or not entry.marker.is_committed:
-        return list(ours.values())
-    marker = entry.marker
-    # One index, and the data objects that the marker counts.
-    named_by_count = marker.counts.objects + 1, marker.counts.total_bytes
-    if (len(ours), _size(_data(entry))) == named_by_count:
-        return []
-    try:
-        stored = read_marker(entry.store)
-        if stored is None or stored.record.commit_id != marker.commit_id:
-            return []  # it was replaced meanwhile, perhaps before the objects were listed
-        named = set(named_keys(entry.store, marker))
-    except (errors.CorruptDataError, errors.LostRaceError, errors.UnsupportedError):
-        return []
-    return [meta for key, meta in ours.items() if key not in named]
-
-
 def _data(entry: Entry) -> list[ObjectMeta]:
     return [meta for key, meta in entry.objects.items() if parse_data_key(key) is not None]
 
 
-def _size(metas: Sequence[ObjectMeta | UnfinishedUpload]) -> int:
+def _size(metas: Sequence[ObjectMeta]) -> int:
     return sum(meta.size_bytes for meta in metas)

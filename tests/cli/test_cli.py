@@ -295,21 +295,6 @@ def test_ls_counts_deleted_steps_and_says_what_removes_them(tmp_path, capsys):
     assert deleted.startswith("2 deleted checkpoints") and f"sweep '{url}'" in deleted
 
 
-def test_ls_watch_lists_again_until_ctrl_c(tmp_path, capsys, monkeypatch):
-    url = f"file://{tmp_path}/run"
-
-    def saved_meanwhile(_seconds: float) -> None:
-        if (tmp_path / "run/step-2").exists():
-            raise KeyboardInterrupt
-        save_step(f"{url}/step-2", step=2)
-
-    monkeypatch.setattr("time.sleep", saved_meanwhile)
-    save_step(f"{url}/step-1", step=1)
-    with pytest.raises(KeyboardInterrupt):
-        print_checkpoints(url, watch=True)
-    assert capsys.readouterr().out.count("committed") == 3
-
-
 def test_ls_shows_which_steps_do_not_count_any_more(tmp_path, capsys):
     url = f"file://{tmp_path}/runs/a"
     store = open_store(url)

@@ -26,7 +26,6 @@ STATUSES = {"diff": 1}  # the steps differ
 # What works without tensors, in an order in which it can run; and the other commands.
 WITHOUT_TENSORS = (
     "ls {run}",
-    "ls --all {run}",
     "follow --until 2 {run}",
     "inspect {run}/step-1",
     "inspect {run}/step-1 model.* --json",
@@ -166,7 +165,7 @@ def test_the_shell_completes_commands_and_options(shell, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "offered"),
     cases(
-        [("ver", {"verify"}), ("verify --qu", {"--quick"}), ("ls --a", {"--all"})],
+        [("ver", {"verify"}), ("verify --qu", {"--quick"}), ("ls --j", {"--json"})],
         default=[("ver", {"verify"}), ("verify --qu", {"--quick"})],
     ),
 )
