@@ -34,8 +34,7 @@ from .run.retention import (
 )
 from .run.sweep import sweep as sweep
 from .run.upkeep import delete as delete, pin as pin, repair as repair, unpin as unpin
-from .state.per_rank import PerRank as PerRank
-from .state.random_state import RandomState as RandomState
+from .state.per_rank import PerRank as PerRank, RandomState as RandomState
 from .state.trainable import trainable as trainable
 from .write.api import save as save
 from .write.async_save import AsyncSaveHandle as AsyncSaveHandle, async_save as async_save

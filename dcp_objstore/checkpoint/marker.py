@@ -20,7 +20,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, TypeGuard, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -309,3 +309,32 @@ def _check_text(text: object, where: str) -> str:
     except UnicodeEncodeError as error:
         raise ConfigError(f"{where} holds {json.dumps(text)}, which is not Unicode") from error
     return str(text)
+
+
+# --- what a save has left out of a module, among the user's values
+
+# The entry of `user_metadata` that says what a save has left out.
+LEFT_OUT = "left_out"
+
+
+class LeftOut(TypedDict):
+    """What a save has left out of a module: the number of tensors, and of elements in all ranks."""
+
+    tensors: int
+    elements: int
+
+
+def left_out_of(user_metadata: Mapping[str, object]) -> dict[str, LeftOut]:
+    """Return what a save has left out of its modules, by their names in the state."""
+    noted = user_metadata.get(LEFT_OUT)
+    counts = noted.items() if isinstance(noted, dict) else ()
+    return {name: count for name, count in counts if _is_count(count)}
+
+
+def _is_count(count: object) -> TypeGuard[LeftOut]:
+    """Whether a save has written it, and not the user."""
+    return (
+        isinstance(count, dict)
+        and count.keys() == LeftOut.__annotations__.keys()
+        and all(isinstance(number, int) for number in count.values())
+    )

@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.left_out import left_out_of
+from dcp_objstore.checkpoint.marker import left_out_of
 from dcp_objstore.cli.options import Checkpoint, Json, chosen
 from dcp_objstore.cli.terminal import json_text, say
 from dcp_objstore.observe.report import counted, size_text

@@ -3,7 +3,8 @@
 It holds stock classes only, in a form that `pickle.load` reads with torch 2.6 and later. torch
 pickles three objects per chunk. Here their pickles are written from the columns of the index
 instead, as rows of bytes that differ only in their numbers. Classes are written by their names, so
-this needs no torch.
+this needs no torch. (`StockDotMetadata` compares: a `.metadata` that differs is decoded, which
+imports torch.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import msgspec
 import numpy as np
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.errors import CheckpointCorruptError
+from dcp_objstore.checkpoint.names import parse_data_key
+from dcp_objstore.errors import CheckpointCorruptError, CorruptDataError, InputError
 from dcp_objstore.state.stored import DCP_VERSION, unknown_dtype
 
 # Stock torch takes Python's default protocol: 4 up to Python 3.13, 5 from 3.14 on.
@@ -269,3 +271,38 @@ def _side_by_side(count: int, *pieces: bytes | _Rows) -> _Rows:
         ],
         axis=1,
     )
+
+
+class StockDotMetadata:
+    """The content of `.metadata` as stock torch reads it, for `checkpoint.publish`."""
+
+    def derive(self, index: bytes) -> bytes:
+        """Return the `.metadata` of an encoded index."""
+        return encode_metadata(ix.decode(index))
+
+    def describes(self, body: bytes, index: bytes) -> bool:
+        """Return whether a `.metadata` leads stock torch to the items of an encoded index."""
+        derived = self.derive(index)
+        if body == derived:
+            return True
+        from dcp_objstore.compat.foreign import decode_metadata
+
+        try:
+            present, wanted = decode_metadata(body), decode_metadata(derived)
+        except (CorruptDataError, InputError):
+            return False
+        return (
+            present.storage_data == wanted.storage_data
+            and present.state_dict_metadata == wanted.state_dict_metadata
+            and present.planner_data == wanted.planner_data
+        )
+
+    def is_ours(self, body: bytes) -> bool:
+        """Return whether all objects that a `.metadata` names have names that we write."""
+        from dcp_objstore.compat.foreign import decode_metadata
+
+        try:
+            places = decode_metadata(body).storage_data.values()
+        except (CorruptDataError, InputError):
+            return False
+        return all(parse_data_key(place.relative_path) is not None for place in places)

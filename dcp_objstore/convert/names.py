@@ -1,4 +1,4 @@
-"""Names in a conversion: where its files lie."""
+"""Names in a conversion: where its files lie. It needs no torch, as a copy does not."""
 
 from __future__ import annotations
 

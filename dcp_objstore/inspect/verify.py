@@ -24,7 +24,7 @@ from dcp_objstore.checkpoint.read import (
     read_marker,
     read_record,
 )
-from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.config import at_most
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey
-from dcp_objstore.checkpoint.left_out import LeftOut, left_out_of
+from dcp_objstore.checkpoint.marker import LeftOut, left_out_of
 from dcp_objstore.config import LocalFolder, TransferConfig, local_of
 from dcp_objstore.distributed.failures import without_frames
 from dcp_objstore.distributed.groups import exchange_group

@@ -22,7 +22,6 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import Loaded, Planned
 from dcp_objstore.observe.report import LoadReport
-from dcp_objstore.read.fill_order import fill_order
 from dcp_objstore.read.item_read import CompletionQueue, Destination, ItemRead, Takes
 from dcp_objstore.read.mismatch import OnDtype, refuse_other_dtypes
 from dcp_objstore.read.plan import PlannedLoad
@@ -35,7 +34,7 @@ from dcp_objstore.read.tensor_read import (
     warn_if_lossy,
 )
 from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
-from dcp_objstore.state.memory import apart, copy_elements
+from dcp_objstore.state.memory import apart, copy_elements, fill_order
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.wrappers import PinnedStore

@@ -22,7 +22,7 @@ from dcp_objstore.checkpoint.names import (
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import asked_again
 from dcp_objstore.checkpoint.sweep import GRACE_SECONDS, CheckpointSweep, check_grace
-from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.observe.report import logger
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.spec import open_uploads

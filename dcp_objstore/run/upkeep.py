@@ -28,7 +28,7 @@ from dcp_objstore.checkpoint.names import CLAIM_KEY, parse_index_key
 from dcp_objstore.checkpoint.probe import can_rewrite, require_rewrites
 from dcp_objstore.checkpoint.read import read_marker
 from dcp_objstore.checkpoint.repair import RepairReport, repair as repair_checkpoint
-from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import InputError
 from dcp_objstore.run.steps import step_number

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import LiteralKey, is_literal
-from dcp_objstore.checkpoint.left_out import LeftOut
+from dcp_objstore.checkpoint.marker import LeftOut
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.plugin import plugin_errors
 from dcp_objstore.distributed.ranks import current_rank

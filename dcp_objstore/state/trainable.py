@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from dcp_objstore import torch_private
-from dcp_objstore.checkpoint.left_out import LeftOut
+from dcp_objstore.checkpoint.marker import LeftOut
 from dcp_objstore.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from torch.futures import Future
 
 from dcp_objstore.checkpoint.claim import RunClaim, check_claim
 from dcp_objstore.checkpoint.clock import Clock
-from dcp_objstore.checkpoint.left_out import LEFT_OUT
-from dcp_objstore.checkpoint.marker import check_user_metadata
+from dcp_objstore.checkpoint.marker import LEFT_OUT, check_user_metadata
 from dcp_objstore.config import LocalFolder, TransferConfig, local_of
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import on_first

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.compat import dot_metadata
-from dcp_objstore.compat.derived import StockDotMetadata
-from dcp_objstore.compat.dot_metadata import encode_metadata
+from dcp_objstore.compat.dot_metadata import StockDotMetadata, encode_metadata
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 from tests.support import indexes

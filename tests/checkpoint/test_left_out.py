@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_objstore.checkpoint.left_out import left_out_of
+from dcp_objstore.checkpoint.marker import left_out_of
 
 COUNT = {"tensors": 1, "elements": 6}
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.marker import decode_marker, encode_marker
-from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import (
     CheckpointGoneError,

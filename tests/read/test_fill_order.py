@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_objstore.read.fill_order import fill_order
+from dcp_objstore.state.memory import fill_order
 from tests.support.wrappers import Boxed, Codes, Pair
 
 ALL = torch.zeros(24)

@@ -25,7 +25,7 @@ from dcp_objstore.checkpoint.names import (
 )
 from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.checkpoint.read import open_committed
-from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.compat.foreign import decode_metadata
 from dcp_objstore.run import upkeep
 from dcp_objstore.stores import ObjectStore, StoreSpec

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 import dcp_objstore as dos
-from dcp_objstore.compat.derived import StockDotMetadata
+from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.config import AUTO_MOST
 from dcp_objstore.errors import InputError, PermissionDeniedError, UntrustedPickleError
 from dcp_objstore.observe.events import AnyEvent, Hashed
