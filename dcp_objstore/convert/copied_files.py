@@ -34,7 +34,7 @@ from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 
 if TYPE_CHECKING:
     from dcp_objstore.inspect.checkpoint import Checkpoint
-    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.memory import ByteArray
 
 # What no folder, pattern or checkpoint of a Trainer brings: weights in any format, the rest of a
 # training's state, and hidden files.

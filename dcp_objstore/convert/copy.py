@@ -28,10 +28,10 @@ from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from typing_extensions import Buffer
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.claim import RunClaim
@@ -61,16 +61,13 @@ from dcp_objstore.stores.protocol import CopySource, Version
 from dcp_objstore.transfer.copies import copy_objects
 from dcp_objstore.transfer.digests import BlockDigest, block_digest
 from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.parts import part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
-from dcp_objstore.transfer.upload import ByteArray, Content, run_watched, upload_object
+from dcp_objstore.transfer.upload import Content, run_watched, upload_object
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.write.session import Save
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 
 _MOST_OBJECTS = 4
 _FINGERPRINT_DIGITS = 40  # a name has room for 64, and the nonce takes 24

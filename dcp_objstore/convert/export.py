@@ -76,9 +76,10 @@ from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.local import LocalStore
 from dcp_objstore.stores.protocol import ObjectMeta, Version
 from dcp_objstore.stores.wrappers import PinnedStore
+from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.upload import ByteArray, Content, upload_object
+from dcp_objstore.transfer.upload import Content, upload_object
 from dcp_objstore.transfer.workers import in_waves
 
 # A larger file is not put back if an export that has replaced it fails.

@@ -29,7 +29,7 @@ from dcp_objstore.torch_private import untyped_storage
 
 if TYPE_CHECKING:
     from dcp_objstore.convert.sources import TensorInfo
-    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.memory import ByteArray
 
 STEM = "model"
 ONE_FILE = "model.safetensors"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dcp_objstore.observe.dispatch import Channel
     from dcp_objstore.stores import ObjectStore, StoreSpec
     from dcp_objstore.stores.protocol import RangeBody
-    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.memory import ByteArray
 
 _WARNING = "no copies in %s: %s. The store has everything; see 'dcp-objstore doctor --local %s'"
 # The folders and kinds of errors of which a warning was given.

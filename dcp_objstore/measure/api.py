@@ -38,7 +38,7 @@ from dcp_objstore.write.api import save
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
-    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.memory import ByteArray
 
 logger = logging.getLogger("dcp_objstore")
 

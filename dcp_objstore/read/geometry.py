@@ -22,7 +22,7 @@ from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.memory import ByteArray
 
     _Matrix = np.ndarray[tuple[int, int], np.dtype[Any]]
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dcp_objstore.read.items import ItemLocation
     from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
     from dcp_objstore.state.device import Inbound
-    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.memory import ByteArray
 
 # A read takes one stored item's payload. It can be planned before it has a destination.
 Read: TypeAlias = "TensorRead | ItemRead"

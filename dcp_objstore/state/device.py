@@ -35,9 +35,9 @@ from dcp_objstore.transfer.ranges import RangeRequest
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from dcp_objstore.transfer.memory import ByteArray
     from dcp_objstore.transfer.parts import PartPlan
     from dcp_objstore.transfer.progress import Progress
-    from dcp_objstore.transfer.upload import ByteArray
 
 T = TypeVar("T")
 Direction = Literal["in", "out"]

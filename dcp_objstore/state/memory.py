@@ -10,7 +10,7 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,9 +18,7 @@ import torch
 from dcp_objstore import torch_private
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.torch_private import is_wrapper, parts, rebuilt
-
-if TYPE_CHECKING:
-    from dcp_objstore.transfer.upload import ByteArray
+from dcp_objstore.transfer.memory import ByteArray
 
 
 class Exposed:

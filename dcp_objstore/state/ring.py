@@ -12,15 +12,13 @@ import functools
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from dcp_objstore.state.memory import lend
 from dcp_objstore.threads import STEP_SECONDS, take
-
-if TYPE_CHECKING:
-    from dcp_objstore.transfer.upload import ByteArray
+from dcp_objstore.transfer.memory import ByteArray
 
 
 class Ticket(Protocol):

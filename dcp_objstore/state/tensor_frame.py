@@ -13,14 +13,15 @@ import ctypes
 import functools
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import is_lazy
 from torch.utils.serialization import config as serialization_config
+from typing_extensions import Buffer
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
@@ -28,13 +29,7 @@ from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.state.memory import byte_memory, is_quantized
 from dcp_objstore.state.stored import constant_name
 from dcp_objstore.torch_private import is_wrapper, parts, rebuilt
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from typing_extensions import Buffer
-
-    from dcp_objstore.transfer.upload import ByteArray
+from dcp_objstore.transfer.memory import ByteArray
 
 # Payloads start at multiples of this in their object: the alignment of storages in torch's own
 # files, and the size of a cache line.

@@ -14,7 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from types import FrameType
+from typing import Generic, TypeVar, cast
+
+from typing_extensions import Buffer
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager, led_to
@@ -31,11 +34,6 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.ranges import Range, RangeSource
 from dcp_objstore.stores.urls import StoreUrl, check_prefix
 from dcp_objstore.threads import in_main_thread, wait_for
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from typing_extensions import Buffer
 
 Place = TypeVar("Place")
 

@@ -10,15 +10,12 @@ import ssl
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from email.message import Message
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import ConfigError, StoreUnavailableError
 from dcp_objstore.stores.options import check_endpoint
-
-if TYPE_CHECKING:
-    from email.message import Message
 
 # RFC 3986, without those that `check_endpoint` refuses.
 _OF_URLS = re.compile(r"[A-Za-z0-9._~:/\[\]!$&'()*+,;=%-]+")

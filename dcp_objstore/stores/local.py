@@ -34,9 +34,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from typing_extensions import Buffer
 
 from dcp_objstore import errors
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.forking import close_here, open_here
 from dcp_objstore.observe.report import size_text
@@ -54,11 +56,6 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.ranges import REPLACED, Answer, RangeSource
 from dcp_objstore.stores.retries import RetryPolicy, Tries, policies
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-    from dcp_objstore.config import TransferConfig
 
 _OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are no objects
 _LOCK_NAME = f"{_OURS}lock"

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Protocol, Self, TypeAlias, runtime_checkable
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
+from typing_extensions import Buffer
 
 # What an error says where the parts of an upload may stay behind.
 LEFTOVER_ADVICE = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+
+from typing_extensions import Buffer
 
 from dcp_objstore.errors import PreconditionFailedError
 from dcp_objstore.stores.protocol import (
@@ -18,9 +19,6 @@ from dcp_objstore.stores.protocol import (
     Version,
 )
 from dcp_objstore.stores.ranges import REPLACED
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class WrappedStore:

@@ -6,12 +6,8 @@ each large block, so blocks are hashed while the same memory is uploaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import xxhash
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from typing_extensions import Buffer
 
 BLOCK_SIZE_BYTES = 4 * 1024 * 1024
 DIGEST_SIZE_BYTES = 16

@@ -37,7 +37,9 @@ from contextlib import suppress
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from itertools import chain, count
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
+
+from typing_extensions import Buffer
 
 from dcp_objstore.config import AUTO_MOST, TransferConfig, at_most, processors
 from dcp_objstore.contexts import contextmanager
@@ -48,14 +50,10 @@ from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot,
 from dcp_objstore.stores.protocol import ObjectStore, RangeBody, RangeReading
 from dcp_objstore.threads import STEP_SECONDS, Spawned, spawn, take
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
-from dcp_objstore.transfer.pages import new_memory
+from dcp_objstore.transfer.memory import new_memory
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, cut
 from dcp_objstore.transfer.stragglers import StragglerError, Stragglers
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 
 T = TypeVar("T")
 

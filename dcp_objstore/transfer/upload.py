@@ -33,8 +33,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from dcp_objstore.config import AUTO_MOST, TransferConfig, at_most
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError, UploadLostError
 from dcp_objstore.observe.dispatch import current_channel
@@ -43,16 +41,13 @@ from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot,
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, ObjectStore, Version
 from dcp_objstore.stores.retries import RetryPolicy, Tries
 from dcp_objstore.threads import WATCH_SECONDS, result_of, run_in_thread
+from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, part_count
 from dcp_objstore.transfer.progress import Progress, Silence
 
 T = TypeVar("T")
 
 logger = logging.getLogger("dcp_objstore")
-
-# The type of a buffer with a tensor's memory, a frame or a pickled value. Arrays rather than
-# memoryviews, because only arrays can be weakly referenced.
-ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 # Up to so many parts that are uploaded are not counted before the object is, or half of all:
 # with fewer under way, the first save to a far store would take a quarter longer.

@@ -64,9 +64,10 @@ from dcp_objstore.transfer.digests import (
     DIGEST_SIZE_BYTES,
     small_digest,
 )
+from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.parts import PartPlan
 from dcp_objstore.transfer.progress import Progress
-from dcp_objstore.transfer.upload import ByteArray, Uploaded
+from dcp_objstore.transfer.upload import Uploaded
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.write.layout import SMALL_BYTES, planned_dtype
 

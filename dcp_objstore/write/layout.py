@@ -35,7 +35,7 @@ from dcp_objstore.transfer.parts import PartPlan, check_item_size
 
 if TYPE_CHECKING:
     from dcp_objstore.state.device import Outbound
-    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.memory import ByteArray
 
 # A payload up to this size is copied into the gathering buffer: that costs less than a separate
 # buffer, for which the transport and the hashers must get the GIL half a dozen times. In a program

@@ -35,10 +35,11 @@ from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.transfer.copies import LEAST_PART_BYTES
 from dcp_objstore.transfer.digests import block_digests
+from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.parts import PartPlan, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import DEFAULT_GAP_BYTES
-from dcp_objstore.transfer.upload import ByteArray, Content, upload_object
+from dcp_objstore.transfer.upload import Content, upload_object
 from dcp_objstore.transfer.workers import DaemonPool, worker_number
 from dcp_objstore.write.base import Base, Unchanged, find_unchanged
 from dcp_objstore.write.layout import SMALL_BYTES, ChangedSlice, Layout, SizedItem, item_bytes

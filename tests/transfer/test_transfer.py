@@ -56,7 +56,7 @@ from dcp_objstore.transfer.download import (
     largest_piece,
     worker_count,
 )
-from dcp_objstore.transfer.pages import new_memory
+from dcp_objstore.transfer.memory import new_memory
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress, Silence
 from dcp_objstore.transfer.ranges import (

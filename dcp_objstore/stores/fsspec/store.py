@@ -16,7 +16,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Buffer
 
 from dcp_objstore.errors import (
     BucketNotFoundError,
@@ -40,9 +42,6 @@ from dcp_objstore.stores.protocol import (
 )
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.urls import StoreUrl, check_key
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 _OURS = ".dcp-objstore."  # names that start so are being written, and are no objects
 _GET_TRIES = 5

@@ -7,13 +7,16 @@ import ssl
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from email.message import Message
+from typing import Any, Literal, TypeVar
+from urllib.request import Request
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, CredentialsError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import HIDDEN_PAUSE_SECONDS
 from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.endpoint import answer_to
+from dcp_objstore.stores.errors import Failure
 from dcp_objstore.stores.obstore.direct import DirectLane
 from dcp_objstore.stores.obstore.errors import (
     RefusedError,
@@ -21,15 +24,9 @@ from dcp_objstore.stores.obstore.errors import (
     judge_obstore,
     refusal_of,
 )
+from dcp_objstore.stores.obstore.factory import ClientFactory
 from dcp_objstore.stores.retries import READ_PROGRESS_SECONDS, Requests, Tries
-
-if TYPE_CHECKING:
-    from email.message import Message
-    from urllib.request import Request
-
-    from dcp_objstore.stores.errors import Failure
-    from dcp_objstore.stores.obstore.factory import ClientFactory
-    from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.urls import StoreUrl
 
 # The pauses of the parts of uploads, which only obstore itself can send again. It has a jitter of
 # its own: a pause is random between the first one and `base` times the last one, and with a base of

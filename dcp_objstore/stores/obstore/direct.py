@@ -23,17 +23,15 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+from typing_extensions import Buffer
 
 from dcp_objstore.observe.dispatch import emit_retry
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
 from dcp_objstore.stores.obstore.tls import TlsSocket
 from dcp_objstore.stores.protocol import Version
 from dcp_objstore.stores.ranges import Answer
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 logger = logging.getLogger("dcp_objstore")
 

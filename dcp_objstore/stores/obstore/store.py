@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import http.client
 import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from typing_extensions import Buffer
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.stores.base import BaseStore, WatchedBuffers
 from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
+from dcp_objstore.stores.obstore.clients import Clients
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
     http_code,
@@ -44,16 +48,9 @@ from dcp_objstore.stores.protocol import (
     RangeReading,
     Version,
 )
+from dcp_objstore.stores.ranges import RangeSource
 from dcp_objstore.stores.retries import SMALL_BYTES
 from dcp_objstore.stores.urls import StoreUrl, check_key
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
-    from typing_extensions import Buffer
-
-    from dcp_objstore.stores.obstore.clients import Clients
-    from dcp_objstore.stores.ranges import RangeSource
 
 # The page of S3 and GCS, and so of one call for the next keys.
 _PAGE_KEYS = 1000

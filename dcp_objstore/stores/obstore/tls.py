@@ -5,13 +5,11 @@ from __future__ import annotations
 import socket
 import ssl
 import threading
-from typing import TYPE_CHECKING
+
+from typing_extensions import Buffer
 
 from dcp_objstore.config import processors
 from dcp_objstore.forking import PerProcess
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 # The bytes that one call receives. Less means more calls; more has left the cache before it is
 # decrypted.

@@ -12,7 +12,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from typing_extensions import Buffer
 
 from dcp_objstore.config import TransferConfig, at_most
 from dcp_objstore.errors import (
@@ -39,10 +41,6 @@ from dcp_objstore.stores.retries import SMALL_BYTES, Requests
 from dcp_objstore.stores.s3.errors import read_botocore, status_of
 from dcp_objstore.stores.s3.upload import Checksums, CopiedPart, MultipartUpload
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
 
 Use = Literal["read", "small", "write"]
 _READS = ("get_object", "head_object", "list_objects_v2")

@@ -15,17 +15,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from dcp_objstore.state.device import warn_of_pageable_memory
 from dcp_objstore.state.memory import lend
-from dcp_objstore.transfer.pages import new_memory
-
-if TYPE_CHECKING:
-    from dcp_objstore.transfer.upload import ByteArray
+from dcp_objstore.transfer.memory import ByteArray, new_memory
 
 # A slab that was not used in this many consecutive takes is freed. Two, so that a program that
 # alternates between two states keeps the memory of both.

@@ -16,7 +16,7 @@ from dcp_objstore.config import MIB
 from dcp_objstore.state.memory import reach
 
 if TYPE_CHECKING:
-    from dcp_objstore.transfer.upload import ByteArray
+    from dcp_objstore.transfer.memory import ByteArray
     from dcp_objstore.write.staging.memory import StagingMemory
 
 # Regions are laid one after the other into slabs of this size; a large region has its own slab.

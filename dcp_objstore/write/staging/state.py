@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,16 +27,14 @@ from dcp_objstore.distributed.plugin import by_cause
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
 from dcp_objstore.forking import PerProcess
 from dcp_objstore.state import device
+from dcp_objstore.state.ring import Ticket
 from dcp_objstore.state.tensor_frame import PLAIN_TYPES, check_kind, pickled_blob
 from dcp_objstore.torch_private import parts, rebuilt
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, BlockDigest
+from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.workers import DaemonPool
 from dcp_objstore.write.staging.memory import StagingMemory
 from dcp_objstore.write.staging.regions import Region, copy_of, lay, plan_regions
-
-if TYPE_CHECKING:
-    from dcp_objstore.state.ring import Ticket
-    from dcp_objstore.transfer.upload import ByteArray
 
 _SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})

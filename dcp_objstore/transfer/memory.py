@@ -1,9 +1,15 @@
-"""`new_memory`: memory that is new to the process, as cheap as the system has it."""
+"""Memory for bytes: the type of a buffer, and memory that is new to the process."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+
+import numpy as np
+
+# The type of a buffer with a tensor's memory, a frame or a pickled value. Arrays rather than
+# memoryviews, because only arrays can be weakly referenced.
+ByteArray = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def new_memory(size_bytes: int) -> mmap.mmap:
