@@ -16,11 +16,7 @@ from dcp_objstore.errors import ConfigError
         (dos.save, "write.api.ObjectStoreWriter", {"process_group"}),
         (dos.async_save, "write.async_save.begin_save", set()),
         (dos.load, "read.api.ObjectStoreReader", {"process_group", "strict"}),
-        (
-            dos.read_state_dict,
-            "inspect.checkpoint.open",
-            {"keys", "nested", "device", "progress"},
-        ),
+        (dos.read_state_dict, "inspect.checkpoint.open", {"keys", "nested", "device", "progress"}),
     ],
 )
 def test_every_option_is_passed_on_under_its_name(function, target, own, monkeypatch):

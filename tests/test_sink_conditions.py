@@ -219,11 +219,7 @@ def test_conditions_are_for_the_sink_alone(capsys):
 
 def test_the_options_of_a_command_line_are_the_conditions():
     conditions = Conditions(tls=True, latency_ms=30, rate_mib_per_connection=60)
-    assert conditions.arguments == [
-        "--tls",
-        "--latency-ms=30",
-        "--rate-mib-per-connection=60",
-    ]
+    assert conditions.arguments == ["--tls", "--latency-ms=30", "--rate-mib-per-connection=60"]
     assert conditions.described("sink") == (
         "sink (https, 30 ms to the first byte, 60 MiB/s per connection)"
     )

@@ -305,12 +305,7 @@ def _own() -> set[str]:
     return {name for name in defined if isinstance(name, str)}
 
 
-_OF_PYTHON = {
-    "os._exit",
-    "pickle._Pickler",
-    "sys._current_frames",
-    "threading._register_atexit",
-}
+_OF_PYTHON = {"os._exit", "pickle._Pickler", "sys._current_frames", "threading._register_atexit"}
 _PLUG_INS = (StorageReader, StorageWriter, DefaultLoadPlanner, DefaultSavePlanner, AsyncStager)
 _OF_PLUG_INS = {name for base in _PLUG_INS for name in dir(base) if _is_private(name)}
 

@@ -101,8 +101,7 @@ def test_a_step_whose_marker_goes_as_it_is_listed_is_left_out(run):
 
 
 @pytest.mark.parametrize(
-    ("marker", "kind"),
-    [(b"{}", CheckpointCorruptError), (b'{"format":99}', UnsupportedError)],
+    ("marker", "kind"), [(b"{}", CheckpointCorruptError), (b'{"format":99}', UnsupportedError)]
 )
 def test_a_marker_that_cannot_be_read_stands_in_its_entry(run, marker, kind):
     spoil(run, "step-1", marker)

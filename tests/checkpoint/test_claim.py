@@ -670,8 +670,7 @@ def spoil(run: MemoryStore, name: str, marker: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("marker", "kind"),
-    [(b"{}", CheckpointCorruptError), (b'{"format":99}', UnsupportedError)],
+    ("marker", "kind"), [(b"{}", CheckpointCorruptError), (b'{"format":99}', UnsupportedError)]
 )
 def test_a_claim_that_cannot_read_a_step_is_refused_and_no_step_stops_counting(run, marker, kind):
     """Or the step would never count again, although perhaps only a proxy had answered."""
@@ -771,7 +770,7 @@ def test_what_going_back_asks_of_the_run_and_says(run, caplog):
         " this step again",
     ]
     assert trace(run, lambda: rule.confirm(job.process.at(""), 2, goes_back=True)) == [
-        *("get _CLAIM", "put _CLAIM 2, base 2"),
+        *("get _CLAIM", "put _CLAIM 2, base 2")
     ]
 
 

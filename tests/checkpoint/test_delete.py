@@ -31,11 +31,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
 )
 from dcp_objstore.stores import ObjectStore
-from tests.support.memory_store import (
-    Put,
-    TickingClock,
-    in_turn,
-)
+from tests.support.memory_store import Put, TickingClock, in_turn
 from tests.support.upkeep import finish, keys, loose, named, save, state, tear, upload
 from tests.support.wrapped_stores import Fault, FaultStore
 

@@ -116,9 +116,7 @@ CONTRADICTIONS = {
     "chunk outside the tensor": chunk(offsets=(1, 0)),
     "chunk of other rank": chunk(offsets=(0,), sizes=(12,)),
     "negative sizes that multiply right": chunk(sizes=(-3, -4)),
-    "shape x itemsize overflow": index(
-        tensors={"w": tensor(shape=(2**32, 2**32), chunks=())},
-    ),
+    "shape x itemsize overflow": index(tensors={"w": tensor(shape=(2**32, 2**32), chunks=())}),
     "no chunks": index(tensors={"w": tensor(chunks=())}),
     "chunks that are not in the order of their offsets": index(
         tensors={"w": tensor(chunks=halves()[::-1])}
@@ -130,10 +128,7 @@ CONTRADICTIONS = {
         blobs={"step": item(offset=199, length=48, payload_offset=199)}
     ),
     "items that overlap, with one of another object before and in between": index(
-        objects=(
-            ix.ObjectEntry("a", 1000, None, DIGEST),
-            ix.ObjectEntry("b", 1000, None, DIGEST),
-        ),
+        objects=(ix.ObjectEntry("a", 1000, None, DIGEST), ix.ObjectEntry("b", 1000, None, DIGEST)),
         tensors={"w": tensor(chunks=(replaced(tensor().chunks[0], object_number=1),))},
         blobs={
             "first": item(offset=100, length=48, payload_offset=100),
@@ -163,9 +158,7 @@ CONTRADICTIONS = {
     "climbing key": index(objects=(ix.ObjectEntry("../../x", 1000, None, DIGEST),)),
     "key with a scheme": index(objects=(ix.ObjectEntry("s3://b/x", 1000, None, DIGEST),)),
     "key with NUL": index(objects=(ix.ObjectEntry("a\0b", 1000, None, DIGEST),)),
-    "an object that is too large": index(
-        objects=(ix.ObjectEntry("a", 2**63, None, DIGEST),),
-    ),
+    "an object that is too large": index(objects=(ix.ObjectEntry("a", 2**63, None, DIGEST),)),
     "an extent that is too large": index(tensors={"w": tensor(shape=(2**63, 0), chunks=())}),
     "digests of a part of a block": index(
         blobs={"step": item(offset=200, length=48, payload_offset=200, digests=DIGEST + b"d")}
@@ -495,14 +488,7 @@ LIMITS = {
     "items up to the end of their object": index(
         objects=(ix.ObjectEntry("__0_0.abc.distcp", 248, None, DIGEST),)
     ),
-    "the largest tensor": index(
-        tensors={
-            "w": tensor(
-                shape=(2**63 - 1, 0, 1),
-                chunks=(),
-            ),
-        }
-    ),
+    "the largest tensor": index(tensors={"w": tensor(shape=(2**63 - 1, 0, 1), chunks=())}),
     "an item of no bytes where another begins": index(
         blobs={
             "a": item(offset=200, length=48, payload_offset=200),

@@ -10,8 +10,7 @@ COUNT = {"tensors": 1, "elements": 6}
 
 
 @pytest.mark.parametrize(
-    "other",
-    [3, [1, 6], {"tensors": 1}, {**COUNT, "more": 1}, {"tensors": "1", "elements": 6}, {}],
+    "other", [3, [1, 6], {"tensors": 1}, {**COUNT, "more": 1}, {"tensors": "1", "elements": 6}, {}]
 )
 def test_counts_of_a_save_are_told_from_values_of_the_user(other):
     assert left_out_of({"left_out": {"model": COUNT, "mine": other}}) == {"model": COUNT}

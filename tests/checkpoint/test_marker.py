@@ -28,12 +28,7 @@ from dcp_objstore.checkpoint.marker import (
     next_marker,
     with_checksum,
 )
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-    ConfigError,
-    InputError,
-    UnsupportedError,
-)
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError, InputError, UnsupportedError
 from tests.support import indexes
 
 # A busy machine is no failure.

@@ -12,11 +12,7 @@ from dcp_objstore.checkpoint.delete import delete
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.read import open_committed, read_marker
 from dcp_objstore.checkpoint.repair import RepairReport, repair
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    RetryableError,
-)
+from dcp_objstore.errors import CheckpointCorruptError, CheckpointNotFoundError, RetryableError
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.protocol import Capabilities
 from tests.support.memory_store import MemoryStore, TickingClock

@@ -37,10 +37,7 @@ from dcp_objstore.checkpoint.sweep import (
     plan_sweep,
     sweep,
 )
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-    ConfigError,
-)
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError
 from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.stores.protocol import ObjectMeta, UnfinishedUpload, Version
 from tests.support.memory_store import MemoryStore, TickingClock, in_turn
@@ -936,9 +933,7 @@ def test_a_plan_says_of_every_object_and_upload_what_it_is():
         for key, age in ((OURS[0], DAY + AN_INSTANT), (OURS[1], DAY), ("notes", 2 * DAY))
     )
     assert planned(
-        *listing,
-        named=("named", OURS[2], OURS[3]),
-        uploads=[foreign, young_upload, old_upload],
+        *listing, named=("named", OURS[2], OURS[3]), uploads=[foreign, young_upload, old_upload]
     ) == SweepPlan(
         outcome="waiting",
         reason="3 objects are younger than the grace period: a save may be under way",

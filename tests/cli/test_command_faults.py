@@ -98,9 +98,7 @@ def place(bucket: Bucket, tmp_path: Path) -> Place:
 
 
 def start(
-    words: list[str],
-    options: Mapping[str, object],
-    program: Sequence[str] = ("-m", "dcp_objstore"),
+    words: list[str], options: Mapping[str, object], program: Sequence[str] = ("-m", "dcp_objstore")
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *program, *words],

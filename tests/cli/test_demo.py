@@ -22,15 +22,7 @@ import torch
 
 import dcp_objstore as dos
 from dcp_objstore.cli import demo_crew, demo_report
-from dcp_objstore.cli.demo import (
-    Demo,
-    digests,
-    failure_told,
-    in_bucket,
-    new_run,
-    run_demo,
-    tell,
-)
+from dcp_objstore.cli.demo import Demo, digests, failure_told, in_bucket, new_run, run_demo, tell
 from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended, counted_requests
 from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.errors import CheckpointNotFoundError, RankFailedError

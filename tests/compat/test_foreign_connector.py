@@ -24,10 +24,7 @@ from tests.support.states import fill, tensor_state, wrong_keys
 
 STRATEGIES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "default": (DefaultPrefixStrategy, ["", "", ""]),
-    "binary": (
-        lambda: BinaryPrefixStrategy(min_prefix_length=3),
-        ["000/", "010/", "100/"],
-    ),
+    "binary": (lambda: BinaryPrefixStrategy(min_prefix_length=3), ["000/", "010/", "100/"]),
     "hex": (
         lambda: HexPrefixStrategy(epoch_num=4, min_prefix_length=2),
         ["00/epoch_4/", "10/epoch_4/", "20/epoch_4/"],

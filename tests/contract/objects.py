@@ -10,11 +10,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from dcp_objstore.errors import (
-    InvalidUrlError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
+from dcp_objstore.errors import InvalidUrlError, ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.ranges import read_range
 from tests.contract.common import PART, Endpoint, keys, read

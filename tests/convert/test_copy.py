@@ -102,8 +102,7 @@ def copy(source: Bucket, target: Bucket, **settings: Any) -> dos.reports.CopyRep
 
 
 @pytest.mark.parametrize(
-    "way",
-    ["s3 to file", "file to s3", pytest.param("s3 to gs", marks=pytest.mark.campaign)],
+    "way", ["s3 to file", "file to s3", pytest.param("s3 to gs", marks=pytest.mark.campaign)]
 )
 def test_a_copy_has_the_same_bytes_and_each_is_fetched_once(way, remote, local, request, requests):
     source, target = {

@@ -19,12 +19,7 @@ import dcp_objstore as dos
 from dcp_objstore.convert import export, files
 from dcp_objstore.convert.files import PlannedFile, shards, share_out
 from dcp_objstore.convert.sources import TensorInfo
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-    ConfigError,
-    InputError,
-    RankFailedError,
-)
+from dcp_objstore.errors import CheckpointCorruptError, ConfigError, InputError, RankFailedError
 from tests.support.campaign import cases
 from tests.support.launcher import say
 from tests.support.ranks import run_ranks, start_workers, try_ranks, wait_for

@@ -65,9 +65,7 @@ PAGE = b"<html>Welcome</html>"
 
 
 def examine(
-    url: str,
-    options: Mapping[str, object] | None = None,
-    config: TransferConfig = IMPATIENT,
+    url: str, options: Mapping[str, object] | None = None, config: TransferConfig = IMPATIENT
 ) -> dict[str, Finding]:
     found = list(check_up(url, options, config=config))
     assert sorted(one.check for one in found) == sorted(CHECKS)  # each made once, or told why not

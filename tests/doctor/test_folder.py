@@ -18,10 +18,7 @@ from dcp_objstore.local import room
 from dcp_objstore.local.folder import home_of
 from tests.support.command_line import run, run_here
 
-CHECKS = [
-    *("local folder", "local file system", "local room"),
-    *("local memory", "local speed"),
-]
+CHECKS = [*("local folder", "local file system", "local room"), *("local memory", "local speed")]
 
 
 @pytest.fixture

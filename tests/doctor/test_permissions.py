@@ -68,10 +68,7 @@ def load(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
 def manage(bucket: Bucket, options: Options, proxy: TamperingProxy) -> None:
     for start in (2, 5):  # the second job goes on where the first ended
         with dos.CheckpointManager(
-            bucket.at("run"),
-            keep=dos.KeepLatest(1),
-            save_every=1,
-            storage_options=options,
+            bucket.at("run"), keep=dos.KeepLatest(1), save_every=1, storage_options=options
         ) as run:
             assert run.load(small()) == start
             for step in range(start + 1, start + 4):

@@ -310,8 +310,7 @@ def test_an_empty_state_is_warned_of(caplog):
 
 
 @pytest.mark.parametrize(
-    ("saved", "asked"),
-    [("a", "model.a"), ("model.a", "a"), ("module.net.0.weight", "0.weight")],
+    ("saved", "asked"), [("a", "model.a"), ("model.a", "a"), ("module.net.0.weight", "0.weight")]
 )
 def test_a_missing_key_is_answered_with_the_name_that_has_another_prefix(saved, asked):
     url = memory_url()

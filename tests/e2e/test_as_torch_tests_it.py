@@ -51,11 +51,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, zeros
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dcp_objstore as dos
@@ -312,10 +308,7 @@ def swap_sharded_and_plain(
     one, two = seeded("one", (32,)), seeded("two", (32,))
     save({"one": spread(FLAT_SPECS[saved], one, 32), "two": two.clone()}, url, options)
     for name in loaded:
-        state: dict[str, Any] = {
-            "one": torch.zeros(32),
-            "two": spread(FLAT_SPECS[name], None, 32),
-        }
+        state: dict[str, Any] = {"one": torch.zeros(32), "two": spread(FLAT_SPECS[name], None, 32)}
         load(state, url, options)
         assert same_bits(state["one"], one)
         assert holds(state["two"], two), name

@@ -14,13 +14,7 @@ from dcp_objstore.errors import (
     PermissionDeniedError,
     UntrustedPickleError,
 )
-from tests.support.checkpoints import (
-    Options,
-    cause,
-    causes,
-    load_here,
-    save_edition_here,
-)
+from tests.support.checkpoints import Options, cause, causes, load_here, save_edition_here
 from tests.support.ranks import try_ranks
 from tests.support.servers import READ_ONLY, Bucket
 from tests.support.states import seeded, tensor_state

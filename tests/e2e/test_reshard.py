@@ -11,14 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_objstore as dos
 from tests.support.ranks import run_ranks
-from tests.support.states import (
-    ALL_DTYPES,
-    TrainingJob,
-    fill,
-    seeded,
-    tensor_state,
-    wrong_keys,
-)
+from tests.support.states import ALL_DTYPES, TrainingJob, fill, seeded, tensor_state, wrong_keys
 from tests.support.training_jobs import assert_whole, load_job, resume, save_job
 
 Options = Mapping[str, object]

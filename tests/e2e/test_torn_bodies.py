@@ -74,12 +74,7 @@ def load(
 ) -> dos.reports.LoadReport:
     state = {"w": torch.zeros(shape), "norm": torch.zeros(99)}
     report = dos.load(
-        state,
-        url,
-        storage_options=options,
-        config=CONFIG,
-        progress=False,
-        read_once=read_once,
+        state, url, storage_options=options, config=CONFIG, progress=False, read_once=read_once
     )
     assert same_bits(state["w"], seeded("w", shape))
     assert same_bits(state["norm"], torch.ones(99))
@@ -185,8 +180,7 @@ def test_an_answer_that_is_wrong_once_is_asked_for_again(torn, how, read_once):
 
 @shared
 @pytest.mark.parametrize(
-    "how",
-    cases([*ANSWERS, "damaged"], default=["cut short", "200 with another length", "damaged"]),
+    "how", cases([*ANSWERS, "damaged"], default=["cut short", "200 with another length", "damaged"])
 )
 def test_an_answer_that_is_always_wrong_is_one_error_that_says_where_on_every_rank(
     torn, how, read_once

@@ -65,11 +65,7 @@ def train_on_and_on(
     mesh = init_device_mesh("cpu", (world,))
     state: dict[str, Any] = {"weights": distribute_tensor(weights(), mesh, [Shard(0)]), "step": 0}
     with dos.CheckpointManager(
-        url,
-        save_every=3,
-        keep=dos.KeepLatest(2),
-        storage_options=options,
-        local=folders[rank],
+        url, save_every=3, keep=dos.KeepLatest(2), storage_options=options, local=folders[rank]
     ) as run:
         say("loads")
         start = run.load(state) or 0

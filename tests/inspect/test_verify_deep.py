@@ -17,11 +17,7 @@ import dcp_objstore as dos
 from dcp_objstore.checkpoint.marker import decode_marker, encode_marker
 from dcp_objstore.compat.dot_metadata import StockDotMetadata
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import (
-    CheckpointGoneError,
-    CorruptDataError,
-    ObjectNotFoundError,
-)
+from dcp_objstore.errors import CheckpointGoneError, CorruptDataError, ObjectNotFoundError
 from dcp_objstore.inspect.verify import _Framing
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded

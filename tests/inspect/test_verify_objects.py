@@ -12,11 +12,7 @@ import torch.distributed as dist
 
 import dcp_objstore as dos
 from dcp_objstore.config import MIB, TransferConfig
-from dcp_objstore.errors import (
-    CheckpointGoneError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
+from dcp_objstore.errors import CheckpointGoneError, ObjectNotFoundError, StoreUnavailableError
 from dcp_objstore.stores import ObjectStore
 from tests.support.ranks import run_ranks
 from tests.support.states import seeded

@@ -10,10 +10,7 @@ from tests.model.claim import Claim, Job, Lister, Run, Step, wrong_with_run
 from tests.model.claim_sweeper import RunSweeper
 
 FIRST = Run(
-    Claim(1, 1),
-    (Step("old/0", 1), None, None, None),
-    frozenset({"old/0"}),
-    frozenset({"old/0"}),
+    Claim(1, 1), (Step("old/0", 1), None, None, None), frozenset({"old/0"}), frozenset({"old/0"})
 )
 
 

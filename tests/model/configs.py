@@ -8,13 +8,7 @@ from functools import partial
 from tests.model.actors import BELIEVED, NO_LOOK, Actor
 from tests.model.checker import Config
 from tests.model.copies import ANY_SOURCE, BEHIND_FENCE, UNREAD, Copy, Owner
-from tests.model.incremental import (
-    BORROWED,
-    PINNED_LATE,
-    UNPINNED,
-    IncrementalWriter,
-    Stranger,
-)
+from tests.model.incremental import BORROWED, PINNED_LATE, UNPINNED, IncrementalWriter, Stranger
 from tests.model.invariants import what_is_wrong, what_is_wrong_at_rest
 from tests.model.readers import Clock, Reader, StockReader
 from tests.model.removers import KEEPS_DOT, Deleter

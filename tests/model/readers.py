@@ -6,17 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.model.actors import Actor
-from tests.model.world import (
-    DATA,
-    EVERYTHING,
-    INDEX,
-    NO_ANSWER,
-    Event,
-    Marker,
-    Me,
-    Move,
-    Store,
-)
+from tests.model.world import DATA, EVERYTHING, INDEX, NO_ANSWER, Event, Marker, Me, Move, Store
 
 
 class Reader(Actor):

@@ -167,10 +167,7 @@ class StageClock(TickingClock):
     """
 
     def __init__(
-        self,
-        bucket: WatchedBucket,
-        deadline_seconds: float = 60.0,
-        ahead: timedelta = timedelta(),
+        self, bucket: WatchedBucket, deadline_seconds: float = 60.0, ahead: timedelta = timedelta()
     ) -> None:
         super().__init__(deadline_seconds)
         self.bucket, self.ahead = bucket, ahead
@@ -374,12 +371,7 @@ class StagedStore(Connection):
     process: Actor
 
     def put(
-        self,
-        key: str,
-        data: Any,
-        *,
-        precondition: Precondition | None = None,
-        retry: bool = True,
+        self, key: str, data: Any, *, precondition: Precondition | None = None, retry: bool = True
     ) -> Version:
         body = joined(data)
         self.process.put(key, body, precondition)

@@ -33,11 +33,7 @@ def mutants(code: str) -> dict[str, Mutant]:
         ("f(a)", "f(a) -> pass", "pass"),
         ("a.b += 1", "a.b += 1 -> a.b -= 1", "a.b -= 1"),
         ("with lock:\n    f()", "with lock: f() -> f()", "f()"),
-        (
-            "try:\n    f()\nfinally:\n    g()",
-            "try: f() finally: g() -> f() g()",
-            "f()\ng()",
-        ),
+        ("try:\n    f()\nfinally:\n    g()", "try: f() finally: g() -> f() g()", "f()\ng()"),
         (
             "try:\n    f()\nexcept (A, B):\n    g()",
             "(A, B) -> (B,)",

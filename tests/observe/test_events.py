@@ -337,10 +337,7 @@ def test_a_slow_callback_delays_no_part(monkeypatch):
 
     monkeypatch.setattr(uploading, "upload_object", uploads)
     dos.save(
-        state(),
-        memory_url(),
-        config=CONFIG,
-        on_event=lambda _: waited.append(uploaded.wait(20)),
+        state(), memory_url(), config=CONFIG, on_event=lambda _: waited.append(uploaded.wait(20))
     )
     assert all(waited)
 
@@ -449,9 +446,7 @@ def process_mode(rank: int, world: int, root: str) -> None:
     given: Any = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
     for on_event in (Written(Path(root) / "told"), lambda _: None):
         writer = dos.ObjectStoreWriter(
-            f"file://{root}/{type(on_event).__name__}",
-            on_event=on_event,
-            trace=f"{root}/t.json",
+            f"file://{root}/{type(on_event).__name__}", on_event=on_event, trace=f"{root}/t.json"
         )
         saved: Any = dcp.async_save(state(1), storage_writer=writer, **given)
         if isinstance(on_event, Written):

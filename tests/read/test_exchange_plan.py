@@ -144,10 +144,7 @@ def test_what_a_node_has_is_read_there_once_for_its_ranks_and_once_for_all_other
         for node in nodes[: len(needs)]
     ]
     plans = plan_exchange(
-        needs,
-        request_size_bytes=request_size_bytes,
-        round_size_bytes=round_size_bytes,
-        held=held,
+        needs, request_size_bytes=request_size_bytes, round_size_bytes=round_size_bytes, held=held
     )
     requests = [one for rank, plan in enumerate(plans) for one in plan.fetched_by(rank)]
     readers: dict[tuple[int, int, int], list[int]] = {}
@@ -324,10 +321,7 @@ def test_who_has_least_to_fetch_fetches_next_and_of_equals_the_first():
         ([(31, 40, 0, -1), (10, 20, 0, -1)], [Segment(10, 20), Segment(31, 40)]),
         ([(10, 40, 0, -1), (15, 18, 0, -1), (50, 60, 0, -1)], [Segment(10, 60)]),
         ([(10, 60, 5, 3), (12, 13, 0, -1)], [Segment(12, 13), Segment(0, 64, 5, 3)]),
-        (
-            [(10, 60, 5, 3), (0, 60, 6, 4)],
-            [Segment(0, 64, 5, 3), Segment(0, 64, 6, 4)],
-        ),
+        ([(10, 60, 5, 3), (0, 60, 6, 4)], [Segment(0, 64, 5, 3), Segment(0, 64, 6, 4)]),
     ],
 )
 def test_a_message_has_what_the_reads_of_a_rank_need(monkeypatch, wants, segments):
@@ -351,7 +345,7 @@ def test_a_copy_is_read_for_others_on_one_node_and_on_the_same_for_a_whole_objec
     plans = plan_exchange(needs, request_size_bytes=128, round_size_bytes=9999, held=held)
     requests = [r for n, plan in enumerate(plans) for r in plan.fetched_by(n)]
     assert sorted((r.object_number, r.fetcher, r.end) for r in requests) == [
-        *((0, 1, 128), (1, 0, 128), (2, 1, 128)),
+        *((0, 1, 128), (1, 0, 128), (2, 1, 128))
     ]
     assert all(list(r.messages) == [2] for r in requests)
     # One on each node does: each reads it, and one of them for the third rank as well.

@@ -10,14 +10,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.read import geometry
-from dcp_objstore.read.geometry import (
-    Box,
-    Selection,
-    collapse,
-    fills,
-    fits,
-    narrow,
-)
+from dcp_objstore.read.geometry import Box, Selection, collapse, fills, fits, narrow
 
 
 @st.composite

@@ -287,10 +287,7 @@ QUANTIZED: dict[str, tuple[Callable[[], torch.Tensor], list[Callable[[], torch.T
         per_tensor,
         [lambda: per_tensor(0.5), lambda: per_tensor(dtype=torch.quint8), per_channel],
     ),
-    "per channel": (
-        per_channel,
-        [lambda: per_channel(0.5), per_tensor, lambda: torch.ones(3, 2)],
-    ),
+    "per channel": (per_channel, [lambda: per_channel(0.5), per_tensor, lambda: torch.ones(3, 2)]),
     "plain integers": (lambda: torch.ones(3, 2, dtype=torch.int8), [per_tensor]),
 }
 

@@ -21,13 +21,7 @@ from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.errors import ConfigError, RankFailedError
 from dcp_objstore.read.items import ItemLocation
 from dcp_objstore.read.peers import meeting
-from dcp_objstore.read.peers.meeting import (
-    Offer,
-    all_arrived,
-    group_digest,
-    make_offer,
-    share_out,
-)
+from dcp_objstore.read.peers.meeting import Offer, all_arrived, group_digest, make_offer, share_out
 from dcp_objstore.read.peers.plan import NEED, Held
 from dcp_objstore.read.plan import PlannedLoad
 from dcp_objstore.read.tensor_read import Block, TensorRead
@@ -158,12 +152,7 @@ def test_a_request_takes_no_more_than_half_of_a_rounds_memory_but_a_whole_block(
     rows = [whole(0, MIB, n * MIB) for n in range(32)]
     shares = share_out(
         [
-            offer(
-                n,
-                rows,
-                memory_budget_bytes=budget * MIB,
-                request_size_bytes=request_mib * MIB,
-            )
+            offer(n, rows, memory_budget_bytes=budget * MIB, request_size_bytes=request_mib * MIB)
             for n, budget in enumerate(budgets_mib)
         ]
     )

@@ -370,11 +370,7 @@ def load_failing(rank: int, world: int, url: str, options: Options, how: str) ->
     how = how if rank == 1 else "not"
     heard = Heard()
     reader = dos.ObjectStoreReader(
-        url,
-        storage_options=options,
-        config=SMALL,
-        process_group=dist.group.WORLD,
-        on_event=heard,
+        url, storage_options=options, config=SMALL, process_group=dist.group.WORLD, on_event=heard
     )
     try:
         dcp.load(blank(None), planner=Failing(how), storage_reader=reader)

@@ -83,11 +83,7 @@ BLOCKS = [(at, at + 64) for at in range(0, 384, 64)]
 # The pieces of the payload with digests; without; and without, if other ranks may need the block.
 PIECES: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]]]] = {
     "all": ([*BLOCKS, (384, 400)],) * 3,
-    "rows": (
-        [(64, 128), (128, 192), (192, 256)],
-        [(80, 144), (144, 200)],
-        [(80, 144), (144, 200)],
-    ),
+    "rows": ([(64, 128), (128, 192), (192, 256)], [(80, 144), (144, 200)], [(80, 144), (144, 200)]),
     "columns near": (
         [*BLOCKS, (384, 400)],
         [(at, at + 64) for at in range(4, 388, 64)] + [(388, 394)],

@@ -18,11 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty as empty_dtensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dcp_objstore as dos
 from benchmarks.sink import Sink, fetch_stats
@@ -434,12 +430,7 @@ def test_bytes_without_digests_are_received_in_the_tensors_own_memory(bucket, mo
             state["other"] = torch.zeros(2**20, dtype=torch.float64)
             consumed.clear()
             dos.load(
-                state,
-                source,
-                storage_options=options,
-                progress=False,
-                config=config,
-                verify=verify,
+                state, source, storage_options=options, progress=False, config=config, verify=verify
             )
             for key, value in saved.items():
                 assert same_bits(state[key], value.to(state[key].dtype)), key

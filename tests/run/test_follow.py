@@ -338,11 +338,7 @@ def test_what_was_yielded_and_stopped_counting_is_said_once(url, time, caplog):
     train(url, [1, 2, 3, 4])
     ids = {step.name: step.commit_id for step in dos.steps(url)}
     dropped: list[dos.reports.ListedCheckpoint] = []
-    time.later = [
-        lambda: train(url, [3], back_to=1),
-        lambda: train(url, [4]),
-        lambda: finish(url),
-    ]
+    time.later = [lambda: train(url, [3], back_to=1), lambda: train(url, [4]), lambda: finish(url)]
     steps = dos.follow(url, on_dropped=dropped.append)
     assert names(steps) == ["step-1", "step-2", "step-3", "step-4", "step-3", "step-4"]
     assert [(step.name, step.state) for step in dropped] == [
@@ -394,11 +390,7 @@ def test_an_outage_is_waited_for_and_the_first_poll_must_succeed(url, time, thro
     Outage(through, StoreUnavailableError("slow down"), (1, 3, 4))
     with pytest.raises(StoreUnavailableError):
         next(dos.follow(url))
-    time.later = [
-        lambda: None,
-        lambda: None,
-        lambda: save_bytes(StoreSpec(f"{url}/step-3").open()),
-    ]
+    time.later = [lambda: None, lambda: None, lambda: save_bytes(StoreSpec(f"{url}/step-3").open())]
     with caplog.at_level(logging.WARNING, "dcp_objstore"):
         assert names(dos.follow(url, until=3)) == ["step-1", "step-2", "step-3"]
     assert [record.msg for record in caplog.records].count("%s: the next poll tries again: %s") == 2

@@ -1126,10 +1126,7 @@ def test_a_failed_save_is_raised_by_its_own_manager_alone(url, monkeypatch):
 def test_an_error_in_the_body_commits_the_pending_save_and_is_raised(url, held):
     for step, error in ((1, ZeroDivisionError("mine")), (2, KeyboardInterrupt())):
         held.clear()
-        with (
-            pytest.raises(type(error)) as caught,
-            dos.CheckpointManager(url, save_every=1) as run,
-        ):
+        with pytest.raises(type(error)) as caught, dos.CheckpointManager(url, save_every=1) as run:
             run.step(step, state(step))
             threading.Timer(0.1, held.set).start()
             raise error

@@ -15,9 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.errors import (
-    CheckpointCorruptError,
-)
+from dcp_objstore.errors import CheckpointCorruptError
 from dcp_objstore.state import dcp_metadata
 from dcp_objstore.state.dcp_metadata import describe
 from tests.support import indexes

@@ -10,12 +10,7 @@ import torch
 
 from dcp_objstore.errors import StateMismatchError
 from dcp_objstore.state import memory
-from dcp_objstore.state.memory import (
-    byte_memory,
-    copy_elements,
-    device_bytes,
-    same_memory,
-)
+from dcp_objstore.state.memory import byte_memory, copy_elements, device_bytes, same_memory
 
 
 def negative() -> torch.Tensor:

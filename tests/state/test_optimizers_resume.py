@@ -169,8 +169,7 @@ _OF_A_SAVE = ("a bit of a weight", "a step", "the random state", "a setting")
 
 
 @pytest.mark.parametrize(
-    ("call", "slip"),
-    [("load", slip) for slip in _SLIPS] + [("save", slip) for slip in _OF_A_SAVE],
+    ("call", "slip"), [("load", slip) for slip in _SLIPS] + [("save", slip) for slip in _OF_A_SAVE]
 )
 def test_the_oracle_finds_a_slip(call, slip, monkeypatch):
     real = getattr(dos, call)

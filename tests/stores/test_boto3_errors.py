@@ -9,12 +9,7 @@ from hashlib import sha256
 import pytest
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import (
-    ConfigError,
-    InputError,
-    StoreUnavailableError,
-    UploadLostError,
-)
+from dcp_objstore.errors import ConfigError, InputError, StoreUnavailableError, UploadLostError
 from dcp_objstore.stores import IfAbsent, IfVersion, Version, open_store
 from dcp_objstore.stores.ranges import read_range
 from tests.support.scripted import Scripted
@@ -22,10 +17,7 @@ from tests.support.scripted import Scripted
 ONCE = TransferConfig(
     max_retries=0, connect_timeout_seconds=5, request_timeout_seconds=20, transport="boto3"
 )
-RANGE = {
-    "ETag": '"e"',
-    "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
-}
+RANGE = {"ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
 
 
 @pytest.fixture(scope="module")

@@ -364,9 +364,7 @@ def service_key(gcs_server: MotoServer) -> dict[str, str]:
 
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     return {
         "type": "service_account",

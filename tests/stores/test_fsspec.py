@@ -13,11 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import (
-    BucketNotFoundError,
-    InputError,
-    UnsupportedError,
-)
+from dcp_objstore.errors import BucketNotFoundError, InputError, UnsupportedError
 from dcp_objstore.stores import ObjectStore, open_store
 from tests.contract import PART, BucketContract, ExpectedError, StoreContract, put_broken
 from tests.contract.buckets import S3_LACKS

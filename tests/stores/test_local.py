@@ -36,14 +36,7 @@ from dcp_objstore.errors import (
     StoreFullError,
     StoreUnavailableError,
 )
-from dcp_objstore.stores import (
-    IfAbsent,
-    IfVersion,
-    ObjectStore,
-    StoreSpec,
-    local,
-    open_store,
-)
+from dcp_objstore.stores import IfAbsent, IfVersion, ObjectStore, StoreSpec, local, open_store
 from dcp_objstore.stores.spec import open_uploads
 from tests.contract import ExpectedError, keys, read
 

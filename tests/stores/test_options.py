@@ -56,10 +56,7 @@ def test_obstore_knows_its_names(scheme, store):
             {"ServerSideEncryption": "AES256"},
             "did you mean 's3_additional_kwargs': {'ServerSideEncryption': …}?",
         ),
-        (
-            {"sse_kms_key_id": "x"},
-            "did you mean 's3_additional_kwargs': {'SSEKMSKeyId': …}?",
-        ),
+        ({"sse_kms_key_id": "x"}, "did you mean 's3_additional_kwargs': {'SSEKMSKeyId': …}?"),
         (
             {"s3_additional_kwargs": {"server_side_encryption": "x"}},
             "did you mean 'ServerSideEncryption'?",

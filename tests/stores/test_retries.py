@@ -9,11 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import (
-    CorruptDataError,
-    PermissionDeniedError,
-    StoreUnavailableError,
-)
+from dcp_objstore.errors import CorruptDataError, PermissionDeniedError, StoreUnavailableError
 from dcp_objstore.stores.admission.limiter import RETRY_BUDGET, Limiter
 from dcp_objstore.stores.errors import Facts, Failure
 from dcp_objstore.stores.retries import FIRST_PATIENCE_SECONDS, Requests, RetryPolicy, Tries

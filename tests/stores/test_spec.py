@@ -15,12 +15,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 
 from dcp_objstore.config import TransferConfig
-from dcp_objstore.errors import (
-    ConfigError,
-    CredentialsError,
-    DcpObjstoreError,
-    ForkedProcessError,
-)
+from dcp_objstore.errors import ConfigError, CredentialsError, DcpObjstoreError, ForkedProcessError
 from dcp_objstore.stores import StoreSpec, open_store
 from dcp_objstore.stores.spec import _clients_lock as lock_of_process
 

@@ -42,10 +42,7 @@ def transfer(
     step_seconds: float = 0.002,
 ) -> Rank:
     rank = Rank(
-        admits,
-        [mib] * int(gib * 1024 / mib),
-        piece_mib=piece_mib,
-        timeout_seconds=timeout_seconds,
+        admits, [mib] * int(gib * 1024 / mib), piece_mib=piece_mib, timeout_seconds=timeout_seconds
     )
     simulate(store, [rank], seed=seed, step_seconds=step_seconds)
     return rank

@@ -6,11 +6,7 @@ import secrets
 
 import pytest
 
-from dcp_objstore.errors import (
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    StoreUnavailableError,
-)
+from dcp_objstore.errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from dcp_objstore.stores import IfAbsent, ObjectStore, open_store
 from dcp_objstore.stores.ranges import read_range
 from dcp_objstore.stores.wrappers import PinnedStore

@@ -19,11 +19,7 @@ from tests.support.verbs import VERBS
 
 UNUSED = "http://127.0.0.1:1"  # nothing is sent
 S3 = {"key": "a", "secret": "b", "endpoint_url": UNUSED}
-BAD_PEM = {
-    "type": "service_account",
-    "private_key": "SECRET",
-    "client_email": "a@b",
-}
+BAD_PEM = {"type": "service_account", "private_key": "SECRET", "client_email": "a@b"}
 KMS = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "\x7f"}
 WRONG: dict[str, tuple[str, dict[str, Any], type[DcpObjstoreError], str]] = {
     "kms": ("s3", {**S3, "s3_additional_kwargs": KMS}, ConfigError, "SSEKMSKeyId"),
@@ -91,14 +87,7 @@ def test_an_unreadable_service_account_in_the_environment_is_said_at_once(
 
 
 @pytest.mark.parametrize("form", ["mapping", "text", "path"])
-@pytest.mark.parametrize(
-    "key",
-    [
-        {},
-        {"type": "service_account"},
-        {**BAD_PEM, "private_key": None},
-    ],
-)
+@pytest.mark.parametrize("key", [{}, {"type": "service_account"}, {**BAD_PEM, "private_key": None}])
 def test_a_service_account_key_that_lacks_fields_is_refused_when_a_store_is_opened(
     tmp_path, form, key
 ):

@@ -58,11 +58,7 @@ class Azurite(Server):
 
     @property
     def storage_options(self) -> dict[str, object]:
-        return {
-            "account_name": ACCOUNT,
-            "account_key": KEY,
-            "endpoint_url": self.endpoint_url,
-        }
+        return {"account_name": ACCOUNT, "account_key": KEY, "endpoint_url": self.endpoint_url}
 
     @property
     def connection_string(self) -> str:

@@ -23,10 +23,7 @@ IMAGES = Path(__file__).parents[2] / "docs" / "images"
 COLUMNS = 80
 # By the name of the picture: the command, with the run at RUN, and its exit status.
 RUN = "file:///tmp/run"
-COMMANDS = {
-    "inspect": (["inspect", f"{RUN}/step-40"], 0),
-    "verify": (["verify", "--run", RUN], 4),
-}
+COMMANDS = {"inspect": (["inspect", f"{RUN}/step-40"], 0), "verify": (["verify", "--run", RUN], 4)}
 # Without web fonts: a page makes no requests to other servers.
 _FORMAT = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.S)
 

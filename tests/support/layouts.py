@@ -21,12 +21,7 @@ from typing import Any
 
 from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint import metadata as stock
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 MSC = "multistorageclient.pathlib"
@@ -178,10 +173,7 @@ def megatron_plans(metadata: stock.Metadata) -> list[Any]:
 MCORE_METADATA = stand_in(MEGATRON, "MCoreMetadata", stock.Metadata)
 MCORE_DATA = {"weight": {"nd_reformulated_orig_global_shape": (4, 3)}}
 
-BEFORE_2_3 = Layout(
-    metadata_lacks=("storage_meta", "version"),
-    properties=sharded.TensorProperties,
-)
+BEFORE_2_3 = Layout(metadata_lacks=("storage_meta", "version"), properties=sharded.TensorProperties)
 BEFORE_2_4 = Layout(metadata_lacks=("storage_meta", "version"))
 BEFORE_2_7 = Layout(metadata_lacks=("version",), storage_meta_lacks=("modules",))
 BEFORE_2_9 = Layout(metadata_lacks=("version",))

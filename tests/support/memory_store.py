@@ -331,12 +331,7 @@ class MemoryStore(BucketStore):
         return self.bucket.put(put.key, put.data, None if ignored else put.precondition)
 
     def put_stream(
-        self,
-        key: str,
-        buffers: Iterator[Buffer],
-        *,
-        part_size_bytes: int,
-        max_concurrency: int,
+        self, key: str, buffers: Iterator[Buffer], *, part_size_bytes: int, max_concurrency: int
     ) -> Version:
         return self.put(key, list(buffers))
 

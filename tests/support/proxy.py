@@ -195,11 +195,7 @@ class SlowDown:
     """
 
     def __init__(
-        self,
-        per_second: float,
-        burst: int,
-        status: int = 503,
-        meant: Meant = lambda asked: True,
+        self, per_second: float, burst: int, status: int = 503, meant: Meant = lambda asked: True
     ) -> None:
         self.per_second, self.burst, self.status, self.meant = per_second, burst, status, meant
         self.refused: list[Asked] = []
@@ -249,11 +245,7 @@ class NetworkProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def hold(
-        self,
-        meant: Meant,
-        side: Side = "request",
-        after_bytes: int = 0,
-        times: int | None = None,
+        self, meant: Meant, side: Side = "request", after_bytes: int = 0, times: int | None = None
     ) -> Hold:
         """Hold what is meant from now on; the first `times` of it only, or all."""
         hold = Hold(self.loop, side, after_bytes)

@@ -154,9 +154,7 @@ def _spread(
 
 
 def tensor_state(
-    layout: str,
-    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
-    dtype: torch.dtype = torch.float32,
+    layout: str, shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """Zeros of these global shapes, spread over the current group."""
     if layout in {"plain", "ddp"}:

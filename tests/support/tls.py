@@ -59,9 +59,7 @@ def make_certificate(
     found = Certificate(folder / "cert.pem", folder / "key.pem")
     found.path.write_bytes(built.public_bytes(serialization.Encoding.PEM))
     private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     found.key.write_bytes(private)
     return found

@@ -74,12 +74,7 @@ class WatchedStore(WrappedStore):
             return self.inner.put(key, data, precondition=precondition, retry=retry)
 
     def put_stream(
-        self,
-        key: str,
-        buffers: Iterator[Buffer],
-        *,
-        part_size_bytes: int,
-        max_concurrency: int,
+        self, key: str, buffers: Iterator[Buffer], *, part_size_bytes: int, max_concurrency: int
     ) -> Version:
         """Write an object from an iterator of buffers."""
         request = Request("put_stream", key)

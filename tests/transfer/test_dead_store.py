@@ -50,10 +50,7 @@ def part_of(asked: Asked) -> int | None:
 
 
 def save_parts(
-    bucket: Bucket,
-    transport: str,
-    plan: Callable[[Asked], Fault | None],
-    config: TransferConfig,
+    bucket: Bucket, transport: str, plan: Callable[[Asked], Fault | None], config: TransferConfig
 ) -> tuple[DcpObjstoreError, Heard, list[Asked]]:
     """Upload eight parts through a proxy; return the error, the events, and what was asked."""
     channel, heard = heard_channel()

@@ -37,13 +37,7 @@ from dcp_objstore.observe.events import ObjectUploaded, PartUploaded, RangeRead,
 from dcp_objstore.stores import open_store
 from dcp_objstore.stores.admission.limiter import limiter_of
 from dcp_objstore.stores.admission.window import Window
-from dcp_objstore.stores.protocol import (
-    ObjectMeta,
-    ObjectStore,
-    RangeBody,
-    RangeReading,
-    Version,
-)
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, RangeBody, RangeReading, Version
 from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.stores.wrappers import WrappedStore
 from dcp_objstore.threads import result_of, spawn, wait_for, wait_until
@@ -59,13 +53,7 @@ from dcp_objstore.transfer.download import (
 from dcp_objstore.transfer.memory import new_memory
 from dcp_objstore.transfer.parts import MAX_PARTS, PartPlan, check_item_size, part_count, plan_parts
 from dcp_objstore.transfer.progress import Progress, Silence
-from dcp_objstore.transfer.ranges import (
-    RangeRequest,
-    Span,
-    cut,
-    grown_request_size,
-    plan_requests,
-)
+from dcp_objstore.transfer.ranges import RangeRequest, Span, cut, grown_request_size, plan_requests
 from dcp_objstore.transfer.stragglers import Stragglers
 from dcp_objstore.transfer.upload import _Tracked, run_watched, upload_object
 from dcp_objstore.transfer.workers import concurrently

@@ -45,14 +45,7 @@ from dcp_objstore.transfer.copies import copied_parts
 from dcp_objstore.transfer.digests import block_digests
 from dcp_objstore.transfer.parts import plan_parts
 from dcp_objstore.write import api, base as base_module
-from dcp_objstore.write.base import (
-    Base,
-    Unchanged,
-    _candidates,
-    _shares,
-    find_unchanged,
-    open_base,
-)
+from dcp_objstore.write.base import Base, Unchanged, _candidates, _shares, find_unchanged, open_base
 from dcp_objstore.write.layout import SizedItem
 from dcp_objstore.write.upload_items import _groups
 from tests.support.checkpoints import assert_nothing_visible, cause, memory_url

@@ -24,11 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_objstore.checkpoint import index as ix
-from dcp_objstore.errors import (
-    RankFailedError,
-    StateMismatchError,
-    UnsupportedError,
-)
+from dcp_objstore.errors import RankFailedError, StateMismatchError, UnsupportedError
 from dcp_objstore.state.dcp_metadata import describe
 from dcp_objstore.state.stored import DCP_VERSION, StoredItem, StoredObject
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES

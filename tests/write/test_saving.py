@@ -36,13 +36,7 @@ from dcp_objstore.write import (
     writer as writer_module,
 )
 from tests.support.checkpoints import cause, memory_url
-from tests.support.wrapped_stores import (
-    Fault,
-    FaultStore,
-    Request,
-    Verb,
-    WatchedStore,
-)
+from tests.support.wrapped_stores import Fault, FaultStore, Request, Verb, WatchedStore
 
 MIB = 1024 * 1024
 

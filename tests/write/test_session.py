@@ -177,9 +177,7 @@ def test_of_two_jobs_the_one_that_commits_second_reports_nothing_as_saved(throug
     through(Racing)
     theirs: list[Any] = []
     monkeypatch.setattr(
-        Racing,
-        "other",
-        lambda: theirs.append(dos.save({"t": torch.zeros(3)}, url, progress=False)),
+        Racing, "other", lambda: theirs.append(dos.save({"t": torch.zeros(3)}, url, progress=False))
     )
     events: list[Any] = []
     with pytest.raises(CommitLostError):

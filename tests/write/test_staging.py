@@ -329,23 +329,11 @@ SQUARE = NUMBERS.view(20, 20)
             [(0, 40, "storage", 0), (0, 40, "storage", 4), (0, 40, "storage", 36)],
         ),
         # Up to 16 bytes more than their elements are copied with them: here just those, then more.
-        (
-            [NUMBERS[4:12:2], NUMBERS[10:14]],
-            [(16, 56, "storage", 0), (16, 56, "storage", 24)],
-        ),
-        (
-            [NUMBERS[4:16:2], NUMBERS[14:16]],
-            [(16, 64, "storage", 0), (16, 64, "storage", 40)],
-        ),
-        (
-            [NUMBERS[4:18:2], NUMBERS[16:18]],
-            [(0, 28, "elements", 0), (0, 8, "elements", 0)],
-        ),
+        ([NUMBERS[4:12:2], NUMBERS[10:14]], [(16, 56, "storage", 0), (16, 56, "storage", 24)]),
+        ([NUMBERS[4:16:2], NUMBERS[14:16]], [(16, 64, "storage", 0), (16, 64, "storage", 40)]),
+        ([NUMBERS[4:18:2], NUMBERS[16:18]], [(0, 28, "elements", 0), (0, 8, "elements", 0)]),
         # What is the same twice is counted once, and copied once.
-        (
-            [NUMBERS[4:18:2], NUMBERS[4:18:2]],
-            [(0, 28, "elements", 0), (0, 28, "elements", 0)],
-        ),
+        ([NUMBERS[4:18:2], NUMBERS[4:18:2]], [(0, 28, "elements", 0), (0, 28, "elements", 0)]),
         ([NUMBERS[2:5], NUMBERS[2:5]], [(0, 20, "storage", 8), (0, 20, "storage", 8)]),
         # The same bytes as other numbers.
         (
@@ -1158,8 +1146,7 @@ def test_memory_is_pinned_until_it_is_freed_or_it_is_told_that_cuda_does_not(
     asked: list[Any] = []
     freed: list[int] = []
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda *args: asked.append(args) or status,
-        cudaHostUnregister=freed.append,
+        cudaHostRegister=lambda *args: asked.append(args) or status, cudaHostUnregister=freed.append
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(device, "_warned", threading.Event())

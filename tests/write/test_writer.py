@@ -121,16 +121,10 @@ def test_the_marker_has_only_the_users_metadata_if_nothing_is_left_out():
     assert given == {"step": 7}
     assert dos.open(partly).user_metadata["step"] == 7
     writer = Writer(memory_url(), user_metadata=given)
-    counts = {
-        ("a", "b"): {"tensors": 1, "elements": 5},
-        ("c",): {"tensors": 0, "elements": 0},
-    }
+    counts = {("a", "b"): {"tensors": 1, "elements": 5}, ("c",): {"tensors": 0, "elements": 0}}
     state: Any = SimpleNamespace(left_out=counts)
     assert writer._describe(state) is state
-    assert writer._user_metadata == {
-        "left_out": {"a.b": {"tensors": 1, "elements": 5}},
-        "step": 7,
-    }
+    assert writer._user_metadata == {"left_out": {"a.b": {"tensors": 1, "elements": 5}}, "step": 7}
 
 
 # Checks before a save -----------------------------------------------------------------------------

@@ -370,10 +370,7 @@ def _schedulefree_cases() -> list[Case]:
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     cases = [
         Case(
-            "schedulefree",
-            name,
-            _of(kind),
-            step="closure" if name.endswith("Closure") else "plain",
+            "schedulefree", name, _of(kind), step="closure" if name.endswith("Closure") else "plain"
         )
         for name, kind in kinds.items()
         if "Wrapper" not in name

@@ -613,11 +613,7 @@ def _load_checked(
     def load(*, trust_pickle: bool) -> None:
         with (
             guarding(target, "load", problems)
-            if target.scene.way
-            not in (
-                "raw",
-                "stock_reads",
-            )
+            if target.scene.way not in ("raw", "stock_reads")
             else contextlib.nullcontext()
         ):
             _checked("load", lambda: _load(target, url, folder, trust_pickle=trust_pickle))
@@ -640,11 +636,7 @@ def _load_checked(
 
 
 def _compare(
-    target: Training,
-    expected: _Expected,
-    problems: list[str],
-    notes: list[str],
-    heard: list[str],
+    target: Training, expected: _Expected, problems: list[str], notes: list[str], heard: list[str]
 ) -> tuple[str, str]:
     scene = target.scene
     by_name = isinstance(target.optimizers[0], torch.optim.Optimizer)
