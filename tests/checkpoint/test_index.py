@@ -534,8 +534,8 @@ def test_what_is_no_newer_index_is_corrupt(plain):
 @pytest.mark.parametrize(
     "body",
     [
-        b"\x91" * 5000 + b"\xc0",
-        b"\x92\x03" + b"\x91" * 5000 + b"\xc0",
+        b"\x91" * 100_000 + b"\xc0",
+        b"\x92\x03" + b"\x91" * 100_000 + b"\xc0",
         b"\x81\xa1\xff\x01",
         b"\x81\xd4\x00\x00\x00",
     ],

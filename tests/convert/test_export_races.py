@@ -241,3 +241,15 @@ def test_an_overwrite_that_fails_leaves_the_earlier_export_as_it_was(
     monkeypatch.setattr(export._Export, "_write", WRITE)
     to(mine, out, most, copied_files=config, overwrite=True)
     assert numbers_in(out) == {1.0}
+
+
+def test_a_large_file_that_was_replaced_stays_if_the_export_fails(mine, other, monkeypatch):
+    """It is too large to be kept in memory and put back, but the folder has one of the two."""
+    monkeypatch.setattr(export, "_KEPT_MOST_BYTES", 0)
+    out = memory_url()
+    to(other, out, ONE)
+    at_file(monkeypatch, 1, interrupt, is_written=True)
+    with pytest.raises(KeyboardInterrupt):
+        to(mine, out, ONE, overwrite=True)
+    assert names_in(out) == {"model.safetensors"}
+    assert numbers_in(out) == {1.0}

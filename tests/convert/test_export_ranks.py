@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -132,13 +133,21 @@ def die_in_the_middle(rank: int, world: int, url: str, out: str, options: Any, l
         return size_bytes
 
     export._Export._write = hang  # type: ignore[method-assign]
-    return export_here(rank, world, url, out, {**EACH, "storage_options": options})
+    settings = {**EACH, "storage_options": options, "overwrite": True}
+    return export_here(rank, world, url, out, settings)
 
 
-@pytest.mark.parametrize("last", cases(range(RANKS), default=[0, 2]))
-def test_a_killed_rank_leaves_no_index_and_the_others_raise(bucket, last):
+@pytest.mark.parametrize(
+    ("last", "earlier"),
+    cases(itertools.product(range(RANKS), [False, True]), default=[(0, False), (2, True)]),
+)
+def test_a_killed_rank_leaves_no_new_index_and_the_others_raise(bucket, last, earlier):
     options = bucket.storage_options
     dos.save(state(), bucket.at("step-1"), storage_options=options, progress=False)
+    if earlier:
+        settings = {**EACH, "storage_options": options}
+        dos.export_checkpoint(bucket.at("step-1"), bucket.at("hf"), progress=False, **settings)
+    before = bucket.keys("hf")
     with start_workers(reuse=False) as crew:
         job = crew.start(
             RANKS, die_in_the_middle, bucket.at("step-1"), bucket.at("hf"), options, last
@@ -151,7 +160,8 @@ def test_a_killed_rank_leaves_no_index_and_the_others_raise(bucket, last):
         if outcome.rank != last:
             assert isinstance(outcome.error, RankFailedError), str(outcome)
     # The first rank removes what a dead one has written; nobody does it for the first.
-    assert bucket.keys("hf") == ([] if last else [said.message[1]])
+    written = [] if last else [said.message[1]]
+    assert bucket.keys("hf") == sorted([*before, *written])
 
 
 def differ(rank: int, world: int, url: str, root: str) -> list[str]:
