@@ -19,7 +19,7 @@ Concurrency = int | Literal["auto"]
 # The largest number of requests in flight where it is found, and where each takes pinned memory.
 AUTO_MOST = 64
 PINNED_MOST = 8
-# Parts in flight where they take memory of their own.
+# Parts in flight where they take extra memory.
 COPIED_MOST_BYTES = 128 * MIB
 
 TRANSPORTS = ("native", "boto3", "fsspec")
@@ -100,7 +100,7 @@ class TransferConfig:
             time-out. A number is kept to, unless the store throttles. Default "auto".
         max_object_size_bytes: a rank that has more than this to save writes several objects; it
             starts the next one before a tensor that would exceed this size. The share of one tensor
-            that a rank holds is never split: above this size it gets an object of its own, up to
+            that a rank holds is never split: above this size it gets its own object, up to
             5 TiB. At least 5 MiB, at most 5 TiB (which all stores accept). Default 256 GiB, which
             keeps parts at 32 MiB.
         request_size_bytes: the largest ranged GET. Where large ranges come past the transport
@@ -243,7 +243,7 @@ def local_of(local: LocalFolder) -> Local | None:
     """Return the settings that an argument `local=` stands for.
 
     Raises:
-        ConfigError: it is no path of this machine.
+        ConfigError: it is not a path of this machine.
     """
     if local is None or isinstance(local, Local):
         return local

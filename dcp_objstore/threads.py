@@ -2,7 +2,7 @@
 
 Ctrl-C reaches the main thread only. A signal that comes just before that thread begins to wait
 interrupts nothing, and Python handles it only when the wait ends. So the main thread waits in short
-steps. Other threads wait in one step, unless they have to check something meanwhile: each time a
+steps. Other threads wait in one step, unless they have to check something: each time a
 thread wakes up, it takes the GIL from the training loop.
 
 At the end of a program Python still waits for a save in the background. But Python 3.12.0 to 3.12.2

@@ -197,7 +197,7 @@ class CommitTime(NamedTuple):
     """The time of a commit, by which commits are compared.
 
     Attributes:
-        by_store: the store's time of the index: hosts have clocks of their own, and sweeps, pins
+        by_store: the store's time of the index: hosts have different clocks, and sweeps, pins
             and claims rewrite the marker.
         by_host: the host's time in the marker, for stores that count whole seconds.
     """
@@ -221,7 +221,7 @@ def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict
 
     Args:
         all_data: keep all data objects, of which 10,000 ranks write 70,000 in each step. Default:
-            one of ours for each prefix, which shows that there are some.
+            one of this library's for each prefix, which shows that there are some.
     """
     places: dict[str, dict[str, ObjectMeta]] = defaultdict(dict)
     with_data: set[str] = set()
@@ -398,7 +398,7 @@ def next_step(run: ObjectStore, open_step: OpenBelow, name: str) -> str | None:
 
     Returns None if there is none, or if no job ever claimed the run: then it may be any prefix, and
     a listing of it very long. Sends one GET of `_CLAIM`, and for a run one listing and a GET for
-    each later step. It does not list again if a job claims the run meanwhile.
+    each later step. It does not list again if a job claims the run in between.
     """
     claim, base = read_standing(run, open_step)
     if claim is None:

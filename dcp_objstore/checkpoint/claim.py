@@ -3,7 +3,7 @@
 A model of these rules was searched for a way around them: two jobs that claim the run, one that was
 superseded, one that lists; crashes anywhere. The rules have the same numbers in the model. A step
 is one checkpoint directly below the run. `_CLAIM`, at the run, is changed by conditional PUTs
-alone; it holds the number of the latest claim, and the base, the oldest claim that counts.
+alone; it holds the number of the latest claim, and the base, the oldest claim whose steps count.
 
 C1. Every marker carries the number of the claim of the job that wrote it.
 C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and all else unchanged.
@@ -21,7 +21,7 @@ C2. To claim a run, a job puts `_CLAIM` conditionally, with the next number and 
     leaves the base as it is and names in `going_back` the step that it is about to save. The
     **commit of that step decides**: its marker has the new number as its base. So a save that is
     refused changes nothing, and a crash after the commit does not undo it. A job that was refused
-    and goes back again takes a number that is later than that of its fence, which is no commit.
+    and goes back again takes a number that is later than that of its fence, which is not a commit.
     After the commit the job puts `_CLAIM` with base = number, by rule C4.
 C3. A step counts if it is committed and the claim of its marker is at least the base: that of
     `_CLAIM`, or of the marker that `going_back` leads to. To list the steps, a job reads these two
@@ -308,7 +308,7 @@ def _is_as_before(seen: ClaimRecord, known: ClaimRecord) -> bool:
 
 
 def _adopt(steps: Sequence[Entry], number: int, clock: Clock) -> bool:
-    """Rewrite the markers of these steps; return False if another job changed one meanwhile."""
+    """Rewrite the markers of these steps; return False if another job changed one."""
 
     def adopt(step: Entry) -> bool:
         assert step.stored is not None

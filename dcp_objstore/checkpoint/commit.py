@@ -34,8 +34,8 @@ weaken one of them. The rules keep the numbers of the design. Rule 3 is in `name
 12. A save may have the store copy its data from another checkpoint, its base (`write.base`). It
     reads the base by rule 7, and the store copies an object only in the state whose ETag is in the
     base's index. So the copied bytes have the digests of that index, even if others delete, sweep
-    or overwrite the base meanwhile. Copies are data of this save like any other (rules 3 and 4).
-    What is not copied is uploaded, under another key.
+    or overwrite the base during the save. Copies are data of this save like any other (rules 3 and
+    4). All else is uploaded, under another key.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class CommitResult:
         marker: the marker as this commit wrote it.
         attempts: the number of PUTs of the marker that were sent.
         dot_metadata: the condition that `.metadata` is still what it was when the save began; None
-            if the commit was superseded, because then it is no proof that `.metadata` is to be
+            if the commit was superseded, because then it does not prove that `.metadata` is to be
             written (rule 6 in `publish`).
     """
 

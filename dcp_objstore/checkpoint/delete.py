@@ -87,14 +87,14 @@ def delete(
             that is old enough, by this host's clock, remove what the commit left.
         dry_run: change nothing, but refuse what would be refused.
         claim: number of the claim of the job that deletes, 0 if it has none (rule C5 of `claim`);
-            None if the caller is no such job, so that claims do not matter.
+            None if the caller is not such a job, so that claims do not matter.
         clock: the time, and the deadline. Default: 60 s.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here (any more).
         CheckpointPinnedError: the checkpoint is pinned; the error names the pins.
         SupersededError: the checkpoint has a later claim than the job.
-        LostRaceError: another save replaced the checkpoint meanwhile; nothing was deleted.
+        LostRaceError: another save replaced the checkpoint; nothing was deleted.
         CommitUnknownError: no clear answer before the deadline; the same call goes on from there.
         CheckpointCorruptError, UnsupportedError: the marker cannot be read.
     """

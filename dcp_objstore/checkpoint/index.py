@@ -51,7 +51,7 @@ _MAX_DIMENSIONS = 64
 # Steps of a place in the nested dict: DCP descends by recursion, in Python, to make them.
 MAX_PLACE_LENGTH: Final = 1000
 _NUMBER = "None|True|False|-?[0-9]+|-?[0-9]+[.][0-9]+|-?[0-9]+([.][0-9]+)?e[-+]?[0-9]+"
-# The text of a key that is no str: a number, or a flat tuple of numbers. So `ast` may read it.
+# The text of a key that is not a str: a number, or a flat tuple of numbers. So `ast` may read it.
 _LITERAL = re.compile(rf"(?=.{{1,200}}$)(({_NUMBER})|\(({_NUMBER})(, ({_NUMBER}))*,?\))")
 # The widths of a column in bytes; each column has the narrowest that holds its largest number.
 _WIDTHS = (1, 2, 4, 8)

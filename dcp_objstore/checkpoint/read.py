@@ -4,7 +4,7 @@ The rule of `commit` that this module implements:
 
  7. Readers go from `_COMMIT` to the index to the objects, and never trust a listing. If something
     is missing, the marker is read again: the same commit_id means damage, another one means that
-    the checkpoint was replaced or deleted meanwhile. Only commit_ids are compared, because a sweep
+    the checkpoint was replaced or deleted. Only commit_ids are compared, because a sweep
     may rewrite the marker of the same commit.
 """
 

@@ -56,7 +56,7 @@ def repair(
         CheckpointNotFoundError: there is no marker: another library wrote the checkpoint, or none
             was ever committed.
         CheckpointCorruptError, UnsupportedError: the marker or the index cannot be read.
-        CheckpointGoneError: it was replaced or deleted meanwhile; repair it again.
+        CheckpointGoneError: it was replaced or deleted during the repair; repair it again.
         CommitUnknownError, RetryableError: no success before the deadline; repair it again.
     """
     tries = clock.tries()

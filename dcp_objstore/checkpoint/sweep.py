@@ -84,8 +84,8 @@ class CheckpointSweep:
             there is something to remove, but not yet; `reason` says why. `mended`: an unfinished
             deletion was finished, a superseded step was deleted, or `.metadata` was brought into
             line; sweep again after the grace period. `lost`: another job changed the marker
-            meanwhile, and nothing was removed. `foreign`: another library's checkpoint, left alone.
-            `damaged`: the checkpoint cannot be read and was left alone.
+            during the sweep, and nothing was removed. `foreign`: another library's checkpoint, left
+            alone. `damaged`: the checkpoint cannot be read and was left alone.
         reason: why the sweep stopped, in words, or None.
         deleted: number of objects that were removed.
         deleted_bytes: their size.
@@ -137,7 +137,7 @@ def sweep(
         uploads: the uploads below the same root, or None to leave them alone.
         grace_seconds: objects that are younger than this are kept. It must be longer than the
             longest save and the longest load, and at least an hour. Default 24 h.
-        base: the oldest claim that counts in the run of this step; committed steps of earlier
+        base: the oldest claim whose steps count in this run; committed steps of earlier
             claims are deleted. Default 0: the run has no claims.
         dry_run: change nothing.
         clock: the time, and the deadline. Default: 60 s.
@@ -146,7 +146,7 @@ def sweep(
         ConfigError: the grace period is too short.
         CheckpointCorruptError, UnsupportedError: the marker or the index cannot be read. Nothing
             was removed, because it is not known what the commit names.
-        CheckpointGoneError: it was replaced or deleted meanwhile; nothing was removed.
+        CheckpointGoneError: it was replaced or deleted during the sweep; nothing was removed.
         CommitUnknownError, RetryableError: no success before the deadline; nothing was removed.
     """
     check_grace(grace_seconds)

@@ -110,7 +110,7 @@ def _plain(value: object) -> Any:
     """Return a value as JSON has it, or else its text."""
     try:
         return json.loads(json.dumps(value, default=repr)) if _is_small(value) else _shown(value)
-    except (TypeError, ValueError):  # keys that are no text, or a number of thousands of digits
+    except (TypeError, ValueError):  # keys that are not text, or a number of thousands of digits
         return _shown(value)
 
 

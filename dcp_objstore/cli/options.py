@@ -55,7 +55,7 @@ def size_bytes(option: str, text: str) -> int:
     """Return the number of bytes that a size such as 500MB or 2GiB means.
 
     Raises:
-        ConfigError: it is no size; names the option.
+        ConfigError: it is not a size; names the option.
     """
     match = _SIZE.fullmatch(text)
     unit = None if match is None else _UNITS_BYTES.get(match[2].upper())
@@ -68,7 +68,7 @@ def seconds(text: str) -> float:
     """Return the number of seconds that a duration such as 90m, 24h or 7d means.
 
     Raises:
-        ConfigError: it is no duration.
+        ConfigError: it is not a duration.
     """
     match = _DURATION.match(text.strip())
     if match is None:

@@ -55,7 +55,7 @@ def undo(body: io.BytesIO, names: Sequence[str], key: str, limit_bytes: int) -> 
     """Return an item as it was before its stream extensions.
 
     This takes at most `limit_bytes` of memory, twice as much while the buffer grows, and 128 MiB
-    for history if a frame asks for it. The GIL is released meanwhile.
+    for history if a frame asks for it. The GIL is released during that.
 
     Args:
         body: the whole item as stored; returned unchanged if there are no names.

@@ -102,7 +102,7 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
             " torch.serialization.add_safe_globals, or trust_pickle=True. Save it as plain Python"
             " data or as a tensor to avoid that"
         )
-    except _NOT_OF_TORCH:  # a planner may have a format of its own
+    except _NOT_OF_TORCH:  # a planner may have its own format
         text = (
             f"the value of {key!r} is not what torch.save writes: loading this checkpoint will"
             " need trust_pickle=True and a planner that can read it"
@@ -124,7 +124,7 @@ def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> 
 
     Args:
         error: the error that building it raised.
-        body: the bytes that `torch.save` wrote, or a planner that has a format of its own.
+        body: the bytes that `torch.save` wrote, or a planner that has its own format.
         key: the state-dict key.
         is_verified: whether the bytes have the digests that they were saved with.
     """

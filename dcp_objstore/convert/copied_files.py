@@ -145,7 +145,7 @@ def trainer_files(checkpoint: Checkpoint) -> list[PlannedFile]:
         return []
     try:
         value: Any = checkpoint[_TRAINER_KEY].read()
-    except UntrustedPickleError:  # it is no Trainer's
+    except UntrustedPickleError:  # not a Trainer's
         return []
     files = value[0] if isinstance(value, tuple) and len(value) == 1 else None
     if not isinstance(files, Mapping) or not (_CONFIG in files or DESCRIPTION_KEY in checkpoint):

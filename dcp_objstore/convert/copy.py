@@ -17,7 +17,7 @@ the one that is to be copied, and the new copy names it in its index instead of 
 done only if there is no marker at the destination when the copy begins. Then no sweep has put its
 fence since the object was written, and one that puts it later defeats this commit; so none removes
 an object that this commit names. (`tests/model/copies.py` explores this, with two copies at once
-and a source that changes meanwhile.)
+and a source that changes during the copy.)
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def copy_checkpoint(
     the save got for it; its bytes are not read. Otherwise the data streams through some 400 MiB of
     this process's memory, however large it is, and each byte is compared with the source's digests
     on the way; so are objects that the store does not copy. The copy is committed as `save` does
-    it: when this returns, the whole checkpoint exists. It has a commit of its own; the source's
+    it: when this returns, the whole checkpoint exists. It has its own commit; the source's
     `user_metadata` and `world_size` are kept, its pins are not.
 
     If a copy is interrupted, call it again: objects that have arrived are not sent again, unless a
@@ -152,7 +152,7 @@ def copy_checkpoint(
             of the same scheme.
         config: sizes, concurrency, time-outs and the memory budget, for both sides.
         progress: show a progress bar if standard error is a terminal. Default True.
-        on_event: callable that receives each event of the save, in a thread of its own.
+        on_event: callable that receives each event of the save, in another thread.
         trace: name of a local file to write a trace of the save to.
         allow_unfenced: save even to a store without conditional writes. Default False: refuse.
         streamed: compare every byte: never have the store copy by itself. Default False.
@@ -165,7 +165,7 @@ def copy_checkpoint(
         UnsupportedError: another library wrote the source; `import_checkpoint` takes it.
         CheckpointCorruptError: the source is damaged; the error names the tensor. Nothing was
             committed. What the store copies by itself is not read: `verify` the copy.
-        CheckpointGoneError: the source was deleted or replaced meanwhile, and its objects removed.
+        CheckpointGoneError: the source was deleted or replaced, and its objects removed.
         CheckpointExistsError: a checkpoint is committed at `url` and `overwrite` is False, or it is
             pinned.
         DcpObjstoreError: any other error of `save`, or of reading the source.
@@ -302,7 +302,7 @@ class _Copy:
     def _copy_on_store(self, save: Save, numbers: Sequence[int]) -> dict[int, StoredObject]:
         """Have the store copy objects; return those that it has copied, by number."""
         objects = self._index.objects
-        # Names of their own: a key is never written twice, and the answer of a copy that failed may
+        # New names: a key is never written twice, and the answer of a copy that failed may
         # only have been lost.
         nonce = new_nonce() + self._unread_fingerprint
         keys = {data_key(0, number, nonce): number for number in numbers if objects[number].e_tag}

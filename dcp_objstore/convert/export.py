@@ -194,7 +194,7 @@ def export_checkpoint(
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that the checkpoint's author chose. Default False.
         progress: show a progress bar if standard error is a terminal. Default True.
-        on_event: callable that receives each event of the export, in a thread of its own.
+        on_event: callable that receives each event of the export, in another thread.
         trace: name of a local file to write a trace of the export to.
 
     Returns:
@@ -207,7 +207,7 @@ def export_checkpoint(
             an adapter (that of a prompt encoder).
         DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`; of
             several ranks, that of the lowest rank that failed.
-        LostRaceError: another export has written to the folder meanwhile. What it wrote stays, and
+        LostRaceError: another export has written to the folder. Its files stay, and
             what this one wrote is removed.
         RankFailedError: a rank died, or did not make this call.
     """

@@ -107,7 +107,7 @@ def import_checkpoint(
         trust_pickle: unpickle what `torch.load(weights_only=True)` refuses. This may run code that
             the source's author chose. Default False.
         progress: show a progress bar if standard error is a terminal. Default True.
-        on_event: callable that receives each event of the save, in a thread of its own.
+        on_event: callable that receives each event of the save, in another thread.
         trace: name of a local file to write a trace of the save to.
         user_metadata: small JSON values to store in the commit marker.
         allow_unfenced: save even to a store without conditional writes. Default False: refuse.
@@ -308,7 +308,7 @@ def _is_mappable(path: Path, trust_pickle: bool) -> bool:
     (Torch would take packed records for the tensors' memory.)
 
     Raises:
-        ArchiveError, HostilePickleError, ValueError: it is no such file, or torch would allocate
+        ArchiveError, HostilePickleError, ValueError: it is not such a file, or torch would allocate
             far more than it has, or crash.
     """
     with path.open("rb") as file:

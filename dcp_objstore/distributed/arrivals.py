@@ -163,7 +163,7 @@ def watching(url: str | None, group: dist.ProcessGroup | None, advice: str) -> I
         group: the ranks that make the call; None if this process is alone.
         advice: a sentence that says what to do if a rank does not come.
     """
-    # Other code refuses what is no group, and a group that has gone.
+    # Other code refuses what is not a group, and a group that has gone.
     usable = isinstance(group, dist.ProcessGroup) and torch_private.is_registered(group)
     if group is None or not usable or dist.get_world_size(group) == 1 or _current() is not None:
         yield

@@ -35,7 +35,7 @@ _CLOUDS = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
 _SERVERS = ("s3", "gs", "az")
 _PROVIDERS = {"s3": "AWS", "gs": "Google"}
 _ABSENT = ".doctor-asks-for-nothing"
-# The time-out of the first answer: a server that accepts connections but stays silent is no store.
+# The time-out of the first answer: a server that accepts connections and stays silent has failed.
 _PATIENCE_SECONDS = 10.0
 
 

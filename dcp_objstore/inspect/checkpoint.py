@@ -584,7 +584,7 @@ def read_state_dict(
             code that the checkpoint's author chose. Default False.
         rename: pairs of a regular expression and its replacement, applied to each key in turn, as
             `re.sub` does. Default: the keys as they are.
-        on_event: callable that receives each event of the read, in a thread of its own.
+        on_event: callable that receives each event of the read, in another thread.
             `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of the read to. `ObjectStoreWriter` describes
             how the file is named.

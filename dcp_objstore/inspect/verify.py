@@ -457,7 +457,7 @@ def verify_run(
 
         next((report.url for report in dos.verify_run(url, deep=True) if report.ok), None)
 
-    A step that is deleted meanwhile is left out. One process calls it.
+    A step that is deleted before its turn is left out. One process calls it.
 
     Args:
         url: URL of the run; its steps are the checkpoints directly below.
@@ -468,7 +468,7 @@ def verify_run(
             environment.
         config: sizes, concurrency, time-outs and the memory budget.
         progress: show a progress bar for each step if standard error is a terminal. Default True.
-        on_event: callable that receives each event, in a thread of its own. `ObjectStoreWriter`
+        on_event: callable that receives each event, in another thread. `ObjectStoreWriter`
             describes how it is called.
         trace: name of a local file to write a trace of each verification to. `ObjectStoreWriter`
             describes how the file is named.
@@ -527,7 +527,7 @@ def _size(spans: Iterable[Span[Piece]]) -> int:
 def _misleads(store: ObjectStore, index: bytes) -> bool:
     """Whether there is a `.metadata` that does not describe an index.
 
-    None is no damage: `save(stock_metadata=False)` writes none.
+    None is not damage: `save(stock_metadata=False)` writes none.
     """
     content = StockDotMetadata()
 

@@ -72,7 +72,7 @@ def _write_files(
     """Write the files of all ranks. Of two with one name, this rank's own counts, then rank 0's.
 
     Raises:
-        StateMismatchError: the values are no files.
+        StateMismatchError: the values are not files.
         CheckpointCorruptError: a name leads out of the folder.
         UntrustedPickleError: a file that torch is to unpickle is not what `torch.save` writes.
     """
@@ -122,7 +122,7 @@ def accelerator_state(accelerator: Any, *, trust_pickle: bool = False) -> dict[s
             even if that may run code that the checkpoint's author chose. Default False.
 
     Raises:
-        UnsupportedError: DeepSpeed, Megatron-LM or XLA, which save in ways of their own.
+        UnsupportedError: DeepSpeed, Megatron-LM or XLA, which have their own checkpoints.
     """
     kind = accelerator.distributed_type.value
     if kind in _OWN_CHECKPOINTS:
@@ -227,8 +227,8 @@ def with_object_store(trainer: T, url: str, *, background: bool = False, **optio
         The same trainer. Its `run` is the `CheckpointManager` of the current or last `train`.
 
     Raises:
-        ConfigError: it is no Trainer, its `output_dir` is a URL, it pushes checkpoints to the Hub,
-            or an option is wrong or the Trainer's own.
+        ConfigError: it is not a Trainer, its `output_dir` is a URL, it pushes checkpoints to the
+            Hub, or an option is wrong or the Trainer's own.
         InvalidUrlError: `url` is wrong.
         UnsupportedError: the Trainer uses DeepSpeed or XLA.
 
@@ -283,7 +283,7 @@ class _SaveTotalLimit(RetentionPolicy):
 
 
 class _TrainerRun:
-    """The run of a Trainer. It is one attribute of the Trainer, so that no name of its own clashes.
+    """The run of a Trainer. It is one attribute of the Trainer, so that none of its names clashes.
 
     Attributes:
         manager: the manager of the current or last `train`.

@@ -172,7 +172,7 @@ def install(
     `ObjectStoreReader` do. Local paths and subclasses of these classes stay torch's. A path that
     `pathlib` or `os.path.abspath` made of a URL ("s3:/bucket/run") is taken for that URL.
 
-    Many frameworks write small files of their own next to torch's. One that takes the URL for a
+    Many frameworks write their own small files next to torch's. One that takes the URL for a
     local path makes a folder `s3:` in the working directory, and what it writes there does not
     reach the bucket. For some of them there is a module in `dcp_objstore.integrations`.
 
@@ -198,8 +198,8 @@ def install(
     `single_file_per_rank`, `sync_files`, ...) have no meaning here and are ignored.
 
     Raises:
-        ConfigError: `schemes` is empty or a single string, `config` is no TransferConfig,
-            or `local` is no folder of this machine.
+        ConfigError: `schemes` is empty or a single string, `config` is not a TransferConfig,
+            or `local` is not a folder of this machine.
         InvalidUrlError: a scheme is unknown.
         UnsupportedError: this version of torch has no place to hook. Also raised by a class that is
             made with `_extensions` or `serialization_format`, which this library does not write.

@@ -103,8 +103,8 @@ def with_object_store(
         The same Trainer or Fabric.
 
     Raises:
-        ConfigError: it is no Trainer or Fabric, its strategy saves full checkpoints, `config` is
-            no TransferConfig, or `local` is no folder of this machine.
+        ConfigError: it is not a Trainer or Fabric, its strategy saves full checkpoints, `config` is
+            not a TransferConfig, or `local` is not a folder of this machine.
         UnsupportedError: its strategy saves no sharded checkpoints.
     """
     strategy = getattr(trainer, "strategy", None)

@@ -299,7 +299,7 @@ class LoadCopies(_Copies):
         return self._store
 
     def keep(self) -> None:
-        """Keep the copies until a save has written all of its own: the state comes from them.
+        """Keep the copies until a save has written all of its copies: the state comes from them.
 
         Those that were damaged are removed.
         """

@@ -58,7 +58,7 @@ class File(NamedTuple):
 
     @property
     def is_temporary(self) -> bool:
-        """Whether it is no copy, or not yet."""
+        """Whether it is not a copy, or not yet."""
         return self.path.name.startswith(TEMPORARY)
 
     @property

@@ -98,7 +98,7 @@ def free_memory_bytes() -> list[int]:
 def _cgroups() -> Iterator[Path]:
     """Yield where the memory cgroups of this process may be, from its own up: each limit counts.
 
-    In a container only the host may know the name of its own. It is what is mounted then.
+    In a container only the host may know its name. Then it is what is mounted.
     """
     with contextlib.suppress(OSError):
         for line in _OWN_CGROUPS.read_text(encoding="utf-8").splitlines():

@@ -330,7 +330,7 @@ class _Bench:
         self._line.show(f"{self._elapsed_seconds:3.0f} of about {self._seconds:.0f} s: {text}")
 
     def _small_requests(self) -> tuple[Spread, Spread]:
-        """Measure PUTs and GETs of one byte. Whoever may make these may make all that follow."""
+        """Measure PUTs and GETs of one byte. A right to these covers all that follow."""
         self._step("small requests")
         requests = _plan_puts(np.zeros(_SMALL_REQUESTS, dtype=np.uint8), 1)
         first = requests[0]

@@ -59,7 +59,7 @@ class ItemRead:
 
     Attributes:
         is_trusted: whether to unpickle a tensor that `torch.load(weights_only=True)` refuses.
-        takes: called with the key, a stored tensor of a class of its own and the sizes that are
+        takes: called with the key, a stored tensor of a subclass and the sizes that are
             wanted of it, if the destination is plain; returns whether the tensor itself was taken.
     """
 

@@ -287,7 +287,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
         return dataclasses.replace(new_plan, items=self._items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Override `DefaultLoadPlanner.load_bytes`: a value is no file that could be mapped."""
+        """Override `DefaultLoadPlanner.load_bytes`: a value is not a file that could be mapped."""
         # `check_safe` has passed it. What it has on a device, comes back there.
         loaded = torch.load(value, mmap=False, weights_only=False)
         place = self.mappings[read_item.dest_index.fqn]

@@ -108,7 +108,7 @@ class ObjectStoreReader(StorageReader):
             environment.
         config: sizes, concurrency, time-outs and the memory budget.
         progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
-        on_event: callable that receives each event of a load on this rank, in a thread of its own.
+        on_event: callable that receives each event of a load on this rank, in another thread.
             `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of each load to. `ObjectStoreWriter` describes
             how ranks and loads name their files.

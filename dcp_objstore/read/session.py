@@ -201,7 +201,7 @@ class _Intake:
         return self._completed.is_full
 
     def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview | None:
-        """Wait for memory for a range, and return it; None if it takes none of its own."""
+        """Wait for memory for a range, and return it; None if it takes none."""
         memory = None if self._exchange is None else self._exchange.admit(request, progress)
         if memory is None and self._inbound is not None and _is_sent(request):
             memory = self._inbound.admit(request, progress)
@@ -212,7 +212,7 @@ class _Intake:
         if self._exchange is not None:
             self._exchange.advance()
         self._completed.drain(partial(ItemRead.finish, trust_pickle=self._trust_pickle))
-        self._progress.alive()  # workers may have waited for this call, which is no stall
+        self._progress.alive()  # workers may have waited for this call, which is not a stall
 
 
 def report_loaded(channel: Channel, report: LoadReport) -> None:

@@ -129,7 +129,7 @@ class StoredCheckpoint:
         return folder.open()
 
     def renamed(self, rename: Rename, url: str) -> StoredCheckpoint:
-        """Return the checkpoint under other keys. Ranks may have rules of their own.
+        """Return the checkpoint under other keys. Ranks may have different rules.
 
         Raises:
             InputError: the rules do not fit the keys.
@@ -337,7 +337,7 @@ def _is_as_listed(store: ObjectStore, listed: dict[str, ObjectMeta]) -> bool:
     """Whether all objects are still as they were listed.
 
     If they are, and reads since then tell other states, these are not to be compared with a
-    listing: a CDN on the way has ETags of its own. Each object is then held to its first answer.
+    listing: a CDN on the way has other ETags. Each object is then held to its first answer.
     """
     now = _listed(store)
     return not isinstance(now, CheckpointNotFoundError) and all(

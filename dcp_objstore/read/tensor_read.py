@@ -344,7 +344,7 @@ def check_destination(item: ReadItem, destination: torch.Tensor) -> None:
 
     Raises:
         StateMismatchError: the destination does not have the shape that the item asks for.
-        UnsupportedError: the destination has no memory of its own, or is not strided.
+        UnsupportedError: the destination has no memory, or is not strided.
     """
     key = item.dest_index.fqn
     for why in filter(None, map(_unfillable, parts(destination))):

@@ -80,7 +80,7 @@ def follow(
         poll_seconds: the least time from the end of one poll to the beginning of the next.
         pin: name of a pin that each step has while the body of the loop uses it, so that no
             deletion takes it. If the program is killed, the pin stays until a follower with this
-            name begins, which removes it. So each follower needs a name of its own. A pinned step
+            name begins, which removes it. So each follower needs a different name. A pinned step
             cannot be saved again: a job that goes back past it gets CheckpointExistsError there.
             Default None: nothing is written.
         on_dropped: called with each step that was yielded and no longer counts, because the job
@@ -268,10 +268,10 @@ class _Follower:
     # --- pins
 
     def _pin(self, url: str, name: str) -> bool:
-        """Pin a step; return False if it was deleted meanwhile."""
+        """Pin a step; return False if it was deleted."""
         settings: Any = {"storage_options": self.run.storage_options, "config": self.run.config}
         try:
-            # One answer that it is not there is no proof: the step would never come.
+            # One answer that it is absent proves nothing: the step would never come.
             asked_again(partial(upkeep.pin, url, name, **settings), errors.CheckpointNotFoundError)
         except errors.CheckpointNotFoundError:
             return False

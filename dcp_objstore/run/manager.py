@@ -307,7 +307,7 @@ class CheckpointManager:
                 self._saves.end()
             note()
         finally:
-            self._end()  # last: a signal that came meanwhile takes effect
+            self._end()  # last: a signal that came before takes effect
 
     def finish(self) -> None:
         """Close the manager, and note in the run that it is finished: `follow` ends. A collective.

@@ -68,8 +68,8 @@ class PreemptionWatch:
     A handler runs between two instructions of the main thread, even while that holds a lock. So it
     takes no lock: it sets attributes and calls the Python handler that was installed before. What
     that handler raises, mostly `SystemExit`, is held until the state is safe; `raise_held` raises
-    it. An action that is no Python function, mostly the end of the process, is put off; `end` takes
-    it, unless `answer` was called.
+    it. An action that is not a Python function, mostly the end of the process, is put off; `end`
+    takes it, unless `answer` was called.
 
     Other handlers may hold this one: those of a watch or of the program that were installed later,
     to call it. So after `restore` it does what was done before it was installed.

@@ -268,8 +268,8 @@ class RunSaves:
     def _has_committed(self, step: int) -> bool:
         """Return whether this job has committed a step, in a save that has failed all the same.
 
-        Its claim alone is no proof, because it has adopted the steps that were there. But what was
-        committed with its claim, and not rewritten since, is its own.
+        Its claim alone does not prove it, because it has adopted the steps that were there. But a
+        step that was committed with its claim, and not rewritten since, is its own.
         """
         stored = read_marker(self._run.at(step_url(self._url, step)).open())
         claim = self._retainer.claim

@@ -107,7 +107,7 @@ def _number(name: object, value: object) -> object:
     """Convert a metric to a JSON value.
 
     A tensor or NumPy number becomes its value. NaN and infinities, which JSON cannot hold, become
-    text: a loss that has diverged is no reason to lose a checkpoint.
+    text: a diverged loss is not a reason to lose a checkpoint.
     """
     item = getattr(value, "item", None)
     if callable(item):

@@ -76,7 +76,7 @@ def delete(
         InputError: it is the newest of its run, or not a step of the claim's run.
         ConfigError: `grace_seconds` is not a number, 0 or more.
         SupersededError: a newer job has claimed the run, and the step belongs to that job.
-        LostRaceError: another save replaced it meanwhile; nothing was deleted.
+        LostRaceError: another save replaced it; nothing was deleted.
         CommitUnknownError: the store did not answer; the same call goes on from there.
         UnsupportedError: the store has no conditional writes.
         DcpObjstoreError: the store refused or failed.

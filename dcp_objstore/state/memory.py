@@ -79,7 +79,7 @@ def device_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
 def same_memory(value: Any) -> tuple[object, ...] | None:
     """Return what stands for the elements of a tensor: equal if two are the same, as tied weights.
 
-    None for what is no plain tensor. Of a DTensor it is the rank's own part that counts, which may
+    None if it is not a plain tensor. For a DTensor, the rank's own part decides, which may
     be empty.
     """
     local = torch_private.local_tensor(value)

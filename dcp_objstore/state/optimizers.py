@@ -4,7 +4,7 @@
 `get_optimizer_state_dict` does, so that other ranks and other groups can load it:
 `state.<parameter>.<entry>` and `param_groups.<number>.<setting>`. The numbered groups are those of
 one rank. So a job of several ranks also stores the groups of each set of parameters, as
-`groups.<digest of their names>`: ranks of a pipeline, or with experts of their own, differ.
+`groups.<digest of their names>`: ranks of a pipeline, or with different experts, differ.
 
 A load makes the destinations from what was saved, then calls the optimizer's own `load_state_dict`
 once. No step is made, no hook of a step is called, and no gradient or weight is touched.

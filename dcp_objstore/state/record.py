@@ -79,7 +79,7 @@ class Record:
         return {".".join(key.split(".", depth)[:depth]) for key in self._sorted}
 
     def takes(self, key: str, tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-        """Take a stored tensor of a class of its own in place of the plain one that was made.
+        """Take a stored tensor of a subclass in place of the plain one that was made.
 
         Raises:
             StateMismatchError: this rank needs another part of the tensor than one rank has saved.

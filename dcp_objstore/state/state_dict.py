@@ -193,7 +193,7 @@ class ConvertedState:
     def _named(
         self, optimizer: torch.optim.Optimizer, owner: torch.nn.Module | Trainable, place: Place
     ) -> NamedOptimizer | FlatOptimizer | None:
-        """Return the optimizer by names; None if its state dict is of a form of its own."""
+        """Return the optimizer by names; None if its state dict has another form."""
         module = _module_in(owner)
         names = dict(torch_private.all_parameters(module))
         wanted = owner.part_of(names) if isinstance(owner, Trainable) else names
@@ -344,7 +344,7 @@ class ConvertedState:
             options = StateDictOptions(strict=leaf.value is leaf.module)
             if loaded:
                 set_model_state_dict(leaf.module, loaded, options=options)
-        elif is_stateful(leaf.value):  # or an optimizer whose state dict has a form of its own
+        elif is_stateful(leaf.value):  # or an optimizer whose state dict has another form
             with torch.inference_mode(mode=False):  # what is made can be changed later
                 leaf.value.load_state_dict(loaded)
         elif isinstance(leaf.value, list) and isinstance(loaded, list):
@@ -481,7 +481,7 @@ def _clash(values: str, path: Path) -> StateMismatchError:
 
 
 def _literal_name(key: Any) -> str:
-    """Return the name of a key of which a save notes that it is no str."""
+    """Return the name of a key that is not a str, as a save notes it."""
     name = str(key)
     is_noted = not isinstance(key, str) and is_literal(name) and LiteralKey(name).value == key
     return LiteralKey(name) if is_noted else name

@@ -22,7 +22,7 @@ class Trainable:
 
     Attributes:
         module: the module.
-        buffers: whether what is no parameter belongs to the part.
+        buffers: whether buffers and extra state belong to the part.
         frozen: names of entries of its state dict that belong to the part although they are frozen.
     """
 
@@ -46,7 +46,7 @@ class Trainable:
         trains = {name: p.requires_grad for name, p in torch_private.all_parameters(self.module)}
 
         def belongs(name: str) -> bool:
-            # Quantized parameters have entries of their own below their name.
+            # Quantized parameters have further entries below their name.
             owner = next((prefix for prefix in prefixes(name) if prefix in trains), None)
             return name in self.frozen or (self.buffers if owner is None else trains[owner])
 

@@ -2,7 +2,7 @@
 
 Ctrl-C ends the wait for a request, and no other begins after it. Most calls of the transports
 cannot be interrupted, so the requests of the main thread are sent from another one. Uploads and
-ranges are not: `transfer/` sends them from threads of its own.
+ranges are not: `transfer/` sends them from its own threads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NO_COPIES = (
 
 
 class BaseStore(ABC, Generic[Place]):
-    """A base of the adapters. An adapter names objects by a `Place` of its own.
+    """A base of the adapters. An adapter names objects by its own `Place`.
 
     Args:
         url: the root; keys are relative to it.
@@ -199,7 +199,7 @@ class BaseStore(ABC, Generic[Place]):
             yield meta
 
     def delete(self, key: str) -> None:
-        """Remove an object; an absent one is no error."""
+        """Remove an object. No error is raised if it is absent."""
         with self._errors(key) as place:
             try:
                 wait_for(self._delete, place)
@@ -347,7 +347,7 @@ def as_buffers(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
 class WatchedBuffers:
     """Hands buffers through, and remembers what the iterator raised.
 
-    It is no generator, because a generator's local variable would keep the last buffer alive
+    It is not a generator, because a generator's local variable would keep the last buffer alive
     until the next is asked for; writers see the end of an upload in the death of its buffer.
 
     Attributes:

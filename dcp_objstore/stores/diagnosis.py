@@ -121,7 +121,7 @@ def _access_key(provider: Any, source: str) -> str | None:
 
 
 def shortened(access_key: str | None) -> str | None:
-    """Enough of an access key's id to recognise it by. It is no secret."""
+    """Enough of an access key's id to recognise it by. It is not a secret."""
     if not access_key:
         return None
     if len(access_key) < 16:

@@ -96,7 +96,7 @@ _BY_STATUS: dict[int, type[DcpObjstoreError]] = {
     501: UnsupportedError,
     507: StoreFullError,
 }
-# Where Python has no class of its own for the error.
+# Where Python has no class for the error.
 _BY_ERRNO: dict[int, type[DcpObjstoreError]] = {
     errno.EROFS: PermissionDeniedError,
     errno.EINVAL: InputError,

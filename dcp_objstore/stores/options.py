@@ -131,7 +131,7 @@ class Schema:
     def resolved(self) -> Self:
         """These options, completed with the settings of the environment, credentials excepted.
 
-        Credentials of the environment have an order of their own; see `stores.credentials`.
+        Credentials of the environment have their own order; see `stores.credentials`.
 
         Raises:
             ConfigError: the environment has a wrong value, or a file cannot be read.

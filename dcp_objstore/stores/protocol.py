@@ -130,7 +130,7 @@ class Uploads(Protocol):
         ...
 
     def abort(self, upload: UnfinishedUpload) -> None:
-        """Remove its parts; one that has gone meanwhile is no error."""
+        """Remove its parts. No error is raised if it is already gone."""
         ...
 
 
@@ -422,5 +422,5 @@ class ObjectStore(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove one object; an absent one is no error."""
+        """Remove one object. No error is raised if it is absent."""
         ...

@@ -52,7 +52,7 @@ class Answer(Protocol):
         """Return the state of the object that the bytes so far are of; None if it is not known.
 
         Raises:
-            PreconditionFailedError: the object was changed meanwhile.
+            PreconditionFailedError: the object was changed since it was opened.
         """
         return None
 
@@ -106,7 +106,7 @@ class RangeSource(ABC):
             error: the error of `Answer.readinto`.
             asked_at: the time at which the request was sent (monotonic).
             had_begun: whether some of its bytes have come. How long ago the range was opened then
-                says nothing of the store: the reader may have been busy with the bytes meanwhile.
+                says nothing of the store: the reader may have been busy with the bytes.
 
         Returns:
             When it is time to ask for the rest.
@@ -286,7 +286,7 @@ class FetchedSource(RangeSource):
 
 
 class ReceivedChunks(Answer):
-    """An `Answer` that a library gives in memory of its own.
+    """An `Answer` that a library gives in its own memory.
 
     Args:
         chunks: the bytes, in their order; none is empty.

@@ -47,7 +47,7 @@ _NAMES: Final = frozenset(
     for option in schema.options().values()
     for spelling in option.spellings
 )
-# Names of fsspec's filesystems for options that are no secrets. Without a schema, any other option
+# Names of fsspec's filesystems for options that are not secrets. Without a schema, any other option
 # may be one.
 _PUBLIC_NAMES: Final = {
     "account_name",
@@ -69,7 +69,7 @@ _PUBLIC_NAMES: Final = {
     "use_ssl",
     "verify",
 }
-# The option that holds a filesystem of fsspec, with options and credentials of its own.
+# The option that holds a filesystem of fsspec, with its own options and credentials.
 FILESYSTEM: Final = "fs"
 # Values of GCS's `token` that name a method.
 _PUBLIC_TOKENS: Final = ("anon", "google_default", "cloud")

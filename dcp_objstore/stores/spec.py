@@ -67,7 +67,7 @@ class StoreSpec:
     Raises:
         InvalidUrlError: see `parse_url`.
         ConfigError: an unknown or contradictory storage option; a transport that does not fit;
-            `config` is no TransferConfig.
+            `config` is not a TransferConfig.
     """
 
     url: str

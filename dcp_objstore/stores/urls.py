@@ -41,8 +41,8 @@ _OTHER_NAMES = {
     "local": "file",
     "mem": "memory",
 }
-# These wrap another filesystem, lie inside one object, or are no stores. They need more than a URL,
-# so they are taken as an object: storage_options={"fs": filesystem}.
+# These wrap another filesystem, lie inside one object, or are not stores. They need more than a
+# URL, so they are taken as an object: storage_options={"fs": filesystem}.
 _ONLY_AS_OBJECTS = frozenset(
     {
         "async_wrapper",

@@ -114,15 +114,15 @@ class WrappedStore:
         return self.inner.list(prefix)
 
     def delete(self, key: str) -> None:
-        """Remove an object; an absent one is no error."""
+        """Remove an object. No error is raised if it is absent."""
         self.inner.delete(key)
 
 
 class PinnedStore(WrappedStore):
     """Reads each object in one state only: that of the first answer that tells it.
 
-    An object that is read in many ranges, and that others may replace meanwhile, is then read as it
-    was or not at all.
+    An object that is read in many ranges, and that others may replace during the read, is then
+    read as it was or not at all.
 
     Args:
         inner: the store.

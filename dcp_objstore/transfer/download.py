@@ -3,7 +3,7 @@
 Worker threads take requests in order, read the bodies piece by piece into memory that they keep,
 and pass each piece to `consume`, which verifies it and copies it out while it is in the processor's
 cache. If the store can do it, a worker has several requests under way and reads a piece of each in
-turn: what comes meanwhile waits in the buffers of the kernel. So the number of workers bounds the
+turn: bytes of the others wait in the buffers of the kernel. So the number of workers bounds the
 memory in use, whatever the size of the load. The calling thread receives the finished requests as
 an iterator and can be interrupted at any time. It watches for requests that take far longer than
 the others, and has them asked for again.
@@ -570,7 +570,7 @@ class _Worker(Generic[T]):
         shared.progress.alive()
 
     def _receive(self, fetch: _Fetch[T], piece: RangeRequest[T], memory: memoryview) -> None:
-        """Read a piece into memory; raise `StragglerError` if it was given up meanwhile."""
+        """Read a piece into memory; raise `StragglerError` if it was given up."""
         try:
             stragglers = self.shared.waits(fetch.request).stragglers
             with stragglers.waiting(fetch, len(memory), since=fetch.read_at):

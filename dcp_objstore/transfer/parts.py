@@ -40,7 +40,7 @@ class PartPlan:
         slice_size_bytes: the largest slice of payload that is handed over at a time: a multiple of
             the 4 MiB digest block, and at most one part (otherwise there is no back pressure).
         max_object_size_bytes: a new object begins before an item that would exceed this size; a
-            larger item gets an object of its own.
+            larger item gets its own object.
         parts: the number of parts of the largest object, as far as it is known.
     """
 

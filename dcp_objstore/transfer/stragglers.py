@@ -53,11 +53,11 @@ class Stragglers(Generic[T]):
 
         Args:
             since: the time at which the bytes began to come, if that was before the block. How long
-                they usually take is counted from then: of those that came into a buffer meanwhile,
+                they usually take is counted from then: of those that came into a buffer before,
                 the block waits for none.
 
         Raises:
-            StragglerError: the wait was taken away meanwhile, whatever the block raised.
+            StragglerError: the wait was taken away, whatever the block raised.
         """
         began_at, counted_bytes = self._clock(), max(size_bytes, _LEAST_COUNTED_BYTES)
         with self._lock:
@@ -76,7 +76,7 @@ class Stragglers(Generic[T]):
 
         Args:
             give_up: a function that is called with each slow wait, the longest first, until it
-                returns True: that request is given up. No wait begins or ends meanwhile.
+                returns True: that request is given up. No wait begins or ends during the call.
 
         Returns:
             The wait whose request was given up, or None.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 # buffer, for which the transport and the hashers must get the GIL half a dozen times. In a program
 # that is busy in Python each of these takes up to 5 ms, and slows the program down.
 SMALL_BYTES = MIB
-# The same limit for device memory, where each small payload is a copy of its own.
+# The same limit for device memory, where each small payload is a separate copy.
 _SMALL_DEVICE_BYTES = 64 * 1024
 # The gathering buffer is passed on at this size.
 _GATHERED_BYTES = 8 * MIB
@@ -132,7 +132,7 @@ def check_item(item: WriteItem) -> None:
     """Refuse an item that cannot be saved, before anything is sent.
 
     Raises:
-        UnsupportedError: the key is no UTF-8 (the rank would fail while DCP gathers its results,
+        UnsupportedError: the key is not UTF-8 (the rank would fail while DCP gathers its results,
             where the others wait for it), DCP cannot place the layout, the dtype cannot be loaded
             again, or the chunk is larger than an object may be.
     """

@@ -160,7 +160,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     wrapper of that, so it is hashed as it is uploaded.
 
     Args:
-        state_dict: the state to save. (DCP passes a dict of its own to the planner.)
+        state_dict: the state to save. (DCP passes its own dict to the planner.)
         ranks: the number of ranks that save together. DCP itself believes that a rank is alone once
             its process group was destroyed.
 

@@ -1,6 +1,6 @@
 """What becomes of a save in the background when the program ends before it.
 
-Python ends a program in this order: the handlers of `threading`, the threads that are no daemons,
+Python ends a program in this order: the handlers of `threading`, the threads that are not daemons,
 `atexit`. One of the first makes `concurrent.futures` refuse work, and asyncio looks host names up
 there, so s3fs and gcsfs fail from then on. So a save is waited for before that.
 """
@@ -46,7 +46,9 @@ def show_lost(url: str | None, error: BaseException, why: str) -> None:
     try:
         print(f"dcp_objstore: {url} was NOT saved: {why}:", file=stream)
         if isinstance(error, DcpObjstoreError) and not isinstance(error, RankFailedError):
-            error = copy.copy(error)  # without a traceback: it is no bug, and the text says enough
+            error = copy.copy(
+                error
+            )  # without a traceback: it is not a bug, and the text says enough
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         sys.stderr = cast(TextIO, _FailingAtExit(stream))

@@ -125,7 +125,7 @@ def _digest(pickler: type[_Quick | _Exact], value: object) -> bytes | None:
 
 def _reduced(value: object) -> Any:
     """Return what stands for a value in both kinds of pickles, or NotImplemented."""
-    if isinstance(value, torch.device):  # each rank has a GPU of its own
+    if isinstance(value, torch.device):  # each rank has its own GPU
         return str, (value.type,)
     payload = tensor_frame.raw_payload(value) if isinstance(value, torch.Tensor) else None
     if payload is None:

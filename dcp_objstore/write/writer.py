@@ -76,7 +76,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         config: sizes, concurrency and time-outs.
         progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
         on_event: callable that receives each event of a save on this rank, one of the types in
-            `dcp_objstore.observe.events`. It runs in a thread of its own and receives the events of
+            `dcp_objstore.observe.events`. It runs in another thread and receives the events of
             a save in order, one at a time, the last one before the save returns or raises.
             Concurrent saves and loads each call it, so it must be thread-safe. An exception that it
             raises is logged once per save, and the save goes on. The save also goes on if, at its

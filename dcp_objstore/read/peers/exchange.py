@@ -441,7 +441,7 @@ class Exchange:
                 piece = part[low - segment.start : high - segment.start]
                 position = span.tag.position + low - start
                 for read in span.tag.reads:
-                    # A block may have several reads, each with a segment of its own.
+                    # A block may have several reads, each with its own segment.
                     wanted = read.selection
                     if wanted is None or wanted.copies(position, position + len(piece)):
                         read.accept(position, piece)

@@ -259,5 +259,5 @@ def _is_set(store: dist.Store, key: str, timeout_seconds: float) -> bool:  # typ
             return False
         return True
 
-    # In steps in any thread: no other thread can use the store's connection meanwhile.
+    # In steps in any thread: no other thread can use the store's connection during this.
     return wait_in_steps(wait, timeout_seconds, step_seconds=STEP_SECONDS)

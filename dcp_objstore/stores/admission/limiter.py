@@ -118,7 +118,7 @@ class Limiter:
             self._budget = min(RETRY_BUDGET, self._budget + _REFUND)
 
     def wait_turn(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the rate allows a request. `check` is called meanwhile, and may raise."""
+        """Wait until the rate allows a request. `check` is called while it waits, and may raise."""
         while (seconds := self._turn()) > 0:
             check()
             self._sleep(min(seconds, STEP_SECONDS))
@@ -293,7 +293,7 @@ class AdmissionSlot:
             limiter._give_back(1)
 
     def end(self, request: Hashable, size_bytes: int = 0, *, answered: bool) -> None:
-        """End a request. One that has ended before, or never began, is no error.
+        """End a request. No error is raised if it has ended before or never began.
 
         Args:
             request: what identifies the request.

@@ -4,7 +4,7 @@ The right number differs by machine, store and hour:
 
 - A store that answers a small request within 5 ms is on this machine or next to it. There 8
   requests move what the processor can, and more only take memory.
-- One that answers later needs up to 64, because each connection has a rate of its own. So does one
+- One that answers later needs up to 64, because each connection has its own rate. So does one
   to which this process has sent no small request: in a job, one rank sends them for all.
 - No more are in flight than what has been measured would answer within a quarter of the time-out,
   and 1 GiB. A line of 8 MiB/s is assumed until then.
@@ -131,7 +131,7 @@ class Window(msgspec.Struct, frozen=True):
         """Return the number of requests that may be in flight.
 
         Args:
-            request_bytes: the size of the largest request. Default: nothing that counts.
+            request_bytes: the size of the largest request. Default: negligible.
             timeout_seconds: the time-out of one request. Default: none.
             verb: the verb of `ObjectStore`.
         """

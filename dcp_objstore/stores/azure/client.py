@@ -48,7 +48,7 @@ def azure_factory(url: StoreUrl, options: AzureOptions, credentials: Credentials
     server = endpoint or f"https://{account}.blob.core.windows.net"
     place = f"{server}/{url.bucket}"
     provider, copier = credentials.provider, None
-    # Without a provider obstore finds credentials of its own.
+    # Without a provider obstore finds credentials by itself.
     sign = unsigned(place) if credentials.anonymous else None
     if provider is not None:
         sign = partial(_signed, place, provider)

@@ -1,6 +1,6 @@
 """`Filesystems` of fsspec that carry the requests to a bucket, and how their errors are read.
 
-fsspec has no errors of its own but one for time-outs; its filesystems raise builtin ones, and those
+fsspec has only one error class, for time-outs; its filesystems raise builtin ones, and those
 of whatever library they stand on. Those carry the status of the answer under a few names, which are
 looked for here. s3fs raises builtin ones from botocore's, which `s3.s3fs` reads.
 """
@@ -100,7 +100,7 @@ def _kind(error: BaseException) -> type[DcpObjstoreError]:
 class Filesystems(Requests):
     """The filesystems that carry the requests to one bucket.
 
-    What failed over s3fs is sent again by its adapter. Other filesystems have retries of their own,
+    Its adapter repeats what failed over s3fs. Other filesystems have their own retries,
     which cannot be seen from here.
 
     Args:

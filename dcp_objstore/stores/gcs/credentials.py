@@ -148,7 +148,7 @@ def _from_key(key: Mapping[str, Any], what: str) -> Credentials:
         import google.auth
         from google.oauth2 import credentials, service_account
 
-        # A kind with a loader of its own is loaded by that: Google advises against the general one.
+        # A kind that has its own loader is loaded by that: Google advises against the general one.
         user: Any = credentials.Credentials.from_authorized_user_info
         service: Any = service_account.Credentials.from_service_account_info
         general: Any = google.auth.load_credentials_from_dict
@@ -214,7 +214,7 @@ def _from_google_auth(
     except GoogleAuthError as error:
         wrong = f"{source}: {error}"
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        # google-auth raises these for a file that is no key; their text may quote one.
+        # google-auth raises these for a file that is not a key; their text may quote one.
         wrong = f"{source} cannot be used: {without_text(error)}"
     # Outside of the handler: its error may carry the whole key.
     raise CredentialsError(f"{wrong.removesuffix('.')}; {advice}")

@@ -86,7 +86,7 @@ _Connection = http.client.HTTPConnection
 
 
 class DirectLane:
-    """Reads ranges of one bucket's objects over connections of its own. Safe from many threads.
+    """Reads ranges of one bucket's objects over its own connections. Safe from many threads.
 
     Args:
         sign: a function that makes the GET of an object, by its key in the bucket.
@@ -203,7 +203,7 @@ class DirectLane:
         port = parts.port or (http.client.HTTPS_PORT if secure else http.client.HTTP_PORT)
         connection = _Connection(host, port, timeout=self._timeout_seconds)
         connection.connect()
-        # One call of the kernel waits for a whole body. Under a time-out of its own, Python polls
+        # One call of the kernel waits for a whole body. With its own time-out, Python polls
         # and receives piece by piece.
         timeout = struct.pack("ll", *divmod(round(self._timeout_seconds * 1_000_000), 1_000_000))
         connection.sock = _Socket(fileno=connection.sock.detach())

@@ -44,7 +44,7 @@ class ClientFactory(NamedTuple):
         endpoint_url: the server; None for the provider's own.
         sign: a function that makes a GET for the direct lane; None if it takes more than that.
         ordered: whether a listing may begin behind a key. Directory buckets and Azure's
-            hierarchical namespaces list in an order of their own.
+            hierarchical namespaces list in another order.
         copier: what asks for copies of whole objects; None where there are none.
     """
 
@@ -79,7 +79,7 @@ def new_client_of(
     client: dict[str, Any] = {}
     proxies = urllib.request.getproxies()
     if proxies.pop("no", "").strip() == "*" and proxies:
-        # For obstore that is no address. Excluded can only be what goes through a proxy of ours.
+        # obstore does not take that as an address. Only hosts behind our own proxy can be excluded.
         client = {"proxy_url": "http://127.0.0.1", "proxy_excludes": "*,0.0.0.0/0,::/0"}
     if verify is False:
         client["allow_invalid_certificates"] = True

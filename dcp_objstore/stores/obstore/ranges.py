@@ -59,7 +59,7 @@ class ObstoreSource(RetriedSource):
         in_memory: bool,
         other: Callable[[str, Exception], RangeSource],
     ) -> None:
-        # A method of its own there would be a reference cycle for each range.
+        # A bound method there would be a reference cycle for each range.
         super().__init__(clients, path, partial(_ask_obstore, clients, path, in_memory))
         self._clients = clients
         self._other = other

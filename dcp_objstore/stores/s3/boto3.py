@@ -120,7 +120,7 @@ class Boto3Store(S3Store):
 
 
 class Boto3Clients(Requests):
-    """The clients of a bucket, each made on first use. Each has time-outs of its own.
+    """The clients of a bucket, each made on first use. Each has its own time-outs.
 
     Args:
         url: a URL of the bucket; its prefix is not used.

@@ -1,7 +1,7 @@
 """Read botocore's errors, for boto3 and s3fs.
 
 Unlike obstore's, botocore's errors carry status and code as attributes, and connections that fail
-have classes of their own, so no text is read here.
+have their own classes, so no text is read here.
 """
 
 from __future__ import annotations

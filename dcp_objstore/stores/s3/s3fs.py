@@ -190,7 +190,7 @@ def make_s3fs(
 
 
 def sending_once(cls: Any, /, *args: Any, **options: Any) -> Any:
-    """Make a filesystem of our own, whose botocore sends each request once."""
+    """Make our own filesystem, whose botocore sends each request once."""
     config = {**(options.pop("config_kwargs", None) or {}), "retries": {"total_max_attempts": 1}}
     options["skip_instance_cache"] = True
     return cls(*args, config_kwargs=config, **options)

@@ -95,7 +95,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         arguments: Mapping[str, Any],
         check: Callable[[], None] | None = None,
     ) -> Any:
-        """Send the request of an operation once; `check` is called meanwhile, and may raise."""
+        """Send the request of an operation once; `check` is called while waiting, and may raise."""
 
     @abstractmethod
     def _read(
@@ -239,7 +239,7 @@ class S3Store(BaseStore["dict[str, str]"]):
         Some servers ignore that condition, so before the object is made of the parts, each source
         is looked at again.
         """
-        # The store computes checksums of its own of what it copies.
+        # The store computes its own checksums of what it copies.
         upload = MultipartUpload(
             partial(self._send, "copy"),
             place,

@@ -70,7 +70,7 @@ class S3Uploads:
         return UnfinishedUpload(key, entry["UploadId"], entry["Initiated"], size_bytes)
 
     def abort(self, upload: UnfinishedUpload) -> None:
-        """Remove the parts of an upload; one that has gone meanwhile is no error."""
+        """Remove the parts of an upload. No error is raised if it is already gone."""
         with boto_errors(self._url):
             try:
                 named = {"Key": self._root + upload.key, "UploadId": upload.upload_id}

@@ -1,7 +1,7 @@
 """A multipart upload of a stream of buffers, in parts that are sent in parallel without a copy.
 
-Not through s3transfer: it reads each part of a stream into bytes of its own, and it reads in a
-thread of its own, where the caller's iterator (which may wait for a device, and whose errors are
+Not through s3transfer: it reads each part of a stream into its own bytes, and it reads in another
+thread, where the caller's iterator (which may wait for a device, and whose errors are
 the caller's) does not belong. Its threads are joined at interpreter exit, too.
 
 Checksums go with the bodies; they are taken of the memory that is sent, ahead of sending it. Not

@@ -89,7 +89,7 @@ class Staging:
     """
 
     def __init__(self, state_dict: Mapping[str, Any], memory: StagingMemory) -> None:
-        """Lay out the copy, copy what is no tensor, and start the copies from devices."""
+        """Lay out the copy, copy what is not a tensor, and start the copies from devices."""
         leaves = {id(leaf): leaf for value in state_dict.values() for leaf in _leaves(value)}
         # The lists keep the parts of wrappers alive, and so their ids.
         made_of = {key: parts(leaf) for key, leaf in leaves.items() if type(leaf) not in _SCALARS}
@@ -234,7 +234,7 @@ def _rebuilt(value: Any, copies: Mapping[int, Any], *, is_item: bool = True) -> 
     """Rebuild the same containers with copies of the leaves.
 
     Args:
-        is_item: whether DCP stores each tensor in it as an item of its own. (It pickles tuples.)
+        is_item: whether DCP stores each tensor in it as a separate item. (It pickles tuples.)
     """
     kind = type(value)
     if kind in _SCALARS:
