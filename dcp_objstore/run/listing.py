@@ -46,7 +46,7 @@ CheckpointState: TypeAlias = Literal[
     "damaged",
     "unsupported",
 ]
-# The listing starts again if a job claims one of the runs meanwhile, at most this often in all.
+# The listing starts again if a job claims one of the runs in between, at most this often in all.
 _TRIES = 5
 
 
@@ -171,7 +171,7 @@ def steps(
     left out, and a warning is logged.
 
     Sends two requests for the run's `_CLAIM`, one listing of the run (a page for each 1,000
-    objects), and one request for each step. It starts again if a job claims the run meanwhile.
+    objects), and one request for each step. It starts again if a job claims the run in between.
 
     Args:
         url: URL of the run; its steps are the checkpoints directly below.
@@ -230,7 +230,7 @@ class _Look:
     ) -> tuple[tuple[ListedCheckpoint, ...], tuple[errors.DcpObjstoreError, ...]]:
         """Describe the checkpoints and saves, in natural order; the errors of what is unreadable.
 
-        It starts again if a job claims one of the runs meanwhile (rule C3 of `claim`).
+        It starts again if a job claims one of the runs in between (rule C3 of `claim`).
         """
         for _ in range(_TRIES):
             places = list_places(store, all_data=True)

@@ -57,7 +57,7 @@ from dcp_objstore.stores.ranges import REPLACED, Answer, RangeSource
 from dcp_objstore.stores.retries import RetryPolicy, Tries, policies
 from dcp_objstore.stores.urls import StoreUrl, check_key, parse_url
 
-_OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are no objects
+_OURS = ".dcp-objstore."  # names that start so are temporary or locks, and are not objects
 _LOCK_NAME = f"{_OURS}lock"
 # The names of temporary objects begin with this; random digits and the object's name follow.
 TEMPORARY = f"{_OURS}tmp."
@@ -288,7 +288,7 @@ class LocalUploads:
         return uploads
 
     def abort(self, upload: UnfinishedUpload) -> None:
-        """Remove a temporary object; one that has gone meanwhile is no error.
+        """Remove a temporary object. No error is raised if it is already gone.
 
         Raises:
             PermissionDeniedError: it may not be removed.

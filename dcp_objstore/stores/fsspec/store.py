@@ -43,7 +43,7 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.ranges import FETCHED_READING, FetchedSource
 from dcp_objstore.stores.urls import StoreUrl, check_key
 
-_OURS = ".dcp-objstore."  # names that start so are being written, and are no objects
+_OURS = ".dcp-objstore."  # names that start so are being written, and are not objects
 _GET_TRIES = 5
 # The libraries in which an object appears when its file is closed, or never.
 _GCSFS = "gcsfs"
@@ -51,7 +51,7 @@ _OBJECT_STORES = ("adlfs", _GCSFS, "ocifs", "ossfs", "tosfs")
 # The names that filesystems give to what identifies a state, and to the time of the write.
 _TAGS = ("ETag", "etag", "e_tag", "content_hash", "sha", "ino", "size")
 _TIMES = ("LastModified", "mtime", "last_modified", "modified", "updated", "created")
-# fsspec's memory filesystem has no lock of its own; writers of this process take this one.
+# fsspec's memory filesystem has no lock; writers of this process take this one.
 _memory_lock = PerProcess(threading.Lock)
 
 
