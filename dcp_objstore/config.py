@@ -94,10 +94,10 @@ class TransferConfig:
             sent in a single PUT. Parts grow to 32 MiB for large payloads, and further if an object
             would need more than 10,000 parts. At least 5 MiB (the S3 minimum). Default 16 MiB.
         upload_concurrency: parts in flight per rank, however many objects the rank writes: it
-            writes them one after the other. "auto" finds the number: 8 where the store answers at
+            writes them one after the other. "auto" adapts to the store: 8 where it answers at
             once; where it answers late, up to 64 (at most 1 GiB) for all saves and loads of the
             process to the bucket together; fewer if a request takes more than a quarter of its
-            time-out. A number is kept to, unless the store throttles. Default "auto".
+            time-out. A number is used as is, unless the store throttles. Default "auto".
         max_object_size_bytes: a rank that has more than this to save writes several objects; it
             starts the next one before a tensor that would exceed this size. The share of one tensor
             that a rank holds is never split: above this size it gets its own object, up to

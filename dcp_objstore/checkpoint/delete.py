@@ -9,7 +9,7 @@ The rule of `commit` that this module implements:
     objects: exactly the keys that the index named, never a prefix, data first and the index last,
     so that a crash can be resumed. With a grace period they stay until it is over, for readers that
     have begun; no rule needs one, because a reader that misses an object reads the marker again
-    (rule 7). What a deletion leaves, a sweep removes. Any job may finish a `deleting`
+    (rule 7). A sweep removes what a deletion leaves. Any job may finish a `deleting`
     (`commit.finish_deleting`); a save that begins here does so. This module refuses to delete a
     pinned checkpoint; its callers protect the newest committed step of a run.
 """

@@ -14,7 +14,7 @@ def main() -> None:
             "dcp-objstore needs its 'cli' extra: pip install 'dcp-objstore[cli]'", file=sys.stderr
         )
         sys.exit(2)
-    # What is imported stays. To look through it for cycles, again and again, would take a tenth of
+    # Imported objects stay. To look through them for cycles, again and again, would take a tenth of
     # the time of a short command.
     gc.set_threshold(100_000)
     from dcp_objstore.cli.app import app

@@ -192,7 +192,7 @@ def _storage_info(index: ix.Index, rows: ix.Numbers) -> tuple[bytes | _Rows, ...
 
 # Opcodes.
 
-# What sets the attributes of the object that `_opened` has made.
+# Sets the attributes of the object that `_opened` has made.
 _CLOSED: Final = pickle.SETITEMS + pickle.BUILD
 # What ends the list of a tensor's chunks, and its TensorStorageMetadata.
 _TAIL: Final = pickle.APPENDS + _CLOSED

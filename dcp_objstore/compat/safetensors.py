@@ -70,12 +70,12 @@ _PAIRS = "float4_e2m1fn_x2"
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 # The format's own limit for a file, here for all files of a model. (140,000 tensors take 20 MB.)
-# What is parsed takes up to 14 times as much memory.
+# The parsed header takes up to 14 times as much memory.
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_INDEX_BYTES = 64 * MIB
 # The header of 2,500 tensors.
 _FIRST_READ_BYTES = MIB // 4
-# What git has in place of a large file, until `git lfs pull` fetches it.
+# The text that git has in place of a large file, until `git lfs pull` fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LFS_ADVICE = (
     "it is the text that git-lfs leaves in place of a large file; run 'git lfs pull' where the"

@@ -137,7 +137,7 @@ class _Result(Node):
         return super().result(args, is_new=is_new)
 
     def __setstate__(self, state: object) -> None:
-        # The first state may hold what is to be called with the second.
+        # The first state may hold a function that the second is passed to.
         super().__setstate__(state)
         form = _INERT_STATES.get(self.name)
         self.trial.note_form(form is not None and self.trial.is_known and form(self, state))

@@ -164,7 +164,7 @@ def copy_checkpoint(
         CheckpointNotFoundError: there is no checkpoint at the source.
         UnsupportedError: another library wrote the source; `import_checkpoint` takes it.
         CheckpointCorruptError: the source is damaged; the error names the tensor. Nothing was
-            committed. What the store copies by itself is not read: `verify` the copy.
+            committed. Objects that the store copies are not read: `verify` the copy.
         CheckpointGoneError: the source was deleted or replaced, and its objects removed.
         CheckpointExistsError: a checkpoint is committed at `url` and `overwrite` is False, or it is
             pinned.

@@ -305,7 +305,7 @@ class _Plan:
 
     Attributes:
         source: the checkpoint to read.
-        tensors: its tensors, as they are to be written.
+        tensors: its tensors, in the form that is written.
         shards: the shards that this rank writes.
         then: what the first rank writes when all shards are there: small files, and last the file
             that makes the others count (the index, or the only file of weights).
@@ -445,7 +445,7 @@ class _Export:
         # The version of each file that this rank has written; None while it is written. (One that
         # Ctrl-C has not stopped in time arrives yet.)
         self._written: dict[str, Version | None] = {}
-        # What this rank has replaced, to be put back if the export fails.
+        # Files that this rank has replaced, to be put back if the export fails.
         self._replaced: dict[str, bytes] = {}
 
     def run(self, *, overwrite: bool) -> dict[str, int]:

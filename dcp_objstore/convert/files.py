@@ -40,7 +40,7 @@ _WEIGHTS = re.compile(
 # Shards are not cut smaller than this for the sake of more ranks.
 _LEAST_SHARD_BYTES = 250_000_000
 
-# What yields the memory of the tensor with a key, in the dtype in which it is written.
+# Yields the memory of the tensor with a key, in the dtype in which it is written.
 TensorBytes: TypeAlias = Callable[[str], Iterator["ByteArray"]]
 
 

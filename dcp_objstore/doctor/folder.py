@@ -1,4 +1,4 @@
-"""Checks of a folder for copies on this node. What they write has no name, so nothing can stay."""
+"""Checks of a folder for copies on this node. Their files have no name, so nothing can stay."""
 
 from __future__ import annotations
 

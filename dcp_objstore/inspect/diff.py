@@ -112,7 +112,7 @@ def diff(
     A tensor that both have with digests, cut into the same chunks, is compared by its digests: only
     markers and indices are read. Others are read, and so are values whose digests differ. That
     takes some 600 MiB of memory, however large the tensors are (if another library wrote one of
-    the checkpoints, that of a few of its chunks). Of values the types, dtypes and shapes in them
+    the checkpoints, that of a few of its chunks). For values, the types, dtypes and shapes in them
     count, too. Where tensors lie in the nested dict, properties such as `requires_grad`, and the
     order of dicts are not compared.
 

@@ -66,7 +66,7 @@ def _hint(keys: Collection[str], pattern: str) -> str:
     if below:
         return f"; '{pattern}.*' matches {below}"
     stem = _WILDCARDS.split(pattern, maxsplit=1)[0].rstrip(".") or pattern
-    # Of `modl.*` the nearest is not a key but what keys begin with.
+    # The nearest of `modl.*` is not a key but what keys begin with.
     heads = dict.fromkeys(".".join(key.split(".")[: stem.count(".") + 1]) for key in keys)
     near = nearest(stem, [*(keys if stem == pattern else ()), *heads])
     return f" (nearest: {first_few(near, 3)})" if near else ""

@@ -381,7 +381,7 @@ class _Verification:
 
 
 def _check_depth(*, quick: bool, deep: bool) -> None:
-    """Refuse a verification that is to be both quick and deep."""
+    """Refuse a verification that is both quick and deep."""
     if quick and deep:
         raise ConfigError("a verification is either quick or deep")
 

@@ -69,7 +69,7 @@ def _read_files(folder: Path) -> dict[str, bytes]:
 def _write_files(
     folder: Path, of_ranks: Sequence[Mapping[str, bytes]], *, trust_pickle: bool
 ) -> None:
-    """Write the files of all ranks. Of two with one name, this rank's own counts, then rank 0's.
+    """Write the files of all ranks. If two have one name, this rank's counts, then rank 0's.
 
     Raises:
         StateMismatchError: the values are not files.
@@ -114,7 +114,7 @@ def accelerator_state(accelerator: Any, *, trust_pickle: bool = False) -> dict[s
     state. Make it after `prepare`. It is read when it is saved, so one can be used for a whole run.
 
     Functions of `register_save_state_pre_hook` and `register_load_state_pre_hook` are called
-    without models, with a temporary folder. What they write there is saved, too.
+    without models, with a temporary folder. Their files there are saved, too.
 
     Args:
         accelerator: the accelerator, with DDP, FSDP1, FSDP2 or a single process.
@@ -236,7 +236,7 @@ def with_object_store(trainer: T, url: str, *, background: bool = False, **optio
         CheckpointExistsError: the run has steps, and `resume_from_checkpoint` was not passed.
         CorruptDataError: the step to resume from is damaged. Pass the URL of an earlier one.
         StateMismatchError: it has other keys or shapes, or was saved with `save_only_model`.
-        SupersededError: another job took over the run.
+        SupersededError: another job claimed the run.
         DcpObjstoreError: a save or the load failed.
     """
     for name, method in vars(_ObjectStoreTrainer).items():

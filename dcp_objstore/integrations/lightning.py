@@ -274,7 +274,7 @@ class _ObjectStore:
 
         def remove() -> None:
             try:
-                # What asks for this has saved a newer one, or saved this one for a moment.
+                # The caller has saved a newer one, or saved this one for a moment.
                 self.deletions.delete(StoreSpec(url, **self.access), None, allow_newest=True)
             except errors.CheckpointNotFoundError:
                 pass

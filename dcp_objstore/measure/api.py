@@ -181,7 +181,7 @@ def bench(
         ConfigError: `size_bytes` or `seconds` is out of its bounds, or this is a rank of a job.
         PermissionDeniedError: these credentials may not write, list, read and delete here. This is
             found out with small objects first.
-        DcpObjstoreError: the store refused or failed. What could not be removed is logged.
+        DcpObjstoreError: the store refused or failed. Objects that could not be removed are logged.
     """
     _check(size_bytes, seconds)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -217,7 +217,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, 
     whole = min(end, -(-start // row) * row)  # where the whole rows begin
     rest = max(whole, end // row * row)  # where they end
     yield from _within_row(shape, start, whole)
-    # Of no rows if there is none.
+    # It has no rows if there is none.
     zeros = (0,) * (len(shape) - 1)
     yield whole, Box((whole // row, *zeros), ((rest - whole) // row, *shape[1:]))
     yield from _within_row(shape, rest, end)

@@ -288,7 +288,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Override `DefaultLoadPlanner.load_bytes`: a value is not a file that could be mapped."""
-        # `check_safe` has passed it. What it has on a device, comes back there.
+        # `check_safe` has passed it. Its tensors come back on their devices.
         loaded = torch.load(value, mmap=False, weights_only=False)
         place = self.mappings[read_item.dest_index.fqn]
         torch_private.set_element(self.original_state_dict, place, loaded)

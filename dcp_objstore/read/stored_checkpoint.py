@@ -283,7 +283,7 @@ def _open_marked(
 
 
 def _open_foreign(store: ObjectStore, load_id: str | None, *, verify: bool) -> StoredCheckpoint:
-    """Open a checkpoint of another library. What else is there is listed at the same time."""
+    """Open a checkpoint of another library. The other objects are listed at the same time."""
     dot_metadata, listed = concurrently(partial(_dot_metadata, store), partial(_listed, store))
     if isinstance(listed, dict) and MARKER_KEY in listed:
         marker = read_marker(store)  # the first answer was wrong, or a save has just ended

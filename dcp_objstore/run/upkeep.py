@@ -152,7 +152,7 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
             indices = [meta for key, meta in objects.items() if parse_index_key(key) is not None]
             return any(index.last_modified >= at.by_store for index in indices)
 
-        # What was written before cannot be newer, so mostly the first one that is read decides.
+        # Markers written before cannot be newer, so mostly the first one that is read decides.
         candidates = {
             other: objects
             for other, objects in places.items()

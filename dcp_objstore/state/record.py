@@ -203,7 +203,7 @@ def _destination(saved: TensorStorageMetadata, like: Any) -> torch.Tensor:
     dtype = saved.properties.dtype or torch.uint8  # one that is unknown is refused when it is read
     device = getattr(like, "device", "cpu")
     if not isinstance(like, torch.Tensor) or like.size() != saved.size:
-        # What is computed with a DTensor is one, too. A number may be either.
+        # A result computed with a DTensor is one, too. A number may be either.
         if isinstance(like, DTensor) and (saved.size or is_sharded(saved)):
             return torch.distributed.tensor.empty(
                 saved.size,

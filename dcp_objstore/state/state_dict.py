@@ -340,7 +340,7 @@ class ConvertedState:
                 loaded["state"] = {int(k) if str(k).isdecimal() else k: v for k, v in numbered}
         loaded = alike(leaf.original, loaded)
         if leaf.module is not None:
-            # Of a part, the planner has checked the names.
+            # The planner has checked the names of a part.
             options = StateDictOptions(strict=leaf.value is leaf.module)
             if loaded:
                 set_model_state_dict(leaf.module, loaded, options=options)

@@ -98,7 +98,7 @@ class Renewing:
         source: the place where they come from, in words.
         ask: returns credentials under obstore's names, with the time at which they end, or None;
             with True, others than those before, which were refused. It raises CredentialsError with
-            a text that holds no secret. Of any other error only the class is shown.
+            a text that holds no secret. Only the class of any other error is shown.
         advice: what to do if there are none.
         now: the time, for tests.
     """

@@ -225,7 +225,7 @@ WRONG_CERTIFICATE = Meaning(
 )
 NO_HTTP = Meaning(ConfigError, f"its answer is no HTTP; {_USE_HTTPS} if it speaks TLS")
 WANTS_TLS = Meaning(ConfigError, f"the server does not speak plain HTTP; {_USE_HTTPS}")
-# What came is not what was asked for. It may come from a cache or a proxy on the way, and only
+# The answer is not what was asked for. It may come from a cache or a proxy on the way, and only
 # once: bytes of which readers ask again.
 WHOLE = Meaning(
     CorruptDataError,

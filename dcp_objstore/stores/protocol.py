@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 from typing_extensions import Buffer
 
-# What an error says where the parts of an upload may stay behind.
+# The text of an error where the parts of an upload may stay behind.
 LEFTOVER_ADVICE = (
     "an incomplete multipart upload may be left under this key, unseen and billed; a lifecycle rule"
     " of the bucket (AbortIncompleteMultipartUpload after a day or two) removes such"
@@ -57,7 +57,7 @@ class IfVersion:
 
     @property
     def e_tag(self) -> str | None:
-        """The ETag, as it is to be sent.
+        """The ETag, as it must be sent.
 
         A weak one never matches (RFC 9110, section 13.1.1), so the server is asked for the strong
         one, from which something on the way has made it.
@@ -299,7 +299,7 @@ class ObjectStore(Protocol):
         """The verbs whose requests the adapter sends again itself.
 
         It reports each such retry, and each request that the store puts off, to the bucket's
-        `Limiter`. Of other verbs the transport retries out of sight.
+        `Limiter`. The transport retries other verbs out of sight.
         """
         ...
 

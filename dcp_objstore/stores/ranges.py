@@ -88,7 +88,7 @@ class RangeSource(ABC):
 
     @abstractmethod
     def ask(self, start: int, end: int) -> Answer:
-        """Ask for bytes `[start, end)`, or for the first part of them. What fails is final.
+        """Ask for bytes `[start, end)`, or for the first part of them. A failure is final.
 
         Called where `ask_ahead` has sent nothing.
         """
@@ -160,7 +160,7 @@ class Range:
         self._source.is_held = True
 
     def awaited(self) -> int | None:
-        """Return what is to be polled until the answer has begun; None if there is nothing."""
+        """Return what to poll until the answer has begun; None if there is nothing."""
         return None if self._answer is None else self._answer.awaited()
 
     def cancel(self, *, at_once: bool) -> bool:

@@ -134,7 +134,7 @@ class Tries:
         self._began_at = self._clock.monotonic()
 
     def pause(self, error: Exception | None = None) -> bool:
-        """Sleep and return True, or return False at once if there is to be no retry.
+        """Sleep and return True, or return False at once if no retry is allowed.
 
         Args:
             error: the error of the last try, if it raised one.
@@ -216,7 +216,7 @@ class Tries:
             self._limiter.wait_turn()
 
     def _left_seconds(self) -> float:
-        """How much later a retry may begin; 0 if there is to be none."""
+        """How much later a retry may begin; 0 if none may."""
         if self.retries == self.policy.max_retries:
             return 0.0
         return self.policy.patience_seconds - (self._clock.monotonic() - self._began_at)

@@ -309,7 +309,7 @@ def _no_scheme(url: str) -> str:
 
 
 def _of_web(url: str) -> str | None:
-    """Return what is to be written for the address of an object or a bucket on the web."""
+    """Return what to write for the address of an object or a bucket on the web."""
     address = url.partition("?")[0]
     for pattern, scheme in _WEB_ADDRESSES:
         match = pattern.match(address)

@@ -510,7 +510,7 @@ class _Worker(Generic[T]):
         # Only what was given a place is admitted, and what waits for memory takes no place.
         memory = None if shared.admit is None else shared.admit(request, progress)
         begin()
-        # What is admitted into memory is consumed there as a whole.
+        # A range that is admitted into memory is consumed there as a whole.
         pieces = [request] if memory is not None else cut(request, BLOCK_SIZE_BYTES)
         place = shared.in_place(request) if memory is None else None
         body = shared.open(request, request.start)

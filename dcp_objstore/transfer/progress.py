@@ -105,7 +105,7 @@ class Silence:
 
     A transport that sends parts again by itself says nothing until it gives up, and a slow line is
     as silent as a dead server. So when no part has ended for some seconds, the store is asked for
-    the metadata of the object that is being written. Whatever it answers shows that it is there.
+    the metadata of the object that is being written. Any answer shows that it is there.
     The tries of that request are reported as `Retried`, with the reason.
 
     Args:

@@ -1,7 +1,7 @@
 """`Stragglers`: find the wait for bytes that takes far longer than the others of its transfer.
 
 Pure bookkeeping: workers say when they begin and end to wait for a piece of a body, and the thread
-that watches the transfer takes a wait away from its worker if that is to be asked for again.
+that watches the transfer takes a wait away from its worker to ask again.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ this.
 - The base is read like any checkpoint (rule 7 of `checkpoint.read`), but nothing holds it: it may
   be deleted or swept in the meantime, or something else may overwrite its objects. So the store
   copies an object only if it has the ETag that the base's index gives (rule 12 of
-  `checkpoint.commit`). What cannot be copied, for whatever reason, is uploaded.
+  `checkpoint.commit`). Items that cannot be copied, for whatever reason, are uploaded.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Unchanged:
 
     @property
     def to_copy(self) -> set[MetadataIndex]:
-        """The items that are to be copied."""
+        """The items to copy."""
         runs = itertools.chain.from_iterable(self.objects)
         return {unchanged.item.index for run in runs for unchanged in run.items}
 

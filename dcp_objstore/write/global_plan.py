@@ -291,7 +291,7 @@ class _Rows(NamedTuple):
 
 def _deduplicated(state: _State, table: _Table) -> _Rows:
     """Choose the rank that writes each chunk."""
-    # Of those at one place, what has elements comes first, then the lowest rank.
+    # At one place, items with elements come first, then the lowest rank.
     is_empty = table.elements == 0
     order = np.lexsort((table.rank, is_empty, *table.offsets.T[::-1], table.tensor))
     tensor, offsets, sizes = (of[order] for of in (table.tensor, table.offsets, table.sizes))
@@ -310,7 +310,7 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
     firsts = np.flatnonzero(~as_before)
     chosen = order[firsts]
     counts = np.diff(firsts, append=len(order))
-    # What several ranks have, and is large.
+    # Large items that several ranks have.
     is_shared = (counts > 1) & (table.is_shard[chosen] | (table.size_bytes[chosen] > _TINY_BYTES))
     own = chosen[~is_shared]
     loads = np.zeros(len(table.counts), np.int64)
@@ -381,7 +381,7 @@ def _may_overlap(tensor: ix.Numbers, offsets: _Boxes, sizes: _Boxes) -> set[int]
     for starts, lengths in zip(offsets.T, sizes.T, strict=True):
         order = np.lexsort((lengths, starts, tensor))
         of, start, length = tensor[order], starts[order], lengths[order]
-        # Of those that begin at one place, the longest comes last: that is compared with the next.
+        # The longest of those that begin at one place comes last: that is compared with the next.
         later = (of[1:] == of[:-1]) & (start[1:] > start[:-1])
         found |= {*of[1:][later & (start[1:] < start[:-1] + length[:-1])].tolist()}
     return found

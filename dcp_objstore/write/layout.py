@@ -228,7 +228,7 @@ class Layout:
         self.pending.extendleft(reversed(self._taken))
         self._taken, self.placed, self.changed = [], [], []
         self._position, self._framing, self._gathered = 0, xxhash.xxh3_128(), bytearray()
-        # What is gathered, one more small tensor and its framing are no larger than a slice.
+        # The gathered bytes, one more small tensor and its framing are no larger than a slice.
         enough_bytes = min(_GATHERED_BYTES, self.plan.slice_size_bytes - 2 * SMALL_BYTES)
         while self.pending:
             item, size_bytes = self.pending[0]

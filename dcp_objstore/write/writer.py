@@ -98,7 +98,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         claim: the claim that `claim_run` returned for the run; the checkpoint must lie directly
             below the run. Once another job has taken the run over, no save of this job counts any
             more, and each save raises SupersededError. Without a claim, a save into a run that was
-            ever taken over raises SupersededError.
+            ever claimed raises SupersededError.
         base: a checkpoint of an earlier state: "latest" (the newest one directly below the prefix
             in which this checkpoint lies) or a URL, on the same store with the same credentials.
             Tensors that have not changed since are not uploaded but copied by the store, into
@@ -111,7 +111,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         local: a folder of this node, as a path or `dos.Local`: each object is also written there,
             while it is uploaded, and a job that starts again here with the same setting reads the
             copies instead of the store. They take two states of the node's ranks, and can never
-            fail a save. What the store copies from a base is not in them. Default None: none.
+            fail a save. They lack what the store copies from a base. Default None: none.
 
     Attributes:
         last_save: the `SaveReport` of the last finished save, or None. On rank 0 it covers all

@@ -190,7 +190,7 @@ class Exchange:
         self._reads = planned.reads
         self._spans = {(s.object_number, s.start, s.end): s for s in planned.spans}
         fetched = list(self._share.plan.fetched_by(self._rank))
-        # What only other ranks need, and this one reads because its node has the copy.
+        # Blocks that only other ranks need, and this one reads because its node has the copy.
         for_others = {
             (request.object_number, *block) for request in fetched for block in request.blocks
         } - self._spans.keys()

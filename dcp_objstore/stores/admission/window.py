@@ -178,7 +178,7 @@ class Window(msgspec.Struct, frozen=True):
         seconds = now - grown.began_at
         known = self.bytes_per_second.get(verb, 0.0)
         is_short = not known or (self.trying and not self.trying.settled)
-        # What is asked for may be so large that fewer are allowed.
+        # Requests may be so large that fewer are allowed.
         answers = min(self.size, grown.in_flight) * (1 if is_short else _ROUNDS)
         is_small = not known and grown.size_bytes < _LEAST_ROUND_BYTES
         if grown.answers < answers or seconds < _LEAST_ROUND_SECONDS or is_small:

@@ -128,7 +128,7 @@ class FsspecStore(BaseStore[str]):
         if absent and self._writes_whole:
             self._fs.pipe_file(place, body, mode="create")
         else:
-            # Of a body that does not fill a part, an object store makes a single PUT.
+            # An object store makes a single PUT of a body that does not fill a part.
             self._fill(place, [body], len(body) + 1, absent=absent)
         return Version()
 
@@ -218,7 +218,7 @@ class FsspecStore(BaseStore[str]):
             raise
 
     def _meta(self, place: str, info: Mapping[str, Any]) -> ObjectMeta:
-        # Of a filesystem that we do not know, no time is trusted: nothing there ever looks old.
+        # Times of an unknown filesystem are not trusted: nothing there ever looks old.
         modified = _modified(info) if self._is_known else None
         size_bytes = int(info.get("size") or 0)
         modified = modified or datetime.now(UTC)

@@ -27,7 +27,7 @@ from dcp_objstore.stores.urls import StoreUrl, parse_url
 # A function that sends a request of a method, a path and headers, and returns the headers and the
 # body of the answer.
 Ask = Callable[[str, str, Mapping[str, str]], tuple[Message, bytes]]
-# What yields the bytes that are copied so far, and whether there is something under the key.
+# Yields the bytes that are copied so far, and whether there is something under the key.
 Steps = Generator[tuple[int, bool]]
 
 # The patience with a copy that has begun and does not go on.

@@ -52,7 +52,7 @@ class LaneError(Exception):
         broke_off: the connection was lost or silent. Otherwise the answer was another one, or
             nothing was sent.
         status: the status by which the store asks for patience, whichever way the next request
-            takes; None for every other failure, after which the transport is to be asked.
+            takes; None for every other failure, after which the transport has to be asked.
     """
 
     def __init__(self, what: str, *, broke_off: bool = False, status: int | None = None) -> None:
@@ -140,7 +140,7 @@ class DirectLane:
             except BaseException:
                 connection.close()
                 raise
-        # Whatever goes wrong here, signing included, the transport is asked next and reports it.
+        # If anything goes wrong here, signing included, the transport is asked next and reports it.
         except Exception as error:
             self.failed(path)
             raise LaneError(type(error).__name__) from error

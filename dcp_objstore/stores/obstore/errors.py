@@ -248,7 +248,7 @@ def read_obstore(error: Exception) -> Facts:
     if is_silence and message.request is not None:
         facts = _unanswered(facts, message, message.request)
     if message.is_of_instance:
-        # What that service said would only lead away from what there is to do.
+        # The text of that service would only distract from the remedy.
         may_pass = message.status is None or message.status >= 500
         facts = replace(facts, text="", may_pass=may_pass)
     return _of_abort(error, facts) if message.is_abort else facts

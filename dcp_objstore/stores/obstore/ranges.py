@@ -82,7 +82,7 @@ class ObstoreSource(RetriedSource):
         """Ask for bytes `[start, end)`, another library where obstore cannot read the answer."""
         try:
             return super().ask(start, end)
-        except Exception as error:  # noqa: BLE001  raised again, if no other is to be asked
+        except Exception as error:  # noqa: BLE001  raised again, unless another try is made
             return self._other(self._path, error).ask(start, end)
 
     def wait_to_ask_again(self, error: Exception, asked_at: float, *, had_begun: bool) -> None:

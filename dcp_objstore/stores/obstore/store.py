@@ -366,7 +366,7 @@ class ObstoreStore(BaseStore[str]):
             translated = judge_obstore(error).error
             if isinstance(translated, errors.ConfigError):
                 raise translated from error
-            # A 404, most likely. Whatever else it is says nothing against the listing that came.
+            # A 404, most likely. No other error contradicts the listing that came.
         else:
             if meta["e_tag"] is None:
                 raise errors.ConfigError(NO_STORE)

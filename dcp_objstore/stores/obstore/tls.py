@@ -26,7 +26,7 @@ class TlsSocket(socket.socket):
     """A connected socket that speaks TLS.
 
     `ssl.SSLSocket` makes two calls of the kernel for each record of at most 16 KiB. This one lets
-    `ssl` decrypt from memory. Of a socket's methods only `sendall`, `recv_into` and `makefile` for
+    `ssl` decrypt from memory. It has only a socket's `sendall`, `recv_into` and `makefile` for
     reading are for use.
 
     Args:

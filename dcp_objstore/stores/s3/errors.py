@@ -19,7 +19,7 @@ from dcp_objstore.stores.errors import Facts, Meaning
 
 # These need a bucket and nothing else, so that no object can be missing.
 _NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
-# What every answer of a store has. The last is missing where a 200 brings an error as its body.
+# Headers of every answer of a store. The last is missing where a 200 brings an error as its body.
 _NAMED_IN_ANSWERS = (("ETag",), ("UploadId",), ("CopyPartResult",))
 # botocore counts its own retries, which are off.
 _RETRIES_OF_BOTOCORE = re.compile(r" \(reached max retries: \d+\)")

@@ -1,6 +1,6 @@
 """`S3Store`: what the transports that call S3's operations by botocore's names have in common.
 
-boto3's clients and s3fs take the same arguments and give the same answers. What differs is how an
+boto3's clients and s3fs take the same arguments and give the same answers. They differ in how an
 operation is called and how a body is read, which the adapters say. Each request is sent once by the
 transport and sent again here (`stores.retries`).
 """

@@ -1,7 +1,7 @@
 """Plan a staging: which bytes are copied together, and where in them each tensor begins.
 
 Tensors whose memory touches form one region, so memory that the state shares is copied once and
-shared in the copy. Of a view into a large storage, only the bytes that the view reaches are copied.
+shared in the copy. Only the bytes that a view into a large storage reaches are copied.
 """
 
 from __future__ import annotations
