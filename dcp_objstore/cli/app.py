@@ -99,14 +99,6 @@ def demo(
             " form of the issue 'Benchmark results'.",
         ),
     ] = None,
-    keep: Annotated[
-        bool,
-        typer.Option(
-            "--keep",
-            help="Keep the checkpoints below --url; without --url, keep the server running until"
-            " Ctrl-C, to look around.",
-        ),
-    ] = False,
 ) -> None:
     """Train, kill a rank in mid-save, resume; prove that nothing is lost.
 
@@ -120,9 +112,7 @@ def demo(
     """
     from dcp_objstore.cli.demo import run_demo
 
-    run_demo(
-        ranks=ranks, resume_ranks=resume_ranks, url=url, keep=keep, device=device, report=report
-    )
+    run_demo(ranks=ranks, resume_ranks=resume_ranks, url=url, device=device, report=report)
 
 
 # Their parameters are the options, their docstrings the help. To show it must stay quick, so their

@@ -8,17 +8,14 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import secrets
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,17 +35,17 @@ from dcp_objstore.checkpoint.probe import require_fencing
 from dcp_objstore.cli import demo_report
 from dcp_objstore.cli.demo_crew import Crew, DemoFailedError, Ended, counted_requests
 from dcp_objstore.cli.exits import fail
-from dcp_objstore.cli.seaweedfs import SeaweedServer, find_weed
-from dcp_objstore.cli.serve import print_exports, wait_for_ctrl_c
+from dcp_objstore.cli.seaweedfs import SeaweedServer
 from dcp_objstore.cli.terminal import coloured, columns, say, wrapped
 from dcp_objstore.config import TransferConfig
+from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, InputError
 from dcp_objstore.observe.report import counted, first_few, size_text
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    pass
 
 # The steps that are saved, those of the torn save and of SIGTERM, and the number of no step.
 _EVERY, _COMMITTED, _DOOMED, _WARNED, _NEVER = 4, 8, 12, 14, 10_000
@@ -68,7 +65,6 @@ def run_demo(
     ranks: int | None,
     resume_ranks: int | None,
     url: str | None,
-    keep: bool,
     device: str = "cpu",
     report: str | None = None,
 ) -> None:
@@ -77,46 +73,34 @@ def run_demo(
     with ExitStack() as stack:
         requests = stack.enter_context(counted_requests())
         crew = Crew(ranks, device)
-        server = None
         if url is not None:
-            run = new_run(url, crew.share("run", secrets.token_hex(4))[0])
-            if crew.is_first:
-                stack.enter_context(in_bucket(run, keep=keep))
+            spec = StoreSpec(url)
         elif crew.launcher:
             raise InputError(f"under {crew.launcher} the demo needs a store: --url s3://bucket/x")
         else:
-            find_weed()  # if it is missing, says how to install it, before anything starts
             server = stack.enter_context(SeaweedServer())
-            run = StoreSpec(f"{server.create_bucket('demo')}/run", server.storage_options)
-        demo = Demo(run, crew, resume_ranks)
-        with failure_told():
-            if crew.is_first:
-                tell("dcp-objstore demo: train, kill a rank in mid-save, resume, prove", "")
-                tell(f"saving to {run.url}" if server is None else "saving to a SeaweedFS server")
+            spec = StoreSpec(server.create_bucket("demo"), server.storage_options)
+        demo = Demo(stack.enter_context(a_run(spec, crew)), crew, resume_ranks)
+        if crew.is_first:
+            tell("dcp-objstore demo: train, kill a rank in mid-save, resume, prove", "")
+            tell(f"saving to {'a SeaweedFS server' if url is None else demo.spec.url}")
+            with failure_told():
                 demo.run()
-            else:
-                demo.job(demo.ranks, torn=True)
-                demo.job(demo.resume_ranks, torn=False)
+        else:
+            demo.job(demo.ranks, torn=True)
+            demo.job(demo.resume_ranks, torn=False)
         speeds = [] if report is None else demo.measure()
         # Nobody leaves before, because one of them has the store of the group.
         for others in crew.share("end", requests)[1:]:
             demo.requests.update(others)
-        if not crew.is_first:
-            return
-        seconds = time.monotonic() - began
-        _title(f"All {demo.proofs} proofs hold, in {seconds:.0f} s.")
-        if keep and server is not None:
-            tell("the server runs until Ctrl-C; to look around, in another terminal:")
-            print_exports(server)
-            say(f"dcp-objstore ls {run.url}")
-            sys.stdout.flush()
-            wait_for_ctrl_c()
-        elif keep:
-            tell(f"kept: {run.url}")
+    if not crew.is_first:
+        return
+    seconds = time.monotonic() - began
+    _title(f"All {demo.proofs} proofs hold, in {seconds:.0f} s.")
     if report is not None:
         demo.requests.update(requests)
-        place = None if server is None else "SeaweedFS on loopback"
-        Path(report).write_text(demo_report.text(demo, speeds, seconds, place, keep=keep))
+        place = "SeaweedFS on loopback" if url is None else None
+        Path(report).write_text(demo_report.text(demo, speeds, seconds, place))
         tell(f"report: {report}")
 
 
@@ -128,15 +112,9 @@ def tell(text: str, lead: str = "  ", colour: str | None = None) -> None:
     sys.stdout.flush()
 
 
-def _sign(character: str, word: str) -> str:
-    """Return the character, or the word if standard output cannot show the character."""
-    try:
-        character.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
-        return word
-    return character
+def _title(text: str) -> None:
+    say("")
+    tell(text, "")
 
 
 @contextmanager
@@ -145,94 +123,88 @@ def failure_told() -> Iterator[None]:
     try:
         yield
     except DemoFailedError as error:
-        tell(str(error), f"  {_sign('✗', 'FAILED')} ", "red")
-        for log in getattr(error, "__notes__", ()):
-            print(f"the end of that process's output:\n{log}", file=sys.stderr)
-        fail(f"the demo failed: {error}")
-
-
-def new_run(url: str, token: str) -> StoreSpec:
-    """Return the run of this demo below the user's URL, with credentials from the environment."""
-    spec = StoreSpec(url)
-    if spec.parsed.scheme == "memory":
-        raise InputError("memory:// exists in one process only; the demo has many", url=url)
-    return spec.child(f"dcp-objstore-demo-{token}")
+        fail(f"the demo failed: {error}", notes=getattr(error, "__notes__", ()))
 
 
 @contextmanager
-def in_bucket(run: StoreSpec, *, keep: bool) -> Iterator[None]:
-    """Check that the bucket can list, put conditionally and delete; at the end remove the run.
+def a_run(spec: StoreSpec, crew: Crew) -> Iterator[StoreSpec]:
+    """Choose a new run below a URL, the same for all starters, and remove it at the end.
+
+    The first starter checks before that the bucket can list, put conditionally and delete.
 
     Raises:
         InputError: the store refused: no such bucket, no credentials, no permission, ….
         StoreUnavailableError: the store does not answer.
     """
-    store = replace(run, config=_IMPATIENT).open()
+    if spec.parsed.scheme == "memory":
+        raise InputError("memory:// exists in one process only; the demo has many", url=spec.url)
+    if not crew.is_first:
+        yield spec.child(crew.share("run", "")[0])
+        return
+    scratch = Scratch(spec, "dcp-objstore-demo")
+    store = replace(scratch.spec, config=_IMPATIENT).open()
     next(iter(store.list()), None)  # first, because the probe waits longer for a store that is away
     require_fencing(store, replaces=True, allow_unfenced=False)
+    crew.share("run", scratch.spec.url.rpartition("/")[2])
     try:
-        yield
+        yield scratch.spec
     finally:
-        if not keep:
-            try:
-                store = run.open()  # patient: after a minute's work, a busy store is worth a wait
-                for meta in list(store.list()):
-                    store.delete(meta.key)
-                if list(store.list()):
-                    raise DemoFailedError(f"not all could be removed below {run.url}")
-            except BaseException:
-                print(f"dcp-objstore: left behind: {run.url}", file=sys.stderr)
-                raise
+        left = scratch.remove()
+        if left.keys or not left.listed:
+            fail(f"left behind: {scratch.spec.url} ({left.why})")
 
 
 # --- what the ranks do
 
 
 def train(
-    device: torch.device, speak: Callable[..., None], run: StoreSpec, sequences: int, torn: bool
+    device: torch.device, said: dict[str, Any], run: StoreSpec, sequences: int, torn: bool
 ) -> None:
     """Train as one rank, with a manager, from the newest step of the run on.
 
     Args:
         device: where the model is.
-        speak: sends a value and its name to the process that has started this one.
+        said: where losses and digests are noted for the proofs.
         run: the run.
         sequences: the number of sequences of a step, of which each rank has an equal share.
-        torn: whether this job ends with a save in which the upload of the last rank is held until
-            that is killed. Otherwise the last rank gets SIGTERM two steps later.
+        torn: whether this job ends with a save in whose midst the last rank is killed. Otherwise
+            the last rank gets SIGTERM two steps later.
     """
-    is_last = dist.get_rank() == dist.get_world_size() - 1
+    rank, is_last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
     training = Training(seed=1 if torn else 2, device=device, sequences=sequences)
     with dos.CheckpointManager(
         run.url, save_every=_EVERY, storage_options=run.storage_options
     ) as manager:
         start = manager.load(training.values) or 0
         if start:
-            speak(f"loaded-{start}", digests(training.state()))
+            said[f"loaded-{start}"] = digests(training.state())
         for step in range(start + 1, (_DOOMED if torn else _NEVER) + 1):
-            loss = training.train(step)
-            speak(f"loss-{step}", loss)
+            said[f"loss-{step}"] = loss = training.train(step)
+            if rank == 0 and step % 2 == 0:
+                tell(f"step {step:>2}  loss {loss:.3f}")
             if step == _COMMITTED:
-                speak(f"saved-{step}", digests(training.state()))
+                said[f"saved-{step}"] = digests(training.state())
             if step == _DOOMED and torn and is_last:
-                hold_uploads(speak)
+                die_in_the_next_upload(run.child(f"step-{step}"), others=rank)
             if step == _WARNED and is_last:
                 os.kill(os.getpid(), signal.SIGTERM)
             manager.step(step, training.values, metrics={"loss": loss})
             if manager.preempted():
-                speak("last", step)
-                speak(f"saved-{step}", digests(training.state()))
+                said |= {"last": step, f"saved-{step}": digests(training.state())}
                 break
 
 
-def hold_uploads(speak: Callable[..., None]) -> None:
-    """Say of each upload of this process from now on, and hold it until the process is killed."""
+def die_in_the_next_upload(doomed: StoreSpec, others: int) -> None:
+    """Have this process killed where it uploads, once so many other ranks have written."""
 
-    def hold(_store: object, key: str, buffers: Iterable[Buffer], *_: object, **__: object) -> None:
-        speak("uploading", (key, sum(memoryview(buffer).nbytes for buffer in buffers)))
-        threading.Event().wait()
+    def die(*_: object, **__: object) -> None:
+        for _attempt in range(1200):
+            if len(_ranks_that_wrote(meta.key for meta in doomed.open().list())) >= others:
+                break
+            time.sleep(0.1)  # after two minutes it is too late, as a proof will see
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    upload_items.upload_object = hold  # type: ignore[assignment,attr-defined]
+    upload_items.upload_object = die  # type: ignore[assignment,attr-defined]
 
 
 class Training:
@@ -357,7 +329,7 @@ class Demo:
         Raises:
             DemoFailedError: a rank has failed otherwise than by the kill of another.
         """
-        ended = self.crew.run(ranks, train, self.spec, self._sequences, torn, hear=self._hear)
+        ended = self.crew.run(ranks, train, self.spec, self._sequences, torn)
         for rank, one in enumerate(ended):
             self.requests.update(one.requests)
             if isinstance(one.how, str) or not (torn or one.how is None):
@@ -365,27 +337,6 @@ class Demo:
                 error.add_note(one.log)
                 raise error
         return ended
-
-    def _hear(self, rank: int, name: str, value: Any) -> bool:
-        """Print the losses of the first rank; return whether to kill the rank that said this."""
-        kind, _, step = name.partition("-")
-        if rank == 0 and kind == "loss" and int(step) % 2 == 0:
-            tell(f"step {step:>2}  loss {value:.3f}")
-        if name != "uploading":
-            return False
-        self._wait_for_the_others()
-        return True
-
-    def _wait_for_the_others(self) -> None:
-        """Wait until the other ranks have written, or until it is too late, as a proof will see."""
-        store = self.spec.child(f"step-{_DOOMED}").open()
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            keys = [meta.key for meta in store.list()]
-            if len(_ranks_that_wrote(keys)) >= self.ranks - 1 or MARKER_KEY in keys:
-                return
-            time.sleep(0.1)
-        raise DemoFailedError("the objects of the other ranks did not appear on the store")
 
     def _begin(self, title: str) -> None:
         _title(title)
@@ -397,7 +348,7 @@ class Demo:
             raise DemoFailedError(f"this does not hold: {statement}")
         self.proofs += 1
         self.phases[-1][1].append(statement)
-        tell(statement, f"  {_sign('✓', 'ok')} ", "green")
+        tell(statement, "  ok ", "green")
 
     def _steps(self) -> dict[int, Any]:
         steps = dos.steps(self.spec.url, storage_options=self.spec.storage_options)
@@ -497,10 +448,5 @@ class Demo:
         return self.crew.share("speeds", dos.measure.bench(self.spec.url, **options))
 
 
-def _ranks_that_wrote(keys: Collection[str]) -> set[int]:
+def _ranks_that_wrote(keys: Iterable[str]) -> set[int]:
     return {name.rank for key in keys if (name := parse_data_key(key)) is not None}
-
-
-def _title(text: str) -> None:
-    say("")
-    tell(text, "")

@@ -18,11 +18,9 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import connection as pipes
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dcp_objstore.errors import DcpObjstoreError, InputError
+from dcp_objstore.observe.report import counted
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.wrappers import WrappedStore
 
@@ -76,7 +75,7 @@ class Ended(NamedTuple):
     Attributes:
         how: None after success; the error of the library, another error's text, or an exit status.
         requests: the numbers of its requests by their verbs; none if it was killed.
-        said: what it has said last under each name.
+        said: what it has noted by name; nothing if it was killed.
         log: the end of its output.
     """
 
@@ -95,8 +94,9 @@ class Crew:
 
     Attributes:
         ranks: the largest number of ranks of a job.
+        device: "cpu" or "cuda".
         launcher: "torchrun", "srun", or None if the user has started this process.
-        is_first: whether this process prints.
+        is_first: whether this process proves and prints.
 
     Raises:
         InputError: there are not enough ranks or GPUs.
@@ -104,112 +104,81 @@ class Crew:
 
     def __init__(self, ranks: int | None, device: str) -> None:
         self.launcher, env = _allocation()
+        self.device = device
         self.ranks = int(env["WORLD_SIZE"]) if self.launcher else ranks or DEFAULT_RANKS
         if ranks not in {None, self.ranks} or self.ranks < 2:
             raise InputError(
                 f"{self.launcher} has started {self.ranks} ranks: the demo needs 2, and takes all"
                 " of them, without --ranks"
             )
-        own_rank = int(env["RANK"]) if self.launcher else 0
-        self.device, self.is_first = device, own_rank == 0
-        self._own = [own_rank] if self.launcher else list(range(self.ranks))
-        self._local_rank = int(env.get("LOCAL_RANK", 0))
-        self._check_gpus(int(env.get("LOCAL_WORLD_SIZE", self.ranks)))
-        self._address = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 0))
-        is_master = self.is_first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        limit = timedelta(seconds=_JOB_SECONDS + 2 * _GROUP_SECONDS)
+        # The ranks that this process starts, with their numbers on this machine.
+        self._own = {rank: rank for rank in range(self.ranks)}
+        if self.launcher:
+            self._own = {int(env["RANK"]): int(env.get("LOCAL_RANK", 0))}
+        self.is_first = 0 in self._own
+        gpus = torch.cuda.device_count()
+        if device == "cuda" and gpus < int(env.get("LOCAL_WORLD_SIZE", self.ranks)):
+            raise InputError(
+                f"--device cuda: torch sees {counted(gpus, 'GPU')} here, and NCCL needs one for"
+                " each rank; choose --ranks"
+            )
+        host, port = env.get("MASTER_ADDR", "127.0.0.1"), int(env.get("MASTER_PORT", 0))
         self._store = TCPStore(
-            *self._address, is_master=is_master, timeout=limit, wait_for_workers=False
+            host,
+            port,
+            is_master=self.is_first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout=timedelta(seconds=_JOB_SECONDS + 2 * _GROUP_SECONDS),
+            wait_for_workers=False,
         )
-        self._address = self._address[0], self._store.port
+        self._address = host, self._store.port
         self._jobs = 0
         multiprocessing.get_context(_METHOD).set_forkserver_preload(_PRELOAD)
-
-    def _check_gpus(self, ranks_here: int) -> None:
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError("--device cuda: torch sees no GPU here")
-        if self.device == "cuda" and torch.cuda.device_count() < ranks_here:
-            raise InputError(
-                f"--device cuda: NCCL needs a GPU for each rank, and here are"
-                f" {torch.cuda.device_count()} for {ranks_here}; choose --ranks"
-            )
 
     def share(self, name: str, value: object) -> list[Any]:
         """Return the values of all starters. All of them call it with the same name."""
         starters = self.ranks if self.launcher else 1
-        self._store.set(f"demo/{name}/{self._own[0]}", pickle.dumps(value))  # type: ignore[arg-type]
+        self._store.set(f"demo/{name}/{min(self._own)}", pickle.dumps(value))  # type: ignore[arg-type]
         return [pickle.loads(self._store.get(f"demo/{name}/{one}")) for one in range(starters)]
 
-    def run(
-        self, ranks: int, work: Callable[..., None], *args: object, hear: Callable[..., bool]
-    ) -> list[Ended]:
+    def run(self, ranks: int, work: Callable[..., None], *args: object) -> list[Ended]:
         """Run a job; return how each of its ranks has ended. All starters call it alike.
 
         Args:
             ranks: number of ranks.
-            work: called in each rank with the device, a function that says something, and `args`.
-            hear: called with what a rank of this starter says; returns whether to kill that rank.
+            work: called in each rank with the device, a dict for what it has to say, and `args`.
 
         Raises:
             DemoFailedError: the ranks do not end in time.
         """
         self._jobs += 1
-        own = [rank for rank in self._own if rank < ranks]
+        group = *self._address, f"job-{self._jobs}", ranks
         with tempfile.TemporaryDirectory(prefix="dcp-objstore-demo-") as folder:
-            ended = self._run_own(own, folder, (ranks, work, args), hear)
-        shared = self.share(f"job-{self._jobs}", ended)
-        return [one for starter in shared for one in starter]
+            ended = self._run_own(folder, group, (work, args))
+        return [one for some in self.share(f"ended-{self._jobs}", ended) for one in some]
 
     def _run_own(
-        self, own: Sequence[int], folder: str, job: tuple[Any, ...], hear: Callable[..., bool]
+        self, folder: str, group: tuple[str, int, str, int], job: tuple[Any, ...]
     ) -> list[Ended]:
         context: Any = multiprocessing.get_context(_METHOD)
         processes: dict[int, Any] = {}
-        open_pipes: dict[Any, int] = {}
-        said: dict[int, dict[str, Any]] = {rank: {} for rank in own}
         deadline = time.monotonic() + _JOB_SECONDS
         try:
-            for rank in own:
-                ours, theirs = context.Pipe(duplex=False)
-                place = rank, self._local_rank or rank, self.device
-                group = (*self._address, f"job-{self._jobs}")
-                call = theirs, f"{folder}/{rank}.log", group, place, *job
-                processes[rank] = context.Process(target=_run_rank, args=call)
-                processes[rank].start()
-                theirs.close()
-                open_pipes[ours] = rank
-            while open_pipes:
-                ready = pipes.wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise DemoFailedError(
-                        f"ranks {sorted(open_pipes.values())} did not end in time"
-                    )
-                for pipe in ready:
-                    assert isinstance(pipe, Connection)
-                    rank = open_pipes[pipe]
-                    try:
-                        name, value = pipe.recv()
-                    except (EOFError, OSError):  # it has ended, or died while it was sending
-                        del open_pipes[pipe]
-                        processes[rank].join()
-                        continue
-                    said[rank][name] = value
-                    if hear(rank, name, value):
-                        processes[rank].kill()
+            for rank, local_rank in self._own.items():
+                if rank < group[-1]:
+                    place = rank, local_rank, self.device
+                    call = f"{folder}/{rank}", group, place, *job
+                    processes[rank] = context.Process(target=_run_rank, args=call)
+                    processes[rank].start()
+            for process in processes.values():
+                process.join(max(0.0, deadline - time.monotonic()))
+            if late := [rank for rank, process in processes.items() if process.is_alive()]:
+                raise DemoFailedError(f"ranks {late} did not end in time")
         finally:
             for process in processes.values():
                 process.kill()  # all at once, before any is waited for
             for process in processes.values():
                 process.join()
-        return [
-            Ended(
-                said[rank].pop("error", process.exitcode or None),
-                said[rank].pop("requests", Counter()),
-                said[rank],
-                Path(folder, f"{rank}.log").read_text(errors="replace")[-2000:],
-            )
-            for rank, process in processes.items()
-        ]
+        return [_ended(f"{folder}/{rank}", processes[rank].exitcode) for rank in processes]
 
 
 def _allocation() -> tuple[str | None, Mapping[str, str]]:
@@ -230,28 +199,28 @@ def _allocation() -> tuple[str | None, Mapping[str, str]]:
 
 
 def _run_rank(
-    pipe: Connection,
-    log: str,
-    group: tuple[str, int, str],
+    files: str,
+    group: tuple[str, int, str, int],
     place: tuple[int, int, str],
-    ranks: int,
     work: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    # Ctrl-C in a terminal goes to a process group; the launching process ends its ranks itself.
-    os.setpgid(0, 0)
+    """Be a rank: its output goes to `<files>.log`, how it ended to `<files>.ended`."""
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    output = Path(log).open("w", buffering=1)  # noqa: SIM115  until it ends
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)  # what is said to the user
+    log = os.open(f"{files}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)  # torch's own lines
+    os.dup2(log, 2)
+    host, port, name, ranks = group
     rank, local_rank, kind = place
+    said: dict[str, Any] = {}
+    how: DcpObjstoreError | str | None = None
     with counted_requests() as requests:
         try:
             torch.set_num_threads(1)
             device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
             if kind == "cuda":
                 torch.cuda.set_device(device)
-            host, port, name = group
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
                 store=PrefixStore(name, TCPStore(host, port)),
@@ -260,20 +229,28 @@ def _run_rank(
                 timeout=timedelta(seconds=_GROUP_SECONDS),
             )
             dist.barrier()  # a rank that ends at once would leave while others still connect to it
-            work(device, lambda *said: pipe.send(said), *args)
-            pipe.send(("requests", requests))
+            work(device, said, *args)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001  everything is reported
             traceback.print_exc()
-            pipe.send(("requests", requests))
-            pipe.send(("error", error if isinstance(error, DcpObjstoreError) else repr(error)))
-            # Without closing the group, which can wait for a dead rank. The others see it closed.
-            sys.stderr.flush()
-            os._exit(1)
+            how = error if isinstance(error, DcpObjstoreError) else repr(error)
+    Path(f"{files}.ended").write_bytes(pickle.dumps((how, requests, said)))
+    # Without closing the group, which can wait for a dead rank. The others see it closed.
+    os._exit(how is not None)
 
 
 def _end_with_starter() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    pipes.wait([parent.sentinel])
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    starter.join()
     os._exit(1)
+
+
+def _ended(files: str, status: int) -> Ended:
+    """Return how a rank has ended, from what it has left."""
+    log, ended = Path(f"{files}.log"), Path(f"{files}.ended")
+    text = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+    if not ended.exists():
+        return Ended(status, Counter(), {}, text)
+    how, requests, said = pickle.loads(ended.read_bytes())
+    return Ended(how, requests, said, text)

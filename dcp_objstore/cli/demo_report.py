@@ -48,8 +48,6 @@ def text(
     speeds: Sequence[dos.measure.BenchReport],
     seconds: float,
     place: str | None,
-    *,
-    keep: bool,
 ) -> str:
     """Return the report as Markdown.
 
@@ -58,7 +56,6 @@ def text(
         speeds: what `bench` has measured in each process that started ranks.
         seconds: the duration of all of it.
         place: the store, if the demo has started it.
-        keep: whether what was written was left there.
     """
     ways = {
         name: sum(getattr(one, name).gib_per_second.median for one in speeds)
@@ -116,7 +113,7 @@ def text(
         f"{', '.join(f'{number} {verbs}' for verbs, number in requests.items())}, without those of"
         f" the killed rank and with an upload in parts as one: {100 * billed:.1f} US cents at S3's"
         f" list price. The measurement sent"
-        f" {size_text(sum(one.sent_bytes for one in speeds))}. " + _left(place, keep=keep),
+        f" {size_text(sum(one.sent_bytes for one in speeds))}. All objects were removed.",
     ]
     return "\n\n".join(lines) + "\n"
 
@@ -129,16 +126,6 @@ def _versions() -> dict[str, str]:
 
 def _memory_gib() -> int:
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB)
-
-
-def _left(place: str | None, *, keep: bool) -> str:
-    if keep:
-        return "What the demo wrote was kept."
-    return (
-        "All objects were removed: a listing shows none."
-        if place is None
-        else "The server is gone."
-    )
 
 
 def _store_of(demo: Shown) -> str:

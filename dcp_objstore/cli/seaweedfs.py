@@ -229,7 +229,7 @@ class SeaweedServer:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             # The server also takes an identity from AWS_* variables. It would replace our identity
-            # if the key is the same, as after the exports that `demo --keep` prints.
+            # if the key is the same, as after the exports that `serve` prints.
             env={k: v for k, v in os.environ.items() if not k.startswith("AWS_")},
         )
         try:
