@@ -40,7 +40,7 @@ def printable(text: str, *, keep: str = "") -> str:
     r"""Return a text with an escape such as `\x1b` in place of each character that is not printed.
 
     Names and messages from a store are shown like this. On a terminal, control characters could
-    overwrite what stands there, line feeds could begin a line that looks like a result, and
+    overwrite other text, line feeds could begin a line that looks like a result, and
     characters that change the direction of text could reorder it.
 
     Args:

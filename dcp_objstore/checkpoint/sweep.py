@@ -285,8 +285,8 @@ class _Sweep:
     def run(self, now: datetime) -> CheckpointSweep:
         """Remove what no commit names, and return what was done (rule 9).
 
-        It first reads what a commit names, then lists. It begins with what a crash
-        left unfinished: a deletion, or `.metadata`. Objects are removed only behind a fence, by `_remove`.
+        It reads what a commit names, then lists. It begins with what a crash left unfinished: a
+        deletion, or `.metadata`. Objects are removed only behind a fence, by `_remove`.
         """
         stored = read_marker(self.store)
         if stored is not None and stored.record.state == "deleting":

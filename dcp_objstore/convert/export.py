@@ -153,11 +153,11 @@ def export_checkpoint(
     Args:
         url: URL of the checkpoint, which this or another library wrote.
         out: the path or URL to write to. A name that ends in .pt, .pth, .bin or .ckpt gets one
-            `torch.save` file, and one in .safetensors a single file of that format. Of a checkpoint
-            of Lightning, .ckpt gets the file that Lightning reads. Otherwise it is a folder: it
-            gets model.safetensors, or several shards and their index, as `from_pretrained` reads
-            them. Of a checkpoint of `peft_state`, or of a Trainer with a PEFT model, it gets what
-            PEFT writes of an adapter.
+            `torch.save` file, and one in .safetensors a single file of that format. For a
+            checkpoint of Lightning, .ckpt gets the file that Lightning reads. Otherwise it is a
+            folder: it gets model.safetensors, or several shards and their index, as
+            `from_pretrained` reads them. For a checkpoint of `peft_state`, or of a Trainer with a
+            PEFT model, it gets what PEFT writes of an adapter.
         keys: one or several shell patterns such as `"model.*"`, or exact keys. Default: all keys.
             PEFT's folder has all tensors of an adapter, under PEFT's names; there the keys only say
             of which one. Default: of "default", or of the first one.
@@ -180,7 +180,7 @@ def export_checkpoint(
             False: refuse.
         process_group: the ranks that export together, such as `torch.distributed.group.WORLD`; all
             of them make this call. Each writes some of the files, and if one fails, all do. A local
-            folder is one that all ranks share. For the ranks to have equal work, shards are equal,
+            folder is one that all ranks share. So that the ranks have equal work, shards are equal,
             and smaller if there are fewer of them than ranks (but not below 250 MB). A single file
             is written by the first rank, which also writes `copied_files` and is the only one to
             read them. Default: this process exports alone, also in a job of several ranks: unlike a
@@ -207,8 +207,8 @@ def export_checkpoint(
             an adapter (that of a prompt encoder).
         DcpObjstoreError: any error of `dcp_objstore.open`, of reading, or of the store at `out`; of
             several ranks, that of the lowest rank that failed.
-        LostRaceError: another export has written to the folder. Its files stay, and
-            what this one wrote is removed.
+        LostRaceError: another export has written to the folder. Its files stay, and those of this
+            one are removed.
         RankFailedError: a rank died, or did not make this call.
     """
     began_at = time.monotonic()

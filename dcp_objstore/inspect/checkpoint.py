@@ -505,8 +505,8 @@ def open(  # noqa: A001 - `dos.open`, like gzip.open
             code that the checkpoint's author chose. Default False.
         rename: pairs of a regular expression and its replacement, applied to each key in turn, as
             `re.sub` does. Default: the keys as they are.
-        on_event: callable that receives each event of a read or verification, in a thread of its
-            own. `ObjectStoreWriter` describes how it is called.
+        on_event: callable that receives each event of a read or verification, in another
+            thread. `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of each read and verification to.
             `ObjectStoreWriter` describes how the file is named.
 

@@ -192,10 +192,9 @@ def with_object_store(trainer: T, url: str, *, background: bool = False, **optio
         trainer = with_object_store(Trainer(model, args, ...), "s3://bucket/run")
         trainer.train(resume_from_checkpoint=True)
 
-    When the Trainer would save, it saves the step `url/step-N`, in one commit: `model` (of a PEFT
+    When the Trainer would save, it saves the step `url/step-N`, in one commit: `model` (for a PEFT
     model, its adapters alone, as `peft_state` describes), `optimizer`, and under `files` everything
-    else. A `CheckpointManager` looks after the run while
-    `train` runs:
+    else. A `CheckpointManager` manages the run while `train` runs:
 
     - `resume_from_checkpoint=True` goes on with the newest committed step, on any machine, with any
       number of ranks, and under another wrapper (single process, DDP, FSDP1, FSDP2). In an empty
@@ -329,7 +328,7 @@ class _TrainerRun:
 
     @contextmanager
     def training(self, wanted: str | bool | None) -> Iterator[str | None]:
-        """Look after the run for as long as `Trainer.train` runs.
+        """Manage the run while `Trainer.train` runs.
 
         Args:
             wanted: `resume_from_checkpoint`.

@@ -157,10 +157,10 @@ class PartCopied(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotCopied(Event):
-    """A save with a base uploads what the store was to copy.
+    """A save with a base uploads what the store should have copied.
 
     Attributes:
-        base: URL of the base, or "latest" if it was not found out.
+        base: URL of the base, or "latest" if that was not resolved.
         reason: why, in words.
         not_copied_bytes: bytes of this rank that have not changed and are uploaded; 0 if they were
             not compared.

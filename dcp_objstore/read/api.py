@@ -87,8 +87,8 @@ def load(
             `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency, time-outs and the memory budget.
         progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
-        on_event: callable that receives each event of the load on this rank, in a thread of its
-            own. `ObjectStoreWriter` describes how it is called.
+        on_event: callable that receives each event of the load on this rank, in another
+            thread. `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of the load to. `ObjectStoreWriter` describes
             how ranks name their files.
         verify: let no unverified byte reach a tensor. With False, only the bytes that are needed

@@ -60,7 +60,7 @@ def follow(
 
     A step may be deleted while it is read, if it is not pinned: then the load raises
     CheckpointGoneError, or CheckpointNotFoundError if it had not begun, and both say which step is
-    next. To go on is to `continue`.
+    next. `continue` then goes on.
 
     The run is listed when the loop asks for a step and the listing is older than `poll_seconds`.
     That takes two requests for the run's `_CLAIM`, one listing (a page for each 1,000 objects), and
@@ -72,9 +72,8 @@ def follow(
         after: the number of a step, or its name if it is not `step-N`. Neither this step nor any
             before it comes, not even if it is saved again. Default: all come.
         until: number or name of the last step that may come. The iteration ends when that step or
-            a later one counts. Default: there is no last one.
-        skip_to_newest: of several steps that are new, yield only the newest; the others never
-            come.
+            a later one counts. Default: no limit.
+        skip_to_newest: yield only the newest of several new steps; the others never come.
         timeout_seconds: end if the loop has waited so long for a step; the time in its body does
             not count. 0: yield what is there. Default: no limit.
         poll_seconds: the least time from the end of one poll to the beginning of the next.

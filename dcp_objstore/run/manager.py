@@ -97,7 +97,7 @@ class CheckpointManager:
                 if run.preempted():
                     break
             else:
-                run.finish()  # tells those who follow the run that no more steps come
+                run.finish()  # tells jobs that follow the run that no more steps come
 
     Every rank makes one with the same arguments, and calls its methods in the same order with the
     same steps. Collectives, which all ranks must call: `load`, `save`, `async_save`, `latest`,
@@ -132,7 +132,7 @@ class CheckpointManager:
             Default "wait".
         max_failed_saves: how many background saves in a row may fail without ending the training,
             because the store was away or too slow (a RetryableError). Each is logged as an error,
-            with the newest step that there is, and the next save is tried when it is due. The one
+            with the newest step, and the next save is tried when it is due. The one
             after them raises, as do at once the save of the last step, a save that was refused or
             has lost a race, and `save`. Default 0: every failure raises.
         preemption: how the job learns that it must end, and whether it saves then. Default: by

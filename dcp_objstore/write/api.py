@@ -71,8 +71,8 @@ def save(
             `endpoint_url`, ...). Default: taken from the environment.
         config: sizes, concurrency and time-outs.
         progress: show a progress bar on rank 0 if standard error is a terminal. Default True.
-        on_event: callable that receives each event of the save on this rank, in a thread of its
-            own. `ObjectStoreWriter` describes how it is called.
+        on_event: callable that receives each event of the save on this rank, in another
+            thread. `ObjectStoreWriter` describes how it is called.
         trace: name of a local file to write a trace of the save to. `ObjectStoreWriter` describes
             how ranks name their files.
         user_metadata: small JSON values to store in the commit marker (metrics, step, config).

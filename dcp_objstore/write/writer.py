@@ -96,15 +96,15 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             writes `.metadata`; over a checkpoint that is replaced, stock readers still find the old
             one until then. Default True.
         claim: the claim that `claim_run` returned for the run; the checkpoint must lie directly
-            below the run. Once another job has taken the run over, no save of this job counts any
+            below the run. Once another job has claimed the run, no save of this job counts any
             more, and each save raises SupersededError. Without a claim, a save into a run that was
             ever claimed raises SupersededError.
         base: a checkpoint of an earlier state: "latest" (the newest one directly below the prefix
             in which this checkpoint lies) or a URL, on the same store with the same credentials.
             Tensors that have not changed since are not uploaded but copied by the store, into
             objects of this checkpoint: it stays whole without the base. What cannot be copied is
-            uploaded, with a warning and a `NotCopied` event; "latest" without a checkpoint is no
-            reason for one. Default: upload all.
+            uploaded, with a warning and a `NotCopied` event; "latest" without a checkpoint
+            gives no warning. Default: upload all.
         on_busy: what `dcp.async_save` with this writer does while an earlier save of the writer is
             running: "wait" for it before the state is copied (default), or "raise"
             SaveInProgressError.
@@ -127,7 +127,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         CheckpointExistsError: a checkpoint is committed at this URL, and `overwrite` is False.
         CommitLostError: another writer committed this checkpoint during the save; theirs is whole.
         CommitUnknownError: the store never answered the commit, which may have taken effect.
-        SupersededError: a newer job took the run over; what this job saves does not count.
+        SupersededError: a newer job claimed the run; what this job saves does not count.
         SaveInProgressError: an earlier save of this writer is running, and `on_busy` is "raise".
         StoreUnavailableError: the store did not answer, after all retries.
         TransferStalledError: no part was completed for `config.stall_timeout_seconds`.
