@@ -512,23 +512,6 @@ def test_a_folder_may_be_exported_onto_itself(url, tmp_path, most):
         dos.export_checkpoint(out, f"{out}/all.pt", overwrite=True)
 
 
-def test_ctrl_c_ends_an_export_and_leaves_no_file(url, tmp_path, monkeypatch):
-    reads = []
-    read_slabs = dos.Checkpoint._read_slabs
-
-    def interrupted(self: dos.Checkpoint, boxes: Any) -> Any:
-        reads.append(boxes)
-        if len(reads) > 5:
-            raise KeyboardInterrupt
-        return read_slabs(self, boxes)
-
-    monkeypatch.setattr(dos.Checkpoint, "_read_slabs", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        dos.export_checkpoint(url, tmp_path / "hf", max_shard_size_bytes=20)
-    assert len(reads) > 5
-    assert not (tmp_path / "hf").exists()
-
-
 def test_a_failed_export_leaves_no_new_folder_and_those_that_were_there(url, tmp_path):
     (data,) = (tmp_path / "run" / "step-7").glob("__0_0*")
     data.write_bytes(data.read_bytes()[:100])

@@ -145,7 +145,7 @@ def test_a_stalled_rank_fails_the_save_soon_and_typed_on_every_rank(
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param(lambda asked: asked.name == "_COMMIT", id="begin"),
+        pytest.param(lambda asked: asked.name == "_COMMIT", id="begin", marks=pytest.mark.campaign),
         pytest.param(lambda asked: "/.probe-" in asked.key, id="probe", marks=pytest.mark.campaign),
         pytest.param(lambda asked: asked.is_listing, id="check", marks=pytest.mark.campaign),
         pytest.param(lambda asked: asked.name.startswith("index."), id="index"),
@@ -192,6 +192,7 @@ def test_a_store_that_stalls_at_the_commit_leaves_its_outcome_unknown_soon(bucke
     held.release()
 
 
+@pytest.mark.campaign
 def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(bucket, proxy):
     url, options = bucket.at("step-1"), bucket.storage_options
     held = proxy.hold(lambda asked: asked.name == ".metadata" and asked.method == "PUT")
@@ -202,7 +203,8 @@ def test_a_store_that_stalls_after_the_commit_does_not_hold_the_save_up(bucket, 
     held.release()
 
 
-@pytest.mark.parametrize("name", ["_COMMIT", pytest.param("index.", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["_COMMIT", "index."])
 def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(bucket, proxy, name):
     url, options = bucket.at("step-1"), bucket.storage_options
     run_ranks(2, save, url, [options], [PATIENT])
@@ -214,6 +216,7 @@ def test_a_load_that_is_stalled_before_its_first_byte_fails_soon_on_every_rank(b
     held.release()
 
 
+@pytest.mark.campaign
 def test_one_stalled_connection_only_delays_a_save(bucket, proxy):
     url = bucket.at("step-1")
     held = proxy.hold(is_part, after_bytes=MIB, times=1)
@@ -227,6 +230,7 @@ def test_one_stalled_connection_only_delays_a_save(bucket, proxy):
     held.release()
 
 
+@pytest.mark.campaign
 def test_a_slow_network_is_no_stall(bucket, proxy):
     """A part takes nearly half of the stall time-out; all of a rank's take longer than that."""
     url = bucket.at("step-1")
@@ -271,11 +275,8 @@ def save_until_ctrl_c(rank: int, world: int, url: str, *ways: object) -> None:
     save(rank, world, url, *ways)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "everywhere",
-    [False, pytest.param(True, marks=pytest.mark.campaign)],
-    ids=["stalled-rank", "every-rank"],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("everywhere", [False, True], ids=["stalled-rank", "every-rank"])
 def test_ctrl_c_ends_a_stalled_save_long_before_any_time_out(bucket, proxy, crew, everywhere):
     """The time-outs are minutes; what it takes are the 5 s that the transport has for its abort."""
     url, options = bucket.at("step-1"), bucket.storage_options

@@ -38,7 +38,6 @@ from dcp_objstore.write import async_save as async_api, upload_items as uploadin
 from dcp_objstore.write.staging import memory as pinned, regions, stager, state as staging
 from dcp_objstore.write.staging.memory import StagingMemory
 from dcp_objstore.write.staging.state import StagedState, Staging, stage
-from tests.support.campaign import cases
 from tests.support.checkpoints import HookPlanner, memory_url
 from tests.support.lanes import LateLane, use_lane
 from tests.support.meeting_number import MeetingNumber
@@ -1127,7 +1126,8 @@ handle = dos.async_save(state, "memory://x/1")
 """
 
 
-@pytest.mark.parametrize("seen", cases([False, True], default=[False]))
+@pytest.mark.campaign
+@pytest.mark.parametrize("seen", [False, True])
 def test_an_error_that_nobody_asked_for_is_shown_as_the_program_ends_and_fails_it(seen):
     program = _UNSEEN + ("handle.exception()\n" if seen else "")
     ended = subprocess.run(
