@@ -1,4 +1,4 @@
-"""What the functions of this package return: reports, and what they are made of.
+"""The reports that the functions of this package return, and their parts.
 
 Nobody needs to construct one; the names are for annotations and for `isinstance`. They are those of
 `reports.pyi`, resolved on first use.

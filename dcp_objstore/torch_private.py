@@ -1,4 +1,4 @@
-"""Everything that the package uses of torch's private API.
+"""The parts of torch's private API that the package uses.
 
 Private names may change in any release. So each is used only here, behind a name of this project,
 and `tests/test_torch_private.py` calls each with the installed torch. The docstrings name the

@@ -1,4 +1,4 @@
-"""What lies in a run: one listing, sorted by prefix, and the markers that are read from it.
+"""The catalogue of a run: one listing, sorted by prefix, and the markers that are read from it.
 
 `list_run` is rule C3 of `claim`: which steps count. It is below `claim`, which claims a run by the
 same listing.
@@ -332,7 +332,7 @@ def read_steps(
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What lies in a run.
+    """The content of a run.
 
     Attributes:
         claim: the content of its `_CLAIM`, or None.

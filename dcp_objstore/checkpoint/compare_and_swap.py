@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SwapOutcome(Generic[T]):
-    """What became of a PUT.
+    """The outcome of a PUT.
 
     Attributes:
         landed: the PUT took effect.

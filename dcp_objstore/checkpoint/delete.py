@@ -43,7 +43,7 @@ from dcp_objstore.transfer.workers import in_waves
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteReport:
-    """What a deletion did, or with `dry_run` what it would do.
+    """The result of a deletion, or with `dry_run` what it would do.
 
     Attributes:
         url: URL of the checkpoint.

@@ -110,7 +110,7 @@ class StorageInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Columns(NamedTuple):
-    """What the index holds for each item, one array for each property.
+    """The properties of all items in the index, one array for each property.
 
     A row of the first six columns is an item: first the chunks of each tensor, in the order of
     their offsets, tensor after tensor; then the pickled values. An item lies in its object like

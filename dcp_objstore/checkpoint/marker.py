@@ -318,7 +318,7 @@ LEFT_OUT = "left_out"
 
 
 class LeftOut(TypedDict):
-    """What a save has left out of a module: the number of tensors, and of elements in all ranks."""
+    """The parts of a module that a save left out: tensors, and elements in all ranks."""
 
     tensors: int
     elements: int

@@ -14,7 +14,7 @@ from dcp_objstore.stores.protocol import ObjectStore
 
 @dataclass(frozen=True, kw_only=True)
 class RepairReport:
-    """What a repair did, or with `dry_run` what it would do.
+    """The result of a repair, or with `dry_run` what it would do.
 
     Attributes:
         url: URL of the checkpoint.

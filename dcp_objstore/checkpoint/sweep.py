@@ -76,7 +76,7 @@ _LOST = "another job changed the marker"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSweep:
-    """What a sweep did at one checkpoint, or with `dry_run` what it would do.
+    """The result of a sweep at one checkpoint, or with `dry_run` what it would do.
 
     Attributes:
         url: URL of the checkpoint.
@@ -178,7 +178,7 @@ def check_grace(grace_seconds: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """What a sweep would do at one checkpoint.
+    """The plan of a sweep at one checkpoint.
 
     Attributes:
         outcome: `swept` if there is something to remove now; otherwise why there is not.

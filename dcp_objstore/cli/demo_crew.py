@@ -70,7 +70,7 @@ def counted_requests() -> Iterator[Counter[str]]:
 
 
 class Ended(NamedTuple):
-    """How a rank has ended, and what it has said before.
+    """The end of a rank, and its output before.
 
     Attributes:
         how: None after success; the error of the library, another error's text, or an exit status.

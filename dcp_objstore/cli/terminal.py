@@ -1,4 +1,4 @@
-"""What commands print: tables, wrapped lines, JSON, and colours only where they are seen."""
+"""Output of commands: tables, wrapped lines, JSON, and colours only where they are seen."""
 
 from __future__ import annotations
 

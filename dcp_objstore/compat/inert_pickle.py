@@ -37,7 +37,7 @@ class HostilePickleError(Exception):
 
 @dataclass(frozen=True)
 class Dialect:
-    """What pickles of one kind may contain.
+    """The content that pickles of one kind may have.
 
     Attributes:
         opcodes: codes of the opcodes.

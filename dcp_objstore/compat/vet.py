@@ -122,7 +122,7 @@ def vet_old(body: bytes | mmap.mmap) -> None:
 
 
 class _EndError(Exception):
-    """Torch goes no further than this point."""
+    """Stop torch at this point."""
 
 
 class _Result(Node):

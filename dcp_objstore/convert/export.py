@@ -90,7 +90,7 @@ _SHAPING = "keys=, rename=, dtype= and max_shard_size_bytes"
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
         url: URL of the checkpoint.
@@ -301,7 +301,7 @@ def _of_copied(known: Iterable[StoreSpec], url: str) -> StoreSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What an export writes.
+    """The content of an export.
 
     Attributes:
         source: the checkpoint to read.

@@ -1,4 +1,4 @@
-"""What frameworks save beside their tensors, and their own files made of it.
+"""The values that frameworks save beside their tensors, and their own files made of these.
 
 `integrations` saves these keys, and an export reads them: the adapters of PEFT, and the one file
 that Lightning reads, made of a sharded checkpoint of its Trainer or Fabric.
@@ -28,7 +28,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """What a checkpoint says of an adapter.
+    """A checkpoint's description of an adapter.
 
     Attributes:
         config: the text of its `adapter_config.json`.
@@ -46,7 +46,7 @@ def encode(adapters: Mapping[str, Adapter]) -> str:
 
 
 class AdapterFolder(NamedTuple):
-    """What PEFT's folder of an adapter has.
+    """The content of PEFT's folder of an adapter.
 
     Attributes:
         config: the text of `adapter_config.json`.

@@ -1,4 +1,4 @@
-"""What a conversion reads: tensors in slabs, and values, from a checkpoint or from files."""
+"""Sources of a conversion: tensors in slabs, and values, from a checkpoint or from files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TensorInfo(NamedTuple):
 
 
 class Source(Protocol):
-    """Where a conversion reads from.
+    """A source of a conversion.
 
     Attributes:
         keys: all keys, in their order.

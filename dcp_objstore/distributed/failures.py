@@ -112,7 +112,7 @@ def typed_failures(
 
 
 class _Report(NamedTuple):
-    """What a rank tells the others in `raise_on_all`."""
+    """The message of a rank to the others in `raise_on_all`."""
 
     error: BaseException | None
     advice: str

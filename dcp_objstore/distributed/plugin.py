@@ -1,4 +1,4 @@
-"""What writer and reader share as DCP plug-ins: target, errors, and DCP's calls around them."""
+"""The base of writer and reader as DCP plug-ins: target, errors, and DCP's calls around them."""
 
 from __future__ import annotations
 

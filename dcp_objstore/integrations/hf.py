@@ -477,7 +477,7 @@ class _TrainerRun:
 
 
 class _ObjectStoreTrainer:
-    """What the class that `with_object_store` makes has before the methods of the Trainer."""
+    """The methods that `with_object_store` puts before those of the Trainer."""
 
     _object_store: _TrainerRun
 

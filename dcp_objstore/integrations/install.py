@@ -59,7 +59,7 @@ def url_in(path: object, schemes: Collection[str]) -> str | None:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What `install` was called with."""
+    """The arguments of `install`."""
 
     schemes: frozenset[str]
     overwrite: bool | None
@@ -74,7 +74,7 @@ _Make = Callable[[_Settings, str, Mapping[str, Any]], object]
 
 
 class _Installed:
-    """What is installed in this process."""
+    """The hooks that are installed in this process."""
 
     settings: _Settings | None = None
     has_hooks = False
@@ -111,7 +111,7 @@ def installed_spec(path: object) -> StoreSpec | None:
 
 
 class InstalledWriter(ObjectStoreWriter):
-    """What making a `FileSystemWriter` or `FsspecWriter` for an installed URL gives."""
+    """The writer that replaces a `FileSystemWriter` or `FsspecWriter` for an installed URL."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim at another checkpoint, whose URL may have become a path."""
@@ -119,7 +119,7 @@ class InstalledWriter(ObjectStoreWriter):
 
 
 class InstalledReader(ObjectStoreReader):
-    """What making a `FileSystemReader` or `FsspecReader` for an installed URL gives."""
+    """The reader that replaces a `FileSystemReader` or `FsspecReader` for an installed URL."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Aim at another checkpoint, whose URL may have become a path."""
@@ -127,7 +127,7 @@ class InstalledReader(ObjectStoreReader):
 
 
 class Installation:
-    """What `install` returns. As a context manager it restores what was installed before.
+    """The installation, which `install` returns. As a context manager it restores the one before.
 
         with dos.install():
             dcp.load(state, checkpoint_id="s3://bucket/run/step-1000")

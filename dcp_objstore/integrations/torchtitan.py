@@ -45,7 +45,7 @@ class _AgreedSteps(NamedTuple):
 
 
 class _Installed:
-    """What is installed in this process.
+    """The hooks that are installed in this process.
 
     Attributes:
         grace_seconds: the argument of `install`.

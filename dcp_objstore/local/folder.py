@@ -179,7 +179,7 @@ def remove_run(home: Path, run: Path) -> bool:
 
 
 class Files(NamedTuple):
-    """How many files, and what they take on the file system."""
+    """The number of files, and the space that they take on the file system."""
 
     number: int
     total_bytes: int

@@ -1,4 +1,4 @@
-"""How much room there is for copies on a file system, and in memory."""
+"""The room for copies on a file system, and in memory."""
 
 from __future__ import annotations
 

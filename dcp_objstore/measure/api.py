@@ -87,7 +87,7 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What one way of moving the bytes gave.
+    """The figures of one way of moving the bytes.
 
     Attributes:
         gib_per_second: the speed, counting the bytes of the tensors.
@@ -106,7 +106,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """What `dcp_objstore.measure.bench` measured, in one process.
+    """The figures of `dcp_objstore.measure.bench`, of one process.
 
     Attributes:
         url: URL below which it wrote.

@@ -1,4 +1,4 @@
-"""What people see of a save or load: the line in the log, and a progress bar."""
+"""The line in the log and the progress bar of a save or load."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """What a rank will read.
+    """The reads of a rank.
 
     Attributes:
         reads: one read for each item of the plan, in the same order.

@@ -36,7 +36,7 @@ _OF_TORCH = "\noptimizer.state_dict() numbers the parameters: pass the optimizer
 
 
 class _LocalItems(NamedTuple):
-    """What the coordinator learns of a rank's items.
+    """The coordinator's view of a rank's items.
 
     Attributes:
         missing: number of keys that the rank asks for in vain.

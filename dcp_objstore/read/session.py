@@ -171,7 +171,7 @@ def run_load(
 
 
 class _Intake:
-    """What becomes of the ranges of a load: memory for them, their destinations, other ranks.
+    """The handling of a load's ranges: memory for them, their destinations, other ranks.
 
     Workers call `admit` and `take_in`, the thread of the load `go_on`.
     """

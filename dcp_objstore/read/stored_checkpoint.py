@@ -115,7 +115,7 @@ class StoredCheckpoint:
 
     @cached_property
     def metadata(self) -> Metadata:
-        """What DCP's planners need.
+        """The metadata that DCP's planners need.
 
         Raises:
             CheckpointCorruptError: torch does not have the layout or memory format of a tensor.

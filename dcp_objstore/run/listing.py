@@ -97,7 +97,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What lies at and below a URL.
+    """The checkpoints at and below a URL.
 
     Attributes:
         url: the URL.

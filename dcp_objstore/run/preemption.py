@@ -35,7 +35,7 @@ in_forked_child(_restore_in_child)
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption:
-    """How a job learns that it must end, and what its `CheckpointManager` does then.
+    """The way a job learns that it must end, and what its `CheckpointManager` does then.
 
         preemption = dos.Preemption(signals=[signal.SIGTERM, signal.SIGUSR1])
         run = dos.CheckpointManager("s3://bucket/run", preemption=preemption)

@@ -42,7 +42,7 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What `CheckpointManager.load` did.
+    """The result of `CheckpointManager.load`.
 
     Attributes:
         step: number of the step that was loaded; None if the run has no committed step.

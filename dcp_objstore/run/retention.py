@@ -20,7 +20,7 @@ from dcp_objstore.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What policies know about a committed step.
+    """The facts about a committed step that policies know.
 
         dos.KeepLatest(1).keeps([dos.StepFacts(step=1), dos.StepFacts(step=2)])
 

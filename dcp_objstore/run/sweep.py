@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepReport:
-    """What a sweep did below a URL, or with `dry_run` what it would do.
+    """The result of a sweep below a URL, or with `dry_run` what it would do.
 
     Attributes:
         url: the URL that was swept.

@@ -195,7 +195,7 @@ def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Region(NamedTuple):
-    """Where tensors of a key lie: bytes `[start, end)`, of which they take `size_bytes`.
+    """The place of a key's tensors: bytes `[start, end)`, of which they take `size_bytes`.
 
     They are parts of one tensor, or of one of those that a wrapper is made of.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint has below a place of the state, and what a load makes of it.
+"""The entries of a checkpoint below a place of the state, and what a load makes of them.
 
 A load of a value that restores itself (an optimizer, a Stateful object) is decided by what was
 saved: each stored entry gets a destination, whether the value has such an entry already or not.
@@ -116,7 +116,7 @@ def below(path: Path, length: int) -> Path:
 
 
 class Asked:
-    """What a load asks for at the place of a value that restores itself.
+    """The request of a load at the place of a value that restores itself.
 
     Args:
         current: the value's state dict, with str keys.

@@ -1,4 +1,4 @@
-"""What a rank has stored: objects, items in them, dtypes by name. Importing it needs no torch."""
+"""The objects that a rank has stored, their items, dtypes by name. Importing it needs no torch."""
 
 from __future__ import annotations
 

@@ -83,11 +83,11 @@ class BaseStore(ABC, Generic[Place]):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What the adapter claims to guarantee."""
+        """The guarantees that the adapter claims."""
 
     @property
     def range_reading(self) -> RangeReading:
-        """How ranges are read: not ahead, and without memory."""
+        """Ranges are not read ahead, and take no memory."""
         return RangeReading()
 
     def open_range(self, key: str, start: int, end: int) -> Range:

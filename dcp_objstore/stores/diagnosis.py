@@ -29,7 +29,7 @@ _TIMEOUT_SECONDS = 5
 
 
 class Identity(NamedTuple):
-    """Whose credentials a store is asked with.
+    """The identity whose credentials a store is asked with.
 
     Attributes:
         source: the place where the credentials come from, in words.
@@ -57,7 +57,7 @@ class NamedServer(NamedTuple):
 
 
 class ServerAnswer(NamedTuple):
-    """What the headers of any answer hold.
+    """The facts in the headers of any answer.
 
     Attributes:
         ahead_seconds: how far the server's clock is ahead of this machine's (negative: behind), to

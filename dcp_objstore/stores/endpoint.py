@@ -63,7 +63,7 @@ def tls_context(verify: bool | str) -> ssl.SSLContext:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Python's own sends `Authorization` to wherever an answer points."""
+    """Follow no redirect: Python's own handler sends `Authorization` to wherever one points."""
 
     def redirect_request(self, *_: object, **__: object) -> None:
         return None  # the redirect is then raised as an HTTPError

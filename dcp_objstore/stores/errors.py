@@ -179,7 +179,7 @@ _USE_HTTPS = "endpoint_url should begin with https://"
 
 
 class Meaning(NamedTuple):
-    """What an answer means, or the lack of one.
+    """The meaning of an answer, or of the lack of one.
 
     Attributes:
         kind: the error to raise.
@@ -241,7 +241,7 @@ UPLOAD_LOST = Meaning(UploadLostError, "the store lost this upload before its en
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What an adapter reads out of an exception of its library.
+    """The parts that an adapter reads out of an exception of its library.
 
     Attributes:
         text: what the library says, for the user.
@@ -265,7 +265,7 @@ class Facts:
 
 
 class Failure(NamedTuple):
-    """What an exception of a transport means.
+    """The meaning of an exception of a transport.
 
     Attributes:
         error: the error to raise.
@@ -277,7 +277,7 @@ class Failure(NamedTuple):
 
     @property
     def may_pass(self) -> bool:
-        """It may pass if the request is sent again."""
+        """Whether it may pass if the request is sent again."""
         facts = self.facts
         if facts.may_pass is not None:
             return facts.may_pass
@@ -296,7 +296,7 @@ class Failure(NamedTuple):
 
     @property
     def answered(self) -> bool:
-        """There is a server: it answered, or closed the connection."""
+        """Whether there is a server: it answered, or closed the connection."""
         facts = self.facts
         return facts.status is not None or (facts.connected and not facts.timed_out)
 

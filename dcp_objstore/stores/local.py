@@ -89,7 +89,7 @@ class LocalStore(BaseStore[Path]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything but parallel parts: a stream is written in order."""
+        """Claim everything but parallel parts: a stream is written in order."""
         return Capabilities(multipart=False, copies=hasattr(os, "copy_file_range"))
 
     def _range_source(self, place: Path) -> FileSource:
@@ -225,7 +225,7 @@ class LocalStore(BaseStore[Path]):
         return path.resolve() in (above.resolve() for above in path.parents)
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
-        """In the order of the keys' segments."""
+        """List in the order of the keys' segments."""
         with self._errors(None):
             entries = _entries(self._root / folder)
         for entry in entries:

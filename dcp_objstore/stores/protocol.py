@@ -73,7 +73,7 @@ Precondition: TypeAlias = IfAbsent | IfVersion
 
 @dataclass(frozen=True, slots=True)
 class ObjectMeta:
-    """What the store says of an object.
+    """The store's description of an object.
 
     Attributes:
         key: its key, relative to the store's root.
@@ -136,7 +136,7 @@ class Uploads(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an adapter claims; the default is everything.
+    """The guarantees that an adapter claims; the default is everything.
 
     `tests/contract` holds each adapter to its claims, and `checkpoint.probe` tries the first
     three on the server that is really there. A store that lacks one says so here and refuses what
@@ -191,7 +191,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class RangeReading:
-    """How a store reads ranges: what a transfer plans its threads and its memory by.
+    """The way a store reads ranges, by which a transfer plans its threads and its memory.
 
     Attributes:
         ahead: `open_range` sends the request at once and returns before the answer has come. Then
@@ -291,7 +291,7 @@ class ObjectStore(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the adapter claims to guarantee."""
+        """The guarantees that the adapter claims."""
         ...
 
     @property
@@ -305,7 +305,7 @@ class ObjectStore(Protocol):
 
     @property
     def range_reading(self) -> RangeReading:
-        """How ranges are read, as far as is known; a lane that only fails is given up."""
+        """The way ranges are read, as far as is known; a lane that only fails is given up."""
         ...
 
     def put(

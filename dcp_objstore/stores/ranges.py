@@ -70,7 +70,7 @@ class Answer(Protocol):
 
 
 class RangeSource(ABC):
-    """How one object is asked for ranges.
+    """A source of ranges of one object.
 
     Attributes:
         is_held: whether the answers will be asked for their version.

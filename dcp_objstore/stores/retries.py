@@ -54,7 +54,7 @@ class MonotonicClock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often, until when and after which pauses something is tried again.
+    """The number of tries, their deadline, and the pauses between them.
 
     By default, ten retries of a refused connection take 31 to 62 s, so a store that restarts within
     half a minute does not fail a save. Pauses that are random between a fixed first one and twice
@@ -216,14 +216,14 @@ class Tries:
             self._limiter.wait_turn()
 
     def _left_seconds(self) -> float:
-        """How much later a retry may begin; 0 if none may."""
+        """The time within which a retry may begin; 0 if none may."""
         if self.retries == self.policy.max_retries:
             return 0.0
         return self.policy.patience_seconds - (self._clock.monotonic() - self._began_at)
 
 
 class Requests:
-    """What the requests to one bucket share.
+    """The state that the requests to one bucket share.
 
     Args:
         config: time-outs and retries; see `policies`.

@@ -1,4 +1,4 @@
-"""What each scheme of URLs has: a schema of its options, and where its credentials come from.
+"""The schemes of URLs: each has a schema of its options, and a source of its credentials.
 
 The names are those of s3fs, gcsfs and adlfs, so that options move over unchanged; their names that
 only tune fsspec itself (`default_block_size`, `listings_expiry_time`, …) are errors here. The

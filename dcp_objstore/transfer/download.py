@@ -296,7 +296,7 @@ class _Unlimited:
 
 
 class _Waits(Generic[T]):
-    """What is known of the requests to one place: how many may be in flight, how long they take."""
+    """The state of the requests to one place: how many may be in flight, how long they take."""
 
     def __init__(self, requests: int, slot: AdmissionSlot | _Unlimited) -> None:
         self.requests = requests
@@ -306,7 +306,7 @@ class _Waits(Generic[T]):
 
 @dataclass(kw_only=True)
 class _Shared(Generic[T]):
-    """What the workers of one call of `fetch_ranges` share, and its thread looks after.
+    """The state that the workers of one call of `fetch_ranges` share, and its thread manages.
 
     A request that takes far longer than the others is asked for again. If its transport can be
     interrupted, its worker does that itself, in the same memory. Otherwise the worker goes on

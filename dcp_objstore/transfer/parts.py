@@ -33,7 +33,7 @@ _MAX_SLICE_BYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """How one rank's objects are cut.
+    """The cut of one rank's objects into parts.
 
     Attributes:
         part_size_bytes: the size of every part of an object but the last.

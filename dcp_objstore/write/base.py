@@ -159,7 +159,7 @@ class _BaseItem(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where it ends in its object."""
+        """The position of its end in its object."""
         return self.stored.offset + self.stored.length
 
 
@@ -177,7 +177,7 @@ class _Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the last item ends."""
+        """The position of the end of the last item."""
         return self.items[-1].end
 
     @property
@@ -480,7 +480,7 @@ class _Kind(NamedTuple):
 
 
 class _Framing(NamedTuple):
-    """What is written around an item: the padding before it, and its header and trailer."""
+    """The bytes around an item: the padding before it, and its header and trailer."""
 
     padding: bytes
     frame: bytes

@@ -31,7 +31,7 @@ Paths: TypeAlias = Mapping[str, tuple[str | int, ...]]
 
 
 class _Items(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank's items are: key, type and kind of each (None: a pickled value).
+    """The description of a rank's items: key, type and kind of each (None: a pickled value).
 
     A kind is what a tensor is, apart from its key and its chunks.
     """
@@ -45,7 +45,7 @@ class _Items(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LocalPlan(msgspec.Struct, frozen=True):
-    """What a rank wants to save. Equal plans describe the same items in the same order.
+    """The items that a rank wants to save. Equal plans describe the same items in the same order.
 
     Attributes:
         items: an encoded `_Items`.
@@ -191,7 +191,7 @@ class _Table:
 
 
 class _Decoded(NamedTuple):
-    """What a rank's items are, as columns of a `_Table`, and the sizes of their elements."""
+    """The description of a rank's items as columns of a `_Table`, and their element sizes."""
 
     tensor: ix.Numbers
     dims: ix.Numbers

@@ -102,7 +102,7 @@ _staged_items = WriteItems()
 
 
 class _Offer(NamedTuple):
-    """What a rank sends the coordinator.
+    """The message of a rank to the coordinator.
 
     Attributes:
         plan: None if all ranks have agreed that the layout is a known one.
@@ -113,7 +113,7 @@ class _Offer(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What the coordinator sends a rank.
+    """The answer of the coordinator to a rank.
 
     Attributes:
         number: the number of a new layout.

@@ -1,4 +1,4 @@
-"""What becomes of a save in the background when the program ends before it.
+"""The end of the program while a save runs in the background.
 
 Python ends a program in this order: the handlers of `threading`, the threads that are not daemons,
 `atexit`. One of the first makes `concurrent.futures` refuse work, and asyncio looks host names up

@@ -1,4 +1,4 @@
-"""What ranks report of a save, and the index that their reports become."""
+"""The reports of ranks about a save, and the index that they become."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class WriteResults(list[WriteResult]):
 
 
 class Results(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has stored, in columns.
+    """The items that a rank has stored, in columns.
 
     Attributes:
         objects: the objects that hold the items.
@@ -122,7 +122,7 @@ _RESULT = ("object_number", "offset", "length", "payload_offset", "payload_lengt
 
 @dataclass(frozen=True, slots=True)
 class PlannedIndex:
-    """What an index says of the items of a save, but not where they are stored.
+    """An index's description of the items of a save, without the places where they are stored.
 
     Attributes:
         tensors, blobs, chunk_offsets, chunk_sizes, flatten_mapping, literal_keys: the fields of

@@ -33,7 +33,7 @@ _PICKLES = (ZIP_START, b"\x80")
 
 
 class SeenValues:
-    """What earlier saves of a group have shown of its values.
+    """The values of a group, as far as earlier saves have shown them.
 
     Attributes:
         left_out: keys that are not compared any more: a warning has named them, or some rank does

@@ -47,7 +47,7 @@ _PACK_BELOW = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the coordinator sends a rank before a load.
+    """The message of the coordinator to a rank before a load.
 
     Attributes:
         plan: this rank's part of the exchange; it has no rounds if nothing is shared.
@@ -91,7 +91,7 @@ def needs_of(
 
 
 class _SlotsAddress(NamedTuple):
-    """Where another rank finds this rank's slots, and the size of each."""
+    """The place of this rank's slots, for another rank, and the size of each."""
 
     memory: SharedMemoryAddress
     slot_bytes: int

@@ -1,4 +1,4 @@
-"""How ranks agree to load together.
+"""The agreement of ranks to load together.
 
 One rank opens the checkpoint, each rank offers what it needs, the coordinator divides the work, and
 all ranks meet before they read. If any of this is not possible, each rank loads by itself. Offers
@@ -47,7 +47,7 @@ _TOGETHER = "together"
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank sends the coordinator with its plan.
+    """The offer that a rank sends the coordinator with its plan.
 
     Attributes:
         commit_id: the commit_id of the checkpoint that the rank has opened; its fingerprint if

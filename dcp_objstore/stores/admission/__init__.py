@@ -1,1 +1,1 @@
-"""How many requests a process sends to a bucket, and how fast, while the store throttles."""
+"""Admission: the number and rate of a process's requests to a bucket that throttles."""

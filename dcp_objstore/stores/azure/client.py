@@ -1,4 +1,4 @@
-"""How obstore's clients of an Azure container are made, and how Azure is asked for copies."""
+"""Make obstore's clients of an Azure container, and Azure's requests for copies."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class FsspecStore(BaseStore[str]):
 
     @property
     def range_reading(self) -> RangeReading:
-        """How ranges are read: in bodies of up to 8 MiB."""
+        """Ranges are read in bodies of up to 8 MiB."""
         return FETCHED_READING
 
     def _range_source(self, place: str) -> FetchedSource:

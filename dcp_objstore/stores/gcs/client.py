@@ -1,4 +1,4 @@
-"""How the clients of a GCS bucket are made, obstore's and gcsfs's, and how it copies objects."""
+"""Make the clients of a GCS bucket, obstore's and gcsfs's, and its requests for copies."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _PENDING = RetryPolicy(None, 60.0)
 
 
 class Copier(NamedTuple):
-    """How a provider is asked for copies.
+    """The requests by which a provider makes copies.
 
     Attributes:
         server: the URL of its server; on Azure that of the account.

@@ -187,7 +187,7 @@ class _Message(NamedTuple):
 
     @property
     def is_abort(self) -> bool:
-        """It is of an abort, which is raised alone where an upload fails twice."""
+        """Whether it comes from an abort, which is raised alone where an upload fails twice."""
         if self.request is None:
             return False
         method, url, *_ = self.request.groups()
@@ -195,7 +195,7 @@ class _Message(NamedTuple):
 
     @property
     def is_of_instance(self) -> bool:
-        """It is of the service that instances get their credentials from."""
+        """Whether it comes from the service that gives instances their credentials."""
         return _INSTANCE_METADATA in self.text or _INSTANCE_METADATA in self.dump
 
 

@@ -37,7 +37,7 @@ _memory: PerProcess[dict[str, MemoryStore]] = PerProcess(dict)
 
 
 class ClientFactory(NamedTuple):
-    """How requests to a bucket are made.
+    """The way in which requests to a bucket are made.
 
     Attributes:
         new_client: a function that makes a client; they differ in their time-outs and retries.

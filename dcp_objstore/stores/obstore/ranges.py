@@ -1,4 +1,4 @@
-"""How obstore's adapter asks for ranges: over the direct lane if it can, otherwise of obstore.
+"""Ranges of obstore's adapter: asked for over the direct lane if it can, otherwise of obstore.
 
 `ObstoreSource` alone decides who is asked: the store knows no lane, and the lane no obstore.
 """

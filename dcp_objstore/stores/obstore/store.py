@@ -109,7 +109,7 @@ class ObstoreStore(BaseStore[str]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything; `checkpoint.probe` finds out if the server keeps it.
+        """Claim everything; `checkpoint.probe` finds out if the server keeps it.
 
         But memory has no parts, GCS lists no generations, and Azure keeps the blocks of an upload
         that was given up for a week. Only S3 copies ranges: GCS copies whole objects alone, and
@@ -126,7 +126,7 @@ class ObstoreStore(BaseStore[str]):
 
     @property
     def range_reading(self) -> RangeReading:
-        """How ranges are read: ahead, as long as the direct lane works."""
+        """Ranges are read ahead, as long as the direct lane works."""
         lane = self._clients.lane
         ahead = lane is not None and lane.is_used
         takes_gil = ahead and self._clients.is_secure

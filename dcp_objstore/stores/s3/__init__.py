@@ -1,1 +1,1 @@
-"""What every transport to S3 does alike."""
+"""The parts that all transports to S3 share."""

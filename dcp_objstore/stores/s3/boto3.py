@@ -102,7 +102,7 @@ class Boto3Store(S3Store):
 
     @property
     def range_reading(self) -> RangeReading:
-        """How ranges are read: 1 MiB at a time, which the client copies."""
+        """Ranges are read 1 MiB at a time, which the client copies."""
         return RangeReading(memory_bytes=2 * _RECEIVE_BYTES)
 
     def _range_source(self, place: Mapping[str, str]) -> RetriedSource:
@@ -229,11 +229,11 @@ class JoinedBuffers(io.RawIOBase):
         return self._starts[-1]
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes: a request that is tried again is read again."""
+        """Return True, because the body of a repeated request is read again."""
         return True
 
     def tell(self) -> int:
@@ -247,7 +247,7 @@ class JoinedBuffers(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> Any:
-        """Without a size all that is left, as bytes; else a view of some, without a copy.
+        """Return the rest, as bytes; with a size a view of some bytes, without a copy.
 
         The view may be longer than `size`, which senders and hashes of bodies accept.
         """

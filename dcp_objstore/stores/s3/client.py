@@ -1,4 +1,4 @@
-"""How obstore's clients of an S3 bucket are made. None of this makes a request."""
+"""Make obstore's clients of an S3 bucket. None of this sends a request."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class S3Options(Schema):
 
     @property
     def encryption(self) -> dict[str, str | bool]:
-        """How the store is to encrypt, as arguments of S3's requests that write."""
+        """The encryption, as arguments of S3's requests that write."""
         asked = {
             "ServerSideEncryption": self.sse,
             "SSEKMSKeyId": self.sse_kms_key_id,

@@ -134,7 +134,7 @@ class S3fsStore(S3Store):
 
     @property
     def range_reading(self) -> RangeReading:
-        """How ranges are read: in bodies of up to 8 MiB."""
+        """Ranges are read in bodies of up to 8 MiB."""
         return FETCHED_READING
 
     def _range_source(self, place: Mapping[str, str]) -> FetchedSource:

@@ -82,7 +82,7 @@ class S3Store(BaseStore["dict[str, str]"]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything; `checkpoint.probe` finds out if the server keeps it."""
+        """Claim everything; `checkpoint.probe` finds out if the server keeps it."""
         return Capabilities()
 
     # What an adapter says.

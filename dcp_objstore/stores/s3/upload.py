@@ -193,7 +193,7 @@ _DIGEST_BYTES: Final = {"CRC32": 4, "CRC32C": 4, "CRC64NVME": 8}
 
 
 class Checksums:
-    """What goes with the requests of an upload so that the store refuses a body that was damaged.
+    """The checksums of an upload, by which the store refuses a damaged body.
 
     Args:
         algorithm: `CRC32`, `CRC32C`, `CRC64NVME`, `SHA256`, or None: nothing goes with them.
