@@ -149,9 +149,9 @@ def _put(index: ix.Index, folder: Path) -> str:
         with (folder / entry.key).open("wb") as made:
             made.truncate(entry.size_bytes)
     store = StoreSpec(folder.as_uri()).open()
-    commit.commit(
+    commit.commit_checkpoint(
         store,
-        commit.begin(store, overwrite=False),
+        commit.take_begin_token(store, overwrite=False),
         index=ix.encode(index),
         objects=[(entry.key, entry.size_bytes) for entry in index.objects],
         counts=Counts(tensors=len(index.tensors), objects=len(index.objects)),

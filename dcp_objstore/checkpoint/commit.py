@@ -134,7 +134,7 @@ class CommitResult:
     dot_metadata: Precondition | None
 
 
-def begin(
+def take_begin_token(
     store: ObjectStore,
     *,
     overwrite: bool,
@@ -275,7 +275,7 @@ def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
         )
 
 
-def commit(
+def commit_checkpoint(
     store: ObjectStore,
     begin: BeginToken,
     *,
@@ -303,8 +303,8 @@ def commit(
 
     Raises:
         CheckpointCorruptError: an object is missing or has another size; nothing was committed.
-        CommitLostError: another writer, or a sweep, changed the marker since `begin`; nothing was
-            committed. (A commit of an earlier claim is replaced instead.)
+        CommitLostError: another writer, or a sweep, changed the marker since the save began;
+            nothing was committed. (A commit of an earlier claim is replaced instead.)
         SupersededError: a job of a later claim changed the marker; nothing was committed.
         CommitUnknownError: no clear answer before the deadline; the commit may still take effect.
         InputError: the store refused the PUT for good (rights, credentials), the begin token

@@ -191,7 +191,7 @@ def copy_checkpoint(
         with channel.watching(), plugin_errors(None, target.url):
             save.start(overwrite=overwrite, claim=claim, allow_unfenced=allow_unfenced, clock=clock)
             copied = copy.upload(save)
-            save.commit(
+            save.commit_index(
                 *copied,
                 user_metadata=marker.user_metadata,
                 claim=claim,
@@ -281,13 +281,13 @@ class _Copy:
 
     def _arrived(self, save: Save) -> dict[int, StoredObject]:
         """Return the objects that earlier copies have sent, by number. At most one listing."""
-        assert save.begin is not None
+        assert save.token is not None
         store = save.open()
         arrived: dict[int, StoredObject] = {}
         fingerprints = {self._fingerprint}
         if self._on_store:
             fingerprints.add(self._unread_fingerprint)
-        if save.begin.version is not None or not save.fenced or not store.capabilities.atomic_put:
+        if save.token.version is not None or not save.fenced or not store.capabilities.atomic_put:
             return arrived
         for meta in store.list():
             name = parse_data_key(meta.key)

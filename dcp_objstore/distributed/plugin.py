@@ -188,8 +188,8 @@ class Target:
             )
         return spec
 
-    def begin(self) -> StoreSpec:
-        """The store of the checkpoint, of a save or load that begins now."""
+    def used_now(self) -> StoreSpec:
+        """Return the store of the checkpoint; note that a save or load has begun there."""
         self._unused = False
         return self.spec
 

@@ -273,7 +273,7 @@ class ObjectStoreReader(StorageReader):
         DCP turns an error raised here into a bare AssertionError (up to torch 2.11 without its
         text), but passes on what `set_up_storage_reader` raises.
         """
-        spec = self._target.begin()
+        spec = self._target.used_now()
         load = _Load(spec, self._event_settings.channel("load", spec.url, *rank_and_world_size()))
         self._of_thread.load = load
         try:

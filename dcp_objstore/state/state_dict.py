@@ -113,27 +113,11 @@ class ConvertedState:
                 raise StateMismatchError(f"the names in the state must be str, got {name!r}")
         self._state = state
         self._loading, self._strict = loading, strict
-        # Sorted, because `state_dict` and `load_state_dict` may be collectives (FSDP1's are), and
-        # the dicts of two ranks may differ in their order. Modules first: their state dict gives
-        # FSDP2's modules back the parameters that the optimizers have.
-        whole: list[Path] = []
-        found = sorted(
-            leaves(state, (), self._is_decided, whole),
-            key=lambda leaf: (_rank_of(leaf[1]), _place(leaf[0])),
-        )
-        modules = {path: value for path, value in found if _rank_of(value) == 0}
-        self.whole = [*map(_place, whole)]
+        self.whole: list[Place] = []
         self.optimizers: list[Place] = []
         self.per_rank: dict[Place, bool] = {}
         self.left_out: dict[Place, LeftOut] = {}
-        self._leaves: list[_Leaf] = []
-        self.state_dict: dict[str, Any] = {}
-        for path, value in found:
-            if type(value) is torch.Tensor:  # the most by far
-                self._leaves.append(_Leaf(path, value, value))
-                continue
-            with _named_errors(value, path, "state_dict"):
-                self._leaves.append(self._convert(path, value, modules))
+        self._leaves = self._converted()
         if loading:
             self._check_memory()
         self._check_names_of_ranks()
@@ -143,7 +127,30 @@ class ConvertedState:
             for leaf in self._leaves
             if leaf.is_decided or isinstance(leaf.optimizer, NamedOptimizer)
         }
-        self.state_dict = self._plain(state)
+        self.state_dict: dict[str, Any] = self._plain(state)
+
+    def _converted(self) -> list[_Leaf]:
+        """Convert the leaves of the state; note where there are modules, optimizers and so on.
+
+        Sorted, because `state_dict` and `load_state_dict` may be collectives (FSDP1's are), and the
+        dicts of two ranks may differ in their order. Modules first: their state dict gives FSDP2's
+        modules back the parameters that the optimizers have.
+        """
+        whole: list[Path] = []
+        found = sorted(
+            leaves(self._state, (), self._is_decided, whole),
+            key=lambda leaf: (_rank_of(leaf[1]), _place(leaf[0])),
+        )
+        self.whole += map(_place, whole)
+        modules = {path: value for path, value in found if _rank_of(value) == 0}
+        converted: list[_Leaf] = []
+        for path, value in found:
+            if type(value) is torch.Tensor:  # the most by far
+                converted.append(_Leaf(path, value, value))
+                continue
+            with _named_errors(value, path, "state_dict"):
+                converted.append(self._convert(path, value, modules))
+        return converted
 
     def _is_decided(self, value: Any) -> bool:
         """Whether the checkpoint decides what is loaded into a dict or list.

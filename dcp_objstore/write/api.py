@@ -149,7 +149,8 @@ def run_save(
     single_process_is_fine()
     writer._share_base(group)
     planner = planner or AgreeingSavePlanner(url, state_dict, ranks)
-    plain = planner.agree(state_dict, group)
+    plain = planner.take(state_dict, group)
+    planner.agree(group)
     with typed_failures(url, group, _MAYBE_SAVED):
         state_dict_saver.save(
             plain,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_objstore import torch_private
 from dcp_objstore.checkpoint.index import Numbers
+from dcp_objstore.contexts import contextmanager
 from dcp_objstore.distributed.failures import from_all
 from dcp_objstore.distributed.groups import gone_error, is_first
 from dcp_objstore.distributed.plugin import by_cause, same_url
@@ -185,35 +186,42 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         self._planned: PlannedIndex | None = None
         self._layouts: _Layouts = {}
         self._known: _KnownLayout | None = None
-        self._failed: list[BaseException] = []  # of `agree`; in no variable of a frame it has
+        self._failed: list[BaseException] = []  # in no variable of a frame that it has
 
-    def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """Find out whether all ranks save the layout of an earlier save. A collective.
+    def take(
+        self, state_dict: Mapping[str, Any], group: dist.ProcessGroup | None
+    ) -> dict[str, Any]:
+        """Find out what of a state this rank wants to save.
 
-        Warn of plain values that are not the same on all ranks. An error of this rank is raised by
-        `create_local_plan`, from where DCP tells all ranks.
+        An error is raised by `create_local_plan`, from where DCP tells all ranks.
 
         Returns:
             The state without Stateful objects, whose states DCP would ask for outside of that.
         """
-        self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
-        seen = SeenValues() if group is None else _seen.setdefault(group, SeenValues())
-        layout: _KnownLayout | None = None
         plain: dict[str, Any] = {}
-        values: dict[str, Any] = {}
-        digest: bytes | None = None
-        try:
+        with self._postponed_errors():
             plain = {
                 key: value.state_dict() if is_stateful(value) else value
                 for key, value in state_dict.items()
             }
             self.set_up_planner(plain, is_coordinator=is_first(group))
-            layout = self._layouts.get(self._described())
-            if group is not None:
+            self._described()
+        return plain
+
+    def agree(self, group: dist.ProcessGroup | None) -> None:
+        """Find out whether all ranks save the layout of an earlier save. A collective.
+
+        Call `take` before. Warn of plain values that are not the same on all ranks.
+        """
+        self._layouts = _layouts_alone if group is None else _layouts.setdefault(group, {})
+        seen = SeenValues() if group is None else _seen.setdefault(group, SeenValues())
+        layout = None if self._local is None else self._layouts.get(self._local)
+        values: dict[str, Any] = {}
+        digest: bytes | None = None
+        if group is not None and self._local is not None:
+            with self._postponed_errors():  # Ctrl-C, too: the other ranks wait below
                 values = seen.compared(self.state_dict)
                 digest = seen.digest(values)
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C, too: the other ranks wait below
-            self._failed.append(error)
         offers = from_all((None if layout is None else layout.number, digest), self._url, group)
         numbers, digests = ({*column} for column in zip(*offers, strict=True))
         if len(numbers) == 1:
@@ -221,12 +229,19 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         if len(digests) > 1 and None not in digests:
             failed = seen.compare(values, self._url, group)
             self._failed += [] if failed is None else [failed]
-        return plain
+
+    @contextmanager
+    def _postponed_errors(self) -> Iterator[None]:
+        """Keep what is raised for `create_local_plan`."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - the other ranks would wait for this one
+            self._failed.append(error)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Override `AgreeingPlanner.set_up_planner`; do nothing if `agree` has done it."""
+        """Override `AgreeingPlanner.set_up_planner`; do nothing if `take` has done it."""
         if self._local is None:  # torch looks for `storage_meta` among the parameters
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             empty = [key for key, value in self.state_dict.items() if value is Empty]

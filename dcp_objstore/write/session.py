@@ -44,7 +44,7 @@ class Save:
     Attributes:
         is_coordinator: whether this rank commits the save.
         nonce: the random part of the names of this save's objects and of its commit.
-        begin: the state of the URL before the save; None until the coordinator has read it.
+        token: the state of the URL before the save; None until the coordinator has read it.
         fenced: whether the store keeps two writers of one checkpoint apart.
         copies: the copies of its objects on this node.
     """
@@ -54,7 +54,7 @@ class Save:
     is_coordinator: bool
     channel: Channel
     nonce: str = field(default_factory=new_nonce)
-    begin: BeginToken | None = None
+    token: BeginToken | None = None
     fenced: bool = True
     world_size: int = 1
     copies: SaveCopies | None = None
@@ -68,7 +68,7 @@ class Save:
     ) -> None:
         """Read the begin token, and check that this rank could commit."""
         store, number = self.open(), check_claim(claim, self.spec)
-        self.begin = commit.begin(
+        self.token = commit.take_begin_token(
             store,
             overwrite=overwrite,
             claim=number or 0,
@@ -79,17 +79,17 @@ class Save:
         try:
             abilities = probe.require_fencing(
                 store,
-                replaces=self.begin.version is not None,
+                replaces=self.token.version is not None,
                 # A claim protects nothing without conditional writes.
                 allow_unfenced=allow_unfenced and number is None,
                 clock=clock,
             )
         except InputError:
-            commit.remove_beacon(store, self.begin.beacon)
+            commit.remove_beacon(store, self.token.beacon)
             raise
         self.fenced = abilities.conditional_create
 
-    def commit(
+    def commit_index(
         self,
         built: ix.Index,
         objects: Sequence[StoredObject],
@@ -108,8 +108,8 @@ class Save:
         """
         store, channel = self.open(), self.channel
         index, index_body = _read_back(built)
-        assert self.begin is not None
-        committed = _commit(
+        assert self.token is not None
+        committed = _commit_noted(
             self,
             store,
             index,
@@ -130,7 +130,7 @@ class Save:
             goes_back = claim.goes_back
             last.append(partial(confirm, run, claim.number, goes_back=goes_back, clock=clock))
         workers.concurrently(
-            partial(commit.remove_beacon, store, self.begin.beacon),
+            partial(commit.remove_beacon, store, self.token.beacon),
             *last,
         )
         keep(report)
@@ -144,9 +144,9 @@ class Save:
         """
         if self.copies is not None:
             self.copies.give_up()
-        if self.begin is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
+        if self.token is not None and not isinstance(error, RetryableError | KeyboardInterrupt):
             # If the store may not answer, a sweep removes the beacon.
-            commit.remove_beacon(self.open(), self.begin.beacon)
+            commit.remove_beacon(self.open(), self.token.beacon)
         self.channel.fail(error)
         self.channel.flush()
 
@@ -163,7 +163,7 @@ class Save:
         )
 
 
-def _commit(
+def _commit_noted(
     save: Save,
     store: ObjectStore,
     index: ix.Index,
@@ -173,17 +173,17 @@ def _commit(
     goes_back: bool,
     clock: Clock,
 ) -> commit.CommitResult:
-    """Make the checkpoint exist, with the errors of `commit.commit`."""
-    assert save.begin is not None
+    """Make the checkpoint exist, and emit events of it; the errors of `commit_checkpoint`."""
+    assert save.token is not None
     began_at = time.monotonic()
 
     def retried(attempt: int, error: Exception, first_at: float) -> None:
         text = f"{type(error).__name__}: {error}"
         save.channel.retried("commit", MARKER_KEY, attempt=attempt, error=text, began_at=first_at)
 
-    committed = commit.commit(
+    committed = commit.commit_checkpoint(
         store,
-        save.begin,
+        save.token,
         index=index_body,
         objects=[(entry.key, entry.size_bytes) for entry in index.objects],
         counts=Counts.of(index),

@@ -300,7 +300,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         return state
 
     def _begin_save(self, rank: int, is_coordinator: bool, channel: Channel) -> Save:
-        self._of_thread.save = save = Save(self._target.begin(), rank, is_coordinator, channel)
+        self._of_thread.save = save = Save(self._target.used_now(), rank, is_coordinator, channel)
         self.save_id = save.nonce
         staged, self._staged = self._staged, None
         if staged is not None:
@@ -413,7 +413,7 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             if not isinstance(planned, PlannedIndex):
                 planned = planned_index(metadata)
             meta = StorageMeta(checkpoint_id=own, save_id=save.nonce)
-            index = save.commit(
+            index = save.commit_index(
                 *build_index(planned, reported, meta),
                 user_metadata=self._user_metadata,
                 stock_metadata=self._stock_metadata,

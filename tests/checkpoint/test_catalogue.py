@@ -48,7 +48,7 @@ class Below(BucketStore):
 def save(run: MemoryStore, *names: str, claim: int = 0) -> None:
     for name in names:
         step = Below(run, name)
-        finish(step, commits.begin(step, overwrite=False, claim=claim), upload(step))
+        finish(step, commits.take_begin_token(step, overwrite=False, claim=claim), upload(step))
 
 
 def claim_run(run: MemoryStore, number: int) -> None:
@@ -73,7 +73,7 @@ def following(run: MemoryStore, name: str) -> str | None:
 def test_a_listing_asks_only_for_the_markers_of_steps(run):
     """Not for that of the run itself, of what lies deeper, or of a tombstone alone."""
     save(run, "step-1", "deeper/step-2", "step-3")
-    finish(run, commits.begin(run, overwrite=False), upload(run))
+    finish(run, commits.take_begin_token(run, overwrite=False), upload(run))
     delete(Below(run, "step-3"))
     for key in run.bucket.keys("step-3/"):
         if key != MARKER_KEY:

@@ -126,7 +126,7 @@ class Job:
     ) -> Callable[[], CommitResult]:
         """All of a save but its end, which is returned."""
         store = self.process.at(name)
-        token = commits.begin(store, overwrite=overwrite, claim=self.number)
+        token = commits.take_begin_token(store, overwrite=overwrite, claim=self.number)
         uploaded = upload(store)
 
         def end() -> CommitResult:
@@ -824,7 +824,7 @@ def test_what_was_left_stays_left_though_the_step_that_decided_is_deleted(run):
     every = {f"step-{n}": job.save(f"step-{n}") for n in (1, 2, 3)}
     go_back(job, 1, saves="step-2")
     store = job.process.at("step-2")
-    token = commits.begin(store, overwrite=True, claim=job.number)
+    token = commits.take_begin_token(store, overwrite=True, claim=job.number)
     finish_upload(store, token, upload(store), goes_back=True)
     assert "step-3" not in listed(run)
     job.delete("step-2")

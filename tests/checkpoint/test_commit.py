@@ -73,7 +73,7 @@ def finish(
 
 
 def save(store: MemoryStore, *, overwrite: bool = False, **settings: Any) -> CommitResult:
-    return finish(store, commits.begin(store, overwrite=overwrite, **settings))
+    return finish(store, commits.take_begin_token(store, overwrite=overwrite, **settings))
 
 
 def rewrite(store: MemoryStore, **changes: object) -> Marker:
@@ -94,7 +94,7 @@ def marker_puts(store: MemoryStore) -> list[Put]:
 
 def test_commit_is_one_conditional_put_after_objects_and_index(store):
     began_at = datetime.now(UTC)
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
     assert set(store.requests[:2]) == {("put", token.beacon), ("head", DOT_METADATA_KEY)}
     assert store.requests[2:] == [("get", MARKER_KEY)]
     index, nonce = upload(store), new_nonce()
@@ -129,7 +129,7 @@ def test_commit_is_one_conditional_put_after_objects_and_index(store):
 
 
 def test_a_commit_of_no_objects_lists_nothing(store):
-    token, nonce = commits.begin(store, overwrite=False), new_nonce()
+    token, nonce = commits.take_begin_token(store, overwrite=False), new_nonce()
     before = len(store.requests)
     finish(store, token, upload(store, ranks=0), nonce=nonce)
     assert store.requests[before:] == [
@@ -144,13 +144,13 @@ def test_a_commit_of_no_objects_lists_nothing(store):
 
 def test_the_nonce_of_a_save_names_its_beacon(store):
     nonce = new_nonce()
-    token = commits.begin(store, overwrite=False, claim=3, nonce=nonce)
+    token = commits.take_begin_token(store, overwrite=False, claim=3, nonce=nonce)
     assert token == BeginToken(store.url, None, None, 3, beacon_key(nonce), IfAbsent())
     assert list(store.objects) == [beacon_key(nonce)]
 
 
 def test_a_save_without_a_claim_has_claim_0(store):
-    assert commits.begin(store, overwrite=False).claim == 0
+    assert commits.take_begin_token(store, overwrite=False).claim == 0
 
 
 def newer_format(store: MemoryStore) -> None:
@@ -202,7 +202,7 @@ def test_a_save_that_is_refused_changes_nothing_and_leaves_no_beacon(
     prepare(store)
     before, puts = dict(store.objects), len(store.puts)
     with pytest.raises(kind, match=why) as caught:
-        commits.begin(store, **{"overwrite": False, **settings})
+        commits.take_begin_token(store, **{"overwrite": False, **settings})
     assert caught.value.url == store.url
     assert store.objects == before
     assert len(store.puts) == puts + 1, "the beacon alone"
@@ -216,7 +216,7 @@ def test_a_save_that_meets_a_store_that_does_not_answer_sends_nothing_more(store
 
     store.on_get = silent
     with pytest.raises(StoreUnavailableError):
-        commits.begin(store, overwrite=True)
+        commits.take_begin_token(store, overwrite=True)
     assert store.requests[-1] == ("get", MARKER_KEY)
 
 
@@ -236,7 +236,7 @@ def test_a_beacon_that_gets_no_answer_is_put_again_after_a_look_at_the_marker(st
     nonce = new_nonce()
     beacon = beacon_key(nonce)
     store.on_put = in_turn(beacon, LOST)
-    token = commits.begin(store, overwrite=True, nonce=nonce)
+    token = commits.take_begin_token(store, overwrite=True, nonce=nonce)
     assert [put.retry for put in store.puts if put.key == beacon] == [False, True]
     assert len({put.data for put in store.puts if put.key == beacon}) == 1
     requests = [request for request in store.requests if request != ("head", DOT_METADATA_KEY)]
@@ -255,7 +255,7 @@ def test_a_web_server_where_a_store_was_meant_ends_a_save_at_once(store):
 
     store.on_put, store.on_get = (lambda _: StoreUnavailableError("no answer")), page
     with pytest.raises(ConfigError, match="does not look like a store"):
-        commits.begin(store, overwrite=True)
+        commits.take_begin_token(store, overwrite=True)
     assert [put.retry for put in store.puts] == [False]
 
 
@@ -268,7 +268,7 @@ def test_a_save_whose_run_refuses_it_says_so_whatever_becomes_of_the_beacon(stor
 
     store.on_put = lambda _: PermissionDeniedError("the beacon")
     with pytest.raises(SupersededError, match="the run"):
-        commits.begin(store, overwrite=False, check=refuse)
+        commits.take_begin_token(store, overwrite=False, check=refuse)
     assert threads == [threading.current_thread()]
 
 
@@ -276,7 +276,7 @@ def test_a_beacon_that_cannot_be_removed_is_left_to_a_sweep(store, caplog):
     def refuse(key: str) -> None:
         raise PermissionDeniedError("no deletion")
 
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
     store.on_delete = refuse
     with caplog.at_level(logging.DEBUG, "dcp_objstore"):
         commits.remove_beacon(store, token.beacon)
@@ -287,7 +287,7 @@ def test_a_deletion_of_a_later_claim_is_not_finished_by_a_superseded_job(store):
     save(store)
     before = rewrite(store, state="deleting", claim=2, format=2)
     with pytest.raises(SupersededError):
-        commits.begin(store, overwrite=True, claim=1)
+        commits.take_begin_token(store, overwrite=True, claim=1)
     assert decode_marker(store.body(MARKER_KEY)) == before
 
 
@@ -302,7 +302,7 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
 
     store.on_delete = overtake
     with pytest.raises(CheckpointExistsError):
-        commits.begin(store, overwrite=False)
+        commits.take_begin_token(store, overwrite=False)
     assert open_committed(store)[0].commit_id == others[0].commit_id
 
 
@@ -310,12 +310,12 @@ def test_what_is_committed_while_a_save_finishes_a_deletion_is_not_replaced_unas
 def test_begin_token_travels_between_processes(store, there):
     if there:
         save(store)
-    token = commits.begin(store, overwrite=True)
+    token = commits.take_begin_token(store, overwrite=True)
     assert pickle.loads(pickle.dumps(token)) == token
 
 
 def test_begin_token_of_another_checkpoint_is_refused(store):
-    token = commits.begin(MemoryStore("memory://test/run/step-2"), overwrite=False)
+    token = commits.take_begin_token(MemoryStore("memory://test/run/step-2"), overwrite=False)
     with pytest.raises(InputError, match="step-2"):
         finish(store, token)
     assert MARKER_KEY not in store.objects
@@ -327,7 +327,7 @@ def test_begin_token_of_another_checkpoint_is_refused(store):
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
 def test_nothing_is_committed_when_an_object_is_not_as_uploaded(store, damage):
     store.put("unrelated/object", b"x")
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
     index, nonce = upload(store), new_nonce()
     key, size = index.objects[1].key, index.objects[1].size_bytes
     if damage == "missing":
@@ -366,7 +366,7 @@ def follow(store: MemoryStore, by: str) -> None:
 )
 def test_a_save_that_misses_an_object_looks_who_was_here(store, by, kind, why):
     save(store, claim=1)
-    token, nonce = commits.begin(store, overwrite=True, claim=1), new_nonce()
+    token, nonce = commits.take_begin_token(store, overwrite=True, claim=1), new_nonce()
     index = upload(store)
     store.delete(index.objects[0].key)
     follow(store, by)
@@ -381,7 +381,7 @@ def test_a_save_that_misses_an_object_looks_who_was_here(store, by, kind, why):
 
 def test_a_missing_object_is_told_even_if_the_index_is_refused(store):
     """It says that a sweep was here; that credentials have expired meanwhile does not."""
-    token, index = commits.begin(store, overwrite=False), upload(store)
+    token, index = commits.take_begin_token(store, overwrite=False), upload(store)
     store.delete(index.objects[0].key)
     store.on_put = lambda _: CredentialsError("expired")
     with pytest.raises(CheckpointCorruptError):
@@ -402,7 +402,7 @@ def test_unrelated_objects_do_not_disturb_a_commit(store):
 @pytest.mark.parametrize(("by", "kind", "why"), FOLLOWED)
 def test_a_commit_that_somebody_was_before_is_read_and_not_sent_again(store, by, kind, why):
     save(store, claim=1)
-    token, index = commits.begin(store, overwrite=True, claim=1), upload(store)
+    token, index = commits.take_begin_token(store, overwrite=True, claim=1), upload(store)
     follow(store, by)
     before, marker = len(store.requests), store.objects.get(MARKER_KEY)
     with pytest.raises(kind, match=why) as caught:
@@ -417,7 +417,7 @@ def test_a_commit_that_somebody_was_before_is_read_and_not_sent_again(store, by,
 def test_of_two_saves_of_one_job_the_first_to_commit_stays(store, claim, there):
     if there:
         save(store, claim=claim)
-    first, second = (commits.begin(store, overwrite=True, claim=claim) for _ in range(2))
+    first, second = (commits.take_begin_token(store, overwrite=True, claim=claim) for _ in range(2))
     done = finish(store, first)
     with pytest.raises(CommitLostError, match=done.commit_id):
         finish(store, second)
@@ -428,7 +428,7 @@ def test_marker_removed_by_hand_since_begin_defeats_an_overwrite(store):
     """AWS answers `If-Match` on a missing key with 404, others with 412."""
     for answer in (ObjectNotFoundError("404"), PreconditionFailedError("412")):
         save(store, overwrite=True)
-        token = commits.begin(store, overwrite=True)
+        token = commits.take_begin_token(store, overwrite=True)
         store.delete(MARKER_KEY)
         store.on_put = in_turn(MARKER_KEY, answer)
         with pytest.raises(CommitLostError, match="removed"):
@@ -458,7 +458,7 @@ def test_a_put_without_an_effect_is_sent_again_with_the_same_body(store):
     clock = TickingClock()
     done = finish(
         store,
-        commits.begin(store, overwrite=False),
+        commits.take_begin_token(store, overwrite=False),
         clock=clock,
         on_retry=lambda number, error, began: retries.append((number, f"{error}"[:3], began)),
     )
@@ -501,7 +501,7 @@ def test_what_lost_its_answer_is_a_success_whatever_came_then(store, then, super
 
 def test_silence_until_the_deadline_is_unknown_and_deletes_nothing(store):
     clock = TickingClock()
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
     index, nonce = upload(store), new_nonce()
     store.on_put = lambda put: DELAYED if put.key == MARKER_KEY else None
     with pytest.raises(CommitUnknownError) as caught:
@@ -538,7 +538,7 @@ def test_a_refusal_is_not_believed_before_the_marker_is_read(store, kind):
 
 @pytest.mark.parametrize("lands", [False, True])
 def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(store, lands):
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
     index = upload(store)
 
     def unreadable(key: str) -> None:
@@ -562,7 +562,7 @@ def test_a_refusal_is_unknown_as_long_as_the_marker_cannot_be_read(store, lands)
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_refusal_of_the_first_put_is_raised_at_once(store, kind):
     clock = TickingClock()
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
     store.on_put = in_turn(MARKER_KEY, kind("no"), kind("no"))
     with pytest.raises(kind) as caught:
         finish(store, token, clock=clock)
@@ -576,7 +576,7 @@ def test_a_conflict_with_nobody_is_neither_final_nor_an_answer_that_may_come(sto
     store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"))
     save(store)
     assert len(marker_puts(store)) == 2
-    token = commits.begin(store, overwrite=True)
+    token = commits.take_begin_token(store, overwrite=True)
     store.on_put = in_turn(MARKER_KEY, PreconditionFailedError("409"), CredentialsError("expired"))
     with pytest.raises(CredentialsError):  # nothing that was sent can land any more
         finish(store, token)
@@ -584,7 +584,7 @@ def test_a_conflict_with_nobody_is_neither_final_nor_an_answer_that_may_come(sto
 
 def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(store):
     """Credentials that expire between two PUTs say nothing of the first one."""
-    token, index = commits.begin(store, overwrite=False), upload(store)
+    token, index = commits.take_begin_token(store, overwrite=False), upload(store)
     store.on_put = in_turn(MARKER_KEY, DELAYED, *[CredentialsError("expired")] * 1000)
     with pytest.raises(CommitUnknownError):
         finish(store, token, index)
@@ -595,7 +595,7 @@ def test_refusal_after_an_unanswered_put_does_not_hide_that_it_may_land(store):
 
 @pytest.mark.parametrize(("body", "why"), [(b"{}", "damaged"), (b'{"format":99}', "upgrade")])
 def test_unreadable_marker_after_a_lost_answer_is_unknown(store, body, why):
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
 
     def damaged(put: Put) -> Fate:
         store.put(MARKER_KEY, body)
@@ -614,7 +614,7 @@ def test_unfenced_commit_sends_no_condition(store):
         return UnsupportedError("501") if put.precondition is not None else None
 
     store.on_put = refuse_conditions
-    done = finish(store, commits.begin(store, overwrite=False), fenced=False)
+    done = finish(store, commits.take_begin_token(store, overwrite=False), fenced=False)
     assert open_committed(store)[0] == done.marker
 
 
@@ -698,7 +698,7 @@ def test_damaged_marker_is_never_taken_for_absence(store):
     for damaged in (b"", body[:-1], body.replace(b'"committed"', b'"deleted"'), body * 200):
         store.put(MARKER_KEY, damaged)
         with pytest.raises(CheckpointCorruptError):
-            commits.begin(store, overwrite=False)
+            commits.take_begin_token(store, overwrite=False)
         with pytest.raises(CheckpointCorruptError) as caught:
             open_committed(store)
         assert caught.value.object_key == MARKER_KEY
@@ -715,7 +715,7 @@ def test_damaged_marker_is_replaced_when_that_is_asked_for(store, damage):
 
 def test_of_two_who_replace_a_damaged_marker_one_loses(store):
     store.put(MARKER_KEY, b"damaged")
-    first, second = (commits.begin(store, overwrite=True) for _ in range(2))
+    first, second = (commits.take_begin_token(store, overwrite=True) for _ in range(2))
     committed = finish(store, first)
     with pytest.raises(CommitLostError):
         finish(store, second)
@@ -725,8 +725,8 @@ def test_of_two_who_replace_a_damaged_marker_one_loses(store):
 def test_a_commit_of_an_earlier_claim_over_a_damaged_marker_is_not_passed_over(store):
     """A sweep may have come in between: what the damaged marker said is not known."""
     store.put(MARKER_KEY, b"damaged")
-    first = commits.begin(store, overwrite=True, claim=1)
-    second = commits.begin(store, overwrite=True, claim=2)
+    first = commits.take_begin_token(store, overwrite=True, claim=1)
+    second = commits.take_begin_token(store, overwrite=True, claim=2)
     done = finish(store, first)
     assert done.marker.put_on == ""
     with pytest.raises(CommitLostError):
@@ -740,7 +740,7 @@ def test_a_damaged_marker_without_a_version_is_not_replaced(store, monkeypatch):
     head = store.head
     monkeypatch.setattr(store, "head", lambda key: replace(head(key), version=Version()))
     with pytest.raises(CheckpointCorruptError, match="damaged"):
-        commits.begin(store, overwrite=True)
+        commits.take_begin_token(store, overwrite=True)
     assert list(store.objects) == [MARKER_KEY]
 
 
@@ -758,7 +758,7 @@ def test_marker_that_is_repaired_while_it_is_looked_at_is_not_replaced(store):
 
     store.on_get = repair
     with pytest.raises(RetryableError, match="another writer"):
-        commits.begin(store, overwrite=True)
+        commits.take_begin_token(store, overwrite=True)
     assert store.body(MARKER_KEY) == body
 
 
@@ -774,7 +774,7 @@ def test_a_beacon_that_takes_long_leaves_the_time_to_finish_a_deletion(store):
         return None
 
     store.on_put = slow
-    token = commits.begin(store, overwrite=False, clock=clock)
+    token = commits.take_begin_token(store, overwrite=False, clock=clock)
     assert token.marker is not None
     assert token.marker.state == "deleted"
 
@@ -782,8 +782,8 @@ def test_a_beacon_that_takes_long_leaves_the_time_to_finish_a_deletion(store):
 def test_a_checkpoint_of_another_library_is_not_replaced_unasked(store):
     store.put(DOT_METADATA_KEY, b"stock")
     with pytest.raises(CheckpointExistsError, match="another library"):
-        commits.begin(store, overwrite=False)
-    assert commits.begin(store, overwrite=True).marker is None
+        commits.take_begin_token(store, overwrite=False)
+    assert commits.take_begin_token(store, overwrite=True).marker is None
     assert store.get(DOT_METADATA_KEY, max_size_bytes=10)[0] == b"stock"
 
 

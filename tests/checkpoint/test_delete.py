@@ -195,7 +195,7 @@ def test_while_it_is_being_deleted_it_is_neither_read_nor_saved(store):
     with pytest.raises(CheckpointNotFoundError, match="being deleted"):
         open_committed(store)
     with pytest.raises(StoreUnavailableError):
-        commits.begin(store, overwrite=True)  # it would finish that first
+        commits.take_begin_token(store, overwrite=True)  # it would finish that first
     with pytest.raises(CheckpointNotFoundError, match="being deleted"):
         pin(store, "too late", clock=TickingClock())
 
@@ -231,7 +231,7 @@ def test_keys_that_are_not_of_our_form_are_never_removed(store):
     for key in others[1:]:
         store.put(key, b"somebody's")
     named_too = [msgspec.structs.replace(entry, key=key, size_bytes=1) for key in others]
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
     hostile = replace(index, objects=(*index.objects, *named_too))
     import dcp_objstore.checkpoint.commit as module
 

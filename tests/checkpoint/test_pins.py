@@ -39,7 +39,7 @@ def test_a_pin_stays_until_it_is_removed_and_the_commit_with_it(real):
     with pytest.raises(CheckpointPinnedError):
         delete(store)
     with pytest.raises(CheckpointExistsError, match="pinned"):
-        commits.begin(store, overwrite=True)
+        commits.take_begin_token(store, overwrite=True)
     assert unpin(store, "paper") == unpin(store, "paper") == ("ö 1",)
     assert unpin(store, "ö 1") == ()
     delete(store)

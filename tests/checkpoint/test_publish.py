@@ -76,7 +76,7 @@ def test_it_is_put_on_what_was_there_between_two_looks_at_the_marker(store, befo
 
 def test_it_costs_two_requests_if_it_is_what_the_save_saw(store):
     save(store)
-    token = commits.begin(store, overwrite=True)
+    token = commits.take_begin_token(store, overwrite=True)
     done = finish(store, token, upload(store))
     assert publish(store, done.commit_id, seen=token.dot_metadata) == (True, PUT)
     assert store.body(DOT_METADATA_KEY) == b"ours"

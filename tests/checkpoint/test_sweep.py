@@ -195,7 +195,7 @@ def test_save_that_was_never_committed_goes_and_leaves_a_tombstone(real):
 def test_young_orphans_stay_and_their_save_can_still_commit(real):
     save(real)
     real.age()
-    token = commits.begin(real, overwrite=True)
+    token = commits.take_begin_token(real, overwrite=True)
     index = upload(real)
     done = go(real)
     assert (done.outcome, done.kept_young, done.fenced) == ("waiting", 3, False)
@@ -204,7 +204,7 @@ def test_young_orphans_stay_and_their_save_can_still_commit(real):
 
 
 def test_one_young_object_protects_a_save_whose_first_ones_are_old(store):
-    token = commits.begin(store, overwrite=False)
+    token = commits.take_begin_token(store, overwrite=False)
     index = upload(store)
     store.age(2 * DAY_SECONDS, index.objects[0].key)
     assert go(store).outcome == "waiting"
@@ -253,7 +253,7 @@ def test_a_save_that_no_listing_shows_is_not_defeated(store, overwrite):
         save(store)
     torn = tear(store)
     store.age()
-    token = commits.begin(store, overwrite=overwrite)
+    token = commits.take_begin_token(store, overwrite=overwrite)
     done = go(store, uploads=None)
     assert (done.outcome, done.fenced) == ("waiting", False)
     finish(store, token, upload(store))
@@ -268,7 +268,7 @@ def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(store, deleted):
         delete(store, grace_seconds=GRACE_SECONDS)
         store.put(DOT_METADATA_KEY, b"metadata of another")
     store.age(3600)
-    token = commits.begin(store, overwrite=True)
+    token = commits.take_begin_token(store, overwrite=True)
     done = go(store)
     assert (done.outcome, done.dot_metadata) == ("waiting", None)
     finish(store, token, upload(store))
@@ -277,7 +277,7 @@ def test_mending_waits_for_a_save_too_for_it_ends_with_a_fence(store, deleted):
 
 
 def test_the_beacon_of_a_save_that_died_goes_and_needs_no_fence(store):
-    beacon = commits.begin(store, overwrite=False).beacon
+    beacon = commits.take_begin_token(store, overwrite=False).beacon
     assert go(store).outcome == "waiting"
     store.age()
     done = go(store)
@@ -694,7 +694,7 @@ def test_a_step_that_never_counts_is_not_deleted_under_the_save_that_replaces_it
     save(store)
     tear(store)  # whose beacon is old
     store.bucket.now = lambda: MOMENT  # type: ignore[method-assign]
-    token = commits.begin(store, overwrite=False, claim=1)
+    token = commits.take_begin_token(store, overwrite=False, claim=1)
     clock = Offset()
     clock.utc_now = lambda: MOMENT + DAY + late * AN_INSTANT  # type: ignore[method-assign]
     done = go(store, base=1, clock=clock)
@@ -706,7 +706,7 @@ def test_a_step_that_never_counts_is_not_deleted_under_the_save_that_replaces_it
 
 def test_only_steps_of_claims_below_the_base_never_count(store):
     inner: MemoryStore = store.inner  # type: ignore[assignment]
-    finish(store, commits.begin(store, overwrite=False, claim=2), upload(store))
+    finish(store, commits.take_begin_token(store, overwrite=False, claim=2), upload(store))
     store.age()
     for base in (1, 2):
         assert not go(store, base=base, dry_run=True).superseded

@@ -101,7 +101,7 @@ def test_what_does_not_count_can_be_removed_and_the_newest_that_counts_cannot(bu
     old = dos.claim_run(run, storage_options=options)
     saver(old, options)(1)
     second = StoreSpec(f"{run}/step-2", options).open()
-    token = commits.begin(second, overwrite=False, claim=old.number)
+    token = commits.take_begin_token(second, overwrite=False, claim=old.number)
     uploaded = upload(second, ranks=1)
     new = dos.claim_run(run, storage_options=options)
     finish(second, token, uploaded)

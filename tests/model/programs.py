@@ -123,10 +123,10 @@ def saver(
         store, settings = actor.connect(url), _settings(actor, deadline_seconds)
         upload = prepare(actor) if prepare else lambda _: upkeep.upload(store, ranks=ranks)
         try:
-            token = commits.begin(store, overwrite=overwrite, **settings)
+            token = commits.take_begin_token(store, overwrite=overwrite, **settings)
         except CommitUnknownError as error:  # of a deletion that it finishes
             return Answer(FAILED, actor, error=error)
-        save = Save(_spec(actor, url), 0, True, Channel("save", url), begin=token)
+        save = Save(_spec(actor, url), 0, True, Channel("save", url), token=token)
         index = upload(save)
         done = upkeep.commit(store, token, index, **settings)
         body = DESCRIBED.derive(ix.encode(index))

@@ -400,7 +400,7 @@ def test_a_step_that_a_superseded_job_committed_late_is_swept(bucket, later, swe
     run, options = bucket.at("run"), bucket.storage_options
     old = dos.claim_run(run, storage_options=options)
     stores = [StoreSpec(f"{run}/step-{step}", options).open() for step in (2, 3)]
-    begun = [commits.begin(store, overwrite=False, claim=old.number) for store in stores]
+    begun = [commits.take_begin_token(store, overwrite=False, claim=old.number) for store in stores]
     new = dos.claim_run(run, storage_options=options)
     for store, token in zip(stores, begun, strict=True):
         finish(store, token, upload(store))

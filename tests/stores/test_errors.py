@@ -397,4 +397,4 @@ def test_200_with_an_error_body_is_never_what_was_asked_for(scripted):
     with pytest.raises(CheckpointCorruptError):
         open_committed(store)
     with pytest.raises(StoreUnavailableError, match="does not look like a store"):
-        commits.begin(store, overwrite=True)
+        commits.take_begin_token(store, overwrite=True)

@@ -95,7 +95,7 @@ def commit(
     """Commit what was uploaded."""
     total_bytes = sum(entry.size_bytes for entry in index.objects)
     usual = {"user_metadata": None, "nonce": new_nonce(), "world_size": len(index.objects)}
-    return commits.commit(
+    return commits.commit_checkpoint(
         store,
         token,
         index=ix.encode(index),
@@ -116,7 +116,7 @@ def finish(
 
 def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -> CommitResult:
     """A whole save."""
-    token = commits.begin(store, overwrite=overwrite)
+    token = commits.take_begin_token(store, overwrite=overwrite)
     index = upload(store)
     done = finish(store, token, index)
     if publish:
@@ -127,7 +127,7 @@ def save(store: ObjectStore, *, overwrite: bool = False, publish: bool = True) -
 
 def tear(store: ObjectStore) -> set[str]:
     """A save that died before its commit: the keys of its data. Its beacon is left, too."""
-    commits.begin(store, overwrite=True)
+    commits.take_begin_token(store, overwrite=True)
     return {entry.key for entry in upload(store).objects}
 
 
