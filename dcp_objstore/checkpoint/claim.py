@@ -195,8 +195,7 @@ def go_back(
         CheckpointCorruptError, UnsupportedError: `_CLAIM` or the marker of a step that is kept
             cannot be read; this job has lost its claim.
     """
-    known = read_claim(run, expected=True)
-    _refuse_not_owned(run, known, number)
+    known = _owned(run, read_claim(run, expected=True), number)
     return _take(run, open_step, known, number=number + 1, keeps=keeps, saves=step, clock=clock)
 
 
@@ -383,7 +382,7 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
     """
     claim = read_claim(run, expected=number > 0)
     if number:
-        _refuse_not_owned(run, claim, number)
+        _owned(run, claim, number)
     elif claim is not None:
         raise errors.SupersededError(
             f"a job has claimed this run (claim {claim.record.number}), and this save has no claim,"
@@ -425,9 +424,8 @@ def confirm(
                     f" run's _CLAIM could not be read ({error}). Look at the run before you go on",
                     url=run.url,
                 ) from error
-    _refuse_not_owned(run, stored, number)
+    stored = _owned(run, stored, number)
     if goes_back:
-        assert stored is not None
         record = ClaimRecord(number=number, base=number, write_id=new_id())
         try:
             outcome = _swap(run, record, stored.version, clock)
@@ -435,11 +433,11 @@ def confirm(
             logger.warning("the base of %s stays %d: %s", run.url, stored.record.base, error)
         else:
             if not outcome.landed:
-                _refuse_not_owned(run, outcome.stored, number)
+                _owned(run, outcome.stored, number)
 
 
-def _refuse_not_owned(run: ObjectStore, claim: Stored[ClaimRecord] | None, number: int) -> None:
-    """Raise unless the `_CLAIM` that was read has this number."""
+def _owned(run: ObjectStore, claim: Stored[ClaimRecord] | None, number: int) -> Stored[ClaimRecord]:
+    """Return the `_CLAIM` that was read; raise unless it has this number."""
     if claim is None or claim.record.number < number:
         raise errors.CheckpointCorruptError(
             "the run's _CLAIM was removed, or replaced by an older one (this job has claim"
@@ -453,6 +451,7 @@ def _refuse_not_owned(run: ObjectStore, claim: Stored[ClaimRecord] | None, numbe
             f" {number}), so what this job saves does not count. Stop this job",
             url=run.url,
         )
+    return claim
 
 
 # --- the end
@@ -466,10 +465,8 @@ def finish(run: ObjectStore, number: int, *, clock: Clock = SYSTEM_CLOCK) -> Non
         CommitUnknownError: no clear answer before the deadline; it is safe to call this again.
         CheckpointCorruptError, UnsupportedError: `_CLAIM` cannot be read.
     """
-    known = read_claim(run, expected=True)
-    _refuse_not_owned(run, known, number)
-    assert known is not None
+    known = _owned(run, read_claim(run, expected=True), number)
     record = msgspec.structs.replace(known.record, finished=True, write_id=new_id())
     outcome = _swap(run, record, known.version, clock)
     if not outcome.landed:
-        _refuse_not_owned(run, outcome.stored, number)
+        _owned(run, outcome.stored, number)

@@ -338,11 +338,9 @@ class ObjectStoreReader(StorageReader):
 
     def _opened(self) -> _Load:
         """Return this thread's current load: DCP makes all calls of a load from one thread."""
-        load: _Load | None = getattr(self._of_thread, "load", None)
-        if load is None:
+        if getattr(self._of_thread, "load", None) is None:
             self.read_metadata()
-            load = self._of_thread.load
-        assert load is not None
+        load: _Load = self._of_thread.load
         return load
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

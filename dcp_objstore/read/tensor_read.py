@@ -263,11 +263,11 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
     spans: dict[tuple[int, int, int], Span[Block]] = {}
     for read in reads:
         location = read.location
-        is_verified = verify and location.digests is not None
+        digests = location.digests if verify else None
         is_cut = read.selection is not None and len(read.selection.shape) > 1
         is_small = location.payload_length <= DEFAULT_GAP_BYTES
         is_shared = whole_blocks and (is_cut or is_small)
-        for start, end in _pieces(read, whole_blocks=is_verified or is_shared):
+        for start, end in _pieces(read, whole_blocks=digests is not None or is_shared):
             place = (
                 location.object_number,
                 location.payload_offset + start,
@@ -275,11 +275,8 @@ def plan_spans(reads: Iterable[Read], *, verify: bool, whole_blocks: bool) -> li
             )
             span = spans.get(place)
             if span is None:
-                digest = None
-                if is_verified:
-                    assert location.digests is not None
-                    at = start // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
-                    digest = location.digests[at : at + DIGEST_SIZE_BYTES]
+                at = start // BLOCK_SIZE_BYTES * DIGEST_SIZE_BYTES
+                digest = None if digests is None else digests[at : at + DIGEST_SIZE_BYTES]
                 block = Block(read.item.dest_index.fqn, start, digest)
                 span = spans[place] = Span(*place, block)
             span.tag.reads.append(read)

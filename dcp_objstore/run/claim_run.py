@@ -58,17 +58,15 @@ def claim_run(
         UnsupportedError: the store has no conditional writes, or a newer version wrote the run.
         DcpObjstoreError: the store refused or failed; raised on every rank.
     """
-    spec, wrong = capture(lambda: StoreSpec(url, storage_options, config))
-    named = None if spec is None else spec.url  # a wrong URL may have a password in it
 
     def make() -> RunClaim:
-        if spec is None:
-            assert wrong is not None
-            raise wrong
+        spec = StoreSpec(url, storage_options, config)
         run = spec.open()
         require_rewrites(run, "no run can be claimed")
         return RunClaim(spec.url, rule.claim_run(run, spec.open_child))
 
+    checked, _ = capture(lambda: StoreSpec(url, storage_options, config))
+    named = None if checked is None else checked.url  # a wrong URL may have a password in it
     with meeting(named, process_group or world_group(), every_rank("dcp_objstore.claim_run")):
         return on_first(make, named, sync_group(process_group, config))
 

@@ -168,7 +168,7 @@ class _Follower:
                 yield step
             finally:
                 if self.pin is not None:
-                    self._unpin(step.url)
+                    self._unpin(step.url, self.pin)
 
     def _next(self) -> ListedCheckpoint | None:
         """Wait for the next step and return it; None at the end."""
@@ -176,11 +176,11 @@ class _Follower:
         failure = None
         while True:
             try:
-                if monotonic() >= self.poll_at:
-                    self._poll()
+                if self.listed is None or monotonic() >= self.poll_at:
+                    self.listed = self._poll()
                     failure = None
-                step = self._take()
-                if step is not None or self._is_over():
+                step = self._take(self.listed)
+                if step is not None or self._is_over(self.listed):
                     return step
             except errors.RetryableError as error:
                 if self.listed is None:
@@ -195,19 +195,19 @@ class _Follower:
                 return None
             wait_until(threading.Event(), min(self.poll_at, give_up_at) - now)
 
-    def _poll(self) -> None:
+    def _poll(self) -> Catalogue:
         """List the run."""
-        is_first = self.listed is None
         try:
-            self.listed = catalogue(self.run, read=self.markers.read)
+            listed = catalogue(self.run, read=self.markers.read)
         finally:
             self.poll_at = monotonic() + self.poll_seconds
-        self.markers.forget_others(self.listed.places)
-        self._report_dropped(self.listed)
-        if is_first and not self.listed.places:
+        self.markers.forget_others(listed.places)
+        self._report_dropped(listed)
+        if self.listed is None and not listed.places:
             logger.warning("%s: there is no step yet; waiting for the first", self.run.url)
         if self.pin is not None:
-            self._unpin_stale(self.pin)
+            self._unpin_stale(self.pin, listed)
+        return listed
 
     def _report_dropped(self, listed: Catalogue) -> None:
         """Report the steps that have come and no longer count, unless they were deleted."""
@@ -223,12 +223,11 @@ class _Follower:
 
     # --- the next step
 
-    def _wanted(self) -> list[Entry]:
-        """Return the steps of the latest listing that have yet to come."""
-        assert self.listed is not None
+    def _wanted(self, listed: Catalogue) -> list[Entry]:
+        """Return the steps that have yet to come."""
         return [
             step
-            for step in self.listed.steps
+            for step in listed.steps
             if step.marker.commit_id not in self.seen and self._is_within(natural_order(step.name))
         ]
 
@@ -240,29 +239,25 @@ class _Follower:
     def _chosen(self, wanted: list[Entry]) -> Entry:
         return wanted[-1 if self.skip_to_newest else 0]
 
-    def _take(self) -> ListedCheckpoint | None:
-        """Return the next step of the latest listing, pinned; None if there is none."""
-        while wanted := self._wanted():
+    def _take(self, listed: Catalogue) -> ListedCheckpoint | None:
+        """Return the next step, pinned; None if there is none."""
+        while wanted := self._wanted(listed):
             step = self._chosen(wanted)
             is_there = self.pin is None or self._pin(step.store.url, self.pin)
             passed = wanted if is_there and self.skip_to_newest else [step]
             self.seen |= {one.marker.commit_id for one in passed}
             if is_there:
-                assert self.listed is not None
-                listed = as_listed(step, self.listed.base)
-                self.yielded[step.marker.commit_id] = listed
-                return listed
+                taken = as_listed(step, listed.base)
+                self.yielded[step.marker.commit_id] = taken
+                return taken
         return None
 
-    def _is_over(self) -> bool:
-        """Return whether no more steps come, by the latest listing."""
-        assert self.listed is not None
-        claim, until = self.listed.claim, self.until
+    def _is_over(self, listed: Catalogue) -> bool:
+        """Return whether no more steps come."""
+        claim, until = listed.claim, self.until
         if claim is not None and claim.finished:
             return True
-        return until is not None and any(
-            natural_order(step.name) >= until for step in self.listed.steps
-        )
+        return until is not None and any(natural_order(step.name) >= until for step in listed.steps)
 
     # --- pins
 
@@ -282,27 +277,25 @@ class _Follower:
             raise
         return True
 
-    def _unpin(self, url: str) -> None:
+    def _unpin(self, url: str, name: str) -> None:
         """Remove the pin of a step; an error is logged."""
-        assert self.pin is not None
+        settings: Any = {"storage_options": self.run.storage_options, "config": self.run.config}
         try:
             with suppress(errors.CheckpointNotFoundError):  # and with it the pin
-                upkeep.unpin(
-                    url, self.pin, storage_options=self.run.storage_options, config=self.run.config
-                )
+                upkeep.unpin(url, name, **settings)
         except errors.DcpObjstoreError as error:
             logger.warning(
                 "%s is still pinned as %r; the next poll with this name tries again: %s",
                 url,
-                self.pin,
+                name,
                 error,
             )
 
-    def _unpin_stale(self, name: str) -> None:
+    def _unpin_stale(self, name: str, listed: Catalogue) -> None:
         """Remove the pins with this name that were left: one was killed, or could not do it."""
-        wanted = self._wanted()
+        wanted = self._wanted(listed)
         for step in self.markers.values():
             if step.stored is None or name not in step.marker.pins:
                 continue
             if not wanted or step is not self._chosen(wanted):
-                self._unpin(step.store.url)
+                self._unpin(step.store.url, name)

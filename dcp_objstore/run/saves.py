@@ -170,21 +170,19 @@ class RunSaves:
         values, refused = capture(make)
         same = {"base": self._saving.get("base"), "max_failed_saves": self._max_failed}
         raise_on_all(refused, self._url, self._group, same=same)
-        pending = self._pending
-        # Ranks see the end of a save at different times.
-        if on_busy != "wait" and on_any(not self.is_idle(), self._url, self._group):
-            assert pending is not None  # the same saves are begun on all ranks
-            if on_busy == "raise":
-                number, handle, _ = pending
-                raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)
-            logger.info("%s: step %d was skipped: another save is under way", self._url, step)
-            return None
-        # First: a save that has failed has not saved its step.
-        try:
-            self.settle()
-        except RetryableError as error:
-            assert pending is not None
-            self._tolerate(pending.step, error)
+        if (pending := self._pending) is not None:  # on all ranks: they begin the same saves
+            # Ranks see the end of a save at different times.
+            if on_busy != "wait" and on_any(not self.is_idle(), self._url, self._group):
+                if on_busy == "raise":
+                    number, handle, _ = pending
+                    raise SaveInProgressError(f"step {number} is still being saved", url=handle.url)
+                logger.info("%s: step %d was skipped: another save is under way", self._url, step)
+                return None
+            # First: a save that has failed has not saved its step.
+            try:
+                self.settle()
+            except RetryableError as error:
+                self._tolerate(pending.step, error)
         if step in self._saved:
             raise CheckpointExistsError(f"this job has saved step {step} already", url=self._url)
         try:
@@ -330,12 +328,13 @@ class RunSaves:
 
         The error is not raised, because the current state is worth more and may still be saved.
         """
+        if (pending := self._pending) is None:
+            return None
         try:
             self.settle()
         except DcpObjstoreError as error:
-            assert self._pending is not None
             logger.error("%s: an earlier save failed: %s", self._url, error)
-            return self._pending.step, error
+            return pending.step, error
         return None
 
     def end(self) -> None:

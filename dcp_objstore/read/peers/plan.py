@@ -183,8 +183,9 @@ _Holders: TypeAlias = dict[int, dict[bytes, list[int]]]
 def _holders(held: Sequence[Held | None]) -> _Holders:
     holders: _Holders = {}
     for rank, of_rank in enumerate(held):
-        for number in () if of_rank is None else of_rank.objects:
-            assert of_rank is not None
+        if of_rank is None:
+            continue
+        for number in of_rank.objects:
             holders.setdefault(number, {}).setdefault(of_rank.node, []).append(rank)
     return holders
 
