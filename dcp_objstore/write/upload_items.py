@@ -104,12 +104,7 @@ def upload_items(
     if isinstance(planner, AgreeingSavePlanner):
         results.planned, is_copied = plan.items, planner.is_copied
     groups = _groups(order, unchanged, unchanged.copied)
-    # Parts of copied payload take memory; other parts are views of the tensors.
-    uploads = itertools.chain.from_iterable(groups)
-    copied_bytes = sum(size for _, size in uploads if is_copied or size <= SMALL_BYTES)
-    most = AUTO_MOST
-    if copied_bytes > COPIED_MOST_BYTES:
-        most = max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
+    most = _most_parts(groups, part_plan, is_copied=is_copied)
     numbers = itertools.count(len(unchanged.objects))
     save.copies = None if local is None else SaveCopies(local, save.spec, save.channel, save.rank)
     progress = Progress(config.stall_timeout_seconds, save.channel)
@@ -153,6 +148,23 @@ def _plan_parts(items: Sequence[WriteItem], store: ObjectStore, config: Transfer
         largest_item_bytes=max(sizes_bytes, default=0),
         is_near=config.upload_concurrency != "auto" or limiter_of(store).window.is_near,
     )
+
+
+def _most_parts(
+    groups: Iterable[Iterable[SizedItem]], part_plan: PartPlan, *, is_copied: bool
+) -> int:
+    """Return how many parts may be under way at a time.
+
+    Parts of copied payload take memory; other parts are views of the tensors.
+
+    Args:
+        is_copied: whether all payload is copied, and not only that of small items.
+    """
+    uploads = itertools.chain.from_iterable(groups)
+    copied_bytes = sum(size for _, size in uploads if is_copied or size <= SMALL_BYTES)
+    if copied_bytes <= COPIED_MOST_BYTES:
+        return AUTO_MOST
+    return max(2, COPIED_MOST_BYTES // part_plan.part_size_bytes)
 
 
 def _upload_object(
