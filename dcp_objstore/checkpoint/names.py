@@ -23,6 +23,8 @@ from dcp_objstore.errors import CheckpointCorruptError, InputError
 MARKER_KEY: Final = "_COMMIT"
 DOT_METADATA_KEY: Final = ".metadata"
 CLAIM_KEY: Final = "_CLAIM"
+# The endings of the names of files of `torch.save`, which are no checkpoints of ours.
+TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 
 # S3 and GCS allow 1024 bytes of UTF-8 for a whole key ("Object key naming guidelines").
 MAX_KEY_SIZE_BYTES: Final = 1024

@@ -22,7 +22,13 @@ from dcp_objstore.checkpoint.marker import (
     damaged,
     decode_marker,
 )
-from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY, is_beacon_key, is_ours
+from dcp_objstore.checkpoint.names import (
+    DOT_METADATA_KEY,
+    MARKER_KEY,
+    TORCH_SUFFIXES,
+    is_beacon_key,
+    is_ours,
+)
 from dcp_objstore.errors import (
     CheckpointCorruptError,
     CheckpointGoneError,
@@ -38,7 +44,6 @@ from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, Version
 T = TypeVar("T")
 
 LOOK_AROUND_LIMIT = 1000  # one page on S3
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS_ADVICE = (
     "dos.load, inspect, diff and export read it as it is, but it has no commit to list, pin, copy"
     " or delete; 'dcp-objstore import' makes a checkpoint of it"
@@ -275,7 +280,7 @@ def explain_keys(url: str, keys: Collection[str]) -> str:
         nearest = f"{url.rstrip('/')}/{below}".removesuffix(f"/{MARKER_KEY}")
         return f"there is no checkpoint here, but there is one below, for example {nearest}"
     text = "there is no checkpoint here, only other objects"
-    torch_files = [key for key in keys if "/" not in key and key.endswith(_TORCH_SUFFIXES)]
+    torch_files = [key for key in keys if "/" not in key and key.endswith(TORCH_SUFFIXES)]
     if DOT_METADATA_KEY in keys:
         text = "there is a '.metadata' here but no marker: not a checkpoint of dcp_objstore"
     elif torch_files:

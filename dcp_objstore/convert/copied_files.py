@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dcp_objstore.checkpoint.names import TORCH_SUFFIXES
 from dcp_objstore.convert.files import PlannedFile, TensorBytes
 from dcp_objstore.convert.frameworks import DESCRIPTION_KEY
 from dcp_objstore.convert.names import folder_and_name
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 # What no folder, pattern or checkpoint of a Trainer brings: weights in any format, the rest of a
 # training's state, and hidden files.
 _WEIGHTS = (
-    *(".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"),
-    *(".onnx", ".pkl"),
+    *TORCH_SUFFIXES,
+    *(".safetensors", ".index.json", ".h5", ".msgpack", ".gguf", ".onnx", ".pkl"),
 )
 _TRAINER_STATE = "trainer_state.json"
 # The value with the files that the first rank of a Trainer has written, and a file that is there if

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dcp_objstore.checkpoint.names import new_nonce
+from dcp_objstore.checkpoint.names import TORCH_SUFFIXES, new_nonce
 from dcp_objstore.config import COPIED_MOST_BYTES, MIB, TransferConfig, check_number
 from dcp_objstore.convert.copied_files import named_files, names_in, trainer_files
 from dcp_objstore.convert.files import (
@@ -39,7 +39,7 @@ from dcp_objstore.convert.frameworks import (
     adapter_folder,
     nest_for_lightning,
 )
-from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
+from dcp_objstore.convert.names import folder_and_name, options_of_other
 from dcp_objstore.convert.sources import CheckpointSource, TensorInfo
 from dcp_objstore.distributed.arrivals import watching
 from dcp_objstore.distributed.failures import (

@@ -27,13 +27,14 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from dcp_objstore.checkpoint.names import TORCH_SUFFIXES
 from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError, unpacked_limit_bytes
 from dcp_objstore.compat.inert_pickle import HostilePickleError
 from dcp_objstore.compat.values import unpickled
 from dcp_objstore.compat.vet import vet, vet_old
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.convert.names import TORCH_SUFFIXES, folder_and_name, options_of_other
+from dcp_objstore.convert.names import folder_and_name, options_of_other
 from dcp_objstore.convert.sources import CheckpointSource, Source, TensorInfo, TorchSource
 from dcp_objstore.distributed.plugin import reporting_failures
 from dcp_objstore.errors import (

@@ -6,9 +6,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-# The endings of the names of `torch.save` files.
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-
 
 def folder_and_name(
     path: str | os.PathLike[str], suffixes: tuple[str, ...]
