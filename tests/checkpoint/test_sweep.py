@@ -56,7 +56,6 @@ from tests.support.upkeep import (
     tear_deletion,
     upload,
 )
-from tests.support.wrapped_stores import RecordingStore
 
 
 @pytest.fixture
@@ -169,29 +168,6 @@ def test_what_an_overwrite_replaced_goes_after_the_grace_period(real):
     assert open_committed(real)[0].commit_id == second.commit_id
 
 
-def test_objects_of_a_deleted_checkpoint_go_after_the_grace_period(real):
-    save(real)
-    real.age()
-    delete(real, grace_seconds=GRACE_SECONDS)
-    assert go(real).outcome == "waiting"
-    assert len(keys(real)) == 4
-    real.age()
-    assert go(real).deleted == 3
-    assert keys(real) == {MARKER_KEY}
-    assert go(real).outcome == "clean"
-
-
-def test_save_that_was_never_committed_goes_and_leaves_a_tombstone(real):
-    tear(real)
-    real.age()
-    done = go(real)
-    assert (done.outcome, done.deleted) == ("swept", 3)
-    assert keys(real) == {MARKER_KEY}
-    assert state(real) == "deleted"
-    save(real)  # and the place can be used again
-    named(real)
-
-
 def test_young_orphans_stay_and_their_save_can_still_commit(real):
     save(real)
     real.age()
@@ -221,29 +197,6 @@ def test_wrong_clock_of_this_host_removes_nothing_too_young(store, hours):
     done = go(store, clock=Offset(hours * 3600.0))
     assert (done.outcome, done.deleted) == ("waiting", 0)
     assert replaced <= keys(store)
-
-
-def test_young_marker_is_seen_by_the_stores_clock_too(store):
-    save(store)
-    replaced = named(store)
-    store.age()
-    save(store, overwrite=True)
-    fresh = loose(store) - replaced
-    assert not fresh
-    done = go(store, clock=Offset(10 * DAY_SECONDS))
-    assert (done.outcome, done.fenced) == ("waiting", True)
-    assert replaced <= keys(store)
-
-
-def test_what_was_just_deleted_keeps_its_grace_by_the_stores_clock(store):
-    """The data is old, there is no `.metadata` any more, and the clock of this host is ahead."""
-    save(store)
-    data = named(store)
-    store.age()
-    delete(store, grace_seconds=GRACE_SECONDS)
-    done = go(store, clock=Offset(10 * DAY_SECONDS))
-    assert (done.outcome, done.deleted, done.fenced) == ("waiting", 0, True)
-    assert data <= keys(store)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -472,64 +425,6 @@ def test_old_uploads_are_aborted_and_young_ones_protect_their_save(store):
     assert go(store, uploads=uploads).deleted == 2
 
 
-def test_upload_that_completes_between_the_two_listings_is_seen(store):
-    torn = tear(store)
-    store.age()
-    late = an_upload(60)
-
-    def complete() -> None:
-        if late in uploads.left:
-            uploads.left.remove(late)
-            store.put(late.key, b"complete")
-
-    class Listed(FakeUploads):
-        def list(self) -> list[UnfinishedUpload]:
-            found = super().list()
-            complete()
-            return found
-
-    class ListedStore(AgedStore):
-        def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
-            found = list(super().list(prefix))
-            complete()
-            return iter(found)
-
-    uploads = Listed(late)
-    done = go(ListedStore(store), uploads=uploads)
-    assert (done.outcome, done.fenced) == ("waiting", False)
-    assert torn | {late.key} == keys(store)
-
-
-def test_a_commit_right_after_the_fence_stops_the_sweep(store):
-    torn = tear(store)
-    store.age()
-    inner: MemoryStore = store.inner  # type: ignore[assignment]
-
-    def commit_behind(key: str) -> None:
-        if key == MARKER_KEY and key in inner.objects:  # the fence is a tombstone
-            inner.on_get = None
-            save(store)
-
-    inner.on_get = commit_behind
-    done = go(store)
-    assert inner.on_get is None
-    assert (done.outcome, done.deleted) == ("lost", 1)  # the beacon of the torn one
-    assert torn <= keys(store)
-    named(store)
-
-
-@pytest.mark.parametrize("fences", [0, 1], ids=["nothing to remove", "replaced"])
-def test_mending_ends_with_a_fence_so_that_the_grace_period_begins_then(store, fences):
-    if fences:
-        save(store)
-    save(store, overwrite=True, publish=False)
-    store.age()
-    seen = RecordingStore(store)
-    assert go(seen).outcome == "mended"
-    puts = [one.key for one in seen.requests if one.verb == "put"]
-    assert puts == [MARKER_KEY] * fences + [DOT_METADATA_KEY, MARKER_KEY]
-
-
 def test_what_was_replaced_after_the_listing_is_left_to_the_next_sweep(store):
     class Listed(AgedStore):
         def list(self, prefix: str = "") -> Iterator[ObjectMeta]:
@@ -557,18 +452,6 @@ def test_dry_run_changes_nothing_and_tells_what_a_sweep_does(real):
     done = go(real, uploads=uploads)
     assert planned == replace(done, dry_run=True, fenced=False)
     assert done.deleted == 3
-
-
-@pytest.mark.parametrize("torn", [False, True])
-def test_dry_run_leaves_the_marker_alone_where_dot_metadata_is_missing(store, torn):
-    save(store, publish=False)
-    if torn:
-        tear(store)
-    store.age()
-    before = {meta.key: meta.version for meta in store.list()}
-    planned = go(store, dry_run=True)
-    assert (planned.outcome, planned.dot_metadata) == ("mended", "written")
-    assert {meta.key: meta.version for meta in store.list()} == before
 
 
 @pytest.mark.parametrize("grace", [0, 3599.9, -1, float("nan"), float("inf"), "24h", True, None])
