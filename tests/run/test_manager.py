@@ -328,19 +328,6 @@ def test_after_a_load_the_steps_before_the_loaded_one_cannot_be_saved_again(url)
     assert names(url) == ["step-1", "step-2", "step-3"]
 
 
-def test_where_all_are_damaged_load_raises_and_does_not_begin_anew(url):
-    with dos.CheckpointManager(url, save_every=1) as run:
-        train(run, range(1, 3))
-    for step in (1, 2):
-        damage(f"{url}/step-{step}")
-    with dos.CheckpointManager(url) as run:
-        with pytest.raises(dos.errors.CheckpointCorruptError) as caught:
-            loaded(run)
-        assert str(caught.value.url).endswith("step-2")
-        with pytest.raises(dos.errors.CheckpointNotFoundError):
-            loaded(run, 17)
-
-
 # --- going back
 
 
@@ -369,31 +356,6 @@ def test_steps_later_than_the_one_gone_back_to_do_not_count_after_the_first_save
         assert found["step"] == {8: 8, 6: 60}[step]
 
 
-def test_one_job_goes_back_and_saves_the_same_steps_with_other_values(url):
-    with dos.CheckpointManager(url, save_every=5, keep=dos.KeepLatest(3)) as run:
-        train(run, range(1, 42))
-        assert loaded(run, 30)[0] == 30
-        for step in range(31, 42):
-            assert run.step(step, state(10 * step)) is (step in (35, 40))
-        with pytest.raises(dos.errors.CheckpointExistsError, match="this job"):
-            run.save(40, state(1))
-    with dos.CheckpointManager(url) as run:
-        assert numbers(run) == (30, 35, 40, 41)
-        for step in (35, 40, 41):
-            assert loaded(run, step)[1]["step"] == 10 * step
-
-
-def test_retention_forgets_the_steps_that_a_job_has_gone_back_past(url):
-    keep = [dos.KeepLatest(2), dos.KeepEvery(3)]
-    with dos.CheckpointManager(url, keep=keep) as run:
-        for step in range(1, 9):
-            run.save(step, state(step))
-        loaded(run, 3)
-        run.save(4, state(40))
-        run.save(5, state(50))
-    assert names(url) == ["step-3", "step-4", "step-5"]
-
-
 def test_a_step_that_is_being_deleted_is_not_gone_back_to(url, monkeypatch):
     """Else the job would go on from a step that is gone a moment later."""
     go, really = threading.Event(), retaining.delete_step
@@ -409,22 +371,6 @@ def test_a_step_that_is_being_deleted_is_not_gone_back_to(url, monkeypatch):
         threading.Timer(0.1, go.set).start()
         with pytest.raises(dos.errors.CheckpointNotFoundError):
             loaded(run, 1)
-
-
-def test_after_damaged_steps_were_gone_past_what_is_saved_is_what_the_next_job_finds(url):
-    save_steps(url, range(1, 8))
-    for step in (5, 6, 7):
-        damage(f"{url}/step-{step}")
-    with dos.CheckpointManager(url, keep=dos.KeepLatest(2)) as run:
-        assert loaded(run)[0] == 4
-        assert run.latest() == 7
-        run.save(5, state(50))
-    with dos.CheckpointManager(url) as run:
-        assert numbers(run) == (4, 5)
-        start, found = loaded(run)
-        assert (start, found["step"]) == (5, 50)
-        assert run.last_resume is not None
-        assert run.last_resume.skipped == ()
 
 
 @pytest.mark.parametrize("load", [True, False])
@@ -478,23 +424,6 @@ def test_a_save_that_is_refused_after_going_back_leaves_the_later_steps(url, ref
         assert loaded(run)[0] == 4
 
 
-def test_a_pinned_step_that_was_gone_back_past_stays_and_does_not_count(url, caplog):
-    with dos.CheckpointManager(url) as run:
-        for step in (1, 2, 3):
-            run.save(step, state(step))
-        run.pin(3, "paper")
-        loaded(run, 1)
-        run.save(2, state(20))
-        assert numbers(run) == (1, 2)
-        assert "step-3 is pinned (paper)" in caplog.text
-        with pytest.raises(dos.errors.CheckpointExistsError, match="paper"):
-            run.save(3, state(30))
-        assert dos.open(f"{url}/step-3").read("step") == {"step": 3}
-        run.unpin(3, "paper")
-        run.save(3, state(30))
-        assert loaded(run)[1]["step"] == 30
-
-
 # --- the last step
 
 
@@ -524,14 +453,6 @@ def test_the_last_step_is_saved_although_the_save_before_it_failed(url, monkeypa
         with dos.CheckpointManager(url, save_every=3) as run:
             train(run, range(1, 5))
     assert names(url) == ["step-4"]
-
-
-def test_a_step_that_was_followed_by_a_save_is_not_the_last_one(url):
-    with dos.CheckpointManager(url) as run:
-        run.step(4, state(4))
-        report = run.save(5, state(5))
-    assert report.url == f"{url}/step-5"
-    assert names(url) == ["step-5"]
 
 
 def test_a_manager_that_was_not_used_closes_without_a_request(url, requests):
@@ -657,7 +578,7 @@ def test_each_step_has_one_name_so_that_retention_deletes_what_it_means(url):
         assert number is None or step_name(number) == name
     assert not any(step_number(name) for name in alike)
     retaining.Retainer(StoreSpec(url), dos.KeepLatest(1), sweeps=False).committed(10)
-    assert names(url) == [*alike, "step-10"]
+    assert set(names(url)) == {*alike, "step-10"}
     for name in alike:
         dos.load(state(0), f"{url}/{name}", progress=False)
 
@@ -1539,22 +1460,6 @@ def test_ranks_that_do_not_meet_are_reported_as_such(url, module, monkeypatch):
     assert groups == ["all", "some"]
 
 
-def test_a_superseded_job_cannot_add_steps(url):
-    with pytest.raises(dos.errors.SupersededError), dos.CheckpointManager(url) as zombie:
-        zombie.save(1, state(1))
-        with dos.CheckpointManager(url) as run:
-            assert loaded(run)[0] == 1
-            # The run is the new job's from its load on, not only from its first save.
-            with pytest.raises(dos.errors.SupersededError):
-                zombie.save(2, state(20))
-            assert numbers(run) == (1,)
-            run.save(2, state(2))
-        zombie.save(3, state(3))
-    with dos.CheckpointManager(url) as run:
-        assert numbers(run) == (1, 2)
-        assert loaded(run)[1]["step"] == 2
-
-
 def test_looking_at_a_run_changes_nothing(url):
     with dos.CheckpointManager(url) as run:
         run.save(1, state(1))
@@ -1770,12 +1675,6 @@ def test_the_step_at_which_a_job_must_end_is_saved_unless_it_was(url, monkeypatc
     assert names(url) == ["step-2"]
 
 
-def test_a_job_told_not_to_save_at_preemption_still_saves_its_last_step(url):
-    with dos.CheckpointManager(url, preemption=dos.Preemption(save=False)) as run:
-        run.step(1, state(1))
-    assert names(url) == ["step-1"]
-
-
 def test_a_check_of_ones_own_ends_the_job_without_a_save_where_none_is_wanted(url):
     with dos.CheckpointManager(
         url, preemption=dos.Preemption(check=lambda: True, signals=(), save=False)
@@ -1856,31 +1755,31 @@ def test_after_the_block_the_manager_still_says_what_was_saved(url):
     assert numbers(run) == (1, 2)
 
 
-def test_two_thousand_steps_are_listed_by_a_request_each_and_the_latest_by_one(url, monkeypatch):
+def test_many_steps_are_listed_by_a_request_each_and_the_latest_by_one(url, monkeypatch):
     dos.save(state(1), f"{url}/step-1", progress=False)
     store = StoreSpec(url).open()
     saved = [(meta.key, store.get(meta.key, max_size_bytes=2**16)[0]) for meta in store.list()]
-    for step in range(2, 2001):
+    for step in range(2, 201):
         for key, body in saved:
             store.put(key.replace("step-1/", f"step-{step}/"), body)
     stores = recorded_stores(monkeypatch)
     with dos.CheckpointManager(url) as run:
-        assert run.latest() == 2000
+        assert run.latest() == 200
         # A LIST is one here; on a server it is one for each 1,000 objects.
         assert sum(len(store.requests) for store in stores) == 2 + 1 + 1
         stores.clear()
-        assert numbers(run) == tuple(range(1, 2001))
-        assert sum(len(store.requests) for store in stores) == 2 + 1 + 2000
+        assert numbers(run) == tuple(range(1, 201))
+        assert sum(len(store.requests) for store in stores) == 2 + 1 + 200
 
 
 def test_steps_that_were_deleted_cost_no_requests(url, monkeypatch):
-    """2,000 steps of which 3 are left: their tombstones are listed, and not read."""
+    """200 steps of which 3 are left: their tombstones are listed, and not read."""
     with dos.CheckpointManager(url, keep=dos.KeepLatest(3)) as run:
         for step in range(1, 6):
             run.save(step, state(step))
     store = StoreSpec(url).open()
     tombstone, _ = store.get("step-1/_COMMIT", max_size_bytes=2**16)
-    for step in range(1000, 3000):
+    for step in range(1000, 1200):
         store.put(f"step-{step}/_COMMIT", tombstone)
     stores = recorded_stores(monkeypatch)
     with dos.CheckpointManager(url) as run:
