@@ -52,24 +52,19 @@ def _print(report: dos.measure.BenchReport) -> None:
     say(f"{size_text(report.size_bytes)} of tensors, one process, {report.seconds:.0f} s in all")
     say()
     directions = (
-        ("save", report.save, report.plain_puts, report.put_alone),
-        ("load", report.load, report.plain_gets, report.get_alone),
+        ("save", report.save, report.plain_puts),
+        ("load", report.load, report.plain_gets),
     )
-    for name, whole, plain, alone in directions:
-        text = _in_words(name, whole, plain=plain, alone=alone, report=report)
+    for name, whole, plain in directions:
+        text = _in_words(name, whole, plain=plain, report=report)
         say(*wrapped(text, columns(), "      "))
     say()
-    machine = f"{counted(report.processors, 'processor')}, copy"
-    say(f"machine        {machine} {_spread(report.copy_gib_per_second)} GiB/s,")
-    say(f"               hash {_spread(report.hash_gib_per_second)} GiB/s")
     say(f"small requests GET {_spread(report.get_ms)} ms, PUT {_spread(report.put_ms)} ms")
     say()
     lines: list[tuple[str, ...]] = [("", *_HEAD)]
-    for name, whole, plain, alone in directions:
-        verb = "PUT" if name == "save" else "GET"
+    for name, whole, plain in directions:
         lines.append((name, *_row(whole)))
-        lines.append((f"plain {verb}s", *_row(plain)))
-        lines.append((f"one {verb} at a time", *_row(alone)))
+        lines.append(("plain PUTs" if name == "save" else "plain GETs", *_row(plain)))
     say(*aligned(lines, _HEAD))
     if report.warnings:
         say()
@@ -82,28 +77,22 @@ def _in_words(
     whole: dos.measure.Throughput,
     *,
     plain: dos.measure.Throughput,
-    alone: dos.measure.Throughput,
     report: dos.measure.BenchReport,
 ) -> str:
     """Say how fast a save or load is, and what it waits for, if the figures are good enough."""
-    speed, plain_speed, alone_speed = (
-        throughput.gib_per_second.median for throughput in (whole, plain, alone)
-    )
+    speed, plain_speed = whole.gib_per_second.median, plain.gib_per_second.median
     seconds = 100 / speed
     duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     if report.warnings:
         limit = "What limits it is not clear: see the warnings."
     elif whole.cpu_seconds_per_gib * speed > _NEARLY * report.processors:
         limit = "The processors are busy all the time: they limit it."
-    elif plain.connections > 1 and plain_speed > _NEARLY * plain.connections * alone_speed:
-        limit = "Each is as fast as one alone: more tensors or more ranks would get more."
     else:
         limit = "The store, or the way to it, gives no more to one process."
-    many = f", {plain.connections} at a time {_rate(plain_speed)}" if plain.connections > 1 else ""
+    requests = f"{counted(plain.connections, 'plain request')} at a time"
     return (
-        f"{name}  {_rate(speed)}: 100 GiB in {duration}. One request at a time gives"
-        f" {_rate(alone_speed)}{many}; this {name} reaches {speed / plain_speed:.0%} of that."
-        f" {limit}"
+        f"{name}  {_rate(speed)}: 100 GiB in {duration}. {requests} reached {_rate(plain_speed)};"
+        f" this {name} reached {speed / plain_speed:.0%} of that. {limit}"
     )
 
 

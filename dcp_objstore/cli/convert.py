@@ -19,7 +19,6 @@ from dcp_objstore.cli.options import (
 )
 from dcp_objstore.cli.terminal import print_json, say
 from dcp_objstore.errors import ConfigError
-from dcp_objstore.observe.report import size_text
 
 _Rename: TypeAlias = Annotated[
     list[str] | None,
@@ -93,10 +92,7 @@ def export(
         storage_options=chosen(),
         trust_pickle=trust_pickle,
     )
-    if as_json:
-        print_json(report)
-        return
-    say(*str(report).splitlines())
+    _print_report(report, as_json=as_json)
 
 
 def import_(
@@ -128,12 +124,7 @@ def import_(
         storage_options=chosen(),
         trust_pickle=trust_pickle,
     )
-    if as_json:
-        print_json(report)
-        return
-    size = size_text(report.total_bytes)
-    say(f"imported {size} in {report.seconds:.1f} s to {report.url}")
-    say(f"commit {report.commit_id}")
+    _print_report(report, as_json=as_json)
 
 
 def copy(
@@ -156,10 +147,15 @@ def copy(
     report = dos.copy_checkpoint(
         source, url, overwrite=overwrite, storage_options=chosen(), streamed=streamed
     )
+    _print_report(report, as_json=as_json)
+
+
+def _print_report(report: object, *, as_json: bool) -> None:
+    """Print what was written, for people or as one JSON object."""
     if as_json:
         print_json(report)
-        return
-    say(*str(report).splitlines())
+    else:
+        say(*str(report).splitlines())
 
 
 def _rules(rename: Sequence[str] | None) -> list[tuple[str, str]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +31,6 @@ from dcp_objstore.observe.report import GIB, counted
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.threads import result_of, run_in_thread
-from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
 from dcp_objstore.transfer.workers import DaemonPool, in_waves
 from dcp_objstore.write.api import save
 
@@ -51,11 +49,8 @@ _LEAST_AUTO_BYTES, _MOST_AUTO_BYTES = 16 * MIB, 1024 * MIB
 _TENSOR_BYTES = 32 * MIB
 # One save or load takes at most this share of the time, unless the smallest takes longer.
 _SHARE = 1 / 25
-_ALONE_SHARE = 1 / 20
-_MOST_ALONE = 8
 _MOST_ROUNDS = 5
 _ENOUGH_ROUNDS = 3
-_MACHINE_BYTES = 256 * MIB
 _SMALL_REQUESTS = 9
 _NOISY = 1.25  # rounds that differ by this factor are worth a warning
 
@@ -113,11 +108,8 @@ class BenchReport:
         size_bytes: size of the tensors of one save or load.
         seconds: time that all of it took.
         processors: number of processors that this process may use.
-        copy_gib_per_second: memory copied by one thread.
-        hash_gib_per_second: blocks hashed by `TransferConfig.hash_threads` threads.
         get_ms: milliseconds until the first byte of a GET comes, on a connection that is open.
         put_ms: milliseconds of the PUT of an object of one byte.
-        put_alone, get_alone: plain requests one after the other.
         save, load: `dcp_objstore.save` and `load`, with the settings as they are.
         plain_puts, plain_gets: plain requests, as many at a time as the saves and loads had, of the
             same size, without digests.
@@ -129,12 +121,8 @@ class BenchReport:
     size_bytes: int
     seconds: float
     processors: int
-    copy_gib_per_second: Spread
-    hash_gib_per_second: Spread
     get_ms: Spread
     put_ms: Spread
-    put_alone: Throughput
-    get_alone: Throughput
     save: Throughput
     load: Throughput
     plain_puts: Throughput
@@ -286,8 +274,6 @@ class _Bench:
         busy = list(_busy())
         put_ms, get_ms = self._small_requests()
         self._fill(min(size_bytes or _LEAST_AUTO_BYTES, _LEAST_AUTO_BYTES))
-        copied, hashed = self._machine()
-        put_alone, get_alone = self._alone()
         kept, *_ = self._first()  # which imports, connects and so on
         self._remove(kept)
         kept, saved, loaded = self._first()
@@ -306,12 +292,8 @@ class _Bench:
             size_bytes=len(self._memory),
             seconds=self._elapsed_seconds,
             processors=processors(),
-            copy_gib_per_second=copied,
-            hash_gib_per_second=hashed,
             put_ms=put_ms,
             get_ms=get_ms,
-            put_alone=_throughput(put_alone),
-            get_alone=_throughput(get_alone),
             save=_throughput(saves),
             load=_throughput(loads),
             plain_puts=_throughput(plain_puts),
@@ -375,46 +357,6 @@ class _Bench:
         most_bytes = min(_MOST_AUTO_BYTES, _memory_bytes() // 8)
         takes_long = 2 * max(saved.seconds, loaded.seconds) > _SHARE * self._seconds
         return 0 if takes_long or 2 * now_bytes > most_bytes else 2 * now_bytes
-
-    def _machine(self) -> tuple[Spread, Spread]:
-        """Measure how fast memory is copied, and how fast it is hashed."""
-        self._step("this machine's memory")
-        source = np.resize(self._memory, _MACHINE_BYTES)
-        target = np.zeros_like(source)
-        slices = np.array_split(source, _MACHINE_BYTES // (4 * BLOCK_SIZE_BYTES))
-
-        def hash_all() -> None:
-            with DaemonPool(self._config.hash_threads, "hash") as pool:
-                for future in [pool.submit(block_digests, part) for part in slices]:
-                    future.result()
-
-        copies: list[float] = []
-        hashes: list[float] = []
-        ways: Sequence[tuple[Callable[[], object], list[float]]] = (
-            (lambda: np.copyto(target, source), copies),
-            (hash_all, hashes),
-        )
-        for _ in range(_MOST_ROUNDS):
-            for way, speeds in ways:
-                began_at = time.perf_counter()
-                way()
-                speeds.append(_MACHINE_BYTES / GIB / (time.perf_counter() - began_at))
-        return Spread.of(copies), Spread.of(hashes)
-
-    def _alone(self) -> tuple[list[_Round], list[_Round]]:
-        """Measure PUTs, then GETs, one after the other."""
-        requests = _plan_puts(self._memory, self._config.part_size_bytes)
-        measured: tuple[list[_Round], list[_Round]] = ([], [])
-        for do, rounds in zip((_put, _get), measured, strict=True):
-            self._step(f"one connection, {'PUT' if do is _put else 'GET'}")
-            deadline = time.monotonic() + _ALONE_SHARE * self._seconds
-            for request in islice(cycle(requests), _MOST_ALONE):
-                rounds.append(self._timed(do, [request], 1))
-                if time.monotonic() > deadline:
-                    break
-            requests = requests[: len(rounds)]
-        self._delete(request.key for request in requests)
-        return measured
 
     def _take_turns(self, *ways: Callable[[], _Round]) -> Sequence[list[_Round]]:
         """Measure in each of these ways, round by round, until the time is up."""
