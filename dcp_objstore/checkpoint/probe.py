@@ -215,9 +215,9 @@ def _probe_once(store: ObjectStore, tries: Tries) -> Capabilities:
 
 
 def _creates_once(store: ObjectStore, key: str, tries: Tries) -> bool:
-    if not _holds(store, key, b"1", IfAbsent()):
+    if not _accepts(store, key, b"1", IfAbsent()):
         return False
-    return not _holds_at_last(store, key, b"2", precondition=IfAbsent(), tries=tries)
+    return not _accepts_in_the_end(store, key, b"2", precondition=IfAbsent(), tries=tries)
 
 
 def _updates_once(store: ObjectStore, key: str, tries: Tries) -> tuple[bool, bool]:
@@ -225,28 +225,31 @@ def _updates_once(store: ObjectStore, key: str, tries: Tries) -> tuple[bool, boo
     for bare in (False, True):
         _, meta = store.get(key, max_size_bytes=1)
         condition = IfVersion(meta.version, bare=bare)
-        holds = partial(_holds_at_last, store, key, precondition=condition, tries=tries)
-        if holds(b"3"):
-            return not holds(b"4"), not bare
+        accepts = partial(_accepts_in_the_end, store, key, precondition=condition, tries=tries)
+        if accepts(b"3"):
+            return not accepts(b"4"), not bare
     return False, True
 
 
-def _holds_at_last(
+def _accepts_in_the_end(
     store: ObjectStore, key: str, data: bytes, *, precondition: Precondition, tries: Tries
 ) -> bool:
-    """Run `_holds` with retries, because GCS accepts one write per object and second (429)."""
-    clear = True
+    """Put an object, again while the store is busy; return whether the store accepted it.
+
+    (GCS accepts one write per object and second, and answers 429 to others.)
+    """
+    is_first = True
     while True:
         try:
-            held = _holds(store, key, data, precondition)
+            is_accepted = _accepts(store, key, data, precondition)
         except StoreUnavailableError:
-            clear = False
+            is_first = False
             if not tries.pause():
                 raise
         else:
-            # A PUT without an answer may have taken effect all the same.
-            if clear:
-                return held
+            if is_first:
+                return is_accepted
+            # An earlier PUT, without an answer, may have taken effect all the same.
             body, _ = store.get(key, max_size_bytes=len(data))
             return body == data
 
@@ -257,7 +260,7 @@ def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
     def race(number: int) -> bool:
         start.wait()
         try:
-            return _holds(store, key, b"%d" % number, IfAbsent())
+            return _accepts(store, key, b"%d" % number, IfAbsent())
         except StoreUnavailableError:
             return False  # a writer would not count this as a win
 
@@ -265,7 +268,7 @@ def _race_has_one_winner(store: ObjectStore, key: str) -> bool:
     return sum(winners) <= 1
 
 
-def _holds(store: ObjectStore, key: str, data: bytes, precondition: Precondition) -> bool:
+def _accepts(store: ObjectStore, key: str, data: bytes, precondition: Precondition) -> bool:
     """Put an object, and return whether the store accepted it."""
     try:
         store.put(key, data, precondition=precondition, retry=False)

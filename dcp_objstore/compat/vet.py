@@ -216,7 +216,10 @@ class _DryUnpickler(pickle.Unpickler):
         self.is_known = self.is_known and is_known
 
     def find_class(self, module: str, name: str) -> Global:
-        """Return the stand-in for a global (GLOBAL)."""
+        """Return the stand-in for a global, which the pickle's opcode GLOBAL asks for.
+
+        Note the globals that are known to run nothing.
+        """
         # Names of Python 2 are mapped as in torch and pickle.
         if (module, name) in NAME_MAPPING:
             module, name = NAME_MAPPING[module, name]
@@ -228,7 +231,8 @@ class _DryUnpickler(pickle.Unpickler):
         if whole not in self.globals:
             if len(self.globals) >= _MAX_GLOBALS:
                 raise HostilePickleError(f"it names more than {_MAX_GLOBALS} classes")
-            # Classes are cycles: one that held the trial would keep the archive for a while.
+            # A weak reference: a class is a reference cycle, and would keep the archive in memory
+            # until the next garbage collection.
             self.globals[whole] = stand_in(_Result, whole, trial=weakref.proxy(self))
         return self.globals[whole]
 

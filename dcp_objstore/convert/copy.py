@@ -305,10 +305,15 @@ class _Copy:
         # New names: a key is never written twice, and the answer of a copy that failed may
         # only have been lost.
         nonce = new_nonce() + self._unread_fingerprint
-        keys = {data_key(0, number, nonce): number for number in numbers if objects[number].e_tag}
+        number_of = {
+            data_key(0, number, nonce): number for number in numbers if objects[number].e_tag
+        }
         outcomes = copy_objects(
             save.open(),
-            {key: [_source(self._source.url, objects[number])] for key, number in keys.items()},
+            {
+                key: [_source(self._source.url, objects[number])]
+                for key, number in number_of.items()
+            },
             self._config,
             Progress(self._config.stall_timeout_seconds, save.channel),
         )
@@ -317,9 +322,9 @@ class _Copy:
             if isinstance(outcome, DcpObjstoreError):
                 logger.info("%s is streamed, because the store did not copy it: %s", key, outcome)
                 continue
-            entry = objects[keys[key]]
-            there = msgspec.structs.replace(entry, key=key, e_tag=outcome.version.e_tag)
-            copied[keys[key]] = StoredObject(there, outcome.parts, save.spec.url, copied=True)
+            number = number_of[key]
+            entry = msgspec.structs.replace(objects[number], key=key, e_tag=outcome.version.e_tag)
+            copied[number] = StoredObject(entry, outcome.parts, save.spec.url, copied=True)
         return copied
 
     def _send_all(

@@ -145,7 +145,7 @@ class Target:
         self.config = checked_config(config)
         self._storage_options = storage_options
         self._spec = None if url is None else StoreSpec(url, storage_options, self.config)
-        # An unused URL is not left from an earlier save: another one contradicts it.
+        # Whether no save or load has used the URL given here: then `aim` refuses another one.
         self._unused = url is not None
         self._of_thread = threading.local()
 

@@ -75,14 +75,14 @@ def load_newest(
     """
     skipped: list[SkippedStep] = []
     url = run.url
-    newest: int | None = _LOOKED_AT_FIRST
+    most: int | None = _LOOKED_AT_FIRST  # how many steps to list; None: all
     while True:  # until a list of all steps has none that was not tried: a step may be new by then
         tried = {skip.step for skip in skipped}
-        listed = on_first(partial(step_numbers, run, newest, with_damaged=True), url, group)
+        listed = on_first(partial(step_numbers, run, most, with_damaged=True), url, group)
         untried = [step for step in listed if step not in tried]
-        if not untried and (newest is None or len(listed) < newest):
+        if not untried and (most is None or len(listed) < most):
             break
-        newest = None
+        most = None
         for step in reversed(untried):
             try:
                 return ResumeReport(step, load(step), tuple(skipped))
