@@ -1,8 +1,8 @@
 """The index: what is in a checkpoint and where, as one msgpack object.
 
-What there is once per object or tensor (keys, shapes, dtypes) is stored as msgpack values. What
-there is once per item is stored in columns: arrays of unsigned little-endian integers, which are
-decoded and checked as arrays. A save by 256 ranks has up to 256 chunks of each tensor; no Python
+Properties of objects and tensors (keys, shapes, dtypes) are stored as msgpack values. Properties of
+items are stored in columns: arrays of unsigned little-endian integers, which are decoded and
+checked as arrays. A save by 256 ranks has up to 256 chunks of each tensor; no Python
 object is made of a chunk before someone asks for that chunk.
 
 The index is typed, validated and bounded, and never pickled. `decode` returns only an index in

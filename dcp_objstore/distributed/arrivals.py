@@ -1,8 +1,7 @@
-"""Which ranks have come to a call of all ranks. One thread a process looks, for all calls.
+"""The ranks that have come to a call of all ranks. One thread a process watches all calls.
 
 A call that some ranks do not make, such as one below `if rank == 0:`, would say nothing until the
-process group's time-out. So a thread of each process looks at the calls in which its other threads
-are:
+process group's time-out. In each process, one thread watches the calls that other threads are in:
 
 - A rank that has been in a call for a second notes that in the process group's store, under the
   number of the call. Calls are numbered by process group, and all ranks make the same calls.

@@ -5,8 +5,8 @@
     ckpt.read("model.*")
 
 Opening reads only the marker and the index. Later reads fetch and verify only the needed blocks.
-To look into a checkpoint that this library wrote needs no torch: what reads tensors is imported by
-the methods that do.
+Looking into a checkpoint of this library needs no torch: the methods that read tensors import what
+they need.
 """
 
 from __future__ import annotations

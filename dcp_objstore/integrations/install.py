@@ -1,7 +1,7 @@
 """`install`: torch's own storage classes save to and load from buckets with this library.
 
 Frameworks name a URL or make torch's `FileSystemWriter`, and torch chooses a class for a URL from a
-list that nobody can extend (2.9 to 2.15). So making exactly `FileSystemWriter`, `FileSystemReader`
+list that cannot be extended (2.9 to 2.15). So making exactly `FileSystemWriter`, `FileSystemReader`
 or their fsspec forms for one of our URLs gives our writer or reader. That holds for names that were
 imported earlier, too. Local paths and subclasses stay torch's.
 

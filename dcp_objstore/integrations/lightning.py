@@ -1,6 +1,6 @@
 """`with_object_store`: Lightning's Trainer and Fabric save sharded checkpoints to object stores.
 
-Lightning has no place for this, so methods are put before those of one strategy (public ones) and
+Lightning has no seam for this, so methods are put before those of one strategy (public ones) and
 of its `ModelCheckpoint` callbacks (two are private). Local paths stay Lightning's.
 
 A checkpoint has the keys that Lightning gives it (`state_dict` or `model`, `optimizer_0`; in Fabric

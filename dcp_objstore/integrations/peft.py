@@ -1,7 +1,7 @@
 """PEFT: the adapters of a model as a state, of which an export makes PEFT's own folder.
 
 The tensors have the names of the whole model's state dict, so that the optimizer, other wrappers
-and other numbers of ranks find them. Beside them stands what PEFT would call them, and the
+and other numbers of ranks find them. Beside them are PEFT's names for them, and the
 adapters' configurations. PEFT is imported when a model of it is passed.
 """
 

@@ -2,8 +2,8 @@
 
 Checkpoints of this library, of stock torch and safetensors become the same here: the metadata for
 DCP's planners and, for each item, where its bytes lie, whether they are raw, and what they must
-hash to. Only to look into one of stock torch needs torch: otherwise the metadata is made when it is
-asked for.
+hash to. Looking into a checkpoint of stock torch needs torch; otherwise the metadata is made
+when it is asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: a run of checkpoints that looks after itself.
+"""`CheckpointManager`: a run of checkpoints that manages itself.
 
 It decides when to save, what to keep, where to resume and what to do when the machine is taken
 away. The saves and loads themselves are those of `dcp`. Rank 0 alone lists and deletes; it sends

@@ -1,4 +1,4 @@
-"""`BaseStore`: what all adapters share: arguments that are checked, errors that say where.
+"""`BaseStore`: the base of all adapters. It checks arguments and says where errors arose.
 
 Ctrl-C ends the wait for a request, and no other begins after it. Most calls of the transports
 cannot be interrupted, so the requests of the main thread are sent from another one. Uploads and

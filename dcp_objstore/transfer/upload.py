@@ -10,12 +10,12 @@ what it sends next, so the iterator can hold it back. A part is known by its pla
 It is under way from when its last byte is handed over until its buffers are dropped.
 
 The transport drops the buffers of a part when its request has ended, well or not; weak references
-report that. Whether it has ended well, it says by going on: it asks for more only while at most
-`max_concurrency` parts that it has are without a good answer. So of the parts that ended, as many
-count as uploaded as were handed over before those, and all of them once the object is there.
+report that. It shows that a request has ended well by going on: it asks for more only while at most
+`max_concurrency` parts that it has are without a good answer. So as many of the ended parts count
+as uploaded as were handed over before those, and all of them once the object is there.
 
-Where the store answers and the upload is lost all the same, the object is sent again from its
-start, in a new upload. The parts that were counted before are not counted twice.
+If the store answers but loses the upload, the object is sent again from its start, in a new
+upload. The parts that were counted before are not counted twice.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """The base of an incremental save: what has not changed since is copied by the store.
 
 Tensors whose dtype, shape and digests equal those of the base are not uploaded. The store copies
-their bytes into new objects of this save, which are as much its own as those that are uploaded. So
+their bytes into new objects of this save, which belong to it like those that are uploaded. So
 no checkpoint refers to the objects of another, and deletion, sweeps and readers know nothing of
 this.
 
-- What is equal is decided by each rank alone, from the base's index and digests of its tensors. A
+- Each rank decides alone what is equal, from the base's index and digests of its tensors. A
   tensor that has changed is noticed at the first block that differs. Its digests are computed again
   as it is uploaded: copies may take minutes, and digests from before them would not be those of
   what is sent if the tensor changes during the save.
-- Copied are runs: items that follow one another in an object of the base, with the framing between
+- Runs are copied: items that follow one another in an object of the base, with the framing between
   them, which must be what this process would write. (The index has one digest of all framing of an
   object, and a copied object needs its own.) A run is a contiguous range, so an object that
   is made of one has equal parts, as some servers want (Cloudflare R2).
 - A run that is too short for a part of an upload is uploaded, together with others that have not
   changed. So the next save finds one long run where this one has found many short ones.
-- A store that copies only whole objects copies a run if it is one. What has not changed, if it is
-  long enough, is uploaded into separate objects there, so that the next save finds whole ones.
+- A store that copies only whole objects copies a run if it is one. Unchanged data, if it is long
+  enough, is uploaded into separate objects there, so that the next save finds whole ones.
 - The base is read like any checkpoint (rule 7 of `checkpoint.read`), but nothing holds it: it may
   be deleted or swept in the meantime, or something else may overwrite its objects. So the store
   copies an object only if it has the ETag that the base's index gives (rule 12 of

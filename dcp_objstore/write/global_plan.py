@@ -2,8 +2,8 @@
 
 DCP's default planner does the same with an object for each chunk of each rank, which it pickles to
 the coordinator, copies twice, checks one by one and pickles back: 80 µs a chunk. A rank's items are
-sent here as one msgpack object and two arrays. What they are is the same on most ranks, so that it
-is decoded once; where they lie differs, and is compared as arrays.
+sent here as one msgpack object and two arrays. Their description is the same on most ranks, so it
+is decoded once; their places differ, and are compared as arrays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Find plain values that differ between ranks: of those under one key, a save keeps one rank's.
+"""Find plain values that differ between ranks, because a save keeps one rank's under a key.
 
 It stands alone, because it decides when two values are equal without sending them. Their pickles
-do not say it: equal values are pickled differently by the order of a dict or a set, and by which
+do not suffice: equal values are pickled differently by the order of a dict or a set, and by which
 of their parts are one object. So a quick pickle says whether all values of two ranks are equal, and
 only where it does not, a slow one of each value says which differ.
 """

@@ -1,9 +1,9 @@
 """`Limiter`: how many requests all saves and loads of a process send to a bucket, and how fast.
 
-There is one per bucket and endpoint. A `Window` finds how many requests may be in flight. It counts
-for a transfer with a fixed number only while the store throttles. There are two signs of that. An
-adapter that retries by itself reports 429 and 503. Where the transport retries out of sight, as
-obstore does with parts of uploads, requests take several times as long as before.
+There is one per bucket and endpoint. A `Window` decides how many requests may be in flight. It
+applies to a transfer with a fixed number only while the store throttles. There are two signs of
+that. An adapter that retries by itself reports 429 and 503. Where the transport retries out of
+sight, as obstore does with parts of uploads, requests take several times as long as before.
 
 Each transfer holds an `AdmissionSlot`. No transfer waits for ever: one with nothing in flight may
 always send a request, and none waits longer than a request's time-out while no place is given back.

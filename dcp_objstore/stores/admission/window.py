@@ -6,8 +6,8 @@ The right number differs by machine, store and hour:
   requests move what the processor can, and more only take memory.
 - One that answers later needs up to 64, because each connection has its own rate. So does one
   to which this process has sent no small request: in a job, one rank sends them for all.
-- No more are in flight than what has been measured would answer within a quarter of the time-out,
-  and 1 GiB. A line of 8 MiB/s is assumed until then.
+- No more bytes are in flight than the measured rate moves within a quarter of the time-out, and
+  than 1 GiB. A rate of 8 MiB/s is assumed until then.
 
 Where the window became smaller, it is doubled after some rounds of answers, and stays so if that
 moves more bytes per second. A round is as many answers as the window is large. One in which the

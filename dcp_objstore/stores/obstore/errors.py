@@ -2,8 +2,8 @@
 
 obstore 0.12 gives 400, 416, 429, 500, 503 and time-outs all as `GenericError` without attributes,
 404 as the builtin `FileNotFoundError` and 409 as `AlreadyExistsError`. So this module, and no
-other, reads `status code: NNN` and the XML's `<Code>` out of the text, and out of the dump behind
-it why there was no answer at all. `tests/stores/test_errors.py` pins all of it against real
+other, reads `status code: NNN` and the XML's `<Code>` out of the text, and the reason of a
+missing answer out of the dump behind it. `tests/stores/test_errors.py` pins all of it against real
 servers.
 """
 

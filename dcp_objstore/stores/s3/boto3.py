@@ -1,4 +1,4 @@
-"""`ObjectStore` over boto3, for s3://: what carries the requests where obstore cannot.
+"""`ObjectStore` over boto3, for s3://. It carries the requests where obstore cannot.
 
 It works under `moto.mock_aws`, which catches botocore's requests in the process, and takes
 credentials from whatever boto3 knows (SSO, assumed roles, plug-ins). It costs more processor time:

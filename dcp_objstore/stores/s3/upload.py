@@ -1,12 +1,12 @@
 """A multipart upload of a stream of buffers, in parts that are sent in parallel without a copy.
 
-Not through s3transfer: it reads each part of a stream into its own bytes, and it reads in another
-thread, where the caller's iterator (which may wait for a device, and whose errors are
-the caller's) does not belong. Its threads are joined at interpreter exit, too.
+s3transfer is not used: it reads each part of a stream into its own bytes, and it reads in another
+thread, where the caller's iterator (which may wait for a device, and whose errors are the caller's)
+does not belong. Its threads are joined at interpreter exit, too.
 
-Checksums go with the bodies; they are taken of the memory that is sent, ahead of sending it. Not
-botocore's own: over TLS it sends them behind the body, which it copies into chunks for that and
-which some servers that speak S3 refuse. Sent in the head, as obstore does, they need neither.
+Checksums of the memory are made before it is sent, and sent in the head, as obstore does.
+botocore's are not used: over TLS it sends them behind the body, which it copies into chunks for
+that and which some servers that speak S3 refuse.
 """
 
 from __future__ import annotations
