@@ -217,7 +217,7 @@ def commit_time(marker: Marker, objects: Objects) -> CommitTime:
 def list_places(store: ObjectStore, *, all_data: bool = False) -> dict[str, dict[str, ObjectMeta]]:
     """List what lies at and below a URL: the objects at each prefix, by their names there.
 
-    A prefix that no URL can name is left out, with one warning: it is none of this library.
+    A prefix that no URL can name is left out, with one warning: another program wrote it.
 
     Args:
         all_data: keep all data objects, of which 10,000 ranks write 70,000 in each step. Default:

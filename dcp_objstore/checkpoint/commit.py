@@ -123,8 +123,8 @@ class CommitResult:
         marker: the marker as this commit wrote it.
         attempts: the number of PUTs of the marker that were sent.
         dot_metadata: the condition that `.metadata` is still what it was when the save began; None
-            if the commit was superseded, because then it does not prove that `.metadata` is to be
-            written (rule 6 in `publish`).
+            if the commit was superseded, because then it does not prove that `.metadata` must
+            be written (rule 6 in `publish`).
     """
 
     commit_id: str
@@ -153,7 +153,7 @@ def take_begin_token(
             earlier claim no longer counts and is replaced in any case (rule C5 of `claim`).
         claim: number of the claim of the job that saves; 0 for none.
         nonce: the nonce of the save, which names the beacon. Default: a new one.
-        check: a function that is called while the beacon is being put. What it raises ends the
+        check: a function that is called while the beacon is being put. Its error ends the
             save.
 
     Raises:

@@ -234,7 +234,7 @@ class Index:
         blobs: keys of the pickled values, whose items are exactly what DCP's planner gave
             (BYTE_IO).
         flatten_mapping: the place of each flattened key in the nested state dict, or None.
-        literal_keys: the steps of such places that are the key of a dict and no str, by their
+        literal_keys: the steps of such places that are keys of a dict but not str, by their
             numbers. (In `flatten_mapping` they are str; an int there is a position in a list.)
     """
 

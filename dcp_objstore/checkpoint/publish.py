@@ -73,8 +73,8 @@ def publish_dot_metadata(
 ) -> bool:
     """Write `.metadata` for stock torch readers, while `commit_id` is the current commit (rule 6).
 
-    The checkpoint is committed whether or not this succeeds, so a save logs what is raised here as
-    a warning and goes on.
+    The checkpoint is committed whether or not this succeeds, so a save logs an error of this call
+    as a warning and goes on.
 
     Args:
         commit_id: the commit that `body` describes.

@@ -68,8 +68,9 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
 
     Args:
         converted: the state, which asks for what was saved of its optimizers and Stateful objects.
-            If `strict`, the ranks together must ask for all that was saved of a `trainable`. What
-            no rank asks for of a module, an optimizer, a Stateful object or a list is warned of.
+            If `strict`, the ranks together must ask for all that was saved of a `trainable`. A
+            load warns of parts of a module, an optimizer, a Stateful object or a list that no rank
+            asks for.
         paths: returns the place of each key of the checkpoint.
         strict: refuse a state that has keys which the checkpoint does not have. If False, their
             values stay as they are. Shapes must fit in either case.

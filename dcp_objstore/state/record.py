@@ -147,7 +147,7 @@ class Asked:
         Args:
             name: its name.
             path: its path in what `loaded` returns.
-            current: what the value has there. A tensor is loaded into; if it is none, one is made.
+            current: what the value has there. A tensor is loaded into; otherwise one is made.
             like: a tensor whose device and mesh a new one gets. One of the same shape gets its
                 order of dimensions in memory, too, and its placements.
         """

@@ -79,7 +79,7 @@ class _Leaf:
 class ConvertedState:
     """A user's state converted to a plain state dict, with the way back.
 
-    Tensors are not copied, so loading into them loads in place. What a checkpoint has decides what
+    Tensors are not copied, so loading into them loads in place. The checkpoint decides what
     is loaded into an optimizer or a Stateful object: `ask` completes the state dict.
 
     Args:
@@ -92,7 +92,7 @@ class ConvertedState:
         state_dict: nested dicts with str keys, and lists, of tensors and plain values.
         optimizers: place of each optimizer.
         whole: places of modules that are not `Trainable`, optimizers, Stateful objects, lists and
-            dicts without entries: what was saved there and is not loaded is warned of.
+            dicts without entries: a load warns of entries saved there that it does not load.
         per_rank: place of each `PerRank`, mapped to whether it wants the values of all ranks.
         left_out: place of each `Trainable`, mapped to what it leaves out of its module.
 

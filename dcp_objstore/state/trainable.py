@@ -67,8 +67,8 @@ def trainable(module: torch.nn.Module, *, buffers: bool = True) -> Trainable:
 
     It has the parameters with `requires_grad` at the time of the save or load, under the names that
     they have in the whole module, and buffers. The other parameters are not written; the commit
-    marker counts them, and `dcp-objstore inspect` shows that. Of an optimizer of the module, the
-    state of frozen parameters is left out, too.
+    marker counts them, and `dcp-objstore inspect` shows that. The optimizer's state of frozen
+    parameters is left out, too.
 
     It works in the state of `dcp_objstore.save`, `async_save`, `load` and `CheckpointManager` (not
     in that of `dcp.save`), on any number of ranks and under any wrapper (FSDP, DDP, torch.compile).

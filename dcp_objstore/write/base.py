@@ -204,7 +204,7 @@ class Unchanged:
 
     Attributes:
         items: all items that have not changed, also those that cannot be copied.
-        objects: the objects that the store is to make: for each the runs of which it consists.
+        objects: the objects that the store should make: for each the runs of which it consists.
         refused: the runs that are not copied.
         whole_only: whether the store copies only whole objects.
         copied: the items that `copy` has had copied.

@@ -119,10 +119,10 @@ class GlobalPlan(NamedTuple):
 def plan_globally(plans: Sequence[LocalPlan]) -> GlobalPlan:
     """Leave each chunk to one rank, and check that the chunks make up their tensors.
 
-    What several ranks have goes to the one with the fewest bytes until then, as in DCP; values and
-    tiny plain tensors go to the first of them. DCP would spread these over the ranks: an
-    optimizer's step counts, one a parameter. Every rank that loads reads all of them, so each rank
-    would send as many requests as there are parameters.
+    An item that several ranks have goes to the one with the fewest bytes until then, as in DCP;
+    values and tiny plain tensors, such as an optimizer's step counts, one a parameter, go to the
+    first of them. DCP would spread these over the ranks. Every rank that loads reads all of them,
+    so each rank would send as many requests as there are parameters.
 
     Raises:
         StateMismatchError: ranks have different values under one key, hold only a part of a tensor,

@@ -151,7 +151,7 @@ _seen: WeakKeyDictionary[dist.ProcessGroup, SeenValues] = WeakKeyDictionary()
 class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
     """A save planner that refuses ranks with different URLs before a byte is uploaded.
 
-    What it plans is what DCP's default planner plans. The ranks send what they have as columns, and
+    Its plans are those of DCP's default planner. The ranks send their items as columns, and
     nothing at all if no rank's layout has changed since an earlier save: then that save's plan
     holds.
 
@@ -285,7 +285,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         Raises:
             InvalidUrlError: the ranks save to different URLs.
             InputError: the process group was destroyed during the save.
-            StateMismatchError: what the ranks have does not fit together.
+            StateMismatchError: the ranks' items do not fit together.
         """
         with self._typed_errors():
             if len(all_plans) != self._ranks:
