@@ -10,7 +10,7 @@ import secrets
 import select
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -40,8 +40,8 @@ from dcp_objstore.stores.admission.window import Window
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore, RangeBody, RangeReading, Version
 from dcp_objstore.stores.ranges import FetchedSource, Range
 from dcp_objstore.stores.wrappers import WrappedStore
-from dcp_objstore.threads import result_of, spawn, wait_for, wait_until
-from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, block_digests
+from dcp_objstore.threads import spawn, wait_for, wait_until
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
 from dcp_objstore.transfer.download import (
     _depth,
     _Gate,
@@ -84,16 +84,6 @@ def test_no_plan_exceeds_10000_parts_or_the_limits_of_a_part(total_bytes, least,
     # Any object of the plan, and one with the largest item alone, its framing included.
     for size in (plan.max_object_size_bytes, largest + MIB, min(total_bytes, limit)):
         assert part_count(size, plan.part_size_bytes) <= MAX_PARTS
-
-
-@given(st.integers(1, 5 * TIB), LEAST)
-def test_parts_are_equal_but_for_the_last_and_within_the_limits(size_bytes, least):
-    part = plan_parts(size_bytes, least).part_size_bytes
-    count = part_count(size_bytes, part)
-    last = size_bytes - (count - 1) * part
-    assert 1 <= count <= MAX_PARTS
-    assert 0 < last <= part
-    assert 5 * MIB <= part <= 5 * 1024 * MIB
 
 
 def test_parts_of_the_default_limit_stay_small_and_those_of_5_tib_are_as_documented():
@@ -440,22 +430,6 @@ def test_the_largest_piece_is_a_block_or_a_larger_span_with_the_gap_before_it():
     assert largest_piece([]) == 0
 
 
-def test_twenty_thousand_tiny_neighbours_need_a_handful_of_requests():
-    tiny = [Span(0, n * 2560, n * 2560 + 1024, None) for n in range(20_000)]
-    assert len(plan_requests(tiny, request_size_bytes=8 * MIB)) <= 20_000 // 100
-
-
-def test_digests_are_per_block_and_see_every_byte():
-    payload = np.arange(2 * BLOCK_SIZE_BYTES + 5, dtype=np.uint32).view(np.uint8)
-    digests = block_digests(payload)
-    assert len(digests) == 16 * -(-payload.nbytes // BLOCK_SIZE_BYTES)
-    payload[BLOCK_SIZE_BYTES] ^= 1
-    changed = block_digests(payload)
-    blocks = [changed[n : n + 16] == digests[n : n + 16] for n in range(0, len(digests), 16)]
-    assert blocks.count(False) == 1
-    assert blocks[1] is False
-
-
 def config(**settings) -> TransferConfig:
     return TransferConfig(**{"part_size_bytes": PART, **settings})
 
@@ -517,19 +491,6 @@ def test_a_lost_upload_is_believed_only_if_its_object_is_not_there(is_own, left)
     else:
         with pytest.raises(UploadLostError):
             upload(is_own=is_own)
-
-
-def test_an_error_in_the_data_ends_the_upload_and_nothing_is_visible():
-    store = open_store("memory://transfer/broken")
-
-    def pieces():
-        yield random_bytes(4 * MIB)
-        yield random_bytes(4 * MIB)
-        raise CorruptDataError("planned")
-
-    with pytest.raises(CorruptDataError, match="planned"):
-        upload_object(store, "o", pieces(), plan(), config(), Progress(60))
-    assert not list(store.list())
 
 
 class Stub:
@@ -1282,28 +1243,6 @@ def test_a_piece_takes_the_time_since_the_one_before_was_read(monkeypatch):
         assert read_at <= was_consumed_at <= at <= now
 
 
-def test_a_damaged_transfer_is_fetched_once_more_and_a_damaged_object_is_an_error():
-    store = RecordingStore(open_store("memory://transfer/damaged"))
-    store.put("o", random_bytes(100))
-    seen: list[int] = []
-
-    def once_bad(request, _):
-        seen.append(request.start)
-        if len(seen) == 1:
-            raise CorruptDataError("damaged")
-
-    fetch(store, requests_of(100, 100), once_bad)
-    assert seen == [0, 0]
-
-    def always_bad(request, _):
-        raise CorruptDataError("damaged")
-
-    with pytest.raises(CorruptDataError) as caught:
-        fetch(store, requests_of(100, 100), always_bad)
-    assert caught.value.object_key == "o"
-    assert [r.verb for r in store.requests].count("open_range") == 4
-
-
 @pytest.mark.parametrize(("local", "most_tries"), [((), 2), ((0,), 3)])
 def test_a_damaged_copy_on_this_machine_is_followed_by_two_answers_of_the_store(local, most_tries):
     store = Ahead(open_store(f"memory://{secrets.token_hex(4)}/o"))
@@ -1784,22 +1723,7 @@ def test_settings_out_of_bounds_are_refused_by_name(settings):
 
 
 @pytest.mark.parametrize("where", [here, elsewhere])
-@pytest.mark.parametrize("wait", [result_of, lambda future, seconds: result_of(future)])
-def test_a_result_is_waited_for_until_it_is_there(wait, where):
-    future: Future[int] = Future()
-    timer = threading.Timer(0.6, lambda: future.set_result(7))
-    timer.start()
-    assert where(wait, future, 30) == 7
-
-
-@pytest.mark.parametrize("where", [here, elsewhere])
-def test_a_wait_ends_at_its_time_out_and_a_time_out_of_the_future_is_passed_on(where):
-    with pytest.raises(FutureTimeoutError):
-        where(result_of, Future(), 0.3)
-    failed: Future[int] = Future()
-    failed.set_exception(FutureTimeoutError("its own"))
-    with pytest.raises(FutureTimeoutError, match="its own"):
-        where(result_of, failed)
+def test_a_wait_ends_at_its_time_out_or_when_the_event_happens(where):
     assert not where(wait_until, threading.Event(), 0.3)
     happened = threading.Event()
     threading.Timer(0.4, happened.set).start()
