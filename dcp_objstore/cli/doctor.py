@@ -7,15 +7,13 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dcp_objstore.cli.options import Json, chosen
 from dcp_objstore.cli.terminal import coloured, columns, json_text, say, wrapped
-from dcp_objstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from dcp_objstore.doctor import Finding, Status
@@ -39,60 +37,35 @@ _ABOUT_RIGHTS = (
 
 def diagnose(
     url: Annotated[
-        str | None,
-        typer.Argument(help="The URL below which you want to save checkpoints.", metavar="URL"),
-    ] = None,
-    local: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder of this node for copies, as a job passes it as local=.", metavar="FOLDER"
-        ),
-    ] = None,
+        str, typer.Argument(help="The URL below which you want to save checkpoints.", metavar="URL")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Check a store: credentials, rights, conditional writes. Or a local folder.
+    """Check a store: credentials, rights, conditional writes.
 
     Prints for each check what was found and what to do about it. Writes a few small objects under
     a random name below the URL and removes them again, even after Ctrl-C; it touches nothing else.
-    With --local it checks a folder for copies (Fast restart), with or without a URL: room, limits
-    of memory and speed, with 64 MiB that it writes there and that vanish with the command.
     Exits with status 1 if a check failed; a warning is not a failure.
     """
-    from dcp_objstore.config import Local
-    from dcp_objstore.doctor import check_folder, check_up
+    from dcp_objstore.doctor import check_up
     from dcp_objstore.stores import StoreSpec
 
-    if url is None and local is None:
-        raise ConfigError("write the URL of a store, or --local FOLDER, or both")
-    shown = None if url is None else StoreSpec(url, chosen()).url
-    node = None if local is None else Local(local)
+    shown = StoreSpec(url, chosen()).url
     findings: list[Finding] = []
-    with ExitStack() as stack:
-        streams: list[tuple[str, Iterator[Finding]]] = []
-        if url is not None and shown is not None:
-            streams.append((shown, stack.enter_context(closing(check_up(url, chosen())))))
-        if node is not None:
-            streams.append((node.folder, check_folder(node)))
-        for title, stream in streams:
+    if not as_json:
+        say(shown, "")
+        sys.stdout.flush()
+    with closing(check_up(url, chosen())) as stream:
+        for finding in stream:
+            findings.append(finding)
             if not as_json:
-                say(*([""] if findings else []), title, "")
-                sys.stdout.flush()
-            for finding in stream:
-                findings.append(finding)
-                if not as_json:
-                    _print(finding, findings)
+                _print(finding, findings)
     ok = not _checks(findings, "failed")
     if as_json:
         checks = [dataclasses.asdict(finding) for finding in findings]
-        folder = None if node is None else node.folder
-        print(json_text({"url": shown, "local": folder, "ok": ok, "checks": checks}))
+        print(json_text({"url": shown, "ok": ok, "checks": checks}))
     else:
-        fit_for = [
-            text
-            for text, is_checked in (("checkpoints", shown), ("copies of checkpoints", node))
-            if is_checked is not None
-        ]
-        say("", *_summary(findings, " and ".join(fit_for)))
+        say("", *_summary(findings))
     if not ok:
         sys.exit(_FAILED_STATUS)
 
@@ -134,7 +107,7 @@ def _checks(findings: list[Finding], status: Status) -> list[str]:
     return [finding.check for finding in findings if finding.status == status]
 
 
-def _summary(findings: list[Finding], fit_for: str) -> list[str]:
+def _summary(findings: list[Finding]) -> list[str]:
     labels: dict[Status, str] = {"failed": "FAILED", "warning": "warnings", "not made": "not made"}
     parts = [
         f"{label}: {', '.join(names)}"
@@ -142,7 +115,7 @@ def _summary(findings: list[Finding], fit_for: str) -> list[str]:
         if (names := _checks(findings, status))
     ]
     if not _checks(findings, "failed"):
-        parts.insert(0, f"fit to hold {fit_for}")
+        parts.insert(0, "fit to hold checkpoints")
     if any(finding.details.get("error") == "PermissionDeniedError" for finding in findings):
         parts.append(_ABOUT_RIGHTS)
     return [line for part in parts for line in textwrap.wrap(part, columns())]

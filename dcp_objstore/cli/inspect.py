@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 import dcp_objstore as dos
-from dcp_objstore.checkpoint.marker import left_out_of
 from dcp_objstore.cli.options import Checkpoint, Json, chosen
 from dcp_objstore.cli.terminal import json_text, say
 from dcp_objstore.observe.report import counted, size_text
+
+if TYPE_CHECKING:
+    from dcp_objstore.checkpoint.marker import LeftOut
 
 _Entry: TypeAlias = "dos.reports.TensorEntry | dos.reports.ValueEntry"
 _Module: TypeAlias = "dos.reports.Module[_Entry]"
@@ -55,6 +57,12 @@ def _described(entry: _Entry) -> dict[str, object]:
     return described
 
 
+def _left_out(checkpoint: dos.Checkpoint) -> Mapping[str, LeftOut]:
+    from dcp_objstore.checkpoint.marker import left_out_of
+
+    return left_out_of(checkpoint.user_metadata or {})
+
+
 def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
     entries = list(root.walk())
     report = {
@@ -72,7 +80,7 @@ def _print_json(checkpoint: dos.Checkpoint, root: _Module) -> None:
         ],
         "total_bytes": root.total_bytes,
         "bytes_by_dtype": root.bytes_by_dtype(),
-        "left_out": left_out_of(checkpoint.user_metadata or {}),
+        "left_out": _left_out(checkpoint),
     }
     print(json_text(report))
 
@@ -88,7 +96,7 @@ def _print_tree(checkpoint: dos.Checkpoint, root: _Module) -> None:
         say(f"commit {checkpoint.commit_id}")
         if checkpoint.user_metadata:
             say(f"metadata {json.dumps(checkpoint.user_metadata)}")
-    for name, count in left_out_of(checkpoint.user_metadata or {}).items():
+    for name, count in _left_out(checkpoint).items():
         tensors = counted(count["tensors"], "frozen tensor")
         say(f"left out of {name}: {tensors}, {count['elements']:,} elements")
     by_dtype = root.bytes_by_dtype()

@@ -1,4 +1,4 @@
-"""Checks apart from objects: this machine, the server and its clock, the bucket and its rules."""
+"""Checks apart from objects: this machine, the server, the bucket and its rules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from dcp_objstore import errors
-from dcp_objstore.doctor.checks import Verdict, failed, not_applicable, not_made, ok, warning
+from dcp_objstore.doctor.checks import Verdict, failed, not_made, ok, warning
 from dcp_objstore.observe.report import counted, size_text
-from dcp_objstore.stores.diagnosis import ask_server, identify, named_server
+from dcp_objstore.stores.diagnosis import ask_region, identify, named_server
 from dcp_objstore.stores.ranges import read_range
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3")
 _FILESYSTEMS = {"s3": ("fsspec", "s3fs"), "gs": ("fsspec", "gcsfs")}
-# AWS refuses requests from a clock that is 15 minutes off ("RequestTimeTooSkewed").
-_SKEW_REFUSED_SECONDS = 15 * 60
-_SKEW_WARNED_SECONDS = 60
-_LOCAL = ("file", "memory")
+LOCAL = ("file", "memory")
 _CLOUDS = ("s3", "gs", "gcs", "az", "azure", "abfs", "abfss")
 _SERVERS = ("s3", "gs", "az")
 _PROVIDERS = {"s3": "AWS", "gs": "Google"}
@@ -67,7 +64,7 @@ def working_directory() -> Verdict:
 
 def _over_fsspec(spec: StoreSpec) -> bool:
     """Whether fsspec carries the requests."""
-    own = spec.parsed.scheme in (*_LOCAL, *_SERVERS) and "fs" not in spec.storage_options
+    own = spec.parsed.scheme in (*LOCAL, *_SERVERS) and "fs" not in spec.storage_options
     return spec.config.transport == "fsspec" or not own
 
 
@@ -84,7 +81,7 @@ class _Answer(NamedTuple):
 
 
 class Access:
-    """The checks of the server, its clock, the credentials and the bucket.
+    """The checks of the server, the credentials and the bucket.
 
     One request shows the most of it; which check its error belongs to depends on its kind.
     """
@@ -92,11 +89,6 @@ class Access:
     def __init__(self, spec: StoreSpec) -> None:
         self._spec = spec
         self._url = spec.parsed
-        self._none = not_applicable(f"{self._url.scheme}:// does not have this")
-
-    @property
-    def _is_local(self) -> bool:
-        return self._url.scheme in _LOCAL
 
     @cached_property
     def _answer(self) -> _Answer:
@@ -145,15 +137,12 @@ class Access:
         if not isinstance(self._answer.error, errors.ConfigError):
             return None
         try:
-            answer = ask_server(self._spec)
+            return ask_region(self._spec)
         except errors.DcpObjstoreError:
             return None  # the error of the endpoint is reported
-        return answer and answer.bucket_region
 
     def endpoint(self) -> Verdict:
         """Look whether the server answers as a store does."""
-        if self._is_local:
-            return self._none
         error = self._answer.error
         others = isinstance(error, errors.CredentialsError | errors.BucketNotFoundError)
         if error is not None and not others and self._bucket_region is None:
@@ -175,8 +164,6 @@ class Access:
 
     def credentials(self) -> Verdict:
         """Find out whose credentials they are, and whether the store accepts them."""
-        if self._is_local:
-            return self._none
         try:
             identity = identify(self._spec)
         except errors.ConfigError:
@@ -195,8 +182,6 @@ class Access:
 
     def bucket(self) -> Verdict:
         """Look whether the bucket exists, and in the region that is asked."""
-        if self._is_local:
-            return self._none
         region = self._bucket_region
         if region is not None:
             return failed(
@@ -209,28 +194,6 @@ class Access:
         if not self._answer.has_code:
             return not_made("the answer does not show whether the bucket exists")
         return ok(f"the bucket {self._url.bucket} exists")
-
-    def clock(self) -> Verdict:
-        """Compare the server's clock with this machine's."""
-        if self._is_local:
-            return self._none
-        try:
-            answer = ask_server(self._spec)
-        except errors.DcpObjstoreError as error:
-            return not_made(f"the server's clock could not be read: {error.message}")
-        ahead = answer.ahead_seconds if answer is not None else None
-        if ahead is None:
-            return not_made("the server does not send its time")
-        off, details = abs(ahead), {"server_ahead_seconds": round(ahead, 1)}
-        by = f"{timedelta(seconds=round(off))} {'behind' if ahead > 0 else 'ahead of'}"
-        text = f"this machine's clock is {by} the server's"
-        advice = "set this machine's clock with NTP, or check the server's clock"
-        if off >= _SKEW_REFUSED_SECONDS:
-            more = "; a server refuses signed requests from 15 minutes on"
-            return failed(text + more, advice, **details)
-        if off >= _SKEW_WARNED_SECONDS:
-            return warning(text, advice, **details)
-        return ok("this machine's clock agrees with the server's", **details)
 
 
 # No save takes longer, so an older upload will hardly be finished.
@@ -262,37 +225,18 @@ def lifecycle(uploads: Callable[[], S3Uploads], url: StoreUrl) -> Verdict:
     return ok(f"the bucket removes unfinished uploads after {counted(days, 'day')}", days=days)
 
 
-def versioning(uploads: S3Uploads) -> Verdict:
-    """Look whether the bucket keeps old versions of objects."""
-    state = (uploads.versioning() or "off").lower()
-    if state == "enabled":
-        return warning(
-            "on: deleted or overwritten objects stay as old versions, and are billed",
-            "add a lifecycle rule with NoncurrentVersionExpiration",
-            state=state,
-        )
-    return ok(f"{state}: deleted objects are gone", state=state)
-
-
 def unfinished(uploads: S3Uploads, url: StoreUrl) -> Verdict:
-    """Look for unfinished uploads below the URL."""
-    listed = uploads.list()
-    old = [upload for upload in listed if datetime.now(UTC) - upload.initiated > _OLD]
-    all_bytes, old_bytes = (sum(upload.size_bytes for upload in some) for some in (listed, old))
-    details = {
-        "uploads": len(listed),
-        "bytes": all_bytes,
-        "old_uploads": len(old),
-        "old_bytes": old_bytes,
-    }
-    if old:
-        return warning(
-            f"{len(old)} older than a day ({size_text(old_bytes)}), billed but not visible",
-            f"`dcp-objstore sweep {shlex.quote(str(url))} --yes` removes those of saves",
-            **details,
-        )
-    young = f"{len(listed)} of the last day ({size_text(all_bytes)}), perhaps of running saves"
-    return ok(young if listed else "none below the URL", **details)
+    """Look for unfinished uploads below the URL that no save can still finish."""
+    old = [one for one in uploads.list() if datetime.now(UTC) - one.initiated > _OLD]
+    old_bytes = sum(upload.size_bytes for upload in old)
+    if not old:
+        return ok("none below the URL is older than a day")
+    return warning(
+        f"{len(old)} older than a day ({size_text(old_bytes)}), billed but not visible",
+        f"`dcp-objstore sweep {shlex.quote(str(url))} --yes` removes those of saves",
+        old_uploads=len(old),
+        old_bytes=old_bytes,
+    )
 
 
 def covering_days(rules: Sequence[Mapping[str, Any]], prefix: str) -> int | None:

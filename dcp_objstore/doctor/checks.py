@@ -6,9 +6,9 @@ A check returns a `Verdict`, or raises; an error becomes a verdict by the table 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from dcp_objstore import errors
 from dcp_objstore.stores.errors import advice_on
@@ -16,7 +16,6 @@ from dcp_objstore.stores.errors import advice_on
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
 
-E = TypeVar("E", bound=Exception)
 Status = Literal["ok", "warning", "failed", "not applicable", "not made"]
 
 
@@ -89,40 +88,17 @@ class Check(NamedTuple):
     Attributes:
         name: name of the check.
         kind: `alone`: always made, whatever became of others. `access`: if it fails, no later check
-            is made but those that stand alone. `request`: what a job needs, so an error is a
-            failure. `rule`: the same, but no job needs it.
+            is made but those that stand alone; a store without a server has none. `request`: what a
+            job needs, so an error is a failure. `written`: the same, of the object that the check
+            `put` has written. `rule`: the same as `request`, but no job needs it.
         make: the check; it returns what it found, or raises.
         rights: the rights that it needs.
     """
 
     name: str
-    kind: Literal["alone", "access", "request", "rule"]
+    kind: Literal["alone", "access", "request", "written", "rule"]
     make: Callable[[], Verdict]
     rights: Rights | None = None
-
-
-def findings(
-    table: Iterable[Check], kind: type[E], failure: Callable[[Check, E], Verdict]
-) -> Iterator[Finding]:
-    """Make the checks of a table, each when its finding is asked for.
-
-    Args:
-        table: the checks, in an order in which each can rely on those before it.
-        kind: the errors that are findings. Others are raised.
-        failure: returns the verdict of a check that ended with such an error.
-    """
-    blocked: Verdict | None = None
-    for check in table:
-        if blocked is not None and check.kind != "alone":
-            yield Finding(check.name, *blocked)
-            continue
-        try:
-            verdict = check.make()
-        except kind as error:
-            verdict = failure(check, error)
-        if check.kind == "access" and verdict.status == "failed":
-            blocked = not_made(f"the check of the {check.name} has failed")
-        yield Finding(check.name, *verdict)
 
 
 BLOBS: Final = "Microsoft.Storage/storageAccounts/blobServices/containers/blobs"
@@ -142,7 +118,8 @@ _ADVICE: Final[Sequence[tuple[type[errors.DcpObjstoreError], str]]] = (
     ),
     (
         errors.CredentialsError,
-        "check that key and secret belong together and to this endpoint, and have not expired",
+        "check that key and secret belong together and to this endpoint, and have not expired; and"
+        " this machine's clock",
     ),
     (
         errors.CorruptDataError,
@@ -173,7 +150,6 @@ _OF_BUCKET: Final = (
     "s3:ListBucket",
     "s3:ListBucketMultipartUploads",
     "s3:GetLifecycleConfiguration",
-    "s3:GetBucketVersioning",
 )
 
 

@@ -39,13 +39,17 @@ _REPORT_IT = "do not use it; tell its operator, or the operator of a proxy or ca
 
 
 class ObjectChecks:
-    """The checks of object requests, in an order in which each can rely on those before it."""
+    """The checks of object requests, in an order in which each can rely on those before it.
+
+    Attributes:
+        has_written: whether `put` has written its object.
+    """
 
     def __init__(self, spec: StoreSpec) -> None:
         self._spec = spec
         self._url = spec.parsed
         self._body = os.urandom(2048)
-        self._written = False
+        self.has_written = False
         self._parts: bytes | None = None  # the object that was written in parts
 
     @cached_property
@@ -74,7 +78,7 @@ class ObjectChecks:
         """Write an object, with the body unsigned or else signed."""
         with self.scratch.writing("put") as key:
             self._store.put(key, self._body)
-        self._written = True
+        self.has_written = True
         unsigned = self._url.scheme == "s3" and not self._spec.storage_options.get("sign_payload")
         how = " (with an unsigned body, which is faster)" if unsigned else ""
         return ok(f"an object was written{how}")
@@ -82,7 +86,7 @@ class ObjectChecks:
     def listing(self) -> Verdict:
         """List objects, and see one that was just written."""
         keys = {meta.key for meta in self._store.list()}
-        if not self._written:
+        if not self.has_written:
             return ok("listing works")
         if "put" in keys:
             return ok("listing works, and shows a written object at once")
@@ -94,7 +98,7 @@ class ObjectChecks:
 
     def read(self) -> Verdict:
         """Read a range, and be told that an object does not exist."""
-        if not self._written:
+        if not self.has_written:
             return self._read_existing()
         body = read_range(self._store, "put", 100, 1500)
         if body != self._body[100:1500]:
@@ -150,8 +154,6 @@ class ObjectChecks:
         """Abort an upload, whose parts are then gone."""
         if not self._store.capabilities.multipart:
             return not_applicable("this store has no uploads in parts")
-        if not self._written:
-            return not_made("no object can be written")
 
         def broken() -> Iterator[bytes]:
             yield os.urandom(_PART_SIZE_BYTES)
@@ -178,8 +180,6 @@ class ObjectChecks:
 
     def conditional_put(self) -> Verdict:
         """Let writers race for one object."""
-        if not self._written:
-            return not_made("no object can be written")
         conditions = probe.probe(self._store)
         create, update = conditions.conditional_create, conditions.conditional_update
         details = {"conditional_create": create, "conditional_update": update}
@@ -203,8 +203,6 @@ class ObjectChecks:
 
     def delete(self) -> Verdict:
         """Delete an object, which is then gone."""
-        if not self._written:
-            return not_made("no object was written, so there is none to delete")
         self._store.delete("put")
         try:
             self._store.head("put")

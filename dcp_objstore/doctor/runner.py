@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from functools import partial
 from typing import TYPE_CHECKING
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor.access import (
+    LOCAL,
     Access,
     lifecycle,
     unfinished,
-    versioning,
     versions,
     working_directory,
 )
@@ -28,8 +27,10 @@ from dcp_objstore.doctor.checks import (
     Check,
     Finding,
     Rights,
+    Verdict,
     failure,
-    findings,
+    not_applicable,
+    not_made,
 )
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.scratch import Stop
@@ -60,9 +61,9 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     permissions for Cloud Storage"; those of Azure: "Permissions for calling data operations".
     """
     url, access, uploads = spec.parsed, Access(spec), objects.uploads
-    write, read_blob = f"{BLOBS}/write", f"{BLOBS}/read"
+    write = f"{BLOBS}/write"
     put = Rights("s3:PutObject", "storage.objects.create", write)
-    read = Rights("s3:GetObject", "storage.objects.get", read_blob)
+    read = Rights("s3:GetObject", "storage.objects.get", f"{BLOBS}/read")
     made = "storage.multipartUploads.create and storage.objects.create"
     parts = Rights("s3:PutObject", made, write)
     abort = Rights("s3:AbortMultipartUpload", "storage.multipartUploads.abort")
@@ -70,13 +71,11 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     race = Rights("s3:PutObject and s3:GetObject", replace, write)
     delete = Rights("s3:DeleteObject", "storage.objects.delete", f"{BLOBS}/delete")
     rules = Rights("s3:GetLifecycleConfiguration")
-    old = Rights("s3:GetBucketVersioning")
     unended = Rights("s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts")
     return (
         Check("versions", "alone", lambda: versions(spec)),
         Check("working directory", "alone", working_directory),
         Check("endpoint", "access", access.endpoint),
-        Check("clock", "request", access.clock),
         Check("credentials", "access", access.credentials),
         Check("bucket", "access", access.bucket),
         Check("put", "request", objects.put, put),
@@ -84,14 +83,31 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
         Check("read", "request", objects.read, read),
         Check("multipart", "request", objects.multipart, parts),
         Check("checksums", "request", objects.checksums, read),
-        Check("abort", "request", objects.abort, abort),
-        Check("conditional put", "request", objects.conditional_put, race),
-        Check("delete", "request", objects.delete, delete),
+        Check("abort", "written", objects.abort, abort),
+        Check("conditional put", "written", objects.conditional_put, race),
+        Check("delete", "written", objects.delete, delete),
         Check("lifecycle", "rule", lambda: lifecycle(uploads, url), rules),
-        Check("versioning", "rule", lambda: versioning(uploads()), old),
         Check("unfinished uploads", "rule", lambda: unfinished(uploads(), url), unended),
         Check("clean-up", "request", objects.clean_up, delete),
     )
+
+
+def findings(spec: StoreSpec, objects: ObjectChecks, checks: Sequence[Check]) -> Iterator[Finding]:
+    """Make the checks of a table, each when its finding is asked for."""
+    blocked: Verdict | None = None
+    for check in checks:
+        verdict = blocked if check.kind != "alone" else None
+        if check.kind == "access" and spec.parsed.scheme in LOCAL:
+            verdict = not_applicable(f"{spec.parsed.scheme}:// does not have this")
+        elif check.kind == "written" and not objects.has_written:
+            verdict = verdict or not_made("no object can be written")
+        try:
+            verdict = verdict or check.make()
+        except DcpObjstoreError as error:
+            verdict = failure(spec.parsed, check, error)
+        if check.kind == "access" and verdict.status == "failed":
+            blocked = not_made(f"the check of the {check.name} has failed")
+        yield Finding(check.name, *verdict)
 
 
 def check_up(
@@ -125,8 +141,7 @@ def check_up(
     def work() -> None:
         objects = ObjectChecks(spec)
         try:
-            of_store = partial(failure, spec.parsed)
-            for finding in findings(table(spec, objects), DcpObjstoreError, of_store):
+            for finding in findings(spec, objects, table(spec, objects)):
                 found.put(finding)
                 stop.check()
         except BaseException:

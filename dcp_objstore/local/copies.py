@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import RangeBody
     from dcp_objstore.transfer.memory import ByteArray
 
-_WARNING = "no copies in %s: %s. The store has everything; see 'dcp-objstore doctor --local %s'"
+_WARNING = "no copies in %s: %s. The store has everything; see 'dcp-objstore local ls %s'"
 # The folders and kinds of errors of which a warning was given.
 _warned_of: set[tuple[str, int | None]] = set()
 # The folders of the checkpoints that this process has saved, by the URL without the step's number

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import urllib.request
-from datetime import UTC, datetime, timedelta
-from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -54,19 +52,6 @@ class NamedServer(NamedTuple):
 
     endpoint_url: str | None
     region: str | None
-
-
-class ServerAnswer(NamedTuple):
-    """The facts in the headers of any answer.
-
-    Attributes:
-        ahead_seconds: how far the server's clock is ahead of this machine's (negative: behind), to
-            about a second; None: it sent no Date.
-        bucket_region: the region of the bucket, by AWS's `x-amz-bucket-region`; None elsewhere.
-    """
-
-    ahead_seconds: float | None
-    bucket_region: str | None
 
 
 def identify(spec: StoreSpec) -> Identity | None:
@@ -147,8 +132,11 @@ def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
         return None, f"AWS does not tell who it is: {error}"
 
 
-def ask_server(spec: StoreSpec) -> ServerAnswer | None:
-    """Send one HEAD of the bucket, without credentials; return None where there is no server.
+def ask_region(spec: StoreSpec) -> str | None:
+    """Send one HEAD of the bucket, without credentials; return its region, as AWS names it.
+
+    Returns:
+        None if the answer has no `x-amz-bucket-region`, or there is no server.
 
     Raises:
         StoreUnavailableError: no answer within 5 s; one may come only through a proxy.
@@ -159,10 +147,9 @@ def ask_server(spec: StoreSpec) -> ServerAnswer | None:
         return None
     bucket_url = f"{base.rstrip('/')}/{spec.parsed.bucket}"
     request = urllib.request.Request(bucket_url, method="HEAD")
-    before = datetime.now(UTC)
     _, headers, _ = answer_to(request, tls_context(_verify(spec)), _TIMEOUT_SECONDS, spec.url)
-    here = before + (datetime.now(UTC) - before) / 2
-    return ServerAnswer(_ahead_seconds(headers["Date"], here), headers["x-amz-bucket-region"])
+    region: str | None = headers["x-amz-bucket-region"]
+    return region
 
 
 def named_server(spec: StoreSpec) -> NamedServer:
@@ -199,14 +186,3 @@ def _own_server(spec: StoreSpec) -> str | None:
         _, region = s3_server(settings, credentials)
         return f"https://s3.{region}.amazonaws.com"
     return f"https://{credentials.account_name}.blob.core.windows.net"
-
-
-def _ahead_seconds(date: str | None, here: datetime) -> float | None:
-    try:
-        there = parsedate_to_datetime(date) if date else None
-    except ValueError:
-        return None
-    if there is None:
-        return None
-    # The header is cut to whole seconds.
-    return (there.astimezone(UTC) + timedelta(seconds=0.5) - here).total_seconds()

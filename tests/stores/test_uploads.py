@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import UnfinishedUpload
 from dcp_objstore.stores.spec import open_uploads
-from tests.support.bucket_rules import incomplete_upload_rule, versioning
+from tests.support.bucket_rules import incomplete_upload_rule
 from tests.support.scripted import Scripted
 from tests.support.servers import READ_ONLY, Bucket
 from tests.support.unfinished_uploads import PART, begin_upload
@@ -168,27 +168,12 @@ def test_days_after_which_the_bucket_removes_uploads_are_those_of_its_rule(bucke
     assert incomplete_upload_rule(ruled.at("s3://with-rules/elsewhere")) is None
 
 
-@pytest.mark.backends("moto")
-def test_versioning_is_what_the_bucket_says(bucket):
-    client = bucket.client()
-    client.create_bucket(Bucket="with-versions")
-    spec = StoreSpec("s3://with-versions/run", bucket.storage_options)
-    assert versioning(spec) is None
-    for status in ("Enabled", "Suspended"):
-        client.put_bucket_versioning(
-            Bucket="with-versions", VersioningConfiguration={"Status": status}
-        )
-        assert versioning(spec) == status
-
-
-def test_a_bucket_without_rules_or_versions_has_none(bucket):
+def test_a_bucket_without_rules_has_none(bucket):
     spec = StoreSpec(bucket.url, bucket.storage_options)
     assert incomplete_upload_rule(spec) is None
-    assert versioning(spec) is None
 
 
-@pytest.mark.parametrize("question", [incomplete_upload_rule, versioning])
-def test_what_a_server_refuses_to_say_is_a_typed_error(question):
+def test_what_a_server_refuses_to_say_is_a_typed_error():
     with Scripted() as scripted:
         spec = scripted.spec()
         for status, code, expected in (
@@ -199,6 +184,6 @@ def test_what_a_server_refuses_to_say_is_a_typed_error(question):
             body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
             scripted.answer = lambda *_, s=status, b=body: (s, {}, b)
             with pytest.raises(expected):
-                question(spec)
+                incomplete_upload_rule(spec)
     with pytest.raises(UnsupportedError):
-        question(StoreSpec("memory://x"))
+        incomplete_upload_rule(StoreSpec("memory://x"))

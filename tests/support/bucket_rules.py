@@ -1,8 +1,6 @@
-"""What a bucket does by itself with unfinished uploads and with what is overwritten."""
+"""What a bucket does by itself with unfinished uploads."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 from dcp_objstore.doctor.access import covering_days
 from dcp_objstore.stores import StoreSpec
@@ -13,8 +11,3 @@ def incomplete_upload_rule(spec: StoreSpec) -> int | None:
     """After how many days the bucket removes unfinished uploads below a URL; None: never."""
     uploads = open_bucket_uploads(spec)
     return covering_days(uploads.lifecycle_rules(), uploads.prefix)
-
-
-def versioning(spec: StoreSpec) -> Literal["Enabled", "Suspended"] | None:
-    """Whether the bucket keeps what is overwritten and deleted."""
-    return open_bucket_uploads(spec).versioning()

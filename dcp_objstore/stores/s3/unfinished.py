@@ -1,4 +1,4 @@
-"""Unfinished uploads to S3, and what the bucket does by itself: lifecycle rules and versioning.
+"""Unfinished uploads to S3, and what the bucket does by itself: its lifecycle rules.
 
 obstore has no calls for these, so they go through boto3 (extra `s3`), with the endpoint and the
 credentials that obstore gets.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal, Self, cast
+from typing import Any, Final, Self
 
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.errors import DcpObjstoreError, UnsupportedError
+from dcp_objstore.errors import DcpObjstoreError
 from dcp_objstore.stores.protocol import UnfinishedUpload
 from dcp_objstore.stores.retries import Requests
 from dcp_objstore.stores.s3.errors import code_of, is_upload_gone, judge_botocore
@@ -93,21 +93,6 @@ class S3Uploads:
                     raise
                 return ()
             return tuple(answer.get("Rules", ()))
-
-    def versioning(self) -> Literal["Enabled", "Suspended"] | None:
-        """Whether the bucket keeps what is overwritten and deleted; None if it never did.
-
-        Raises:
-            As `list`.
-        """
-        with boto_errors(self._url):
-            answer = self._ask("get_bucket_versioning", {})
-        status = answer.get("Status") or None
-        if status not in ("Enabled", "Suspended", None):
-            raise UnsupportedError(
-                f"the server calls the bucket's versioning {status!r}", url=self._url
-            )
-        return cast('Literal["Enabled", "Suspended"] | None', status)
 
     def _ask(self, operation: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send the request of an operation, again where that may help; return the answer."""
