@@ -3,6 +3,7 @@
 from . import errors as errors, measure as measure, observe as observe, reports as reports
 from .checkpoint.claim import RunClaim as RunClaim
 from .config import Local as Local, TransferConfig as TransferConfig
+from .convert.average import average as average
 from .convert.copy import copy_checkpoint as copy_checkpoint
 from .convert.export import export_checkpoint as export_checkpoint
 from .convert.import_checkpoint import import_checkpoint as import_checkpoint

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from dcp_objstore.cli.bench import measure
-from dcp_objstore.cli.convert import copy, export, import_
+from dcp_objstore.cli.convert import average, copy, export, import_
 from dcp_objstore.cli.diff import print_diff
 from dcp_objstore.cli.doctor import diagnose
 from dcp_objstore.cli.exits import EXPLAINED, exits
@@ -138,6 +138,7 @@ for name, command, example in (
     ("import", import_, "/tmp/model file:///tmp/run/step-0 --rename '^=model.'"),
     ("diff", print_diff, "file:///tmp/run/step-20 file:///tmp/run/step-40"),
     ("inspect", inspect, "file:///tmp/run/step-40 'model.*'"),
+    ("average", average, "file:///tmp/run --last 2 file:///tmp/average"),
     ("cp", copy, "file:///tmp/run/step-40 file:///tmp/kept/step-40"),
 ):
     app.command(name, epilog=f"Example: dcp-objstore {name} {example}")(exits()(command))

@@ -1,9 +1,10 @@
-"""`dcp-objstore export`, `import` and `cp`: call them and print what was written."""
+"""`dcp-objstore export`, `import`, `average` and `cp`: call them, print what was written."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
@@ -125,6 +126,63 @@ def import_(
         trust_pickle=trust_pickle,
     )
     _print_report(report, as_json=as_json)
+
+
+def average(
+    run: Annotated[str, typer.Argument(help="URL of a run.", metavar="RUN")],
+    out: Annotated[
+        str,
+        typer.Argument(
+            help="URL of the checkpoint to write. Below the run it would be one of its steps.",
+            metavar="OUT",
+        ),
+    ],
+    last: Annotated[int, typer.Option(min=2, help="Average so many steps, the newest ones.")] = 8,
+    weights: Annotated[
+        Literal["uniform", "linear", "1-sqrt"],
+        typer.Option(
+            help="What the steps count: all the same, as a linear decay of the learning rate would;"
+            " the newest the most (1, 2, 3, ...); or as a decay by 1 - sqrt(t) would."
+        ),
+    ] = "uniform",
+    keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keys",
+            help="Tensors to average; shell patterns. Repeatable. Default: model.*",
+            metavar="PATTERN",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    trust_pickle: TrustPickle = False,
+    as_json: Json = False,
+) -> None:
+    """Save the average of the weights of a run's last steps as a checkpoint.
+
+    Streams through some 350 MiB of memory, however large the steps are, and checks every byte.
+    Counters (step, epoch) are those of the newest step; other tensors, such as the optimizer's, are
+    left out. Commits as a save does.
+    """
+    steps = dos.steps(run, newest=last, storage_options=chosen())
+    if len(steps) < last:
+        raise ConfigError(f"--last {last}: the run has {len(steps)} committed steps", url=run)
+    report = dos.average(
+        [step.url for step in steps],
+        out,
+        weights,
+        keys or "model.*",
+        overwrite=overwrite,
+        storage_options=chosen(),
+        trust_pickle=trust_pickle,
+    )
+    if as_json:
+        print_json(report)
+        return
+    say(f"averaged {len(steps)} steps, {steps[0].url} to {steps[-1].url}")
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # the progress bar has left such a line
+        size = size_text(report.total_bytes)
+        say(f"saved {report.url}: {size} in {report.seconds:.1f} s")
+    say(f"commit {report.commit_id}")
 
 
 def copy(

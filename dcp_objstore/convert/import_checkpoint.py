@@ -47,7 +47,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.inspect.checkpoint import open as open_checkpoint
 from dcp_objstore.inspect.selection import Patterns, matching
-from dcp_objstore.inspect.slabs import Slab, ahead, cut, read_ahead, stop
+from dcp_objstore.inspect.slabs import Slab, ahead, cut, stop
 from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import SaveReport
 from dcp_objstore.read.geometry import Box
@@ -145,18 +145,19 @@ def import_checkpoint(
         names = renamed(matching(dict.fromkeys(opened.keys), keys), rename)
         if not names:
             raise InputError(f"there is nothing to import: {source} has no keys, or keys= is empty")
-        planner = _ImportPlanner(str(writer.checkpoint_id), opened, names)
+        planner = SourcePlanner(str(writer.checkpoint_id), opened, names)
         with closing(planner), reporting_failures(writer):
             return run_save(writer, planner.flat, None, planner)
 
 
-class _ImportPlanner(AgreeingSavePlanner):
+class SourcePlanner(AgreeingSavePlanner):
     """Plans tensors in slabs, and reads each when the upload asks for it.
 
     Args:
         url: URL of the checkpoint.
         source: what to read.
         names: the new name of each key to import.
+        ranks: the number of ranks that save together.
 
     Attributes:
         flat: the state dict: values, and tensors without memory.
@@ -164,19 +165,19 @@ class _ImportPlanner(AgreeingSavePlanner):
 
     is_copied = True
 
-    def __init__(self, url: str, source: Source, names: Mapping[str, str]) -> None:
+    def __init__(self, url: str, source: Source, names: Mapping[str, str], ranks: int = 1) -> None:
         self.flat: dict[str, Any] = {
             name: source.values[key] if key in source.values else _meta(source.tensors[key])
             for key, name in names.items()
         }
-        super().__init__(url, self.flat, ranks=1)
+        super().__init__(url, self.flat, ranks)
         self._source = source
         self._keys = {name: key for key, name in names.items()}
         self._paths = {
             name: source.paths.get(key, (name,)) if name == key else (name,)
             for key, name in names.items()
         }
-        self._tensors = read_ahead((), source.read)
+        self._tensors = source.stream((), self._look)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
@@ -199,7 +200,11 @@ class _ImportPlanner(AgreeingSavePlanner):
         if item.tensor_data is None or info is None:  # or a tensor that was saved as a value
             return [item]
         slabs = list(cut(item.index.fqn, info.shape, info.dtype, info.starts))
-        return [item] if len(slabs) < 2 else [_item(slab, info) for slab in slabs]
+        return [item] if len(slabs) < 2 else [write_item(slab, info) for slab in slabs]
+
+    def _look(self) -> None:
+        if self.check_stopped is not None:
+            self.check_stopped()
 
     def _is_read(self, item: WriteItem) -> bool:
         return self._keys[item.index.fqn] in self._source.tensors
@@ -212,7 +217,7 @@ class _ImportPlanner(AgreeingSavePlanner):
             for item, _ in upload_order(plan.items)
             if self._is_read(item)
         ]
-        self._tensors = read_ahead((slab for slab in slabs if slab.size_bytes), self._source.read)
+        self._tensors = self._source.stream([slab for slab in slabs if slab.size_bytes], self._look)
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -234,7 +239,8 @@ def _meta(info: TensorInfo) -> torch.Tensor:
     return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
 
-def _item(slab: Slab, info: TensorInfo) -> WriteItem:
+def write_item(slab: Slab, info: TensorInfo) -> WriteItem:
+    """Return the item that writes a slab of a tensor."""
     chunk = ChunkStorageMetadata(torch.Size(slab.box.offsets), torch.Size(slab.box.sizes))
     properties = TensorProperties(dtype=info.dtype)
     data = TensorWriteData(chunk, properties, torch.Size(info.shape))

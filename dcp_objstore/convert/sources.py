@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -12,7 +12,7 @@ from dcp_objstore.errors import UnsupportedError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry
 from dcp_objstore.inspect.fill import new_tensor
 from dcp_objstore.inspect.selection import Patterns
-from dcp_objstore.inspect.slabs import Slab
+from dcp_objstore.inspect.slabs import Slab, read_ahead
 from dcp_objstore.read.geometry import narrow
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
@@ -52,6 +52,18 @@ class Source(Protocol):
     def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
         """Read slabs of different tensors."""
         ...
+
+    def stream(
+        self, slabs: Sequence[Slab], look: Callable[[], object]
+    ) -> Generator[torch.Tensor, None, None]:
+        """Yield the tensor of each slab, in their order, while the next ones are read.
+
+        Args:
+            slabs: the slabs to read.
+            look: a function that is called from time to time while this waits; what it raises ends
+                the wait.
+        """
+        return read_ahead(slabs, self.read, look)
 
 
 class CheckpointSource(Source):

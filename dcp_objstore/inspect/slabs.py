@@ -42,9 +42,14 @@ class Slab(NamedTuple):
 
 
 def cut(
-    key: str, shape: Sequence[int], dtype: torch.dtype, starts: Sequence[int] = ()
+    key: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    starts: Sequence[int] = (),
+    *,
+    most_bytes: int = WINDOW_BYTES,
 ) -> Iterator[Slab]:
-    """Cut a tensor into slabs of at most a window, front to back.
+    """Cut a tensor into slabs, front to back.
 
     Args:
         key: key of the tensor.
@@ -52,22 +57,23 @@ def cut(
         dtype: its dtype.
         starts: first rows of the stored chunks, ascending. Slabs begin there or a whole number of
             digest blocks further on, if that is possible, so that few blocks are read twice.
+        most_bytes: the size of the largest slab.
     """
     size_bytes = math.prod(shape) * dtype.itemsize
     if not size_bytes:
         return
-    if size_bytes <= WINDOW_BYTES:
+    if size_bytes <= most_bytes:
         yield Slab(key, Box((0,) * len(shape), tuple(shape)), size_bytes)
         return
     extent, *rest = shape
     row_bytes = size_bytes // extent
-    if row_bytes > WINDOW_BYTES:
+    if row_bytes > most_bytes:
         for row in range(extent):
-            for _, box, part_bytes in cut(key, rest, dtype):
+            for _, box, part_bytes in cut(key, rest, dtype, most_bytes=most_bytes):
                 yield Slab(key, Box((row, *box.offsets), (1, *box.sizes)), part_bytes)
         return
     aligned = BLOCK_SIZE_BYTES // math.gcd(BLOCK_SIZE_BYTES, row_bytes)
-    begin, rows = 0, WINDOW_BYTES // row_bytes
+    begin, rows = 0, most_bytes // row_bytes
     while begin < extent:
         end = min(extent, begin + rows)
         if end < extent:
@@ -80,7 +86,9 @@ def cut(
 
 
 def read_ahead(
-    slabs: Iterable[Slab], read: Callable[[Sequence[Slab]], list[torch.Tensor]]
+    slabs: Iterable[Slab],
+    read: Callable[[Sequence[Slab]], list[torch.Tensor]],
+    look: Callable[[], object] | None = None,
 ) -> Generator[torch.Tensor, None, None]:
     """Yield the tensor of each slab, in their order, while the next windows are read.
 
@@ -88,8 +96,9 @@ def read_ahead(
         slabs: the slabs to read.
         read: a function that is called in a thread with the slabs of a window, each of another
             tensor; it returns new memory for each.
+        look: as for `ahead`.
     """
-    with closing(ahead(_windows(slabs), read, _WINDOWS_AHEAD)) as windows:
+    with closing(ahead(_windows(slabs), read, _WINDOWS_AHEAD, look)) as windows:
         for tensors in windows:
             tensors.reverse()
             while tensors:

@@ -272,6 +272,15 @@ class RenamedItems:
 Items: TypeAlias = IndexItems | StockItems | RenamedItems
 
 
+def typed_paths(items: Items) -> dict[str, tuple[str | int, ...]]:
+    """Return the place of each key, as far as it is known, with the ints in dicts as they were."""
+    paths = dict(items.paths or {})
+    for key, numbers in items.literal_keys.items():
+        steps = enumerate(paths[key])
+        paths[key] = tuple(ix.LiteralKey(step) if at in numbers else step for at, step in steps)
+    return paths
+
+
 # Pairs of a regular expression and its replacement.
 Rename: TypeAlias = Sequence[tuple[str, str]]
 

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_objstore import torch_private
-from dcp_objstore.checkpoint.index import LiteralKey
 from dcp_objstore.checkpoint.marker import LeftOut, left_out_of
 from dcp_objstore.config import LocalFolder, TransferConfig, local_of
 from dcp_objstore.distributed.failures import without_frames
@@ -44,7 +43,7 @@ from dcp_objstore.observe.dispatch import Channel, EventSettings
 from dcp_objstore.observe.events import OnEvent, Opened
 from dcp_objstore.observe.report import LoadReport, logger
 from dcp_objstore.read.item_read import Destination
-from dcp_objstore.read.items import Rename, renamed
+from dcp_objstore.read.items import Rename, renamed, typed_paths
 from dcp_objstore.read.mismatch import OnDtype
 from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
@@ -246,11 +245,7 @@ class ObjectStoreReader(StorageReader):
         load: _Load | None = getattr(self._of_thread, "load", None)
         if load is None or load.checkpoint is None:
             return {}
-        items, paths = load.checkpoint.items, dict(load.checkpoint.items.paths or {})
-        for key, numbers in items.literal_keys.items():
-            steps = enumerate(paths[key])
-            paths[key] = tuple(LiteralKey(step) if at in numbers else step for at, step in steps)
-        return paths
+        return typed_paths(load.checkpoint.items)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

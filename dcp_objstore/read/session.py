@@ -141,7 +141,7 @@ def run_load(
             admit=None if exchange is None and inbound is None else intake.admit,
             may_begin=exchange.may_begin if exchange is not None and inbound is None else None,
             in_place=memory_for,
-            explain=partial(_explained, planned.checkpoint, store),
+            explain=partial(explained, planned.checkpoint, store),
         )
         with closing(arriving):
             intake.go_on()  # items without bytes, and rounds in which only others fetch
@@ -316,7 +316,7 @@ def _is_sent(request: RangeRequest[Block]) -> bool:
     )
 
 
-def _explained(
+def explained(
     checkpoint: StoredCheckpoint,
     store: ObjectStore,
     request: RangeRequest[Block],

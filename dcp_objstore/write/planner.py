@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -170,9 +170,12 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
             the state was not staged.
         is_copied: whether the planner resolves items to copies, which take memory until they are
             uploaded.
+        check_stopped: a function that raises once the upload has to stop. A planner that waits for
+            data calls it meanwhile. None before the upload.
     """
 
     is_copied = False
+    check_stopped: Callable[[], None] | None = None
 
     def __init__(self, url: str, state_dict: Mapping[str, Any], ranks: int) -> None:
         super().__init__()

@@ -101,13 +101,14 @@ def upload_items(
     unchanged.copy(save, config)
     results, objects = WriteResults(unchanged.results), list(unchanged.stored)
     is_copied = False
+    progress = Progress(config.stall_timeout_seconds, save.channel)
     if isinstance(planner, AgreeingSavePlanner):
         results.planned, is_copied = plan.items, planner.is_copied
+        planner.check_stopped = progress.check_stopped
     groups = _groups(order, unchanged, unchanged.copied)
     most = _most_parts(groups, part_plan, is_copied=is_copied)
     numbers = itertools.count(len(unchanged.objects))
     save.copies = None if local is None else SaveCopies(local, save.spec, save.channel, save.rank)
-    progress = Progress(config.stall_timeout_seconds, save.channel)
     upload = partial(_upload_object, save, config=config, progress=progress, most=most)
     with DaemonPool(config.hash_threads, "hash") as hashers:
         outbound = Outbound(part_plan, config, progress.check_stopped)

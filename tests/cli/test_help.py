@@ -46,7 +46,7 @@ WITHOUT_TENSORS = (
     "inspect {run}/hub/model.safetensors --json",
 )
 ON_A_SERVER = {"ls", "inspect", "doctor", "cp", "rm", "sweep"}
-WITH_TENSORS = {"demo", "bench", "export", "import"}
+WITH_TENSORS = {"demo", "bench", "export", "import", "average"}
 # Their own tests run them, because they start a server.
 SERVING = {"demo", "serve"}
 IMPORTS = """

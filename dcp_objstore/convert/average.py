@@ -1,0 +1,408 @@
+"""`average`: the weights of several checkpoints as one checkpoint.
+
+A save whose tensors are weighted sums, which `sums` makes while they are uploaded. What is laid out
+is what the newest input has: the boxes of its tensors, cut into slabs, so that all inputs are read
+front to back if they were saved alike. Each rank of a group makes one stretch of that.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_objstore.checkpoint.claim import RunClaim
+from dcp_objstore.config import TransferConfig
+from dcp_objstore.convert.import_checkpoint import SourcePlanner, write_item
+from dcp_objstore.convert.names import options_of_other
+from dcp_objstore.convert.sources import Source, TensorInfo
+from dcp_objstore.convert.sums import SUM_BYTES, Input, SummedSlab, sum_dtype, weighted_sums
+from dcp_objstore.distributed.failures import (
+    capture,
+    every_rank,
+    meeting,
+    on_first,
+    raise_on_all,
+)
+from dcp_objstore.distributed.groups import count_ranks, rank_in, sync_group, world_group
+from dcp_objstore.distributed.plugin import reporting_failures
+from dcp_objstore.errors import ConfigError, InputError, StateMismatchError, UnsupportedError
+from dcp_objstore.inspect.checkpoint import Checkpoint
+from dcp_objstore.inspect.selection import Patterns, matching, whole
+from dcp_objstore.inspect.slabs import Slab, cut
+from dcp_objstore.observe.dispatch import EventSettings
+from dcp_objstore.observe.events import OnEvent
+from dcp_objstore.observe.report import SaveReport
+from dcp_objstore.read.geometry import Box
+from dcp_objstore.read.items import SavedTensor, typed_paths
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
+from dcp_objstore.state.stored import known_dtype
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.transfer.workers import in_waves
+from dcp_objstore.write.api import run_save
+from dcp_objstore.write.writer import ObjectStoreWriter
+
+# The share of input `number` of `count`, before the shares are divided by their sum.
+_SHARES: dict[str, Callable[[int, int], float]] = {
+    "uniform": lambda _number, _count: 1.0,
+    "linear": lambda number, _count: number + 1.0,
+    "1-sqrt": lambda number, count: math.sqrt((number + 1) / count) - math.sqrt(number / count),
+}
+# Weights whose sum is so small against them would blow up what the inputs differ in.
+_LEAST_SUM = 1e-6
+
+
+def average(
+    urls: Sequence[str],
+    out: str,
+    weights: Sequence[float] | str | None = None,
+    keys: Patterns = "model.*",
+    *,
+    overwrite: bool = False,
+    claim: RunClaim | None = None,
+    storage_options: Mapping[str, object] | None = None,
+    source_storage_options: Mapping[str, object] | None = None,
+    config: TransferConfig | None = None,
+    trust_pickle: bool = False,
+    progress: bool = True,
+    on_event: OnEvent | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    allow_unfenced: bool = False,
+) -> SaveReport:
+    """Save the weighted average of the tensors of several checkpoints as one checkpoint.
+
+        steps = dos.steps("s3://bucket/run", newest=8)
+        dos.average([step.url for step in steps], "s3://bucket/averages/step-1000")
+
+    One process calls it, or every rank of a process group, which then share the work. The inputs
+    stream through some 350 MiB of memory of each rank, however large they are; every byte is
+    compared with its digest. The result is committed as `save` does it: when this returns, the
+    whole checkpoint exists.
+
+    A tensor is the sum of `weight * tensor` over the inputs, in their order, in float32 (in float64
+    if one of them is of float64): each product and each sum is rounded to that, and the last one to
+    the dtype of the newest input. So a float32 tensor has the same bits as the loop
+    `total = w[0] * t[0]; total += w[1] * t[1]; ...`.
+
+    The checkpoint also has the counters of the newest input, as they are: all values that are no
+    tensors, whatever their keys are (step, epoch, state of a data loader, settings of an
+    optimizer), and tensors of integers without dimensions that `keys` selects, such as
+    `num_batches_tracked`. It has no other tensors, so no state of an optimizer unless `keys`
+    selects it. Its `user_metadata` is that of the newest input, with `"average"`: the URL, commit
+    and weight of each input, and `keys`.
+
+    Args:
+        urls: URLs of two or more checkpoints that this library wrote, the newest last.
+        out: URL of the checkpoint to write. Below a run it would be one of its steps.
+        weights: a number for each input; they are divided by their sum, and may be negative. Or a
+            name: "uniform" (as a decay of the learning rate to 0 along a line would weigh the
+            updates), "1-sqrt" (as a decay by `1 - sqrt(t)` would: with n inputs, input i from 0
+            on has `sqrt((i + 1) / n) - sqrt(i / n)`, the oldest the most), or "linear" (1, 2, 3,
+            ..., the newest the most). Default: "uniform".
+        keys: one or several shell patterns such as `"model.*"`, or exact keys, of the tensors to
+            average. Default: all below `model`.
+        overwrite: replace a committed checkpoint at `out`. Default False: refuse.
+        claim: the claim that `claim_run` returned for the run that `out` lies in. Default: none.
+        storage_options: credentials and endpoint of `out`, in fsspec's spelling. Default: taken
+            from the environment.
+        source_storage_options: the same for the inputs. Default: `storage_options` if the inputs
+            are of the same scheme.
+        config: sizes, concurrency, time-outs, and the memory budget for what arrives.
+        trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
+            code that their author chose. Default False.
+        progress: show a progress bar if standard error is a terminal. Default True.
+        on_event: callable that receives each event of the save, in a thread of its own.
+        trace: name of a local file to write a trace of the save to.
+        process_group: the ranks that work together. Default: all ranks.
+        allow_unfenced: save even to a store without conditional writes. Default False: refuse.
+
+    Returns:
+        The report of the save, the same on every rank.
+
+    Raises:
+        ConfigError: fewer than two inputs, one of them twice, or weights that cannot be used.
+        StateMismatchError: a key of `keys` is not a tensor of floating-point numbers in every
+            input, or not of the same shape; the error names the key and the input.
+        CheckpointNotFoundError: there is no checkpoint at a URL.
+        UnsupportedError: another library wrote an input, or torch pickled a tensor as a whole.
+        CheckpointCorruptError: an input is damaged; the error names the tensor. Nothing was
+            committed.
+        CheckpointGoneError: an input was deleted or replaced meanwhile.
+        DcpObjstoreError: any other error of `save`, or of reading an input.
+    """
+
+    def check() -> tuple[list[StoreSpec], list[float]]:
+        if isinstance(urls, str) or len(urls) < 2:
+            raise ConfigError(f"urls must be a list of two or more checkpoints, got {urls!r}")
+        specs = []
+        for url in urls:
+            options = options_of_other(source_storage_options, out, storage_options, url)
+            spec = StoreSpec(url, options, config)
+            if spec in specs:
+                raise ConfigError("urls has this checkpoint twice; weigh it instead", url=spec.url)
+            specs.append(spec)
+        return specs, _normal(weights, len(specs))
+
+    advice = every_rank("dcp_objstore.average")
+    checked, refused = capture(check)
+    wanted = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
+    with meeting(out, process_group or world_group(), advice):
+        group = sync_group(process_group, config)
+        same = {"urls": list(urls), "weights": weights, "keys": wanted}
+        raise_on_all(refused, out, group, advice, same=same)
+    assert checked is not None
+    specs, shares = checked
+    opened, counters = on_first(partial(_opened, specs, wanted, trust_pickle), out, group)
+    inputs = [Input(*one) for one in zip(specs, opened, shares, strict=True)]
+    newest = opened[-1].marker
+    assert newest is not None
+    made_of = [
+        {"url": one.spec.url, "commit_id": one.stored.commit_id, "weight": one.weight}
+        for one in inputs
+    ]
+
+    def prepare() -> tuple[ObjectStoreWriter, _AveragePlanner]:
+        writer = ObjectStoreWriter(
+            out,
+            overwrite=overwrite,
+            storage_options=storage_options,
+            config=config,
+            progress=progress,
+            on_event=on_event,
+            trace=trace,
+            allow_unfenced=allow_unfenced,
+            user_metadata={
+                **newest.user_metadata,
+                "average": {"of": made_of, "keys": wanted},
+            },
+            claim=claim,
+        )
+        source = _Average(inputs, counters, wanted, writer._target.config)
+        return writer, _AveragePlanner(str(writer.checkpoint_id), source, group)
+
+    prepared, refused = capture(prepare)
+    raise_on_all(refused, out, group)
+    assert prepared is not None
+    writer, planner = prepared
+    with closing(planner), reporting_failures(writer):
+        return run_save(writer, planner.flat, group, planner)
+
+
+def _normal(weights: Sequence[float] | str | None, count: int) -> list[float]:
+    """Return the weights divided by their sum.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    if weights is None or isinstance(weights, str):
+        share = _SHARES.get(weights or "uniform")
+        if share is None:
+            raise ConfigError(f"weights {weights!r}: write one of {', '.join(_SHARES)}, or numbers")
+        weights = [share(number, count) for number in range(count)]
+    weights = list(weights)
+    if len(weights) != count:
+        raise ConfigError(f"there are {count} inputs and {len(weights)} weights")
+    if not all(isinstance(weight, int | float) and math.isfinite(weight) for weight in weights):
+        raise ConfigError(f"weights must be finite numbers, got {weights}")
+    total = math.fsum(weights)
+    if abs(total) <= _LEAST_SUM * max(map(abs, weights)):
+        raise ConfigError(f"the weights sum to {total:g}, so there is no average: {weights}")
+    return [weight / total for weight in weights]
+
+
+def _opened(
+    specs: Sequence[StoreSpec], keys: Patterns, trust_pickle: bool
+) -> tuple[list[StoredCheckpoint], dict[str, Any]]:
+    """Open the inputs, check that their tensors fit, and read the counters of the newest."""
+    opened = list(in_waves(open_stored_checkpoint, specs))
+    for spec, stored in zip(specs, opened, strict=True):
+        if stored.marker is None:
+            raise UnsupportedError(
+                "another library wrote this checkpoint, without digests;"
+                " dcp_objstore.import_checkpoint (dcp-objstore import) saves it as one that has"
+                " them",
+                url=spec.url,
+            )
+    spec, newest = specs[-1], opened[-1]
+    averaged, selected = _averaged(newest, keys, spec.url), _selected(newest, keys, spec.url)
+    for other, stored in zip(specs, opened, strict=True):
+        of_other = _averaged(stored, keys, other.url)
+        for key in (*averaged, *of_other):
+            if key not in averaged or key not in of_other:
+                lacking = spec if key not in averaged else other
+                raise StateMismatchError(
+                    "not every input has this tensor; leave it out of keys=",
+                    key=key,
+                    url=lacking.url,
+                )
+            if averaged[key].shape != of_other[key].shape:
+                raise StateMismatchError(
+                    f"its shape is {of_other[key].shape} here and {averaged[key].shape} in"
+                    f" {spec.url}; leave it out of keys=",
+                    key=key,
+                    url=other.url,
+                )
+    counters = [
+        key
+        for key in newest.items.keys
+        if (saved := newest.items.tensor(key)) is None or (_is_counter(saved) and key in selected)
+    ]
+    settings = EventSettings(None, None)
+    checkpoint = Checkpoint(
+        spec, newest, verify=True, trust_pickle=trust_pickle, event_settings=settings
+    )
+    return opened, checkpoint.read(counters, progress=False) if counters else {}
+
+
+def _selected(stored: StoredCheckpoint, keys: Patterns, url: str) -> dict[str, SavedTensor]:
+    """Return the tensors of a checkpoint that the patterns select."""
+    try:
+        selected = matching(stored.items.keys, keys)
+    except InputError as error:
+        raise error.at(url=url) from None
+    tensors = {key: stored.items.tensor(key) for key in selected}
+    return {key: saved for key, saved in tensors.items() if saved is not None}
+
+
+def _is_counter(saved: SavedTensor) -> bool:
+    dtype = known_dtype(saved.dtype)
+    return not saved.shape and dtype is not None and not dtype.is_floating_point
+
+
+def _averaged(stored: StoredCheckpoint, keys: Patterns, url: str) -> dict[str, SavedTensor]:
+    """Return the tensors that are averaged; refuse those that cannot be."""
+    averaged = {
+        key: saved for key, saved in _selected(stored, keys, url).items() if not _is_counter(saved)
+    }
+    assert stored.index is not None
+    for key, saved in averaged.items():
+        dtype, rows = known_dtype(saved.dtype), stored.index.rows(key)
+        if dtype is None or not dtype.is_floating_point:
+            raise StateMismatchError(
+                f"only floating-point tensors have an average, and this one is of {saved.dtype};"
+                " leave it out of keys=",
+                key=key,
+                url=url,
+            )
+        if stored.index.columns.pickled[rows.start : rows.stop].any():
+            raise UnsupportedError(
+                "torch pickled this tensor as a whole, so it has no average; leave it out of keys=",
+                key=key,
+                url=url,
+            )
+    return averaged
+
+
+class _Average(Source):
+    """The average of the inputs, and the counters of the newest, as what a save reads.
+
+    Args:
+        inputs: the inputs, whose tensors fit.
+        counters: what is taken from the newest, by key.
+        keys: the patterns of the tensors to average.
+        config: sizes, concurrency, time-outs and the memory budget.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Input],
+        counters: Mapping[str, Any],
+        keys: Patterns,
+        config: TransferConfig,
+    ) -> None:
+        self._inputs, self._config = inputs, config
+        newest = inputs[-1]
+        self.tensors = {}
+        self._sum_dtypes = {}
+        for key, (shape, *_) in _averaged(newest.stored, keys, newest.spec.url).items():
+            saved = filter(None, (one.stored.items.tensor(key) for one in inputs))
+            dtypes = [getattr(torch, of_input.dtype) for of_input in saved]
+            self.tensors[key] = TensorInfo(shape, dtypes[-1])
+            self._sum_dtypes[key] = sum_dtype(dtypes)
+        self.values = counters
+        both = {**self.tensors, **counters}
+        self.keys = [key for key in newest.stored.items.keys if key in both]
+        self.paths = typed_paths(newest.stored.items)
+
+    def slabs(self) -> Iterator[Slab]:
+        """Cut the tensors along the chunks of the newest input.
+
+        If all inputs have these chunks, they come in the order in which they are stored. Otherwise
+        those of a tensor stay together, because other inputs have their elements in one block.
+        """
+        newest = self._inputs[-1].stored
+        chunks: list[tuple[tuple[int, ...], str, list[int], list[int]]] = []
+        are_alike = True
+        for key in self.tensors:
+            boxes = [_boxes(one.stored, key) for one in self._inputs]
+            are_alike = are_alike and boxes.count(boxes[0]) == len(boxes)
+            for number, (offsets, sizes) in enumerate(zip(*boxes[-1], strict=True)):
+                place = newest.item(key, offsets, number)
+                chunks.append(((place.object_number, place.payload_offset), key, offsets, sizes))
+        if are_alike:
+            chunks.sort()
+        for _, key, offsets, sizes in chunks:
+            dtype = self.tensors[key].dtype
+            most_bytes = SUM_BYTES * dtype.itemsize // self._sum_dtypes[key].itemsize
+            for slab in cut(key, sizes, dtype, most_bytes=most_bytes):
+                at = map(operator.add, offsets, slab.box.offsets)
+                yield slab._replace(box=Box(tuple(at), slab.box.sizes))
+        for key, info in self.tensors.items():
+            if 0 in info.shape:
+                yield Slab(key, whole(info.shape), 0)
+
+    def read(self, slabs: Sequence[Slab]) -> list[torch.Tensor]:
+        """Return the averages of slabs."""
+        return list(self.stream(slabs, lambda: None))
+
+    def stream(
+        self, slabs: Sequence[Slab], look: Callable[[], object]
+    ) -> Generator[torch.Tensor, None, None]:
+        """Yield the average of each slab, in their order, while the next ones are made."""
+        summed = [
+            SummedSlab(slab, self._sum_dtypes[slab.key], self.tensors[slab.key].dtype)
+            for slab in slabs
+        ]
+        return weighted_sums(self._inputs, summed, self._config, look)
+
+
+def _boxes(stored: StoredCheckpoint, key: str) -> tuple[list[list[int]], list[list[int]]]:
+    saved = stored.items.tensor(key)
+    assert saved is not None
+    return saved.offsets.tolist(), saved.sizes.tolist()
+
+
+class _AveragePlanner(SourcePlanner):
+    """Plans this rank's share of the slabs, and the counters.
+
+    Args:
+        url: URL of the checkpoint.
+        source: the average.
+        group: the ranks that work together.
+    """
+
+    def __init__(self, url: str, source: _Average, group: dist.ProcessGroup | None) -> None:
+        self._average = source
+        self._rank, ranks = rank_in(group), count_ranks(group)
+        super().__init__(url, source, {key: key for key in source.keys}, ranks)
+
+    def make_items(self) -> list[WriteItem]:
+        """Override `SourcePlanner.make_items`: each rank has one stretch of the slabs."""
+        items = [item for item in super().make_items() if not self._is_read(item)]
+        slabs = list(self._average.slabs())
+        total_bytes, position = sum(slab.size_bytes for slab in slabs), 0
+        for slab in slabs:
+            number = position * self._ranks // max(1, total_bytes)
+            if min(number, self._ranks - 1) == self._rank:
+                items.append(write_item(slab, self._average.tensors[slab.key]))
+            position += slab.size_bytes
+        return items

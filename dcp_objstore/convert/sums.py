@@ -1,0 +1,464 @@
+"""Weighted sums of the tensors of several checkpoints, slab after slab, in one read of all of them.
+
+The inputs are read as one store, by one call of `fetch_ranges`, so that the requests of each window
+of slabs are under way while the window before it is uploaded. A block is verified in the memory
+that it arrived in and added from there; no tensor of an input is ever put together.
+
+Floating-point sums depend on their order. So each slab is at one input at a time: blocks of that
+input are added when they arrive, in any order, for they have no element in common; blocks of later
+inputs wait in their memory.
+
+That memory is a fixed number of slots. Requests get them strictly in the order of the plan: window
+after window, and in each the inputs in their order. So what waits only ever waits for requests that
+have a slot already, and reading cannot come to a standstill, however few slots there are.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from typing_extensions import Buffer
+
+from dcp_objstore.config import MIB, TransferConfig
+from dcp_objstore.errors import CheckpointCorruptError, DcpObjstoreError
+from dcp_objstore.inspect.slabs import Slab
+from dcp_objstore.read.geometry import Box, Copy, narrow
+from dcp_objstore.read.items import ItemLocation
+from dcp_objstore.read.session import explained
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
+from dcp_objstore.read.tensor_read import Block, TensorRead, consume, location_of, plan_spans
+from dcp_objstore.state.memory import lend
+from dcp_objstore.stores import ObjectStore, StoreSpec
+from dcp_objstore.stores.protocol import RangeBody, RangeReading
+from dcp_objstore.stores.wrappers import WrappedStore
+from dcp_objstore.threads import STEP_SECONDS, WATCH_SECONDS, result_of, run_in_thread
+from dcp_objstore.transfer.download import fetch_ranges
+from dcp_objstore.transfer.memory import ByteArray, new_memory
+from dcp_objstore.transfer.progress import Progress
+from dcp_objstore.transfer.ranges import RangeRequest, plan_requests
+
+# Sums that are under way at the same time, in bytes of their dtype: a slab, and a window of slabs.
+SUM_BYTES = 32 * MIB
+# Windows that may be read beyond the one that is being uploaded.
+_WINDOWS_AHEAD = 2
+# A read of so many bytes is planned at once. Between two of them, no request is under way.
+_PLANNED_BYTES = 8 << 30
+# Elements that are added at once stay in the processor's cache; where torch converts them, they are
+# few enough for it not to start a team of threads in each worker.
+_ELEMENTS, _CONVERTED_ELEMENTS = 65536, 32768
+
+
+class Input(NamedTuple):
+    """A checkpoint that is part of a sum, and its weight."""
+
+    spec: StoreSpec
+    stored: StoredCheckpoint
+    weight: float
+
+
+def sum_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype of a sum: float64 if any of its terms is, otherwise float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+class SummedSlab(NamedTuple):
+    """A slab of the result, and the dtypes in which it is summed up and stored."""
+
+    slab: Slab
+    dtype: torch.dtype
+    stored_as: torch.dtype
+
+    @property
+    def sum_bytes(self) -> int:
+        """The size of the sum."""
+        return math.prod(self.slab.box.sizes) * self.dtype.itemsize
+
+
+def weighted_sums(
+    inputs: Sequence[Input],
+    slabs: Sequence[SummedSlab],
+    config: TransferConfig,
+    look: Callable[[], object],
+) -> Generator[torch.Tensor, None, None]:
+    """Yield `weight[0] * input[0] + weight[1] * input[1] + ...` of each slab, in their order.
+
+    Each product and each sum is rounded to the dtype of the sum, in the order of the inputs.
+
+    Args:
+        inputs: the checkpoints, and their weights.
+        slabs: what to sum up.
+        config: sizes, concurrency, time-outs, and the memory budget for what arrives.
+        look: a function that is called from time to time while this waits; what it raises ends
+            the wait.
+
+    Raises:
+        CheckpointCorruptError: an input is damaged, or lacks elements; the error names the key.
+        CheckpointGoneError: an input was deleted or replaced meanwhile.
+        DcpObjstoreError: any error of the store.
+    """
+    windows = list(_windows(_Sum(slab, len(inputs)) for slab in slabs))
+    progress = Progress(config.stall_timeout_seconds)
+    slots = _Slots(config, progress)
+    run_in_thread(lambda: _read(inputs, windows, slots, config, progress), "sums")
+    try:
+        for number, window in enumerate(windows):
+            slots.allow(number + _WINDOWS_AHEAD)
+            for part in window:
+                yield part.take(look)
+    finally:
+        progress.stop(GeneratorExit())
+
+
+def _windows(sums: Iterable[_Sum]) -> Iterator[list[_Sum]]:
+    window: list[_Sum] = []
+    size_bytes = 0
+    for part in sums:
+        size_bytes += part.slab.sum_bytes
+        if window and size_bytes > SUM_BYTES:
+            yield window
+            window, size_bytes = [], part.slab.sum_bytes
+        window.append(part)
+    if window:
+        yield window
+
+
+class _Sum:
+    """A slab of the result while the inputs are added to it.
+
+    Attributes:
+        slab: as given.
+        ended: ends when the result can be taken.
+    """
+
+    def __init__(self, slab: SummedSlab, inputs: int) -> None:
+        self.slab = slab
+        self.ended: Future[None] = Future()
+        self._lock = threading.Lock()
+        self._current = 0
+        self._total: torch.Tensor | None = None
+        self._terms: list[_Term] = []
+        self._missing = [0] * inputs
+        self._early: list[deque[tuple[_Term, int, Buffer]]] = [deque() for _ in range(inputs)]
+
+    def take(self, look: Callable[[], object]) -> torch.Tensor:
+        """Wait for the result and return it; nothing here keeps it."""
+        result_of(self.ended, look=look, step_seconds=WATCH_SECONDS)
+        total, self._total = self._total, None
+        assert total is not None
+        return total
+
+    def expect(self, term: _Term) -> None:
+        """Count a block that will arrive for a term."""
+        self._missing[term.number] += 1
+        self._terms.append(term)
+
+    def arrived(self, term: _Term, position: int, block: Buffer) -> None:
+        """Add a block, and then what has waited for it; keep it if an earlier input lacks some."""
+        with self._lock:
+            if term.number > self._current:
+                self._early[term.number].append((term, position, block))
+                return
+            if self._total is None:
+                self._total = _new_tensor(self.slab.slab.box.sizes, self.slab.dtype)
+                for each in self._terms:
+                    each.bind(narrow(self._total, each.box))
+                self._terms.clear()
+            current = self._current
+        ready = deque([(term, position, block)])
+        while ready:
+            added = len(ready)
+            while ready:
+                of_input, at, body = ready.popleft()
+                of_input.add(at, body)
+                del body
+            with self._lock:
+                self._missing[current] -= added
+                if self._missing[current]:
+                    return
+                self._current = current = current + 1
+                if current < len(self._missing):
+                    ready, self._early[current] = self._early[current], ready
+        if current == len(self._missing):
+            self._total = _rounded(self._total, self.slab.stored_as)
+            self.ended.set_result(None)
+
+
+class _Term(TensorRead):
+    """A read of a chunk of an input that is added to a slab.
+
+    Args:
+        item: the elements, and their place in the slab.
+        location: the place of the chunk.
+        into: the sum.
+        number: the number of the input.
+        weight: its weight.
+
+    Attributes:
+        box: the place in the slab.
+        into, number: as given.
+    """
+
+    def __init__(
+        self, item: ReadItem, location: ItemLocation, into: _Sum, number: int, weight: float
+    ) -> None:
+        super().__init__(item, location)
+        self.box = Box(tuple(item.dest_offsets), tuple(item.lengths))
+        self.into = into
+        self.number = number
+        self._weight = weight
+
+    def accept(self, position: int, block: Buffer) -> None:
+        """Override `TensorRead.accept`: the block is added, now or when it is its turn."""
+        self.into.arrived(self, position, block)
+
+    def add(self, position: int, block: Buffer) -> None:
+        """Add the needed elements of the payload bytes at `position`. Thread-safe."""
+        arrived = np.frombuffer(block, dtype=np.uint8)
+        copies = self._selection.copies(position, position + arrived.nbytes)
+        self._place(copies, self._elements(arrived))
+
+    def _place(self, copies: Iterable[Copy], elements: torch.Tensor) -> None:
+        """Override `TensorRead._place`: add instead of copying."""
+        for copy in copies:
+            source = elements[copy.start : copy.start + math.prod(copy.source_shape)]
+            _add(
+                narrow(source.view(copy.source_shape), copy.source),
+                self._weight,
+                narrow(self._view, copy.destination),
+                is_first=self.number == 0,
+            )
+
+
+def _add(source: torch.Tensor, factor: float, total: torch.Tensor, *, is_first: bool) -> None:
+    """Add a product to a total, or be it if it is the first; each is rounded to its dtype.
+
+    In pieces, so that what one pass writes is in the cache for the next one.
+    """
+    weight = total.numpy().dtype.type(factor)
+    if not source.is_contiguous() or not total.is_contiguous():
+        product = source.to(total.dtype).numpy() * weight
+        total.numpy()[...] = product if is_first else total.numpy() + product
+        return
+    source, sums = source.view(-1), total.view(-1).numpy()
+    is_converted = source.dtype != total.dtype
+    step = _CONVERTED_ELEMENTS if is_converted else _ELEMENTS
+    scratch = torch.empty(min(step, len(sums)), dtype=total.dtype)
+    for start in range(0, len(sums), step):
+        piece, into = source[start : start + step], sums[start : start + step]
+        held = scratch[: len(piece)]
+        factors = held.copy_(piece) if is_converted else piece
+        product = into if is_first else held.numpy()
+        np.multiply(factors.numpy(), weight, out=product)
+        if not is_first:
+            np.add(into, product, out=into)
+
+
+def _new_tensor(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a tensor; a large one goes back to the system when it dies."""
+    size_bytes = math.prod(sizes) * dtype.itemsize
+    if size_bytes < MIB:
+        return torch.empty(sizes, dtype=dtype, device="cpu")
+    return torch.frombuffer(new_memory(size_bytes), dtype=dtype).view(sizes)
+
+
+def _rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum in the dtype in which it is stored."""
+    if total.dtype == dtype:
+        return total
+    rounded = _new_tensor(total.shape, dtype)
+    sums, into = total.view(-1), rounded.view(-1)
+    for start in range(0, len(sums), _CONVERTED_ELEMENTS):
+        piece = slice(start, start + _CONVERTED_ELEMENTS)
+        into[piece].copy_(sums[piece])
+    return rounded
+
+
+class _Slots:
+    """Memory for what arrives, which requests get in the order in which they are planned."""
+
+    def __init__(self, config: TransferConfig, progress: Progress) -> None:
+        self._progress = progress
+        self._changed = threading.Condition()  # re-entrant: slots come back at any point
+        self._size_bytes = config.request_size_bytes
+        count = max(1, config.memory_budget_bytes // self._size_bytes)
+        self._free: list[ByteArray | None] = [None] * count
+        self._turns: dict[int, tuple[int, int]] = {}
+        self._turn = self._last_window = 0
+
+    def plan(self, requests: Sequence[RangeRequest[Block]], windows: Sequence[int]) -> None:
+        """Give these requests their turns, after all that had one before."""
+        first = self._turn
+        self._turns = {
+            id(request): (turn, window)
+            for turn, (request, window) in enumerate(zip(requests, windows, strict=True), first)
+        }
+
+    def allow(self, window: int) -> None:
+        """Let requests up to this window begin."""
+        with self._changed:
+            self._last_window = window
+            self._changed.notify_all()
+
+    def may_begin(self, request: RangeRequest[Block]) -> bool:
+        """Whether `admit` would return at once."""
+        turn, window = self._turns[id(request)]
+        return turn == self._turn and window <= self._last_window and bool(self._free)
+
+    def admit(self, request: RangeRequest[Block], progress: Progress) -> memoryview:
+        """Wait for the request's turn and a slot, and return its memory."""
+        turn, window = self._turns[id(request)]
+        with self._changed:
+            while not self.may_begin(request):
+                progress.check_stopped()
+                if window > self._last_window:
+                    progress.alive()  # the upload is slower, and looks after itself
+                self._changed.wait(STEP_SECONDS)
+            self._turn = turn + 1
+            slot = self._free.pop()
+            self._changed.notify_all()
+        if slot is None:
+            slot = np.frombuffer(new_memory(self._size_bytes), np.uint8)
+        lent = lend(slot, lambda: self._put_back(slot))
+        return memoryview(lent)[: request.end - request.start]
+
+    def _put_back(self, slot: ByteArray) -> None:
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify_all()
+
+
+class _Stores(WrappedStore):
+    """The objects of all inputs, each key behind the number of its input."""
+
+    def __init__(self, stores: Sequence[ObjectStore]) -> None:
+        super().__init__(stores[-1])
+        self._stores = stores
+
+    @property
+    def range_reading(self) -> RangeReading:
+        """What holds for the ranges of every input."""
+        readings = [store.range_reading for store in self._stores]
+        return min(readings, key=lambda reading: (reading.ahead, -reading.memory_bytes))
+
+    def open_range(self, key: str, start: int, end: int) -> RangeBody:
+        """Open a range of an object of an input."""
+        number, _, own_key = key.partition("/")
+        return self._stores[int(number)].open_range(own_key, start, end)
+
+
+def _read(
+    inputs: Sequence[Input],
+    windows: Sequence[Sequence[_Sum]],
+    slots: _Slots,
+    config: TransferConfig,
+    progress: Progress,
+) -> None:
+    """Read all inputs and add them up; give an error to every sum that has not ended."""
+    stores = [one.stored.open_store(one.spec) for one in inputs]
+    keys = [f"{n}/{key}" for n, one in enumerate(inputs) for key in one.stored.object_keys]
+    firsts = [0, *accumulate(len(one.stored.object_keys) for one in inputs)]
+
+    def number_of(request: RangeRequest[Block]) -> int:
+        return int(keys[request.object_number].partition("/")[0])
+
+    def take_in(request: RangeRequest[Block], body: Buffer) -> None:
+        try:
+            consume(request, body)
+        except CheckpointCorruptError as error:
+            key = keys[request.object_number].partition("/")[2]
+            raise error.at(object_key=key, url=stores[number_of(request)].url) from None
+        request.spans.clear()  # the plan would keep the sums
+
+    def explain(request: RangeRequest[Block], error: DcpObjstoreError) -> DcpObjstoreError:
+        number = number_of(request)
+        return explained(inputs[number].stored, stores[number], request, error)
+
+    stretch = max(1, _PLANNED_BYTES // (len(inputs) * SUM_BYTES))
+    try:
+        for first in range(0, len(windows), stretch):
+            requests: list[RangeRequest[Block]] = []
+            of_windows: list[int] = []
+            for at, window in enumerate(windows[first : first + stretch], first):
+                for number, one in enumerate(inputs):
+                    requests += _planned(one, number, window, firsts[number], config)
+                of_windows += [at] * (len(requests) - len(of_windows))
+            slots.plan(requests, of_windows)
+            with closing(
+                fetch_ranges(
+                    _Stores(stores),
+                    keys,
+                    requests,
+                    take_in,
+                    config,
+                    progress,
+                    admit=slots.admit,
+                    may_begin=slots.may_begin,
+                    explain=explain,
+                )
+            ) as arriving:
+                for _ in arriving:
+                    pass
+    except BaseException as error:  # noqa: BLE001 - raised where the sums are taken
+        for part in chain.from_iterable(windows):
+            if not part.ended.done():
+                part.ended.set_exception(error)
+
+
+def _planned(
+    one: Input, number: int, window: Sequence[_Sum], first_object: int, config: TransferConfig
+) -> Sequence[RangeRequest[Block]]:
+    """Return the requests for what a window needs of an input.
+
+    Raises:
+        CheckpointCorruptError: the chunks of a tensor leave elements out, or overlap.
+    """
+    terms = []
+    for part in window:
+        for item in _items(one, part.slab.slab):
+            location = location_of(one.stored, item)
+            place = replace(location, object_number=location.object_number + first_object)
+            terms.append(_Term(item, place, part, number, one.weight))
+    spans = plan_spans(terms, verify=True, whole_blocks=False)
+    for span in spans:
+        for term in span.tag.reads:
+            assert isinstance(term, _Term)
+            term.into.expect(term)
+    return plan_requests(spans, request_size_bytes=config.request_size_bytes)
+
+
+def _items(one: Input, slab: Slab) -> Iterator[ReadItem]:
+    """Yield the parts of an input's chunks that make up a slab."""
+    saved = one.stored.items.tensor(slab.key)
+    assert saved is not None
+    offsets, sizes = saved.offsets.astype(np.int64), saved.sizes.astype(np.int64)
+    low = np.maximum(offsets, slab.box.offsets)
+    lengths = np.minimum(offsets + sizes, slab.box.ends) - low
+    rows = np.flatnonzero((lengths > 0).all(axis=1))
+    if lengths[rows].prod(axis=1).sum() != math.prod(slab.box.sizes):
+        raise CheckpointCorruptError(
+            "the chunks of this tensor overlap, or leave elements of it out",
+            key=slab.key,
+            url=one.spec.url,
+        )
+    for row in rows.tolist():
+        at = low[row]
+        yield ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(slab.key),
+            dest_offsets=torch.Size((at - slab.box.offsets).tolist()),
+            storage_index=MetadataIndex(slab.key, torch.Size(offsets[row].tolist()), row),
+            storage_offsets=torch.Size((at - offsets[row]).tolist()),
+            lengths=torch.Size(lengths[row].tolist()),
+        )
