@@ -157,11 +157,11 @@ def average(
     trust_pickle: TrustPickle = False,
     as_json: Json = False,
 ) -> None:
-    """Save the average of the weights of a run's last steps as a checkpoint.
+    """Average the weights of a run's last steps.
 
-    Streams through some 350 MiB of memory, however large the steps are, and checks every byte.
-    Counters (step, epoch) are those of the newest step; other tensors, such as the optimizer's, are
-    left out. Commits as a save does.
+    The average is a checkpoint, committed as a save does it. Streams through some 350 MiB of
+    memory, however large the steps are, and checks every byte. Counters (step, epoch) are those of
+    the newest step; other tensors, such as the optimizer's, are left out.
     """
     steps = dos.steps(run, newest=last, storage_options=chosen())
     if len(steps) < last:

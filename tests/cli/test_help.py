@@ -71,7 +71,7 @@ def test_the_examples_run(tmp_path, capsys):
     for step in (20, 40):
         state = {"model": {"embed": {"weight": torch.full((50, 4), 1.0 * step)}}, "step": step}
         dos.save(state, f"file://{tmp_path}/run/step-{step}", progress=False)
-    leave_copies(tmp_path / "node", f"file://{tmp_path}/run/step-60")
+    leave_copies(tmp_path / "node", f"file://{tmp_path}/other/step-60")
     for name, (program, *words) in COMMANDS.items():
         assert (program, " ".join(words)[: len(name)]) == ("dcp-objstore", name)
         if name in SERVING:
