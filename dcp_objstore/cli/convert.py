@@ -180,8 +180,7 @@ def average(
         return
     say(f"averaged {len(steps)} steps, {steps[0].url} to {steps[-1].url}")
     if not (sys.stdout.isatty() and sys.stderr.isatty()):  # the progress bar has left such a line
-        size = size_text(report.total_bytes)
-        say(f"saved {report.url}: {size} in {report.seconds:.1f} s")
+        say(str(report))
     say(f"commit {report.commit_id}")
 
 
