@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import platform
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -20,8 +20,8 @@ from dcp_objstore.stores.diagnosis import ask_region, identify, named_server
 from dcp_objstore.stores.ranges import read_range
 
 if TYPE_CHECKING:
+    from dcp_objstore.doctor.scratch import Scratch
     from dcp_objstore.stores.protocol import ObjectStore
-    from dcp_objstore.stores.s3.unfinished import S3Uploads
     from dcp_objstore.stores.spec import StoreSpec
     from dcp_objstore.stores.urls import StoreUrl
 
@@ -203,7 +203,7 @@ _LIFECYCLE_DAYS: Final = 2
 _RULE_ID: Final = "dcp-objstore-incomplete-uploads"
 
 
-def lifecycle(uploads: Callable[[], S3Uploads], url: StoreUrl) -> Verdict:
+def lifecycle(scratch: Scratch, url: StoreUrl) -> Verdict:
     """Look for a rule of the bucket that removes unfinished uploads."""
     prefix = f"{url.prefix}/" if url.prefix else ""
     if url.scheme == "gs":
@@ -213,7 +213,7 @@ def lifecycle(uploads: Callable[[], S3Uploads], url: StoreUrl) -> Verdict:
             f"`echo {rule} > rules.json` and `gcloud storage buckets update gs://{url.bucket}"
             " --lifecycle-file=rules.json` replace all its rules by one that does",
         )
-    rules = uploads().lifecycle_rules()
+    rules = scratch.around.lifecycle_rules()
     days = covering_days(rules, prefix)
     if days is None:
         rule = shlex.quote(lifecycle_configuration("s3", prefix, rules))
@@ -225,9 +225,9 @@ def lifecycle(uploads: Callable[[], S3Uploads], url: StoreUrl) -> Verdict:
     return ok(f"the bucket removes unfinished uploads after {counted(days, 'day')}", days=days)
 
 
-def unfinished(uploads: S3Uploads, url: StoreUrl) -> Verdict:
+def unfinished(scratch: Scratch, url: StoreUrl) -> Verdict:
     """Look for unfinished uploads below the URL that no save can still finish."""
-    old = [one for one in uploads.list() if datetime.now(UTC) - one.initiated > _OLD]
+    old = [one for one in scratch.around.list() if datetime.now(UTC) - one.initiated > _OLD]
     old_bytes = sum(upload.size_bytes for upload in old)
     if not old:
         return ok("none below the URL is older than a day")

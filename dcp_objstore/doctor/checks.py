@@ -6,7 +6,7 @@ A check returns a `Verdict`, or raises; an error becomes a verdict by the table 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -111,28 +111,24 @@ _SIGNED: Final = (
     "; if it is a server that refuses unsigned bodies, storage_options={'sign_payload': True}"
 )
 # What to do about an error. The first kind that fits counts.
-_ADVICE: Final[Sequence[tuple[type[errors.DcpObjstoreError], str]]] = (
-    (
-        errors.BucketNotFoundError,
-        "create the bucket {bucket!r}, or check its name and the endpoint",
+_ADVICE: Final[Mapping[type[errors.DcpObjstoreError], str]] = {
+    errors.BucketNotFoundError: (
+        "create the bucket {bucket!r}, or check its name and the endpoint"
     ),
-    (
-        errors.CredentialsError,
+    errors.CredentialsError: (
         "check that key and secret belong together and to this endpoint, and have not expired; and"
-        " this machine's clock",
+        " this machine's clock"
     ),
-    (
-        errors.CorruptDataError,
-        "use a store, and a network path to it, that answers range requests with those ranges",
+    errors.CorruptDataError: (
+        "use a store, and a network path to it, that answers range requests with those ranges"
     ),
-    (errors.UnsupportedError, _NO_STORE),
-    (errors.ObjectNotFoundError, _NO_STORE),
-    (
-        errors.StoreUnavailableError,
-        "try again; if that does not help, check the server's log and proxies on the way",
+    errors.UnsupportedError: _NO_STORE,
+    errors.ObjectNotFoundError: _NO_STORE,
+    errors.StoreUnavailableError: (
+        "try again; if that does not help, check the server's log and proxies on the way"
     ),
-    (errors.DcpObjstoreError, "check the server's log; --json shows the whole message"),
-)
+    errors.DcpObjstoreError: "check the server's log; --json shows the whole message",
+}
 _OF_FOLDERS: Final = (
     "check that {prefix} is a folder, or that it can be created, on a disk that is mounted and has"
     " free space; or choose another folder"
@@ -187,7 +183,7 @@ def _advice(check: Check, error: errors.DcpObjstoreError, url: StoreUrl) -> str:
         error, errors.CorruptDataError | errors.UnsupportedError
     ):
         return _OF_FOLDERS.format(prefix=url.prefix)
-    advice = next(text for kind, text in _ADVICE if isinstance(error, kind))
+    advice = next(text for kind, text in _ADVICE.items() if isinstance(error, kind))
     return advice.format(bucket=url.bucket)
 
 

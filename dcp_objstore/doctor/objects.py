@@ -28,7 +28,6 @@ from dcp_objstore.stores.ranges import read_range
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.protocol import ObjectStore
-    from dcp_objstore.stores.s3.unfinished import S3Uploads
     from dcp_objstore.stores.spec import StoreSpec
 
 logger = logging.getLogger("dcp_objstore")
@@ -60,10 +59,6 @@ class ObjectChecks:
     @property
     def _store(self) -> ObjectStore:
         return self.scratch.store
-
-    def uploads(self) -> S3Uploads:
-        """Open the unfinished uploads below the URL; raise what `open_bucket_uploads` does."""
-        return self.scratch.around
 
     def abandon(self) -> None:
         """Remove what was written, and log what could not be."""

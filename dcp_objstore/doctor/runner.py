@@ -60,7 +60,7 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
     S3's rights: "Actions, resources, and condition keys for Amazon S3"; those of GCS: "IAM
     permissions for Cloud Storage"; those of Azure: "Permissions for calling data operations".
     """
-    url, access, uploads = spec.parsed, Access(spec), objects.uploads
+    url, access = spec.parsed, Access(spec)
     write = f"{BLOBS}/write"
     put = Rights("s3:PutObject", "storage.objects.create", write)
     read = Rights("s3:GetObject", "storage.objects.get", f"{BLOBS}/read")
@@ -86,8 +86,8 @@ def table(spec: StoreSpec, objects: ObjectChecks) -> Sequence[Check]:
         Check("abort", "written", objects.abort, abort),
         Check("conditional put", "written", objects.conditional_put, race),
         Check("delete", "written", objects.delete, delete),
-        Check("lifecycle", "rule", lambda: lifecycle(uploads, url), rules),
-        Check("unfinished uploads", "rule", lambda: unfinished(uploads(), url), unended),
+        Check("lifecycle", "rule", lambda: lifecycle(objects.scratch, url), rules),
+        Check("unfinished uploads", "rule", lambda: unfinished(objects.scratch, url), unended),
         Check("clean-up", "request", objects.clean_up, delete),
     )
 

@@ -8,9 +8,8 @@ import stat
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
-IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
+_IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 # This part of the memory below each limit is left to the job itself.
 _LEFT_TO_THE_JOB = 0.1
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -34,8 +33,7 @@ def room_bytes(home: Path, max_bytes: int | None) -> int:
     free_bytes = system.f_bavail * system.f_frsize - coming_bytes
     unbound = free_bytes - system.f_blocks * system.f_frsize // 10
     room = unbound if max_bytes is None else min(free_bytes, max_bytes - used)
-    mount = mount_of(home.parent.stat().st_dev)
-    if mount is not None and mount.kind in IN_MEMORY:
+    if _file_system_of(home.parent.stat().st_dev) in _IN_MEMORY:
         room = min([room, *(free - coming_bytes for free in free_memory_bytes())])
     return room
 
@@ -53,21 +51,13 @@ def sizes_of(folder: Path) -> tuple[int, int]:
     return taken, used
 
 
-class Mount(NamedTuple):
-    """A file system: its type, such as "tmpfs" or "ext4", and its options."""
-
-    kind: str
-    options: str
-
-
-def mount_of(device: int) -> Mount | None:
-    """Return the file system with this device number; None where the system does not say."""
+def _file_system_of(device: int) -> str | None:
+    """Return the type of a device's file system, such as "tmpfs"; None where nothing says it."""
     place = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             if line.split()[2] == place:
-                kind, _, options = line.partition(" - ")[2].split(maxsplit=2)
-                return Mount(kind, options)
+                return line.partition(" - ")[2].split()[0]
     return None
 
 
