@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,6 @@ from dcp_objstore.errors import CheckpointNotFoundError, DcpObjstoreError, Input
 from dcp_objstore.observe.report import counted, first_few, size_text
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write import upload_items
-
-if TYPE_CHECKING:
-    pass
 
 # The steps that are saved, those of the torn save and of SIGTERM, and the number of no step.
 _EVERY, _COMMITTED, _DOOMED, _WARNED, _NEVER = 4, 8, 12, 14, 10_000
@@ -84,8 +81,10 @@ def run_demo(
         if crew.is_first:
             tell("dcp-objstore demo: train, kill a rank in mid-save, resume, prove", "")
             tell(f"saving to {'a SeaweedFS server' if url is None else demo.spec.url}")
-            with failure_told():
+            try:
                 demo.run()
+            except DemoFailedError as error:
+                fail(f"the demo failed: {error}", notes=getattr(error, "__notes__", ()))
         else:
             demo.job(demo.ranks, torn=True)
             demo.job(demo.resume_ranks, torn=False)
@@ -115,15 +114,6 @@ def tell(text: str, lead: str = "  ", colour: str | None = None) -> None:
 def _title(text: str) -> None:
     say("")
     tell(text, "")
-
-
-@contextmanager
-def failure_told() -> Iterator[None]:
-    """Print why the demo failed in the block, and exit with status 1."""
-    try:
-        yield
-    except DemoFailedError as error:
-        fail(f"the demo failed: {error}", notes=getattr(error, "__notes__", ()))
 
 
 @contextmanager
