@@ -194,7 +194,7 @@ def average(
     assert prepared is not None
     writer, planner = prepared
     with closing(planner), reporting_failures(writer):
-        return run_save(writer, planner.flat, group, planner)
+        return run_save(writer, planner.flat, group, lambda *_: planner)
 
 
 def _normal(weights: Sequence[float] | str | None, count: int) -> list[float]:

@@ -147,7 +147,7 @@ def import_checkpoint(
             raise InputError(f"there is nothing to import: {source} has no keys, or keys= is empty")
         planner = SourcePlanner(str(writer.checkpoint_id), opened, names)
         with closing(planner), reporting_failures(writer):
-            return run_save(writer, planner.flat, None, planner)
+            return run_save(writer, planner.flat, None, lambda *_: planner)
 
 
 class SourcePlanner(AgreeingSavePlanner):

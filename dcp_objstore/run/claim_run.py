@@ -16,7 +16,7 @@ from dcp_objstore.checkpoint.probe import require_rewrites
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.failures import capture, every_rank, meeting, on_first
 from dcp_objstore.distributed.groups import sync_group, world_group
-from dcp_objstore.run.steps import step_name, step_number
+from dcp_objstore.run.steps import STEP_NAMES, StepNames
 from dcp_objstore.stores import StoreSpec
 
 
@@ -71,14 +71,17 @@ def claim_run(
         return on_first(make, named, sync_group(process_group, config))
 
 
-def go_back(run: StoreSpec, claim: RunClaim, resumed: int, saves: int) -> RunClaim:
+def go_back(
+    run: StoreSpec, claim: RunClaim, resumed: int, saves: int, names: StepNames = STEP_NAMES
+) -> RunClaim:
     """Go back to a step: with the save of another, later steps of the run stop counting.
 
-    One rank calls it. Checkpoints with other names than `step-N` still count.
+    One rank calls it. Checkpoints with other names than the steps still count.
 
     Args:
         resumed: the number of the step to which the job has gone back.
         saves: the number of the step that it saves next.
+        names: the names of the run's steps.
 
     Returns:
         The claim for that save; its number is that of this job from now on.
@@ -89,10 +92,10 @@ def go_back(run: StoreSpec, claim: RunClaim, resumed: int, saves: int) -> RunCla
     """
 
     def keeps(name: str) -> bool:
-        number = step_number(name)
+        number = names.number(name)
         return number is None or number <= resumed
 
-    store, step = run.open(), step_name(saves)
+    store, step = run.open(), names.name(saves)
     number = rule.go_back(store, run.open_child, claim.number, step, keeps)
     return RunClaim(claim.url, number, goes_back=True)
 

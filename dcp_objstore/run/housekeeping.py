@@ -22,7 +22,7 @@ from dcp_objstore.errors import (
 )
 from dcp_objstore.observe.report import logger
 from dcp_objstore.run.retention import RetentionPolicy, StepFacts, plan_deletions
-from dcp_objstore.run.steps import catalogue, step_number
+from dcp_objstore.run.steps import STEP_NAMES, StepNames, catalogue
 from dcp_objstore.run.sweep import sweep_below
 from dcp_objstore.run.upkeep import delete_step
 from dcp_objstore.threads import Spawned, spawn
@@ -114,8 +114,10 @@ class Retainer:
         policy: what to keep; None to keep everything, without any request.
         grace_seconds: how long the objects of a deleted step stay.
         sweeps: sweep the run after the first commit, and then once an hour.
+        names: the names of its steps.
 
     Attributes:
+        names: the names of the run's steps.
         deletions: what deletes its steps.
         resumed: the step that this job resumed from, or None.
         claim: the claim of this job, or None.
@@ -128,7 +130,9 @@ class Retainer:
         *,
         grace_seconds: float = 0.0,
         sweeps: bool = True,
+        names: StepNames = STEP_NAMES,
     ) -> None:
+        self.names = names
         self._run = run
         self._policy = policy
         self.deletions = Deletions(grace_seconds)
@@ -174,7 +178,7 @@ class Retainer:
         steps = {
             number: step
             for step in listed.steps
-            if (number := step_number(step.name)) is not None
+            if (number := self.names.number(step.name)) is not None
             and step.marker.index is not None
             and step.marker.index.key in listed.places[step.name]
         }

@@ -26,11 +26,12 @@ from dcp_objstore.errors import (
 from dcp_objstore.observe.report import SaveReport, logger
 from dcp_objstore.run.claim_run import go_back
 from dcp_objstore.run.housekeeping import Retainer, after_commit
-from dcp_objstore.run.steps import check_step, described_by, newest_step, step_url
+from dcp_objstore.run.steps import check_step, described_by, newest_step
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.threads import Spawned
 from dcp_objstore.write import api, async_save as async_api
 from dcp_objstore.write.base import LATEST
+from dcp_objstore.write.planner import AgreeingSavePlanner
 
 Busy: TypeAlias = Literal["wait", "skip", "raise"]
 
@@ -113,13 +114,22 @@ class RunSaves:
         """Return whether this job has saved the step, or resumed from it. Local."""
         return step in self._saved or step == self._retainer.resumed
 
-    def save(self, step: int, state: Mapping[str, Any], **described: Any) -> SaveReport:
+    def _url_of(self, step: int) -> str:
+        return self._run.child(self._retainer.names.name(step)).url
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        planner: api.MakePlanner = AgreeingSavePlanner,
+        **described: Any,
+    ) -> SaveReport:
         """Save a step and wait for its commit, as `CheckpointManager.save` describes."""
         keywords = self._prepare(step, "wait", described, may_fail=False)
         assert keywords is not None
         self._tried.add(step)  # now: Ctrl-C may come after the commit
         try:
-            report = api.save(state, step_url(self._url, step), **keywords)
+            report = api.save_planned(state, self._url_of(step), planner=planner, **keywords)
         except CheckpointExistsError:
             self._tried.discard(step)  # what exists is another job's
             raise
@@ -134,7 +144,12 @@ class RunSaves:
         self.failed = 0
 
     def async_save(
-        self, step: int, state: Mapping[str, Any], on_busy: Busy, **described: Any
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        on_busy: Busy,
+        planner: api.MakePlanner = AgreeingSavePlanner,
+        **described: Any,
     ) -> async_api.AsyncSaveHandle | None:
         """Save a step in the background, as `CheckpointManager.async_save` describes."""
         keywords = self._prepare(step, on_busy, described, may_fail=True)
@@ -143,7 +158,7 @@ class RunSaves:
         before = self._background.latest
         try:
             handle = async_api.begin_save(
-                self._background, state, step_url(self._url, step), **keywords
+                self._background, state, self._url_of(step), planner=planner, **keywords
             )
         finally:
             begun = self._background.latest
@@ -215,7 +230,7 @@ class RunSaves:
         if base != LATEST:
             return base
         newest = self.newest()
-        return base if newest is None else step_url(self._url, newest)
+        return base if newest is None else self._url_of(newest)
 
     def newest(self) -> int | None:
         """Return the newest step that this job has saved or resumed from, or None.
@@ -238,7 +253,7 @@ class RunSaves:
 
         def claim_for() -> RunClaim | None:
             claim, resumed = self._retainer.claim, self._retainer.resumed
-            newest = newest_step(self._run)
+            newest = newest_step(self._run, self._retainer.names)
             known = newest is None or newest <= (step if resumed is None else resumed)
             if known or (newest in self._tried and self._has_committed(newest)):
                 return claim
@@ -257,7 +272,7 @@ class RunSaves:
                     " counting; or delete them, or save to another run",
                     url=self._url,
                 )
-            return go_back(self._run, claim, resumed, step)
+            return go_back(self._run, claim, resumed, step, self._retainer.names)
 
         claim = on_first(claim_for, self._url, self._group)
         self._retainer.claim = claim and replace(claim, goes_back=False)
@@ -269,7 +284,7 @@ class RunSaves:
         Its claim alone does not prove it, because it has adopted the steps that were there. But a
         step that was committed with its claim, and not rewritten since, is its own.
         """
-        stored = read_marker(self._run.at(step_url(self._url, step)).open())
+        stored = read_marker(self._run.at(self._url_of(step)).open())
         claim = self._retainer.claim
         if stored is None or claim is None:
             return False
@@ -300,12 +315,15 @@ class RunSaves:
             error,
         )
 
-    def settle(self) -> None:
+    def settle(self, only: async_api.AsyncSaveHandle | None = None) -> None:
         """Wait for the save under way; raise its error on all ranks if it failed on any.
 
         If Ctrl-C ends the wait on a rank, all ranks settle the save again. An error is raised once.
+
+        Args:
+            only: do nothing if another save is under way than this one.
         """
-        if self._pending is None:
+        if self._pending is None or only not in (None, self._pending.handle):
             return
         step, handle, raised = self._pending
         error, failed = capture(handle.exception)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcp_objstore.checkpoint.catalogue import Catalogue, ReadEntry, list_run, read_entry
 from dcp_objstore.checkpoint.marker import check_user_metadata
@@ -63,25 +63,45 @@ def step_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+class StepNames(NamedTuple):
+    """How the steps of a run are named.
+
+    Attributes:
+        name: returns the name of a step's checkpoint, by its number.
+        number: returns the number of a step by its name; None for a name that `name` does not give,
+            so that no two names are one step.
+    """
+
+    name: Callable[[int], str]
+    number: Callable[[str], int | None]
+
+
+STEP_NAMES = StepNames(step_name, step_number)
+
+
 def step_numbers(
-    run: StoreSpec, newest: int | None = None, *, with_damaged: bool = False
+    run: StoreSpec,
+    newest: int | None = None,
+    *,
+    with_damaged: bool = False,
+    names: StepNames = STEP_NAMES,
 ) -> tuple[int, ...]:
     """List the numbers of the newest steps of a run that count, or of all; the newest last.
 
     Args:
         with_damaged: also list steps whose markers are damaged.
     """
-    names = [step.name for step in catalogue(run, newest, with_damaged=with_damaged).steps]
-    numbers = tuple(number for name in names if (number := step_number(name)) is not None)
-    if len(names) == newest and len(numbers) < len(names):
+    listed = [step.name for step in catalogue(run, newest, with_damaged=with_damaged).steps]
+    numbers = tuple(number for name in listed if (number := names.number(name)) is not None)
+    if len(listed) == newest and len(numbers) < len(listed):
         # There were other names among them.
-        return step_numbers(run, with_damaged=with_damaged)[-len(names) :]
+        return step_numbers(run, with_damaged=with_damaged, names=names)[-len(listed) :]
     return numbers
 
 
-def newest_step(run: StoreSpec) -> int | None:
+def newest_step(run: StoreSpec, names: StepNames = STEP_NAMES) -> int | None:
     """Return the number of the newest step of a run that counts, or None."""
-    return next(iter(step_numbers(run, 1)), None)
+    return next(iter(step_numbers(run, 1, names=names)), None)
 
 
 def described_by(

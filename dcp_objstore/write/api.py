@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
@@ -28,6 +28,8 @@ from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.writer import ObjectStoreWriter
 
+# Makes the planner of a save, of its URL, its state and the number of ranks.
+MakePlanner: TypeAlias = Callable[[str, Mapping[str, Any], int], AgreeingSavePlanner]
 _MAYBE_SAVED = (
     "Look at the checkpoint before you save it again: it exists only if rank 0 had committed it"
     " already"
@@ -100,23 +102,39 @@ def save(
             call, they notice after the process group's time-out (the one given to
             `init_process_group`, or `TransferConfig.peer_timeout_seconds`).
     """
+    return save_planned(
+        state,
+        url,
+        config=config,
+        process_group=process_group,
+        base=base,
+        overwrite=overwrite,
+        storage_options=storage_options,
+        progress=progress,
+        on_event=on_event,
+        trace=trace,
+        user_metadata=user_metadata,
+        stock_metadata=stock_metadata,
+        allow_unfenced=allow_unfenced,
+        claim=claim,
+        local=local,
+    )
+
+
+def save_planned(
+    state: Mapping[str, Any],
+    url: str,
+    *,
+    config: TransferConfig | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    base: str | None = None,
+    planner: MakePlanner = AgreeingSavePlanner,
+    **settings: Any,
+) -> SaveReport:
+    """Save as `save` describes, with another planner; `settings` are for the writer."""
 
     def make_writer() -> ObjectStoreWriter:
-        return ObjectStoreWriter(
-            url,
-            overwrite=overwrite,
-            storage_options=storage_options,
-            config=config,
-            progress=progress,
-            on_event=on_event,
-            trace=trace,
-            allow_unfenced=allow_unfenced,
-            user_metadata=user_metadata,
-            stock_metadata=stock_metadata,
-            claim=claim,
-            base=base,
-            local=local,
-        )
+        return ObjectStoreWriter(url, config=config, base=base, **settings)
 
     advice = every_rank("dcp_objstore.save")
     writer, refused = capture(make_writer)
@@ -131,14 +149,14 @@ def save(
             raise_on_all(refused or failed, url_of(writer), group, advice, same={"base": base})
         assert writer is not None
         assert converted is not None
-        return run_save(writer, converted.state_dict, group)
+        return run_save(writer, converted.state_dict, group, planner)
 
 
 def run_save(
     writer: ObjectStoreWriter,
     state_dict: dict[str, Any],
     group: dist.ProcessGroup | None,
-    planner: AgreeingSavePlanner | None = None,
+    make_planner: MakePlanner = AgreeingSavePlanner,
 ) -> SaveReport:
     """Run `dcp.save`; raise the same typed error or return the coordinator's report on all ranks.
 
@@ -148,7 +166,7 @@ def run_save(
     url, ranks = str(writer.checkpoint_id), count_ranks(group)
     single_process_is_fine()
     writer._share_base(group)
-    planner = planner or AgreeingSavePlanner(url, state_dict, ranks)
+    planner = make_planner(url, state_dict, ranks)
     plain = planner.take(state_dict, group)
     planner.agree(group)
     with typed_failures(url, group, _MAYBE_SAVED):

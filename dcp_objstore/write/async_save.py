@@ -44,7 +44,8 @@ from dcp_objstore.observe.events import OnEvent
 from dcp_objstore.observe.report import SaveReport, log_failure
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.threads import ready_for_program_end, result_of, wait_until
-from dcp_objstore.write.api import run_save
+from dcp_objstore.write.api import MakePlanner, run_save
+from dcp_objstore.write.planner import AgreeingSavePlanner
 from dcp_objstore.write.program_end import TOO_LATE, at_program_end, has_ended, show_lost
 from dcp_objstore.write.staging.state import Staging, staging_memory
 from dcp_objstore.write.writer import ObjectStoreWriter
@@ -358,6 +359,7 @@ def begin_save(
     base: str | None = None,
     on_busy: Literal["wait", "raise"] = "wait",
     wait_for_staging: bool = True,
+    planner: MakePlanner = AgreeingSavePlanner,
     **settings: Any,
 ) -> AsyncSaveHandle:
     """Begin one of these saves, as `async_save` describes; `settings` are for the writer.
@@ -378,7 +380,7 @@ def begin_save(
         saves = own_group(SAVES, process_group, config)
         raise_on_all(refused, url_of(writer), calls, _EVERY_RANK, same={"base": base})
     assert writer is not None
-    save = _StagedSave(writer, saves)
+    save = _StagedSave(writer, saves, planner)
     handle = save.handle
     try:
         _begin_after_earlier(background, handle, on_busy, calls)
@@ -404,10 +406,13 @@ def begin_save(
 class _StagedSave:
     """Everything that one save needs until it has ended."""
 
-    def __init__(self, writer: ObjectStoreWriter, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, writer: ObjectStoreWriter, group: dist.ProcessGroup | None, planner: MakePlanner
+    ) -> None:
         self.handle = AsyncSaveHandle(str(writer.checkpoint_id))
         self._writer = writer
         self._group = group
+        self._planner = planner
         self._staging: Staging | None = None
         self._error: DcpObjstoreError | None = None
         self._interrupt: BaseException | None = None
@@ -481,7 +486,7 @@ class _StagedSave:
             self.handle._wait_for_turn()
             raise_on_all(self._error, self.handle.url, self._group)
             assert self._staging is not None
-            return run_save(self._writer, self._staging.state, self._group)
+            return run_save(self._writer, self._staging.state, self._group, self._planner)
 
 
 def _begin_after_earlier(

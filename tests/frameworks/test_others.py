@@ -32,7 +32,6 @@ pytestmark = [pytest.mark.backends("seaweed"), pytest.mark.timeout(600)]
 STAND_INS = {
     "prime-rl": ("prime_rl.configs", "prime_rl.trainer.optim"),
     "SkyRL": ("flash_attn",),
-    "Megatron-Core": ("triton",),
 }
 
 
@@ -154,22 +153,6 @@ def automodel(url: str) -> None:
         assert torch.equal(one, other)
 
 
-def megatron(url: str) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    def state(value: float) -> dict[str, Any]:
-        rows = torch.full((2, 3), value + dist.get_rank())
-        offset = (0, dist.get_rank(), dist.get_world_size())
-        return {"weight": ShardedTensor.from_rank_offsets("weight", rows, offset), "step": 10}
-
-    dist_checkpointing.save(state(1), f"{url}/iter_10", content_metadata={"version": 3})
-    sharded = state(0)
-    loaded = dist_checkpointing.load({"weight": sharded["weight"]}, f"{url}/iter_10")
-    assert torch.equal(loaded["weight"], torch.full((2, 3), 1.0 + dist.get_rank()))
-    assert (loaded["step"], loaded["content_metadata"]) == (10, {"version": 3})
-
-
 class Door(NamedTuple):
     """A framework: its package, what it does with a URL, and what is committed then."""
 
@@ -187,7 +170,6 @@ DOORS = {
         automodel,
         tuple(f"epoch_0_step_10/{part}" for part in ("model", "optim", "dataloader")),
     ),
-    "Megatron-Core": Door("megatron", megatron, ("iter_10",)),
 }
 
 

@@ -140,7 +140,7 @@ def test_a_save_that_is_waited_for_is_raised_and_lets_the_one_before_it_go(
     with dos.CheckpointManager(url, max_failed_saves=1) as run:
         run.async_save(1, state(1))
         run.save(2, state(2))
-        monkeypatch.setattr("dcp_objstore.write.api.save", lambda *_, **__: down())
+        monkeypatch.setattr("dcp_objstore.write.api.save_planned", lambda *_, **__: down())
         with pytest.raises(errors.StoreUnavailableError):
             run.save(3, state(3))
         monkeypatch.undo()

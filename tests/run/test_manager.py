@@ -1162,7 +1162,7 @@ def test_a_save_whose_commit_was_never_answered_is_made_again(url, monkeypatch):
 
 @pytest.mark.parametrize("error", [dos.errors.CommitUnknownError("no answer"), KeyboardInterrupt()])
 def test_a_save_in_the_foreground_that_may_be_committed_is_made_again(url, monkeypatch, error):
-    really = api.save
+    really = api.save_planned
 
     def lose_the_answer(*args: Any, **settings: Any) -> Any:
         really(*args, **settings)
@@ -1170,7 +1170,7 @@ def test_a_save_in_the_foreground_that_may_be_committed_is_made_again(url, monke
 
     with dos.CheckpointManager(url) as run:
         with monkeypatch.context() as patched:
-            patched.setattr(api, "save", lose_the_answer)
+            patched.setattr(api, "save_planned", lose_the_answer)
             with pytest.raises(type(error)):
                 run.save(1, state(1))
         run.save(1, state(10))
@@ -1207,7 +1207,7 @@ def test_a_save_that_was_cut_off_is_not_taken_for_the_step_it_was_to_replace(url
     with dos.CheckpointManager(url, sweep=False) as run:
         loaded(run, 1)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(api, "save", interrupted)
+            patch.setattr(api, "save_planned", interrupted)
             run.save(3, state(30))
         run.save(4, state(4))
         assert numbers(run) == (1, 4)

@@ -19,7 +19,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,13 @@ def run_alone(fn: Callable[..., Any], *args: Any) -> Any:
     return outcome.value
 
 
-def start_workers(*, reuse: bool = True) -> Ranks:
-    """Workers apart from those of `run_ranks`; use them in a `with` block."""
-    return Ranks(preload=PRELOAD, reuse=reuse, store_port=_store().port)
+def start_workers(*, reuse: bool = True, preload: Sequence[str] = ()) -> Ranks:
+    """Workers apart from those of `run_ranks`; use them in a `with` block.
+
+    Args:
+        preload: more modules that are imported once for all, if these are the first workers.
+    """
+    return Ranks(preload=[*PRELOAD, *preload], reuse=reuse, store_port=_store().port)
 
 
 @functools.cache

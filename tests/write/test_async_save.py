@@ -396,9 +396,9 @@ def test_the_copy_is_gone_before_its_save_counts_as_ended(saves, monkeypatch):
     gone: list[bool] = []
     run_save, end = async_api.run_save, Handle._end
 
-    def noted(writer: Any, staged: Any, group: Any) -> Any:
+    def noted(writer: Any, staged: Any, *args: Any) -> Any:
         copies.append(weakref.ref(staged))
-        return run_save(writer, staged, group)
+        return run_save(writer, staged, *args)
 
     def ending(handle: Handle, *outcome: Any) -> None:
         gc.collect()  # a planner of torch 2.9 is in a cycle with it
@@ -415,7 +415,9 @@ def test_the_copy_is_gone_before_its_save_counts_as_ended(saves, monkeypatch):
 def test_two_calls_that_start_one_save_make_one_checkpoint(saves, monkeypatch):
     runs: list[int] = []
     monkeypatch.setattr(async_api._StagedSave, "_save", lambda self: runs.append(1))
-    save = async_api._StagedSave(dos.ObjectStoreWriter(memory_url()), None)
+    save = async_api._StagedSave(
+        dos.ObjectStoreWriter(memory_url()), None, async_api.AgreeingSavePlanner
+    )
     with ThreadPoolExecutor(2) as pool:
         for one in [pool.submit(save.run) for _ in range(2)]:
             one.result(30)

@@ -609,7 +609,7 @@ def test_a_base_that_is_named_is_that_of_every_save(local):
 
 def see_no_end(rank: int, world_size: int, url: str) -> int:
     """Save steps 1 to 3; rank 1 gets an error at the end of step 2."""
-    really_save, saves = api.save, 0
+    really_save, saves = api.save_planned, 0
 
     def failing(*args: Any, **settings: Any) -> Any:
         nonlocal saves
@@ -618,7 +618,7 @@ def see_no_end(rank: int, world_size: int, url: str) -> int:
             raise dos.errors.RankFailedError("lost the report")
         return report
 
-    api.save = failing
+    api.save_planned = failing
     try:
         with dos.CheckpointManager(url, base="latest", claim_run=False, sweep=False) as run:
             run.save(1, sharded(rank, 1))
@@ -626,7 +626,7 @@ def see_no_end(rank: int, world_size: int, url: str) -> int:
                 run.save(2, sharded(rank, 2))
             return run.save(3, sharded(rank, 3)).copied_bytes
     finally:
-        api.save = really_save
+        api.save_planned = really_save
 
 
 def test_ranks_that_know_of_other_steps_have_one_base(local):

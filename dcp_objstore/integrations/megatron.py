@@ -1,0 +1,578 @@
+"""`install` for Megatron-Core: its distributed checkpoints go to and come from a bucket.
+
+Megatron-Core (0.19) takes no storage from outside: `dist_checkpointing.save` and `load` replace a
+strategy that is not one of their own. So functions of this module take the place of four things,
+and do nothing for a path that is not a URL of `install`:
+
+- `megatron.core.msc_utils.maybe_msc`, the object through which Megatron looks at its own small
+  files: `metadata.json`, which the commit stands for, and the tracker
+  `latest_checkpointed_iteration.txt`, which is answered from the markers of the run and is never
+  an object;
+- `TorchDistSaveShardedStrategy.save` and `async_save`: tensors, ShardedObjects and the common state
+  become one commit;
+- `schedule_async_request` of Megatron's and nvidia-resiliency-ext's `AsyncCallsQueue`: a save that
+  runs in a thread of this process is waited for like their processes, and nothing is forked;
+- `TorchDistLoadShardedStrategy.load`: it reads with the `FileSystemReader` that
+  `dcp_objstore.install` makes for a URL, and notes from which iteration a job resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from time import time
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from megatron.core import msc_utils
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as strategies
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_objstore.checkpoint.read import read_marker
+from dcp_objstore.config import local_of
+from dcp_objstore.distributed.failures import capture, meeting, raise_on_all
+from dcp_objstore.distributed.groups import sync_group, world_group
+from dcp_objstore.errors import ObjectNotFoundError, UnsupportedError
+from dcp_objstore.integrations.install import (
+    Installation,
+    install as install_for_torch,
+    installed_spec,
+)
+from dcp_objstore.run import claim_run as run_claim
+from dcp_objstore.run.housekeeping import Retainer
+from dcp_objstore.run.retention import RetentionPolicy, as_policy
+from dcp_objstore.run.saves import RunSaves
+from dcp_objstore.run.steps import StepNames, catalogue
+from dcp_objstore.state.tensor_frame import check_kind
+from dcp_objstore.stores import StoreSpec
+from dcp_objstore.write.api import save_planned
+from dcp_objstore.write.async_save import AsyncSaveHandle, BackgroundSaves, begin_save
+from dcp_objstore.write.planner import AgreeingSavePlanner
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_RELEASE = "release"
+# What Megatron reads of a committed checkpoint. Digests of ours are verified by every load, so its
+# own list of them is empty.
+_OF_COMMIT = {
+    "metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
+    "integrity.json": json.dumps({"algorithm": "sha256", "files": {}}),
+}
+_MOST_BYTES = 2**32  # of a file that is read whole, such as `common.pt` of an older Megatron
+_ITERATION = re.compile(r"iter_([0-9]{7,17})\Z")
+
+
+def iteration_name(iteration: int) -> str:
+    """Return the name that Megatron gives the checkpoint of an iteration."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_number(name: str) -> int | None:
+    """Return the iteration in such a name; None for any other, `iter_00000010` too."""
+    match = _ITERATION.match(name)
+    number = int(match[1]) if match else None
+    return number if number is not None and iteration_name(number) == name else None
+
+
+ITERATIONS = StepNames(iteration_name, iteration_number)
+
+
+# --- what is installed
+
+
+class _Installed:
+    """What is installed in this process.
+
+    Attributes:
+        keep, claims, housekeeping: the arguments of `install` for runs.
+        overwrite: whether a committed checkpoint that is not an iteration of a run is replaced.
+        saving: the arguments of `install` for each save.
+        runs: the runs that this job saves to or has loaded from, by their URLs.
+        background: the background saves of checkpoints that are not an iteration of a run.
+    """
+
+    has_hooks = False
+    keep: RetentionPolicy | None = None
+    claims = True
+    housekeeping: Mapping[str, Any] = {}
+    overwrite = True
+    saving: Mapping[str, Any] = {}
+    runs: ClassVar[dict[str, _Run]] = {}
+    background = BackgroundSaves()
+
+
+def install(
+    *,
+    keep: RetentionPolicy | Iterable[RetentionPolicy] | None = None,
+    claim_run: bool = True,
+    grace_seconds: float = 0.0,
+    sweep: bool = True,
+    base: str | None = None,
+    **options: Any,
+) -> Installation:
+    """Let Megatron-Core save to and load from a bucket with this library.
+
+        from dcp_objstore.integrations import megatron
+        megatron.install()
+
+    Call it once on every rank, in place of `dcp_objstore.install`, which it calls. From then on, if
+    a checkpoint's directory is a URL,
+
+    - `dist_checkpointing.save` writes one checkpoint, with everything that Megatron saves, which
+      one conditional PUT commits. With `async_sharded_save=True` the state is copied, and the copy
+      is saved by threads of this process; Megatron's `AsyncCallsQueue`, or that of
+      nvidia-resiliency-ext, finalizes the save and raises its error on every rank;
+    - `dist_checkpointing.load`, `load_common_state_dict`, `load_tensors_metadata` and the others
+      read it, and checkpoints that Megatron itself has written (`torch_dist`), in any layout that
+      Megatron reshards;
+    - an iteration `iter_0000100` is a step of the run above it, as one of `CheckpointManager`: the
+      first save claims the run, a job that resumed from an earlier iteration leaves the later ones,
+      and `keep` deletes after a commit. `--load` finds the newest iteration that counts.
+
+    Other directories stay Megatron's.
+
+    Args:
+        keep: which iterations to keep, as for `CheckpointManager`. Default: all.
+        claim_run: make this job the only one that adds to the run, with its first save, as for
+            `CheckpointManager`. Default True.
+        grace_seconds: keep the objects of a deleted iteration this long, for jobs that are reading
+            it. Default 0: they go with it.
+        sweep: remove what dead saves have left, after the first commit and then once an hour.
+            Default True.
+        base: a checkpoint from which what has not changed is copied, as for `CheckpointManager`.
+            Default: upload all.
+        options: those of `dcp_objstore.install`. `overwrite` does not apply to iterations.
+
+    Returns:
+        What `dcp_objstore.install` returns. `dcp_objstore.uninstall` ends both.
+
+    Raises:
+        UnsupportedError: this version of Megatron-Core or torch has no place to hook.
+        ConfigError, InvalidUrlError: as `dcp_objstore.install`.
+    """
+    policy = as_policy(keep)
+    if not _Installed.has_hooks:
+        _hook()
+        _Installed.has_hooks = True
+    installation = install_for_torch(**options)
+    _Installed.keep, _Installed.claims = policy, claim_run
+    _Installed.housekeeping = {"grace_seconds": grace_seconds, "sweeps": sweep}
+    _Installed.overwrite = options.get("overwrite") is not False
+    _Installed.saving = {
+        "allow_unfenced": options.get("allow_unfenced", False),
+        "local": local_of(options.get("local")),
+        "base": base,
+    }
+    _Installed.runs = {}
+    return installation
+
+
+def _hook() -> None:
+    save, load = strategies.TorchDistSaveShardedStrategy, strategies.TorchDistLoadShardedStrategy
+    libraries = [strategies.get_async_strategy("mcore")[1]]
+    with contextlib.suppress(ModuleNotFoundError):
+        libraries.append(strategies.get_async_strategy("nvrx")[1])
+    maybe_msc: Any = getattr(msc_utils, "maybe_msc", None)
+    if maybe_msc is None or not hasattr(save, "async_save"):
+        raise UnsupportedError(
+            "install() cannot hook this version of Megatron-Core; use megatron-core 0.19"
+        )
+    save.save = _for_urls(_save, save.save, 2)
+    save.async_save = _for_urls(_async_save, save.async_save, 2)
+    load.load = _with_resume(load.load)
+    for library in libraries:
+        queue, writer = library["AsyncCallsQueue"], library["FileSystemWriterAsync"]
+        queue.schedule_async_request = _with_threads(queue.schedule_async_request)
+        writer.__init__ = _for_urls(_refuse, writer.__init__, 1)
+    # One without our functions, which answers for other paths.
+    theirs = type(maybe_msc)()
+    for name, ours in _LOOKS.items():
+        owner, path = maybe_msc, name.split(".")
+        for number, part in enumerate(path[:-1], 1):
+            owner = vars(owner).setdefault(part, _Module(theirs, ".".join(path[:number])))
+        setattr(owner, path[-1], _for_urls(ours, _later(theirs, name)))
+
+
+def _later(theirs: Any, name: str) -> Callable[..., Any]:
+    """Return Megatron's own function of a name; which one it is may change with its settings."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return operator.attrgetter(name)(theirs)(*args, **kwargs)
+
+    return call
+
+
+class _Module:
+    """A module in `maybe_msc`, some functions of which are ours."""
+
+    def __init__(self, theirs: Any, name: str) -> None:
+        self._find = functools.partial(operator.attrgetter(name), theirs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is not ours. Which module it is of may change with Megatron's settings."""
+        return getattr(self._find(), name)
+
+
+def _for_urls(ours: Callable[..., Any], original: Callable[..., Any], at: int = 0) -> Any:
+    """Call one of our functions, with the store first, if the argument `at` is an installed URL."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        spec = installed_spec(args[at]) if len(args) > at else None
+        return original(*args, **kwargs) if spec is None else ours(spec, *args, **kwargs)
+
+    return call
+
+
+def _refuse(spec: StoreSpec, *_: Any, **__: Any) -> None:
+    raise UnsupportedError(
+        "Megatron saves this format in the background by a writer of files; save without"
+        " --async-save, or with --ckpt-format torch_dist",
+        url=spec.url,
+    )
+
+
+# --- small files
+
+
+class _Read:
+    """The last file that was found to exist, for the read that follows."""
+
+    url = ""
+    body: bytes | None = None
+
+
+def _exists(spec: StoreSpec, _path: Any) -> bool:
+    _Read.url, _Read.body = spec.url, _body(spec)
+    return _Read.body is not None
+
+
+def _open(spec: StoreSpec, _path: Any, mode: str = "r", **_: Any) -> Any:
+    name = spec.parent()[1]
+    if "r" not in mode:
+        if name != TRACKER and name not in _OF_COMMIT:
+            raise UnsupportedError(
+                "Megatron writes this as a local file; name a local folder for it", url=spec.url
+            )
+        return io.BytesIO() if "b" in mode else io.StringIO()  # the commit says all of it
+    body = _Read.body if _Read.url == spec.url else _body(spec)
+    _Read.url, _Read.body = "", None
+    if body is None:
+        raise FileNotFoundError(f"there is no object {spec.url!r}")
+    return io.BytesIO(body) if "b" in mode else io.StringIO(body.decode())
+
+
+def _body(spec: StoreSpec) -> bytes | None:
+    """Return the content of one of Megatron's files, or None if there is none."""
+    folder, name = spec.parent()
+    if folder is None:
+        return None
+    if name == TRACKER and (tracked := _tracked(folder)) is not None:
+        return tracked.encode()
+    store = folder.open()
+    if name in _OF_COMMIT:
+        stored = read_marker(store)
+        if stored is not None and stored.record.is_committed:
+            return _OF_COMMIT[name].encode()
+    with contextlib.suppress(ObjectNotFoundError):
+        return store.get(name, max_size_bytes=_MOST_BYTES)[0]
+    return None
+
+
+def _tracked(run: StoreSpec) -> str | None:
+    """Return what the tracker of a run says: the newest iteration that counts, or "release"."""
+    names = [step.name for step in catalogue(run).steps]
+    numbers = [number for name in names if (number := iteration_number(name)) is not None]
+    return str(max(numbers)) if numbers else next((n for n in names if n == _RELEASE), None)
+
+
+class _Path:
+    """What Megatron asks of a `pathlib.Path` of a checkpoint."""
+
+    def __init__(self, spec: StoreSpec, _path: Any = None) -> None:
+        self._spec = spec
+
+    def iterdir(self) -> Iterator[_Path]:
+        """Yield nothing: no file of a name is looked for in a distributed checkpoint."""
+        return iter(())
+
+    def joinpath(self, name: str) -> _Path:
+        """Return the path of an object below."""
+        return _Path(self._spec.child(name))
+
+    def exists(self) -> bool:
+        """Return whether the object exists."""
+        folder, name = self._spec.parent()
+        with contextlib.suppress(ObjectNotFoundError):
+            return folder is not None and bool(folder.open().head(name))
+        return False
+
+
+def _load_file(spec: StoreSpec, path: Any, **settings: Any) -> Any:
+    return torch.load(_open(spec, path, "rb"), **settings)
+
+
+# By their names in `maybe_msc`. What is not here stays its own.
+_LOOKS: dict[str, Callable[..., Any]] = {
+    "open": _open,
+    "Path": _Path,
+    "path_isdir": lambda *_, **__: True,  # `metadata.json` is looked for next
+    "os.makedirs": lambda *_, **__: None,
+    "os.path.exists": _exists,
+    "os.path.isfile": _exists,
+    "torch.load": _load_file,
+}
+
+
+# --- runs
+
+
+def _access(spec: StoreSpec) -> dict[str, Any]:
+    return {"storage_options": spec.storage_options, "config": spec.config}
+
+
+class _Run:
+    """A run that this job saves to, or has loaded from."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self._spec = spec
+        self._saves: RunSaves | None = None
+        self.resumed: int | None = None  # an iteration that was loaded since the last save
+
+    def saves(self) -> RunSaves:
+        """Return the saves of this job. A collective, before each save."""
+        spec = self._spec
+        if self._saves is None:
+            with meeting(spec.url, world_group()):
+                group = sync_group(None, spec.config)
+            retainer = Retainer(spec, _Installed.keep, names=ITERATIONS, **_Installed.housekeeping)
+            if _Installed.claims:
+                retainer.claim = run_claim.claim_run(spec.url, **_access(spec))
+            saving = {**_access(spec), **_Installed.saving}
+            self._saves = RunSaves(
+                spec, group, retainer, user_metadata={}, max_failed=0, saving=saving
+            )
+        if self.resumed is not None:
+            self._saves.settle()  # of what came before the load
+            self._saves.resume(self.resumed, went_back=True)
+            self.resumed = None
+        return self._saves
+
+
+class _Iteration(NamedTuple):
+    run: _Run
+    number: int
+
+
+def _iteration_at(spec: StoreSpec) -> _Iteration | None:
+    """Return the iteration of a run that a checkpoint is, or None."""
+    folder, name = spec.parent()
+    number = iteration_number(name)
+    if folder is None or number is None:
+        return None
+    return _Iteration(_Installed.runs.setdefault(folder.url, _Run(folder)), number)
+
+
+def _with_resume(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note from which iteration a job resumes."""
+
+    @functools.wraps(original)
+    def load(self: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = installed_spec(checkpoint_dir)
+        if spec is None:
+            return original(self, state, checkpoint_dir, *args, **kwargs)
+        # With a cache, it would read by a class of Megatron's.
+        cached, self.cache_metadata = self.cache_metadata, False
+        try:
+            loaded = original(self, state, checkpoint_dir, *args, **kwargs)
+        finally:
+            self.cache_metadata = cached
+        iteration = _iteration_at(spec)
+        if iteration is not None:
+            iteration.run.resumed = iteration.number
+        return loaded
+
+    return load
+
+
+# --- saves
+
+
+class _Parts(NamedTuple):
+    """A sharded state as a flat dict, and how DCP names its parts.
+
+    Attributes:
+        values: this rank's shards, each a plain tensor, and its objects, pickled.
+        items: what DCP writes of each, by the same names.
+    """
+
+    values: dict[str, Any]
+    items: dict[str, WriteItem]
+
+    @classmethod
+    def of(cls, state: Any, keep_only_main_replica: bool) -> _Parts:
+        parts = cls({}, {})
+        flat = strategies._replace_state_dict_keys_with_sharded_keys(state, keep_only_main_replica)
+        for key, shards in flat[0].items():
+            if isinstance(shards[0], ShardedObject):
+                body = io.BytesIO()
+                torch.save([shard.data for shard in shards], body)
+                parts.values[key] = body.getvalue()
+                parts.items[key] = WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
+                continue
+            for number, shard in enumerate(shards):
+                name = f"{key}#{number}"
+                parts.values[name], parts.items[name] = _shard(key, shard)
+        return parts
+
+    def planner(self, url: str, state: Mapping[str, Any], ranks: int) -> _Planner:
+        """Return the planner of a save of these parts."""
+        return _Planner(url, state, ranks, self.items)
+
+
+def _shard(key: str, shard: ShardedTensor) -> tuple[torch.Tensor, WriteItem]:
+    if shard.data is None or shard.flattened_range is not None:
+        what = "no data" if shard.data is None else "a flattened_range"
+        raise UnsupportedError(f"this ShardedTensor has {what}, and cannot be saved", key=key)
+    tensor = shard.data.detach()
+    check_kind(tensor, key)
+    if shard.prepend_axis_num:
+        tensor = tensor.reshape((1,) * shard.prepend_axis_num + tuple(shard.local_shape))
+    offsets = torch.Size(shard.global_offset)
+    data = TensorWriteData(
+        ChunkStorageMetadata(offsets, tensor.size()),
+        TensorProperties.create_from_tensor(tensor),
+        torch.Size(shard.global_shape),
+    )
+    return tensor, WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Planner(AgreeingSavePlanner):
+    """Plans a save of `_Parts`; the objects are pickled as Megatron's own planner wants them."""
+
+    def __init__(
+        self, url: str, state: Mapping[str, Any], ranks: int, items: Mapping[str, WriteItem]
+    ) -> None:
+        super().__init__(url, state, ranks)
+        self.flatten_state_dict = self.flatten_sharded_tensors = False
+        self._items = list(items.values())
+        self._names = {item.index: name for name, item in items.items()}
+
+    def make_items(self) -> list[WriteItem]:
+        """Return what this rank has."""
+        return self._items
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the part that an item stands for."""
+        return self.state_dict[self._names[index]]
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's
+        """Return an object's pickle as it is."""
+        return io.BytesIO(object) if write_item.type is WriteItemType.BYTE_IO else object
+
+
+class _Save(NamedTuple):
+    """A save to make.
+
+    Attributes:
+        values: what is saved.
+        settings: how, for `RunSaves` or for the functions that save one checkpoint.
+        saves, iteration: the saves of the run, and the number; None for a checkpoint that is no
+            iteration of a run.
+    """
+
+    values: dict[str, Any]
+    settings: dict[str, Any]
+    saves: RunSaves | None
+    iteration: int
+
+
+def _prepared(spec: StoreSpec, strategy: Any, state: Any) -> _Save:
+    """Find out what is saved, and where; raise on every rank if one cannot. A collective."""
+    at = _iteration_at(spec)
+    saves = None if at is None else at.run.saves()
+    group = sync_group(None, spec.config)
+    parts, failed = capture(lambda: _Parts.of(state, strategy.keep_only_main_replica))
+    raise_on_all(failed, spec.url, group)
+    assert parts is not None
+    settings: dict[str, Any] = {"planner": parts.planner}
+    if at is not None:
+        settings |= {"metrics": None, "user_metadata": None}
+        return _Save(parts.values, settings, saves, at.number)
+    settings |= {**_access(spec), **_Installed.saving, "overwrite": _Installed.overwrite}
+    return _Save(parts.values, settings | {"progress": False}, None, 0)
+
+
+def _save(spec: StoreSpec, strategy: Any, state: Any, _path: Any) -> None:
+    save = _prepared(spec, strategy, state)
+    if save.saves is None:
+        save_planned(save.values, spec.url, **save.settings)
+    else:
+        save.saves.save(save.iteration, save.values, **save.settings)
+
+
+def _async_save(
+    spec: StoreSpec, strategy: Any, state: Any, _path: Any, async_strategy: str = "nvrx"
+) -> Any:
+    """Begin a save in the background; return Megatron's request, which stands for it."""
+    request = strategies.get_async_strategy(async_strategy, "AsyncRequest")[1]
+    save = _prepared(spec, strategy, state)
+    if save.saves is None:
+        handle = begin_save(_Installed.background, save.values, spec.url, **save.settings)
+        return request(_Thread(handle), (), [handle.result])
+    begun = save.saves.async_save(save.iteration, save.values, "wait", **save.settings)
+    assert begun is not None  # the one before was waited for
+    return request(_Thread(begun), (), [functools.partial(save.saves.settle, begun)])
+
+
+class _Thread:
+    """A save in the background, as the process that Megatron would have forked for it.
+
+    Its error is raised on every rank when the request is finalized.
+    """
+
+    def __init__(self, handle: AsyncSaveHandle) -> None:
+        self._handle = handle
+
+    def __call__(self) -> None:
+        """Wait for the save, as a request that is executed at once does."""
+        self._handle._wait()
+
+    def is_alive(self) -> bool:
+        """Return whether the save runs."""
+        return not self._handle.done()
+
+    join = __call__
+
+    def kill(self) -> None:
+        """Do nothing: a thread cannot be killed, so the save goes on."""
+
+
+def _with_threads(original: Callable[..., int]) -> Callable[..., int]:
+    """Queue a save that runs in a thread without a process for it."""
+
+    @functools.wraps(original)
+    def schedule_async_request(self: Any, request: Any) -> int:
+        if not isinstance(request.async_fn, _Thread):
+            return original(self, request)
+        library = sys.modules[original.__module__]
+        caller = library.TemporalAsyncCaller()
+        caller.process, caller.start_time = request.async_fn, time()
+        self.call_idx += 1
+        self.async_calls.append(
+            library._ActiveAsyncRequest(self.call_idx, caller, request.freeze())
+        )
+        return int(self.call_idx)
+
+    return schedule_async_request
