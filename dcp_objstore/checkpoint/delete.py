@@ -185,7 +185,7 @@ def _referenced(store: ObjectStore, marker: Marker) -> tuple[str, ...] | None:
 
 
 def _begin(store: ObjectStore, stored: Stored[Marker], claim: int | None, tries: Tries) -> None:
-    """Change the marker to `deleting`, even if others rewrite it meanwhile."""
+    """Change the marker to `deleting`, even if others rewrite it at the same time."""
     marker = stored.record
     while not rewrite_marker(store, stored, "the deletion", tries, state="deleting"):
         again = read_marker(store)

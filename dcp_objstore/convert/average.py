@@ -120,7 +120,7 @@ def average(
         trust_pickle: unpickle values that `torch.load(weights_only=True)` refuses. This may run
             code that their author chose. Default False.
         progress: show a progress bar if standard error is a terminal. Default True.
-        on_event: callable that receives each event of the save, in a thread of its own.
+        on_event: callable that receives each event of the save, in another thread.
         trace: name of a local file to write a trace of the save to.
         process_group: the ranks that work together. Default: all ranks.
         allow_unfenced: save even to a store without conditional writes. Default False: refuse.
@@ -136,7 +136,7 @@ def average(
         UnsupportedError: another library wrote an input, or torch pickled a tensor as a whole.
         CheckpointCorruptError: an input is damaged; the error names the tensor. Nothing was
             committed.
-        CheckpointGoneError: an input was deleted or replaced meanwhile.
+        CheckpointGoneError: an input was deleted or replaced during the call.
         DcpObjstoreError: any other error of `save`, or of reading an input.
     """
 

@@ -105,7 +105,7 @@ def weighted_sums(
 
     Raises:
         CheckpointCorruptError: an input is damaged, or lacks elements; the error names the key.
-        CheckpointGoneError: an input was deleted or replaced meanwhile.
+        CheckpointGoneError: an input was deleted or replaced during the call.
         DcpObjstoreError: any error of the store.
     """
     windows = list(_windows(_Sum(slab, len(inputs)) for slab in slabs))

@@ -171,7 +171,7 @@ class AgreeingSavePlanner(AgreeingPlanner, DefaultSavePlanner):
         is_copied: whether the planner resolves items to copies, which take memory until they are
             uploaded.
         check_stopped: a function that raises once the upload has to stop. A planner that waits for
-            data calls it meanwhile. None before the upload.
+            data calls it during the upload. None before the upload.
     """
 
     is_copied = False
