@@ -28,8 +28,8 @@ from dcp_objstore.observe.events import AnyEvent
 logger = logging.getLogger("dcp_objstore")
 
 _BASE_STEP_NS = 7_889_238 * 10**9
-# A number above the highest process id of Linux (2^22), so that the rows of each rank form their own
-# group in a file with a torch.profiler trace, or with other ranks and hosts.
+# A number above the highest process id of Linux (2^22), so that the rows of each rank form their
+# own group in a file with a torch.profiler trace, or with other ranks and hosts.
 _FIRST_PID = 10_000_000
 # The row of everything that happens once, and the first row of each kind of worker.
 _MAIN_ROW = 0
