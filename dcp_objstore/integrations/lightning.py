@@ -253,12 +253,12 @@ class _ObjectStore:
     def exists(self, url: str) -> bool:
         """Whether a checkpoint is committed at a URL. A collective."""
 
-        def look() -> bool:
+        def is_committed() -> bool:
             self._finish_deletions()
             stored = read_marker(StoreSpec(url, **self.access).open())
             return stored is not None and stored.record.is_committed
 
-        return on_first(look, url, sync_group(None, self.access["config"]))
+        return on_first(is_committed, url, sync_group(None, self.access["config"]))
 
     def newest(self, run_url: str) -> str | None:
         """Return the URL of the index of the newest checkpoint to resume from, if there is one."""

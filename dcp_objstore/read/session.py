@@ -33,7 +33,7 @@ from dcp_objstore.read.tensor_read import (
     memory_for,
     warn_if_lossy,
 )
-from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, settle_streams
+from dcp_objstore.state.device import Inbound, lanes_into, plan_ring, wait_for_streams
 from dcp_objstore.state.memory import apart, copy_elements, fill_order
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.admission.limiter import limiter_of
@@ -293,7 +293,7 @@ def _open_inbound(
 ) -> tuple[Inbound | None, int]:
     """Return the path to destinations on a GPU, if any, and the budget left for fetching."""
     if any(device.type != "cpu" for device in devices):
-        settle_streams()
+        wait_for_streams()
     lanes = lanes_into(devices)
     if not lanes:
         return None, budget_bytes

@@ -114,8 +114,8 @@ def load_newest(
 
 def _is_lost(step: StoreSpec, key: str | None) -> bool:
     """Whether a step is damaged, or no longer there. Only the payload of a key is read."""
-    look = partial(verify_at, step, EventSettings(None, None), deep=False, progress=False)
+    verify = partial(verify_at, step, EventSettings(None, None), deep=False, progress=False)
     try:
-        return not (look(quick=True).ok and look(quick=False, only_key=key).ok)
+        return not (verify(quick=True).ok and verify(quick=False, only_key=key).ok)
     except (CheckpointGoneError, CheckpointNotFoundError):
         return True

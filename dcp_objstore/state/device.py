@@ -128,7 +128,7 @@ def lane_of(device: torch.device, direction: Direction) -> Lane | None:
     return CudaLane(device, direction) if device.type == "cuda" else None
 
 
-def settle_streams() -> None:
+def wait_for_streams() -> None:
     """Wait for the calling thread's queued work that other threads would not wait for.
 
     Threads start on a device's default stream, so they wait anyway for what is queued there. A

@@ -238,7 +238,7 @@ class AsyncSaveHandle:
         self._report, self._error = report, error
         self._outlived = has_ended()
 
-        def settle(future: Future[Any]) -> None:
+        def complete(future: Future[Any]) -> None:
             if future.done():
                 return
             if error is not None:
@@ -248,8 +248,8 @@ class AsyncSaveHandle:
 
         self._ended.set()
         with contextlib.ExitStack() as stack:  # do all of it, even if the user's callbacks raise
-            stack.callback(settle, self.upload_completion)
-            stack.callback(settle, self.staging_completion)
+            stack.callback(complete, self.upload_completion)
+            stack.callback(complete, self.staging_completion)
 
 
 def async_save(

@@ -352,7 +352,8 @@ def find_unchanged(
             return _have_digests(digests, slices, digests_of)
         return hashers.submit(_have_digests, digests, slices, digests_of)
 
-    def settle() -> None:
+    def take_first() -> None:
+        """Wait for the comparison that was begun first."""
         candidate, is_same = waiting.popleft()
         if result_of(is_same):
             same.append(candidate)
@@ -366,9 +367,9 @@ def find_unchanged(
                 elif is_same:
                     same.append(candidate)
             if len(waiting) > 2 * config.hash_threads:
-                settle()
+                take_first()
         while waiting:
-            settle()
+            take_first()
     most_bytes = config.max_object_size_bytes
     runs, refused = _runs(base.index, same, sys.maxsize if whole_only else most_bytes)
     long = [run for run in runs if run.size_bytes >= LEAST_PART_BYTES]

@@ -28,7 +28,7 @@ from dcp_objstore.local.copies import SaveCopies
 from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import Hashed, Planned
 from dcp_objstore.observe.report import size_text
-from dcp_objstore.state.device import Outbound, settle_streams
+from dcp_objstore.state.device import Outbound, wait_for_streams
 from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores import ObjectStore
 from dcp_objstore.stores.admission.limiter import limiter_of
@@ -75,7 +75,7 @@ def upload_items(
     Returns:
         A result for each item, and the objects: those that were copied, then the uploaded ones.
     """
-    settle_streams()  # because another thread reads the tensors
+    wait_for_streams()  # because another thread reads the tensors
     store = save.open()
     known_digests = planner.digests if isinstance(planner, AgreeingSavePlanner) else {}
     digests_of = partial(_hash, save.channel) if save.channel.detailed else block_digests

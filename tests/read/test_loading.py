@@ -755,7 +755,7 @@ def test_a_load_into_host_memory_asks_for_ranges_ahead(monkeypatch):
 def test_streams_are_settled_if_any_destination_is_on_a_device(monkeypatch):
     """And requests do not grow: their bodies take slots of the ring."""
     settled: list[bool] = []
-    monkeypatch.setattr(session, "settle_streams", lambda: settled.append(True))
+    monkeypatch.setattr(session, "wait_for_streams", lambda: settled.append(True))
     monkeypatch.setattr(session, "lanes_into", lambda _: {})
     monkeypatch.setattr(session, "grown_request_size", lambda *_, **__: 9 * MIB)
     host, device = torch.device("cpu"), torch.device("meta")

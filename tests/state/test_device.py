@@ -112,7 +112,7 @@ def test_work_that_other_threads_would_not_wait_for_is_waited_for(monkeypatch):
         default_stream=default.__getitem__,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    device.settle_streams()
+    device.wait_for_streams()
     assert waited == ["a stream of 1"]
 
 
@@ -125,11 +125,11 @@ def test_work_of_another_accelerator_is_waited_for(monkeypatch, has_cuda):
     cuda = SimpleNamespace(is_initialized=lambda: False, is_available=lambda: has_cuda)
     monkeypatch.setattr(torch, "accelerator", accelerator)
     monkeypatch.setattr(torch, "cuda", cuda)
-    device.settle_streams()
+    device.wait_for_streams()
     assert waited == ([] if has_cuda else ["all"])
     accelerator.is_available = lambda: False
     cuda.is_available = lambda: False
-    device.settle_streams()
+    device.wait_for_streams()
     assert len(waited) == (not has_cuda)
 
 

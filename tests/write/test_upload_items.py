@@ -104,7 +104,7 @@ def test_each_slice_that_is_hashed_is_told_with_its_thread():
 
 def test_the_queue_of_a_gpu_is_waited_for_before_its_tensors_are_read(monkeypatch):
     steps: list[str] = []
-    monkeypatch.setattr(uploading, "settle_streams", lambda: steps.append("settled"))
+    monkeypatch.setattr(uploading, "wait_for_streams", lambda: steps.append("settled"))
     begin = uploading.Layout.buffers
     monkeypatch.setattr(
         uploading.Layout, "buffers", lambda self: steps.append("read") or begin(self)
