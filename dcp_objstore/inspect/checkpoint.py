@@ -12,11 +12,14 @@ they need.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from dcp_objstore.checkpoint.index import ITEM_SIZE_BYTES
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     AbsentKeyError,
@@ -38,26 +41,18 @@ from dcp_objstore.inspect.selection import (
 from dcp_objstore.inspect.slabs import Slab, cut
 from dcp_objstore.inspect.verify import verify_at, without_digests
 from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.observe.events import Opened
-from dcp_objstore.observe.report import first_few, size_text
+from dcp_objstore.observe.events import OnEvent, Opened
+from dcp_objstore.observe.report import LoadReport, VerifyReport, first_few, size_text
 from dcp_objstore.read.geometry import Box
+from dcp_objstore.read.items import Rename
 from dcp_objstore.read.mismatch import nearest
-from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, open_stored_checkpoint
 from dcp_objstore.state.stored import known_dtype
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.transfer.workers import in_waves
 
 if TYPE_CHECKING:
-    import os
-    from datetime import datetime
-
     import torch
-
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.observe.report import LoadReport, VerifyReport
-    from dcp_objstore.read.items import Rename
-    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
 
 
 # The bytes that a `.metadata` of another library may claim before the sizes of objects are read.

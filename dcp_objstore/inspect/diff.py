@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from dcp_objstore.checkpoint.index import Index
+from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import UnsupportedError, UntrustedPickleError
 from dcp_objstore.inspect.checkpoint import Checkpoint, TensorEntry, open as open_checkpoint
-from dcp_objstore.inspect.selection import matching
+from dcp_objstore.inspect.selection import Patterns, matching
 from dcp_objstore.inspect.slabs import Slab, read_ahead
 from dcp_objstore.observe.bar import Bar
-
-if TYPE_CHECKING:
-    from dcp_objstore.checkpoint.index import Index
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.inspect.selection import Patterns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -17,21 +17,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_objstore.compat.values import unpickled
 from dcp_objstore.errors import CheckpointGoneError, ConfigError, UnsupportedError
+from dcp_objstore.observe.dispatch import Channel
+from dcp_objstore.observe.report import LoadReport
 from dcp_objstore.read.geometry import Box, check_filled, narrow
+from dcp_objstore.read.item_read import Destination
 from dcp_objstore.read.plan import plan_load
 from dcp_objstore.read.session import report_loaded, run_load
-from dcp_objstore.read.stored_checkpoint import name_next
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, name_next
 from dcp_objstore.read.tensor_read import is_value
 from dcp_objstore.state.memory import is_quantized
 from dcp_objstore.state.stored import known_dtype, unknown_dtype
-
-if TYPE_CHECKING:
-    from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.observe.report import LoadReport
-    from dcp_objstore.read.item_read import Destination
-    from dcp_objstore.read.stored_checkpoint import StoredCheckpoint
-    from dcp_objstore.stores import StoreSpec
-
+from dcp_objstore.stores import StoreSpec
 
 # The alignment of what shares memory: a cache line, and more than the size of any element.
 _ALIGNMENT_BYTES = 64

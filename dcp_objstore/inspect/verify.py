@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import xxhash
+from typing_extensions import Buffer
 
 from dcp_objstore.checkpoint import index as ix
 from dcp_objstore.checkpoint.catalogue import list_run
-from dcp_objstore.checkpoint.marker import Counts
+from dcp_objstore.checkpoint.marker import Counts, Marker
 from dcp_objstore.checkpoint.names import DOT_METADATA_KEY, MARKER_KEY
 from dcp_objstore.checkpoint.publish import MAX_SIZE_BYTES
 from dcp_objstore.checkpoint.read import (
@@ -25,7 +27,7 @@ from dcp_objstore.checkpoint.read import (
     read_record,
 )
 from dcp_objstore.compat.dot_metadata import StockDotMetadata
-from dcp_objstore.config import at_most
+from dcp_objstore.config import TransferConfig, at_most
 from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import (
     CheckpointCorruptError,
@@ -38,27 +40,16 @@ from dcp_objstore.errors import (
     RetryableError,
     UnsupportedError,
 )
-from dcp_objstore.observe.dispatch import EventSettings
-from dcp_objstore.observe.events import Planned, Verified
+from dcp_objstore.observe.dispatch import Channel, EventSettings
+from dcp_objstore.observe.events import OnEvent, Planned, Verified
 from dcp_objstore.observe.report import Damage, VerifyReport, first_few
 from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
-from dcp_objstore.stores import StoreSpec
+from dcp_objstore.stores import ObjectStore, StoreSpec
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, block_digest
 from dcp_objstore.transfer.download import fetch_ranges
 from dcp_objstore.transfer.progress import Progress
 from dcp_objstore.transfer.ranges import RangeRequest, Span, plan_requests
 from dcp_objstore.transfer.workers import MOST_IN_FLIGHT, DaemonPool
-
-if TYPE_CHECKING:
-    import os
-
-    from typing_extensions import Buffer
-
-    from dcp_objstore.checkpoint.marker import Marker
-    from dcp_objstore.config import TransferConfig
-    from dcp_objstore.observe.dispatch import Channel
-    from dcp_objstore.observe.events import OnEvent
-    from dcp_objstore.stores import ObjectStore
 
 _SHOWN = 3  # number of keys to name for a missing object
 

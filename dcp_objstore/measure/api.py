@@ -15,7 +15,7 @@ from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,14 +29,12 @@ from dcp_objstore.observe.bar import StatusLine
 from dcp_objstore.observe.events import AnyEvent, PartUploaded, RangeRead
 from dcp_objstore.observe.report import GIB, counted
 from dcp_objstore.read.api import load
+from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.threads import result_of, run_in_thread
+from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.workers import DaemonPool, in_waves
 from dcp_objstore.write.api import save
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
-    from dcp_objstore.transfer.memory import ByteArray
 
 logger = logging.getLogger("dcp_objstore")
 
