@@ -6,7 +6,6 @@ same listing.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from dcp_objstore.checkpoint.marker import (
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, natural_order, parse_data_key
 from dcp_objstore.checkpoint.read import Stored, read_marker, read_record
 from dcp_objstore.errors import CheckpointCorruptError, InvalidUrlError, UnsupportedError
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.urls import check_key
 from dcp_objstore.transfer.workers import WAVE, in_waves
@@ -36,7 +36,6 @@ FORMAT: Final = 1
 MAX_SIZE_BYTES: Final = 4096
 _WHAT = "the run's _CLAIM"
 _warned_of: set[str] = set()  # by `is_place`
-logger = logging.getLogger("dcp_objstore")
 
 OpenBelow: TypeAlias = Callable[[str], "ObjectStore"]
 # The objects at a prefix, by their names there.

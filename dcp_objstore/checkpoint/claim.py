@@ -42,7 +42,6 @@ Nothing makes it rise but a claim that has adopted all steps that count, or a co
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,13 +68,11 @@ from dcp_objstore.checkpoint.compare_and_swap import SwapOutcome, compare_and_sw
 from dcp_objstore.checkpoint.marker import MAX_CLAIM, new_id
 from dcp_objstore.checkpoint.names import CLAIM_KEY
 from dcp_objstore.checkpoint.read import Stored, read_marker
-from dcp_objstore.observe.report import first_few
+from dcp_objstore.observe.report import first_few, logger
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.protocol import ObjectStore, Version
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer.workers import in_waves
-
-logger = logging.getLogger("dcp_objstore")
 
 
 @dataclass(frozen=True)

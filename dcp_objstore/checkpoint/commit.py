@@ -41,7 +41,6 @@ weaken one of them. The rules keep the numbers of the design. Rule 3 is in `name
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,11 +84,10 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     SupersededError,
 )
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.protocol import IfAbsent, ObjectStore, Precondition, Version
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer import workers
-
-logger = logging.getLogger("dcp_objstore")
 
 
 @dataclass(frozen=True)

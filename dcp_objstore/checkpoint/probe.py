@@ -7,7 +7,6 @@ about the server at the other end. About a dozen small requests do, once per pro
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from dcp_objstore.errors import (
     StoreUnavailableError,
     UnsupportedError,
 )
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.protocol import (
     Capabilities,
     IfAbsent,
@@ -33,7 +33,6 @@ from dcp_objstore.stores.protocol import (
 from dcp_objstore.stores.retries import Tries
 from dcp_objstore.transfer.workers import concurrently
 
-logger = logging.getLogger("dcp_objstore")
 _RACERS = 4
 _DEADLINE_SECONDS = 30.0
 

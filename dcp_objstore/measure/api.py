@@ -6,7 +6,6 @@ machine changes from one second to the next.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -27,7 +26,7 @@ from dcp_objstore.doctor.scratch import Scratch, Stop, StoppedError
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe.bar import StatusLine
 from dcp_objstore.observe.events import AnyEvent, PartUploaded, RangeRead
-from dcp_objstore.observe.report import GIB, counted
+from dcp_objstore.observe.report import GIB, counted, logger
 from dcp_objstore.read.api import load
 from dcp_objstore.stores.protocol import ObjectMeta, ObjectStore
 from dcp_objstore.stores.spec import StoreSpec
@@ -35,8 +34,6 @@ from dcp_objstore.threads import result_of, run_in_thread
 from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.workers import DaemonPool, in_waves
 from dcp_objstore.write.api import save
-
-logger = logging.getLogger("dcp_objstore")
 
 # A store that does not answer ends the measurement soon. None of this changes the speed.
 CONFIG = TransferConfig(max_retries=3, retry_timeout_seconds=10, stall_timeout_seconds=60)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import socket
 import tempfile
@@ -24,8 +23,7 @@ from typing import Any
 from dcp_objstore.errors import ConfigError
 from dcp_objstore.observe import events
 from dcp_objstore.observe.events import AnyEvent
-
-logger = logging.getLogger("dcp_objstore")
+from dcp_objstore.observe.report import logger
 
 _BASE_STEP_NS = 7_889_238 * 10**9
 # A number above the highest process id of Linux (2^22), so that the rows of each rank form their

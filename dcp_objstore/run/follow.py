@@ -5,7 +5,6 @@ It needs no process group and no torch. Rule C3 of `checkpoint.claim` says which
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -21,13 +20,12 @@ from dcp_objstore.checkpoint.names import MARKER_KEY, natural_order
 from dcp_objstore.checkpoint.pins import check_name
 from dcp_objstore.checkpoint.read import asked_again
 from dcp_objstore.config import TransferConfig, check_number
+from dcp_objstore.observe.report import logger
 from dcp_objstore.run import upkeep
 from dcp_objstore.run.listing import ListedCheckpoint, as_listed
 from dcp_objstore.run.steps import as_step, catalogue, check_step, step_name
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.threads import wait_until
-
-logger = logging.getLogger("dcp_objstore")
 
 _Order: TypeAlias = list[str | int]  # what `natural_order` returns
 _LEAST_SECONDS = {"timeout_seconds": 0.0, "poll_seconds": 0.001}

@@ -15,7 +15,6 @@ allocator may reuse their memory.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ import torch
 
 from dcp_objstore.config import MIB, PINNED_MOST, TransferConfig, at_most
 from dcp_objstore.contexts import contextmanager
+from dcp_objstore.observe.report import logger
 from dcp_objstore.state.ring import Lane, Ring, Slot, Ticket
 from dcp_objstore.state.tensor_frame import ALIGNMENT_BYTES
 from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Direction = Literal["in", "out"]
 
-logger = logging.getLogger("dcp_objstore")
 
 # The size of a save's slots, and its largest slice.
 SLOT_BYTES = 16 * MIB

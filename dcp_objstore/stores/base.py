@@ -7,7 +7,6 @@ ranges are not: `transfer/` sends them from its own threads.
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from typing_extensions import Buffer
 
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager, led_to
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.errors import SAME_PAGE
 from dcp_objstore.stores.protocol import (
     LEFTOVER_ADVICE,
@@ -37,7 +37,6 @@ from dcp_objstore.threads import in_main_thread, wait_for
 
 Place = TypeVar("Place")
 
-logger = logging.getLogger("dcp_objstore")
 
 _PAGE_KEYS = 1000  # as on S3
 _NO_COPIES = (

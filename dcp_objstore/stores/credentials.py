@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +11,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from dcp_objstore.errors import CredentialsError
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.options import cannot_be_sent
-
-logger = logging.getLogger("dcp_objstore")
 
 LOG_IN_TO_AWS: Final = (
     "log in again (aws sso login), or use a source that renews them itself: a profile, a role"

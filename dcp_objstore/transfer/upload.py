@@ -21,7 +21,6 @@ upload. The parts that were counted before are not counted twice.
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 import time
 import weakref
@@ -37,6 +36,7 @@ from dcp_objstore.config import AUTO_MOST, TransferConfig, at_most
 from dcp_objstore.errors import DcpObjstoreError, UnsupportedError, UploadLostError
 from dcp_objstore.observe.dispatch import current_channel
 from dcp_objstore.observe.events import ObjectUploaded, PartUploaded
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.admission.limiter import AdmissionSlot, admission_slot, limiter_of
 from dcp_objstore.stores.protocol import LEFTOVER_ADVICE, ObjectStore, Version
 from dcp_objstore.stores.retries import RetryPolicy, Tries
@@ -47,7 +47,6 @@ from dcp_objstore.transfer.progress import Progress, Silence
 
 T = TypeVar("T")
 
-logger = logging.getLogger("dcp_objstore")
 
 # Up to so many parts that are uploaded are not counted before the object is, or half of all:
 # with fewer under way, the first save to a far store would take a quarter longer.

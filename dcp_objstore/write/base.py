@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
 import sys
 import time
 from collections import deque
@@ -51,6 +50,7 @@ from dcp_objstore.checkpoint.read import open_committed, open_marked
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.errors import ConfigError, DcpObjstoreError, InvalidUrlError
 from dcp_objstore.observe.events import NotCopied
+from dcp_objstore.observe.report import logger
 from dcp_objstore.state import tensor_frame
 from dcp_objstore.state.device import Outbound
 from dcp_objstore.state.stored import StoredItem, StoredObject, constant_name, known_dtype
@@ -74,7 +74,6 @@ from dcp_objstore.write.layout import SMALL_BYTES, planned_dtype
 if TYPE_CHECKING:
     from dcp_objstore.write.session import Save
 
-logger = logging.getLogger("dcp_objstore")
 
 LATEST = "latest"
 # Up to this number of runs each has its own object; more of them share as many objects.

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from dcp_objstore.errors import InputError, StoreFullError
 from dcp_objstore.local.copies import SaveCopies
 from dcp_objstore.observe.dispatch import Channel
 from dcp_objstore.observe.events import Hashed, Planned
-from dcp_objstore.observe.report import size_text
+from dcp_objstore.observe.report import logger, size_text
 from dcp_objstore.state.device import Outbound, wait_for_streams
 from dcp_objstore.state.stored import StoredObject
 from dcp_objstore.stores import ObjectStore
@@ -48,8 +47,6 @@ from dcp_objstore.write.results import WriteResults
 
 if TYPE_CHECKING:
     from dcp_objstore.write.session import Save
-
-logger = logging.getLogger("dcp_objstore")
 
 
 def upload_items(

@@ -12,7 +12,6 @@ transport, which knows how to retry and what to say. So nothing depends on it.
 from __future__ import annotations
 
 import http.client
-import logging
 import math
 import socket
 import ssl
@@ -28,12 +27,11 @@ from urllib.parse import urlsplit
 from typing_extensions import Buffer
 
 from dcp_objstore.observe.dispatch import emit_retry
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.errors import THROTTLING_STATUSES
 from dcp_objstore.stores.obstore.tls import TlsSocket
 from dcp_objstore.stores.protocol import Version
 from dcp_objstore.stores.ranges import Answer
-
-logger = logging.getLogger("dcp_objstore")
 
 _USED_FOR_SECONDS = 600.0
 # The number of objects of which a signed URL is kept, less than 1 KiB each. To sign takes 50 us.

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcp_objstore.config import MIB
 from dcp_objstore.errors import CorruptDataError
 from dcp_objstore.observe.dispatch import emit_retry
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.obstore.direct import LaneError
 from dcp_objstore.stores.obstore.errors import sent_whole
 from dcp_objstore.stores.protocol import Version
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from dcp_objstore.stores.obstore.clients import Clients
 
-logger = logging.getLogger("dcp_objstore")
 
 # obstore gathers so much of a body before it hands it over, joined: little enough to lie in the
 # cache, and enough for the interpreter's lock to be asked for rarely.
