@@ -18,9 +18,6 @@ from .observe.report import (
     SaveReport as SaveReport,
     VerifyReport as VerifyReport,
 )
-from .run.listing import (
-    ListedCheckpoint as ListedCheckpoint,
-    Listing as Listing,
-)
+from .run.listing import ListedCheckpoint as ListedCheckpoint, Listing as Listing
 from .run.resume import ResumeReport as ResumeReport, SkippedStep as SkippedStep
 from .run.sweep import SweepReport as SweepReport

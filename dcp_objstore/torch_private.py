@@ -41,9 +41,7 @@ from torch.distributed.checkpoint._nested_dict import (  # type: ignore[attr-def
 )
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING as MemoryFormatEncoding,  # noqa: N811 - a class
-)
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormatEncoding  # noqa: N811 - a class
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.nn import functional as dist_functions

@@ -17,13 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from dcp_objstore.checkpoint.clock import SYSTEM_CLOCK, Clock, pause_or_raise
-from dcp_objstore.checkpoint.marker import (
-    MAX_CLAIM,
-    Marker,
-    damaged,
-    decode_record,
-    with_checksum,
-)
+from dcp_objstore.checkpoint.marker import MAX_CLAIM, Marker, damaged, decode_record, with_checksum
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, natural_order, parse_data_key
 from dcp_objstore.checkpoint.read import Stored, read_marker, read_record
 from dcp_objstore.errors import CheckpointCorruptError, InvalidUrlError, UnsupportedError

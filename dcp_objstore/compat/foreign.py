@@ -30,14 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_objstore.checkpoint.index import MAX_PLACE_LENGTH
-from dcp_objstore.compat.inert_pickle import (
-    Dialect,
-    Global,
-    Node,
-    opcodes,
-    scan,
-    stand_in,
-)
+from dcp_objstore.compat.inert_pickle import Dialect, Global, Node, opcodes, scan, stand_in
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import CheckpointCorruptError, UnsupportedError, UntrustedPickleError
 from dcp_objstore.torch_private import StorageInfo

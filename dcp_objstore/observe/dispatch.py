@@ -22,14 +22,7 @@ from typing import Any, Literal, NamedTuple
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import ConfigError, DcpObjstoreError
 from dcp_objstore.observe.bar import Bar, log_summary
-from dcp_objstore.observe.events import (
-    Event,
-    Failed,
-    OnEvent,
-    Operation,
-    Retried,
-    Staged,
-)
+from dcp_objstore.observe.events import Event, Failed, OnEvent, Operation, Retried, Staged
 from dcp_objstore.observe.report import logger
 from dcp_objstore.observe.trace import TraceFile, check_trace, trace_path
 from dcp_objstore.threads import Spawned, spawn

@@ -49,11 +49,7 @@ from dcp_objstore.read.peers.exchange import Exchange, PeerFailedError, Share
 from dcp_objstore.read.peers.meeting import Offer, all_arrived, make_offer, open_once, share_out
 from dcp_objstore.read.plan import PlannedLoad, plan_load
 from dcp_objstore.read.session import report_loaded, run_load
-from dcp_objstore.read.stored_checkpoint import (
-    StoredCheckpoint,
-    name_next,
-    open_stored_checkpoint,
-)
+from dcp_objstore.read.stored_checkpoint import StoredCheckpoint, name_next, open_stored_checkpoint
 from dcp_objstore.read.tensor_read import is_value
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.stores.urls import is_supported_url

@@ -59,11 +59,7 @@ from dcp_objstore.stores.protocol import CopySource, Version
 from dcp_objstore.stores.urls import parse_url
 from dcp_objstore.threads import result_of
 from dcp_objstore.transfer.copies import LEAST_PART_BYTES, copied_parts, copy_objects
-from dcp_objstore.transfer.digests import (
-    BLOCK_SIZE_BYTES,
-    DIGEST_SIZE_BYTES,
-    small_digest,
-)
+from dcp_objstore.transfer.digests import BLOCK_SIZE_BYTES, DIGEST_SIZE_BYTES, small_digest
 from dcp_objstore.transfer.memory import ByteArray
 from dcp_objstore.transfer.parts import PartPlan
 from dcp_objstore.transfer.progress import Progress
