@@ -93,7 +93,7 @@ def average(
     the dtype of the newest input. So a float32 tensor has the same bits as the loop
     `total = w[0] * t[0]; total += w[1] * t[1]; ...`.
 
-    The checkpoint also has the counters of the newest input, as they are: all values that are no
+    The checkpoint also has the counters of the newest input, as they are: all values that are not
     tensors, whatever their keys are (step, epoch, state of a data loader, settings of an
     optimizer), and tensors of integers without dimensions that `keys` selects, such as
     `num_batches_tracked`. It has no other tensors, so no state of an optimizer unless `keys`

@@ -117,8 +117,8 @@ def shards(
         names: the name of each tensor in the files.
         most_bytes: size at which another shard begins.
         stem: what the names of shards begin with.
-        ranks: the number of ranks that write. For several, shards are made equal, and as many as
-            each rank can have the same number of, but for that none is cut below 250 MB.
+        ranks: the number of ranks that write. With several ranks, shards are equal, and
+            each rank gets the same number of them, but none is cut below 250 MB for that.
     """
     groups = _groups(tensors, most_bytes)
     if ranks > 1:

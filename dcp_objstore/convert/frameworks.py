@@ -58,7 +58,7 @@ class AdapterFolder(NamedTuple):
 
 
 def adapter_folder(checkpoint: Checkpoint, keys: Iterable[str] | None) -> AdapterFolder | None:
-    """Return what to write of an adapter; None if the keys are of no adapter.
+    """Return what to write of an adapter; None if no adapter has the keys.
 
     Args:
         checkpoint: the opened checkpoint.
@@ -119,8 +119,8 @@ def nest_for_lightning(
 ) -> dict[str, Any]:
     """Return what Lightning's `consolidate_checkpoint` writes of a checkpoint.
 
-    Of a Trainer's, `Trainer.fit(ckpt_path=...)` resumes, and `load_from_checkpoint` makes the
-    module.
+    `Trainer.fit(ckpt_path=...)` resumes from a Trainer's checkpoint, and `load_from_checkpoint`
+    makes the module.
 
     Args:
         nest: a function that makes the nested dict of a checkpoint.

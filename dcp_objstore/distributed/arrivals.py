@@ -155,7 +155,7 @@ _watch = PerProcess(_Watch)
 
 @contextmanager
 def watching(url: str | None, group: dist.ProcessGroup | None, advice: str) -> Iterator[None]:
-    """Warn of ranks that do not come to the call which is the block. A block inside is part of it.
+    """Warn of ranks that do not come to the call in this block. Blocks inside belong to the call.
 
     Args:
         url: URL of the checkpoint; None if it is not known yet.

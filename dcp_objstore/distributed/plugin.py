@@ -120,7 +120,7 @@ def single_process_is_fine() -> None:
 
 
 class Target:
-    """Which checkpoint a writer or reader is aimed at: URL, storage options and settings.
+    """The checkpoint that a writer or reader is aimed at: URL, storage options and settings.
 
     DCP re-aims one writer with `reset(checkpoint_id)` and makes all calls of one save from one
     thread. So the aim is kept per thread: a save in one thread is not re-aimed by another.

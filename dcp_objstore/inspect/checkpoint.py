@@ -360,7 +360,7 @@ class Checkpoint(Mapping[str, TensorEntry | ValueEntry]):
     def _check_whole(self, keys: Sequence[str]) -> None:
         """Raise if elements of these tensors are missing, or the objects cannot hold so many.
 
-        What reads tensors plans each part of them, and a `.metadata` of a few bytes may claim one
+        A read plans each part of a tensor, and a `.metadata` of a few bytes may claim one
         of any size. (The digests in an index bound what it may claim, and the headers of
         safetensors were compared with the sizes of the files.) If much is claimed, this takes a
         HEAD for each object.

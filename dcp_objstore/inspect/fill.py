@@ -79,8 +79,8 @@ def new_tensors(
 ) -> list[torch.Tensor]:
     """Allocate CPU tensors in one piece of memory.
 
-    It goes back to the system when the last of them dies. Of many pieces below 32 MiB, the C
-    library would keep some hundred MiB.
+    It goes back to the system when the last of them dies. The C library would keep some
+    hundred MiB of many pieces below 32 MiB.
 
     Args:
         wanted: shape and dtype of each.

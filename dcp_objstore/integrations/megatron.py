@@ -92,7 +92,7 @@ ITERATIONS = StepNames(iteration_name, iteration_number)
 
 
 class _Installed:
-    """What is installed in this process.
+    """The hooks that are installed in this process.
 
     Attributes:
         keep, claims, housekeeping: the arguments of `install` for runs.
@@ -137,8 +137,8 @@ def install(
       read it, and checkpoints that Megatron itself has written (`torch_dist`), in any layout that
       Megatron reshards;
     - an iteration `iter_0000100` is a step of the run above it, as one of `CheckpointManager`: the
-      first save claims the run, a job that resumed from an earlier iteration leaves the later ones,
-      and `keep` deletes after a commit. `--load` finds the newest iteration that counts.
+      first save claims the run; if the job has resumed from an earlier iteration, the later ones stop
+      counting; and `keep` deletes after a commit. `--load` finds the newest iteration that counts.
 
     Other directories stay Megatron's.
 
@@ -488,8 +488,8 @@ class _Save(NamedTuple):
     Attributes:
         values: what is saved.
         settings: how, for `RunSaves` or for the functions that save one checkpoint.
-        saves, iteration: the saves of the run, and the number; None for a checkpoint that is no
-            iteration of a run.
+        saves, iteration: the saves of the run, and the number; None for a checkpoint that is not
+            an iteration of a run.
     """
 
     values: dict[str, Any]

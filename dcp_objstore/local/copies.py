@@ -312,7 +312,7 @@ class LoadCopies(_Copies):
 
 
 class LocalFirst(WrappedStore):
-    """Reads a range from the copy, and what is asked for once more from the inner store.
+    """Reads a range from the copy, or from the inner store if it is asked for once more.
 
     A reader that finds damage asks once more from the damaged piece on, and so it does where a copy
     cannot be read.

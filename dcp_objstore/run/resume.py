@@ -62,8 +62,8 @@ def load_newest(
 ) -> ResumeReport:
     """Load the newest step that is whole. A collective.
 
-    A step is skipped only if a verification finds, too, that it is damaged or no longer there: what
-    goes on from an older step ends the newer ones.
+    A step is skipped only if a verification finds, too, that it is damaged or gone, because a job
+    that goes on from an older step ends the newer ones.
 
     Raises:
         CorruptDataError: there are steps, but none can be loaded; this is the error of the newest.

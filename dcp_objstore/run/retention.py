@@ -101,7 +101,7 @@ class KeepEvery(RetentionPolicy):
 
 @dataclass(frozen=True)
 class KeepBest(RetentionPolicy):
-    """Keeps the `n` steps with the best value of a metric; of equal values, the later step.
+    """Keeps the `n` steps with the best value of a metric, the later of two with equal values.
 
         with dos.CheckpointManager("s3://bucket/run", keep=dos.KeepBest("loss", 2)) as run:
             run.step(3000, state, metrics={"loss": 0.25})

@@ -64,7 +64,7 @@ def step_number(name: str) -> int | None:
 
 
 class StepNames(NamedTuple):
-    """How the steps of a run are named.
+    """The names of the steps of a run.
 
     Attributes:
         name: returns the name of a step's checkpoint, by its number.
