@@ -137,7 +137,7 @@ def install(
       read it, and checkpoints that Megatron itself has written (`torch_dist`), in any layout that
       Megatron reshards;
     - an iteration `iter_0000100` is a step of the run above it, as one of `CheckpointManager`: the
-      first save claims the run; if the job has resumed from an earlier iteration, the later ones stop
+      first save claims the run; if the job has resumed from an earlier iteration, later ones stop
       counting; and `keep` deletes after a commit. `--load` finds the newest iteration that counts.
 
     Other directories stay Megatron's.
