@@ -20,12 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_objstore.checkpoint.names import TORCH_SUFFIXES
 from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError, unpacked_limit_bytes

@@ -11,19 +11,17 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from dcp_objstore import errors
 from dcp_objstore.doctor.checks import Verdict, failed, not_made, ok, warning
+from dcp_objstore.doctor.scratch import Scratch
 from dcp_objstore.observe.report import counted, size_text
 from dcp_objstore.stores.diagnosis import ask_region, identify, named_server
+from dcp_objstore.stores.protocol import ObjectStore
 from dcp_objstore.stores.ranges import read_range
-
-if TYPE_CHECKING:
-    from dcp_objstore.doctor.scratch import Scratch
-    from dcp_objstore.stores.protocol import ObjectStore
-    from dcp_objstore.stores.spec import StoreSpec
-    from dcp_objstore.stores.urls import StoreUrl
+from dcp_objstore.stores.spec import StoreSpec
+from dcp_objstore.stores.urls import StoreUrl
 
 _PACKAGES = ("dcp-objstore", "torch", "obstore", "boto3")
 _FILESYSTEMS = {"s3": ("fsspec", "s3fs"), "gs": ("fsspec", "gcsfs")}

@@ -6,11 +6,9 @@ says so. The checks try one right at a time, so the results show which right is 
 
 from __future__ import annotations
 
-import logging
 import queue
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.doctor.access import (
@@ -35,13 +33,9 @@ from dcp_objstore.doctor.checks import (
 from dcp_objstore.doctor.objects import ObjectChecks
 from dcp_objstore.doctor.scratch import Stop
 from dcp_objstore.errors import DcpObjstoreError
+from dcp_objstore.observe.report import logger
 from dcp_objstore.stores.spec import StoreSpec
 from dcp_objstore.threads import run_in_thread, take
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-logger = logging.getLogger("dcp_objstore")
 
 # Time-outs are shorter than for a save, so that a wrong endpoint is reported within seconds.
 CONFIG = TransferConfig(

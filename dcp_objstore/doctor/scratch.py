@@ -13,18 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from dcp_objstore.checkpoint.names import new_nonce
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.errors import DcpObjstoreError, InputError
+from dcp_objstore.stores.protocol import ObjectStore
 from dcp_objstore.stores.s3.unfinished import S3Uploads
-from dcp_objstore.stores.spec import open_bucket_uploads
-
-if TYPE_CHECKING:
-    from dcp_objstore.stores.protocol import ObjectStore
-    from dcp_objstore.stores.spec import StoreSpec
-
+from dcp_objstore.stores.spec import StoreSpec, open_bucket_uploads
 
 T = TypeVar("T")
 
