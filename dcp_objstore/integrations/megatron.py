@@ -30,9 +30,9 @@ from time import time
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from megatron.core import msc_utils
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as strategies
+from megatron.core.msc_utils import maybe_msc
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -54,7 +54,7 @@ from dcp_objstore.run import claim_run as run_claim
 from dcp_objstore.run.housekeeping import Retainer
 from dcp_objstore.run.retention import RetentionPolicy, as_policy
 from dcp_objstore.run.saves import RunSaves
-from dcp_objstore.run.steps import StepNames, catalogue
+from dcp_objstore.run.steps import StepNames, newest_step
 from dcp_objstore.state.tensor_frame import check_kind
 from dcp_objstore.stores import StoreSpec
 from dcp_objstore.write.api import save_planned
@@ -62,20 +62,19 @@ from dcp_objstore.write.async_save import AsyncSaveHandle, BackgroundSaves, begi
 from dcp_objstore.write.planner import AgreeingSavePlanner
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_RELEASE = "release"
 # What Megatron reads of a committed checkpoint. Digests of ours are verified by every load, so its
 # own list of them is empty.
 _OF_COMMIT = {
     "metadata.json": json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}),
     "integrity.json": json.dumps({"algorithm": "sha256", "files": {}}),
 }
+_DESCRIBED: Mapping[str, Any] = {"metrics": None, "user_metadata": None}
 _MOST_BYTES = 2**32  # of a file that is read whole, such as `common.pt` of an older Megatron
 _ITERATION = re.compile(r"iter_([0-9]{7,17})\Z")
 
 
-def iteration_name(iteration: int) -> str:
-    """Return the name that Megatron gives the checkpoint of an iteration."""
-    return f"iter_{iteration:07d}"
+# The name that Megatron gives the checkpoint of an iteration.
+iteration_name = "iter_{:07d}".format
 
 
 def iteration_number(name: str) -> int | None:
@@ -161,12 +160,11 @@ def install(
         UnsupportedError: this version of Megatron-Core or torch has no place to hook.
         ConfigError, InvalidUrlError: as `dcp_objstore.install`.
     """
-    policy = as_policy(keep)
+    _Installed.keep, _Installed.claims = as_policy(keep), claim_run
     if not _Installed.has_hooks:
         _hook()
         _Installed.has_hooks = True
     installation = install_for_torch(**options)
-    _Installed.keep, _Installed.claims = policy, claim_run
     _Installed.housekeeping = {"grace_seconds": grace_seconds, "sweeps": sweep}
     _Installed.overwrite = options.get("overwrite") is not False
     _Installed.saving = {
@@ -179,15 +177,14 @@ def install(
 
 
 def _hook() -> None:
+    if not hasattr(strategies, "get_async_strategy"):
+        raise UnsupportedError(
+            "install() cannot hook this version of Megatron-Core; use megatron-core 0.19"
+        )
     save, load = strategies.TorchDistSaveShardedStrategy, strategies.TorchDistLoadShardedStrategy
     libraries = [strategies.get_async_strategy("mcore")[1]]
     with contextlib.suppress(ModuleNotFoundError):
         libraries.append(strategies.get_async_strategy("nvrx")[1])
-    maybe_msc: Any = getattr(msc_utils, "maybe_msc", None)
-    if maybe_msc is None or not hasattr(save, "async_save"):
-        raise UnsupportedError(
-            "install() cannot hook this version of Megatron-Core; use megatron-core 0.19"
-        )
     save.save = _for_urls(_save, save.save, 2)
     save.async_save = _for_urls(_async_save, save.async_save, 2)
     load.load = _with_resume(load.load)
@@ -200,28 +197,21 @@ def _hook() -> None:
     for name, ours in _LOOKS.items():
         owner, path = maybe_msc, name.split(".")
         for number, part in enumerate(path[:-1], 1):
-            owner = vars(owner).setdefault(part, _Module(theirs, ".".join(path[:number])))
-        setattr(owner, path[-1], _for_urls(ours, _later(theirs, name)))
+            owner = vars(owner).setdefault(part, _Theirs(theirs, ".".join(path[:number])))
+        setattr(owner, path[-1], _for_urls(ours, _Theirs(theirs, name)))
 
 
-def _later(theirs: Any, name: str) -> Callable[..., Any]:
-    """Return Megatron's own function of a name; which one it is may change with its settings."""
+class _Theirs:
+    """What Megatron's object has under a name; which it is may change with Megatron's settings."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return operator.attrgetter(name)(theirs)(*args, **kwargs)
-
-    return call
-
-
-class _Module:
-    """A module in `maybe_msc`, some functions of which are ours."""
-
-    def __init__(self, theirs: Any, name: str) -> None:
-        self._find = functools.partial(operator.attrgetter(name), theirs)
+    def __init__(self, owner: Any, name: str) -> None:
+        self._find = functools.partial(operator.attrgetter(name), owner)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is not ours. Which module it is of may change with Megatron's settings."""
         return getattr(self._find(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._find()(*args, **kwargs)
 
 
 def _for_urls(ours: Callable[..., Any], original: Callable[..., Any], at: int = 0) -> Any:
@@ -246,16 +236,14 @@ def _refuse(spec: StoreSpec, *_: Any, **__: Any) -> None:
 # --- small files
 
 
-class _Read:
-    """The last file that was found to exist, for the read that follows."""
-
-    url = ""
-    body: bytes | None = None
+# The last file that was looked for, by its URL, for the read that follows.
+_found: dict[str, bytes | None] = {}
 
 
 def _exists(spec: StoreSpec, _path: Any) -> bool:
-    _Read.url, _Read.body = spec.url, _body(spec)
-    return _Read.body is not None
+    _found.clear()
+    _found[spec.url] = _body(spec)
+    return _found[spec.url] is not None
 
 
 def _open(spec: StoreSpec, _path: Any, mode: str = "r", **_: Any) -> Any:
@@ -266,8 +254,7 @@ def _open(spec: StoreSpec, _path: Any, mode: str = "r", **_: Any) -> Any:
                 "Megatron writes this as a local file; name a local folder for it", url=spec.url
             )
         return io.BytesIO() if "b" in mode else io.StringIO()  # the commit says all of it
-    body = _Read.body if _Read.url == spec.url else _body(spec)
-    _Read.url, _Read.body = "", None
+    body = _found.pop(spec.url) if spec.url in _found else _body(spec)
     if body is None:
         raise FileNotFoundError(f"there is no object {spec.url!r}")
     return io.BytesIO(body) if "b" in mode else io.StringIO(body.decode())
@@ -280,21 +267,24 @@ def _body(spec: StoreSpec) -> bytes | None:
         return None
     if name == TRACKER and (tracked := _tracked(folder)) is not None:
         return tracked.encode()
-    store = folder.open()
-    if name in _OF_COMMIT:
-        stored = read_marker(store)
-        if stored is not None and stored.record.is_committed:
-            return _OF_COMMIT[name].encode()
+    if name in _OF_COMMIT and _is_committed(folder):
+        return _OF_COMMIT[name].encode()
     with contextlib.suppress(ObjectNotFoundError):
-        return store.get(name, max_size_bytes=_MOST_BYTES)[0]
+        return folder.open().get(name, max_size_bytes=_MOST_BYTES)[0]
     return None
+
+
+def _is_committed(checkpoint: StoreSpec) -> bool:
+    stored = read_marker(checkpoint.open())
+    return stored is not None and stored.record.is_committed
 
 
 def _tracked(run: StoreSpec) -> str | None:
     """Return what the tracker of a run says: the newest iteration that counts, or "release"."""
-    names = [step.name for step in catalogue(run).steps]
-    numbers = [number for name in names if (number := iteration_number(name)) is not None]
-    return str(max(numbers)) if numbers else next((n for n in names if n == _RELEASE), None)
+    newest = newest_step(run, ITERATIONS)
+    if newest is not None:
+        return str(newest)
+    return "release" if _is_committed(run.child("release")) else None
 
 
 class _Path:
@@ -370,18 +360,13 @@ class _Run:
         return self._saves
 
 
-class _Iteration(NamedTuple):
-    run: _Run
-    number: int
-
-
-def _iteration_at(spec: StoreSpec) -> _Iteration | None:
-    """Return the iteration of a run that a checkpoint is, or None."""
+def _run_at(spec: StoreSpec) -> tuple[_Run | None, int]:
+    """Return the run of which a checkpoint is an iteration, or None, and the number."""
     folder, name = spec.parent()
     number = iteration_number(name)
     if folder is None or number is None:
-        return None
-    return _Iteration(_Installed.runs.setdefault(folder.url, _Run(folder)), number)
+        return None, 0
+    return _Installed.runs.setdefault(folder.url, _Run(folder)), number
 
 
 def _with_resume(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -392,15 +377,11 @@ def _with_resume(original: Callable[..., Any]) -> Callable[..., Any]:
         spec = installed_spec(checkpoint_dir)
         if spec is None:
             return original(self, state, checkpoint_dir, *args, **kwargs)
-        # With a cache, it would read by a class of Megatron's.
-        cached, self.cache_metadata = self.cache_metadata, False
-        try:
-            loaded = original(self, state, checkpoint_dir, *args, **kwargs)
-        finally:
-            self.cache_metadata = cached
-        iteration = _iteration_at(spec)
-        if iteration is not None:
-            iteration.run.resumed = iteration.number
+        self.cache_metadata = False  # with a cache, it would read by a class of Megatron's
+        loaded = original(self, state, checkpoint_dir, *args, **kwargs)
+        run, iteration = _run_at(spec)
+        if run is not None:
+            run.resumed = iteration
         return loaded
 
     return load
@@ -482,44 +463,26 @@ class _Planner(AgreeingSavePlanner):
         return io.BytesIO(object) if write_item.type is WriteItemType.BYTE_IO else object
 
 
-class _Save(NamedTuple):
-    """A save to make.
-
-    Attributes:
-        values: what is saved.
-        settings: how, for `RunSaves` or for the functions that save one checkpoint.
-        saves, iteration: the saves of the run, and the number; None for a checkpoint that is not
-            an iteration of a run.
-    """
-
-    values: dict[str, Any]
-    settings: dict[str, Any]
-    saves: RunSaves | None
-    iteration: int
-
-
-def _prepared(spec: StoreSpec, strategy: Any, state: Any) -> _Save:
-    """Find out what is saved, and where; raise on every rank if one cannot. A collective."""
-    at = _iteration_at(spec)
-    saves = None if at is None else at.run.saves()
-    group = sync_group(None, spec.config)
+def _parts(spec: StoreSpec, strategy: Any, state: Any) -> _Parts:
+    """Return what this rank saves; raise on every rank if one cannot. A collective."""
     parts, failed = capture(lambda: _Parts.of(state, strategy.keep_only_main_replica))
-    raise_on_all(failed, spec.url, group)
+    raise_on_all(failed, spec.url, sync_group(None, spec.config))
     assert parts is not None
-    settings: dict[str, Any] = {"planner": parts.planner}
-    if at is not None:
-        settings |= {"metrics": None, "user_metadata": None}
-        return _Save(parts.values, settings, saves, at.number)
-    settings |= {**_access(spec), **_Installed.saving, "overwrite": _Installed.overwrite}
-    return _Save(parts.values, settings | {"progress": False}, None, 0)
+    return parts
+
+
+def _settings(spec: StoreSpec) -> dict[str, Any]:
+    """Return the arguments of a save of a checkpoint that is not an iteration of a run."""
+    own = {"overwrite": _Installed.overwrite, "progress": False}
+    return {**_access(spec), **_Installed.saving, **own}
 
 
 def _save(spec: StoreSpec, strategy: Any, state: Any, _path: Any) -> None:
-    save = _prepared(spec, strategy, state)
-    if save.saves is None:
-        save_planned(save.values, spec.url, **save.settings)
+    parts, (run, number) = _parts(spec, strategy, state), _run_at(spec)
+    if run is None:
+        save_planned(parts.values, spec.url, planner=parts.planner, **_settings(spec))
     else:
-        save.saves.save(save.iteration, save.values, **save.settings)
+        run.saves().save(number, parts.values, parts.planner, **_DESCRIBED)
 
 
 def _async_save(
@@ -527,13 +490,16 @@ def _async_save(
 ) -> Any:
     """Begin a save in the background; return Megatron's request, which stands for it."""
     request = strategies.get_async_strategy(async_strategy, "AsyncRequest")[1]
-    save = _prepared(spec, strategy, state)
-    if save.saves is None:
-        handle = begin_save(_Installed.background, save.values, spec.url, **save.settings)
+    parts, (run, number) = _parts(spec, strategy, state), _run_at(spec)
+    values, planner = parts.values, parts.planner
+    if run is None:
+        background = _Installed.background
+        handle = begin_save(background, values, spec.url, planner=planner, **_settings(spec))
         return request(_Thread(handle), (), [handle.result])
-    begun = save.saves.async_save(save.iteration, save.values, "wait", **save.settings)
+    saves = run.saves()
+    begun = saves.async_save(number, values, "wait", planner, **_DESCRIBED)
     assert begun is not None  # the one before was waited for
-    return request(_Thread(begun), (), [functools.partial(save.saves.settle, begun)])
+    return request(_Thread(begun), (), [functools.partial(saves.settle, begun)])
 
 
 class _Thread:

@@ -27,11 +27,13 @@ from torch.overrides import TorchFunctionMode
 
 import dcp_objstore as dos
 from dcp_objstore.checkpoint.names import MARKER_KEY
+from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import Options
 from tests.support.command_line import environment, run_here
 from tests.support.launcher import Outcome, Ranks
 from tests.support.ranks import RanksFailedError, start_workers
 from tests.support.servers import Bucket
+from tests.support.wrapped_stores import RecordingStore
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -178,11 +180,13 @@ def state_of(model: Any) -> dict[str, Any]:
     }
 
 
-def save_in_background(url: str, install: Any, strategy: str, tp: int, pp: int) -> None:
+def save_in_background(
+    url: str, install: Any, strategy: str, tp: int, pp: int, **config: Any
+) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import torch as strategies
 
-    model = model_of(tp, pp)
+    model = model_of(tp, pp, **config)
     queue = strategies.get_async_strategy(strategy, "AsyncCallsQueue")[1](persistent=False)
     with install():
         for step in (10, 20):
@@ -202,11 +206,11 @@ def save_in_background(url: str, install: Any, strategy: str, tp: int, pp: int) 
     dist.barrier()
 
 
-def load(url: str, install: Any, step: int, tp: int, pp: int) -> None:
+def load(url: str, install: Any, step: int, tp: int, pp: int, **config: Any) -> None:
     """Load into another layout; every element is that of the step."""
     from megatron.core import dist_checkpointing
 
-    model = model_of(tp, pp)
+    model = model_of(tp, pp, **config)
     state = {"model": model.sharded_state_dict()}
     train(state, 0)
     at = f"{url}/iter_{step:07d}"
@@ -231,8 +235,8 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_tp2_pp2_saves_in_the_background_loads_in_other_layouts_bit_for_bit(
-    crew: Ranks, bucket: Bucket, strategy: str
-) -> None:
+    crew, bucket, strategy
+):
     run(crew, 4, save_in_background, bucket, strategy, 2, 2)
     markers = [key for key in bucket.sizes() if key.endswith(MARKER_KEY)]
     assert markers == [f"iter_{step:07d}/{MARKER_KEY}" for step in (10, 20)]
@@ -242,6 +246,66 @@ def test_what_tp2_pp2_saves_in_the_background_loads_in_other_layouts_bit_for_bit
     assert {name for name in names if not name.endswith((".distcp", ".msgpack"))} == ours
     for world, tp, step in ((2, 1, 20), (8, 4, 10)) if strategy == "mcore" else ((4, 2, 20),):
         run(crew, world, load, bucket, step, tp, 2)
+
+
+@pytest.mark.backends("file")
+def test_experts_saved_on_two_ranks_each_load_on_one_and_beside_tensor_parallelism(crew, bucket):
+    def spread(work: Any, ranks: int) -> Any:
+        experts: dict[str, Any] = {"num_moe_experts": 4, "add_bias_linear": False}
+        return functools.partial(work, expert_model_parallel_size=ranks, **experts)
+
+    run(crew, 4, spread(save_in_background, 2), bucket, "mcore", 1, 1)
+    run(crew, 2, spread(load, 1), bucket, 20, 1, 1)
+    run(crew, 4, spread(load, 2), bucket, 20, 2, 1)
+
+
+def cost_of_saves(url: str, install: Any) -> list[tuple[int, int, int]]:
+    """Requests of two saves of one structure, and how many objects the ranks were sent."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from torch.distributed import distributed_c10d
+
+    requests: list[Any] = []
+    sent: list[int] = []
+    opened, pickled = StoreSpec.open, distributed_c10d._object_to_tensor
+
+    def noted(*args: Any) -> Any:
+        tensor, size = pickled(*args)
+        sent.append(int(size))
+        return tensor, size
+
+    model, queue, costs = model_of(2, 2), AsyncCallsQueue(), []
+    with (
+        install(),
+        mock.patch.object(StoreSpec, "open", lambda at: RecordingStore(opened(at), requests)),
+        mock.patch.object(distributed_c10d, "_object_to_tensor", noted),
+    ):
+        for step in (10, 20):
+            request = dist_checkpointing.save(
+                {**state_of(model), "iteration": step},
+                f"{url}/iter_{step:07d}",
+                validate_access_integrity=step
+                == 10,  # as `--ckpt-assume-constant-structure` has it
+                async_sharded_save=True,
+                async_strategy="mcore",
+            )
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
+            dist.barrier()
+            costs.append((len(requests), len(sent), sum(sent)))
+            requests.clear()
+            sent.clear()
+    return costs
+
+
+def test_a_second_save_of_a_structure_exchanges_no_plan_and_asks_less(crew, bucket):
+    costs = run(crew, 4, cost_of_saves, bucket)
+    print("requests, objects, bytes of two saves, rank by rank:", costs)
+    first, second = ([of_rank[save] for of_rank in costs] for save in (0, 1))
+    assert sum(requests for requests, _, _ in second) < sum(requests for requests, _, _ in first)
+    for (_, objects, size), (_, fewer, smaller) in zip(first, second, strict=True):
+        assert fewer < objects
+        assert smaller < size
 
 
 # --- a rank that dies
@@ -304,7 +368,7 @@ def newest(url: str, install: Any) -> tuple[str, float]:
     return iteration, float(loaded["same"][0])
 
 
-def test_an_iteration_during_which_a_rank_dies_is_never_seen(crew: Ranks, bucket: Bucket) -> None:
+def test_an_iteration_during_which_a_rank_dies_is_never_seen(crew, bucket):
     survivor, killed = attempt(crew, 2, die_in_mid_save, bucket)
     assert killed.exit_signal == signal.SIGKILL
     assert not survivor.failed, survivor
@@ -344,7 +408,8 @@ def kept(bucket: Bucket) -> list[str]:
     )
 
 
-def test_policies_keep_iterations_by_their_own_names(crew: Ranks, bucket: Bucket) -> None:
+@pytest.mark.backends("file")
+def test_policies_keep_iterations_by_their_own_names(crew, bucket):
     run(crew, 2, functools.partial(save_steps, steps=(1, 2, 3, 10), keep=dos.KeepLatest(2)), bucket)
     assert kept(bucket) == ["iter_0000003", "iter_0000010"]
 
@@ -357,24 +422,21 @@ def save_other_name(url: str, install: Any) -> None:
         dist_checkpointing.save({**small_state(7), "iteration": 7}, f"{url}/release")
 
 
-def test_each_iteration_has_one_name_so_that_retention_deletes_what_it_means(
-    crew: Ranks, bucket: Bucket
-) -> None:
+def test_each_iteration_has_one_name_so_that_retention_deletes_what_it_means(crew, bucket):
     run(crew, 1, save_other_name, bucket)
     keep = functools.partial(save_steps, keep=dos.KeepLatest(1))
     run(crew, 1, functools.partial(keep, steps=(3, 4)), bucket)
     assert kept(bucket) == ["iter_00000003", "iter_0000004", "release"]
 
 
-def test_a_job_that_goes_back_leaves_the_later_iterations(crew: Ranks, bucket: Bucket) -> None:
+@pytest.mark.backends("file")
+def test_a_job_that_goes_back_leaves_the_later_iterations(crew, bucket):
     run(crew, 2, functools.partial(save_steps, steps=(10, 20, 30)), bucket)
     run(crew, 2, functools.partial(save_steps, resume=10, steps=(15,)), bucket)
     assert run(crew, 2, newest, bucket) == [(15, 15.0)] * 2
 
 
-def test_a_job_that_has_loaded_nothing_does_not_save_below_later_iterations(
-    crew: Ranks, bucket: Bucket
-) -> None:
+def test_a_job_that_has_loaded_nothing_does_not_save_below_later_iterations(crew, bucket):
     run(crew, 1, functools.partial(save_steps, steps=(30,)), bucket)
     with pytest.raises(RanksFailedError, match="has loaded no step") as failed:
         run(crew, 1, functools.partial(save_steps, steps=(10,)), bucket)
@@ -393,12 +455,13 @@ def be_superseded(url: str, install: Any) -> None:
             dist_checkpointing.save({**small_state(2), "iteration": 20}, f"{url}/iter_0000020")
 
 
-def test_a_job_whose_run_was_claimed_adds_nothing(crew: Ranks, bucket: Bucket) -> None:
+def test_a_job_whose_run_was_claimed_adds_nothing(crew, bucket):
     run(crew, 2, be_superseded, bucket)
     assert run(crew, 2, newest, bucket) == [(10, 1.0)] * 2
 
 
-def test_the_commands_work_on_a_run(crew: Ranks, bucket: Bucket) -> None:
+@pytest.mark.backends("file")
+def test_the_commands_work_on_a_run(crew, bucket):
     run(crew, 2, functools.partial(save_steps, steps=(10, 20)), bucket)
     access, last = environment(bucket.storage_options), bucket.at("iter_0000020")
     assert "iter_0000010" in run_here("ls", bucket.url, **access).stdout
@@ -512,9 +575,7 @@ def pretrain(
 @pytest.mark.parametrize(
     "flags", ["", "--dist-ckpt-optim-fully-reshardable", "--ckpt-fully-parallel-save"]
 )
-def test_megatron_lm_saves_and_resumes_with_its_distributed_optimizer(
-    crew: Ranks, bucket: Bucket, flags: str
-) -> None:
+def test_megatron_lm_saves_and_resumes_with_its_distributed_optimizer(crew, bucket, flags):
     first = run(crew, 4, pretrain, bucket, 1, 2, flags, 30)
     assert [iteration for iteration, _, _ in first] == [0] * 4
     assert kept(bucket) == ["iter_0000020", "iter_0000030"]
@@ -524,7 +585,7 @@ def test_megatron_lm_saves_and_resumes_with_its_distributed_optimizer(
         assert (iteration, loaded) == (30, saved)
 
 
-def test_the_reshardable_optimizer_loads_in_another_layout(crew: Ranks, bucket: Bucket) -> None:
+def test_the_reshardable_optimizer_loads_in_another_layout(crew, bucket):
     flags = "--dist-ckpt-optim-fully-reshardable"
     first = run(crew, 4, pretrain, bucket, 1, 2, flags, 10)
     (moments,) = {(saved["least"], saved["most"]) for _, _, saved in first}  # all gradients equal
@@ -565,9 +626,7 @@ def load_older(url: str, install: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", ["0.12.0", "0.16.1"])
-def test_what_an_older_megatron_wrote_loads_from_a_bucket(
-    crew: Ranks, bucket: Bucket, tmp_path: Path, version: str
-) -> None:
+def test_what_an_older_megatron_wrote_loads_from_a_bucket(crew, bucket, tmp_path, version):
     older_checkpoint(tmp_path / "iter_0000100", version)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     for file in tmp_path.rglob("*"):
@@ -587,7 +646,7 @@ def use_local_folder(url: str, install: Any, folder: str) -> None:
         assert dist_checkpointing.load(small_state(0), folder)["iteration"] == 3
 
 
-def test_a_local_folder_stays_megatrons(crew: Ranks, bucket: Bucket, tmp_path: Path) -> None:
+def test_a_local_folder_stays_megatrons(crew, bucket, tmp_path):
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
     run(crew, 1, use_local_folder, bucket, str(folder))
@@ -637,7 +696,7 @@ def bad_input(url: str, install: Any) -> dict[str, str]:
     return said
 
 
-def test_bad_input_is_named(crew: Ranks, bucket: Bucket) -> None:
+def test_bad_input_is_named(crew, bucket):
     for said in run(crew, 2, bad_input, bucket):
         expected = {
             "another iteration": "iter_0000011 is not a distributed checkpoint",
