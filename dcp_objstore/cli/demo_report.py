@@ -113,7 +113,8 @@ def text(
         f"{', '.join(f'{number} {verbs}' for verbs, number in requests.items())}, without those of"
         f" the killed rank and with an upload in parts as one: {100 * billed:.1f} US cents at S3's"
         f" list price. The measurement sent"
-        f" {size_text(sum(one.sent_bytes for one in speeds))}. All objects were removed.",
+        f" {size_text(sum(one.sent_bytes for one in speeds))}. All objects were removed: a"
+        " listing shows none.",
     ]
     return "\n\n".join(lines) + "\n"
 
