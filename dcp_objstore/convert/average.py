@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_objstore.checkpoint.claim import RunClaim
+from dcp_objstore.checkpoint.marker import check_user_metadata
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.convert.import_checkpoint import SourcePlanner, write_item
 from dcp_objstore.convert.names import options_of_other
@@ -140,37 +141,18 @@ def average(
         DcpObjstoreError: any other error of `save`, or of reading an input.
     """
 
-    def check() -> tuple[list[StoreSpec], list[float]]:
+    wanted = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
+
+    def check() -> tuple[list[StoreSpec], list[float], ObjectStoreWriter]:
         if isinstance(urls, str) or len(urls) < 2:
             raise ConfigError(f"urls must be a list of two or more checkpoints, got {urls!r}")
-        specs = []
-        for url in urls:
-            options = options_of_other(source_storage_options, out, storage_options, url)
-            spec = StoreSpec(url, options, config)
-            if spec in specs:
+        options = [
+            options_of_other(source_storage_options, out, storage_options, url) for url in urls
+        ]
+        specs = [StoreSpec(*one, config) for one in zip(urls, options, strict=True)]
+        for at, spec in enumerate(specs):
+            if spec in specs[:at]:
                 raise ConfigError("urls has this checkpoint twice; weigh it instead", url=spec.url)
-            specs.append(spec)
-        return specs, _normal(weights, len(specs))
-
-    advice = every_rank("dcp_objstore.average")
-    checked, refused = capture(check)
-    wanted = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
-    with meeting(out, process_group or world_group(), advice):
-        group = sync_group(process_group, config)
-        same = {"urls": list(urls), "weights": weights, "keys": wanted}
-        raise_on_all(refused, out, group, advice, same=same)
-    assert checked is not None
-    specs, shares = checked
-    opened, counters = on_first(partial(_opened, specs, wanted, trust_pickle), out, group)
-    inputs = [Input(*one) for one in zip(specs, opened, shares, strict=True)]
-    newest = opened[-1].marker
-    assert newest is not None
-    made_of = [
-        {"url": one.spec.url, "commit_id": one.stored.commit_id, "weight": one.weight}
-        for one in inputs
-    ]
-
-    def prepare() -> tuple[ObjectStoreWriter, _AveragePlanner]:
         writer = ObjectStoreWriter(
             out,
             overwrite=overwrite,
@@ -180,19 +162,32 @@ def average(
             on_event=on_event,
             trace=trace,
             allow_unfenced=allow_unfenced,
-            user_metadata={
-                **newest.user_metadata,
-                "average": {"of": made_of, "keys": wanted},
-            },
             claim=claim,
         )
-        source = _Average(inputs, counters, wanted, writer._target.config)
-        return writer, _AveragePlanner(str(writer.checkpoint_id), source, group)
+        return specs, _normal(weights, len(specs)), writer
 
-    prepared, refused = capture(prepare)
-    raise_on_all(refused, out, group)
-    assert prepared is not None
-    writer, planner = prepared
+    advice = every_rank("dcp_objstore.average")
+    checked, refused = capture(check)
+    with meeting(out, process_group or world_group(), advice):
+        group = sync_group(process_group, config)
+        same = {"urls": list(urls), "weights": weights, "keys": wanted}
+        raise_on_all(refused, out, group, advice, same=same)
+    assert checked is not None
+    specs, shares, writer = checked
+    opened, tensors, counters = on_first(partial(_opened, specs, wanted, trust_pickle), out, group)
+    inputs = [Input(*one) for one in zip(specs, opened, shares, strict=True)]
+    made_of = [
+        {"url": one.spec.url, "commit_id": one.stored.commit_id, "weight": one.weight}
+        for one in inputs
+    ]
+    newest = opened[-1].marker
+    assert newest is not None
+    # A ConfigError of this is the same on all ranks.
+    writer._user_metadata = check_user_metadata(
+        {**newest.user_metadata, "average": {"of": made_of, "keys": wanted}}
+    )
+    source = _Average(inputs, tensors, counters, writer._target.config)
+    planner = _AveragePlanner(str(writer.checkpoint_id), source, group)
     with closing(planner), reporting_failures(writer):
         return run_save(writer, planner.flat, group, lambda *_: planner)
 
@@ -221,85 +216,67 @@ def _normal(weights: Sequence[float] | str | None, count: int) -> list[float]:
 
 def _opened(
     specs: Sequence[StoreSpec], keys: Patterns, trust_pickle: bool
-) -> tuple[list[StoredCheckpoint], dict[str, Any]]:
-    """Open the inputs, check that their tensors fit, and read the counters of the newest."""
+) -> tuple[list[StoredCheckpoint], list[str], dict[str, Any]]:
+    """Open the inputs; return them, the keys to average, and the counters of the newest by key.
+
+    Raises:
+        StateMismatchError: tensors have no average, or do not fit those of the newest.
+        DcpObjstoreError: any error of opening an input, or of reading the counters.
+    """
     opened = list(in_waves(open_stored_checkpoint, specs))
-    for spec, stored in zip(specs, opened, strict=True):
-        if stored.marker is None:
-            raise UnsupportedError(
-                "another library wrote this checkpoint, without digests;"
-                " dcp_objstore.import_checkpoint (dcp-objstore import) saves it as one that has"
-                " them",
-                url=spec.url,
-            )
-    spec, newest = specs[-1], opened[-1]
-    averaged, selected = _averaged(newest, keys, spec.url), _selected(newest, keys, spec.url)
-    for other, stored in zip(specs, opened, strict=True):
-        of_other = _averaged(stored, keys, other.url)
-        for key in (*averaged, *of_other):
-            if key not in averaged or key not in of_other:
-                lacking = spec if key not in averaged else other
+    of_inputs = [_averaged(*one, keys) for one in zip(specs, opened, strict=True)]
+    spec, newest, averaged = specs[-1], opened[-1], of_inputs[-1]
+    for other, tensors in zip(specs, of_inputs, strict=True):
+        for key in {**averaged, **tensors}:
+            here, there = (_shape_of(of_one.get(key)) for of_one in (tensors, averaged))
+            if here != there:
                 raise StateMismatchError(
-                    "not every input has this tensor; leave it out of keys=",
-                    key=key,
-                    url=lacking.url,
-                )
-            if averaged[key].shape != of_other[key].shape:
-                raise StateMismatchError(
-                    f"its shape is {of_other[key].shape} here and {averaged[key].shape} in"
-                    f" {spec.url}; leave it out of keys=",
+                    f"{here} here, and {there} in {spec.url}; leave it out of keys=",
                     key=key,
                     url=other.url,
                 )
-    counters = [
-        key
-        for key in newest.items.keys
-        if (saved := newest.items.tensor(key)) is None or (_is_counter(saved) and key in selected)
-    ]
+    selected = {*matching(newest.items.keys, keys)} - averaged.keys()
+    counters = [k for k in newest.items.keys if k in selected or newest.items.tensor(k) is None]
     settings = EventSettings(None, None)
     checkpoint = Checkpoint(
         spec, newest, verify=True, trust_pickle=trust_pickle, event_settings=settings
     )
-    return opened, checkpoint.read(counters, progress=False) if counters else {}
+    values = checkpoint.read(counters, progress=False) if counters else {}
+    return opened, list(averaged), values
 
 
-def _selected(stored: StoredCheckpoint, keys: Patterns, url: str) -> dict[str, SavedTensor]:
-    """Return the tensors of a checkpoint that the patterns select."""
+def _averaged(spec: StoreSpec, stored: StoredCheckpoint, keys: Patterns) -> dict[str, SavedTensor]:
+    """Return the tensors of an input that are averaged; refuse those that cannot be."""
+    if stored.index is None:
+        raise UnsupportedError(
+            "another library wrote this checkpoint, without digests; import_checkpoint"
+            " (dcp-objstore import) saves it as one that has them",
+            url=spec.url,
+        )
+    averaged: dict[str, SavedTensor] = {}
     try:
-        selected = matching(stored.items.keys, keys)
+        for key in matching(stored.items.keys, keys):
+            saved = stored.items.tensor(key)
+            dtype = None if saved is None else known_dtype(saved.dtype)
+            is_float = dtype is not None and dtype.is_floating_point
+            if saved is None or not (saved.shape or is_float):
+                continue  # a counter
+            rows = stored.index.rows(key)
+            is_pickled = stored.index.columns.pickled[rows.start : rows.stop].any()
+            if is_pickled or not is_float:
+                raise StateMismatchError(
+                    "only plain floating-point tensors have an average, and this one is"
+                    f" {'pickled' if is_pickled else saved.dtype}; leave it out of keys=",
+                    key=key,
+                )
+            averaged[key] = saved
     except InputError as error:
-        raise error.at(url=url) from None
-    tensors = {key: stored.items.tensor(key) for key in selected}
-    return {key: saved for key, saved in tensors.items() if saved is not None}
-
-
-def _is_counter(saved: SavedTensor) -> bool:
-    dtype = known_dtype(saved.dtype)
-    return not saved.shape and dtype is not None and not dtype.is_floating_point
-
-
-def _averaged(stored: StoredCheckpoint, keys: Patterns, url: str) -> dict[str, SavedTensor]:
-    """Return the tensors that are averaged; refuse those that cannot be."""
-    averaged = {
-        key: saved for key, saved in _selected(stored, keys, url).items() if not _is_counter(saved)
-    }
-    assert stored.index is not None
-    for key, saved in averaged.items():
-        dtype, rows = known_dtype(saved.dtype), stored.index.rows(key)
-        if dtype is None or not dtype.is_floating_point:
-            raise StateMismatchError(
-                f"only floating-point tensors have an average, and this one is of {saved.dtype};"
-                " leave it out of keys=",
-                key=key,
-                url=url,
-            )
-        if stored.index.columns.pickled[rows.start : rows.stop].any():
-            raise UnsupportedError(
-                "torch pickled this tensor as a whole, so it has no average; leave it out of keys=",
-                key=key,
-                url=url,
-            )
+        raise error.at(url=spec.url) from None
     return averaged
+
+
+def _shape_of(saved: SavedTensor | None) -> str:
+    return "there is no such tensor" if saved is None else f"its shape is {saved.shape}"
 
 
 class _Average(Source):
@@ -307,31 +284,29 @@ class _Average(Source):
 
     Args:
         inputs: the inputs, whose tensors fit.
+        averaged: the keys of the tensors to average.
         counters: what is taken from the newest, by key.
-        keys: the patterns of the tensors to average.
         config: sizes, concurrency, time-outs and the memory budget.
     """
 
     def __init__(
         self,
         inputs: Sequence[Input],
+        averaged: Sequence[str],
         counters: Mapping[str, Any],
-        keys: Patterns,
         config: TransferConfig,
     ) -> None:
         self._inputs, self._config = inputs, config
-        newest = inputs[-1]
-        self.tensors = {}
-        self._sum_dtypes = {}
-        for key, (shape, *_) in _averaged(newest.stored, keys, newest.spec.url).items():
-            saved = filter(None, (one.stored.items.tensor(key) for one in inputs))
+        newest = inputs[-1].stored.items
+        self.tensors, self._sum_dtypes = {}, {}
+        for key in averaged:
+            saved = [of for one in inputs if (of := one.stored.items.tensor(key)) is not None]
             dtypes = [getattr(torch, of_input.dtype) for of_input in saved]
-            self.tensors[key] = TensorInfo(shape, dtypes[-1])
+            self.tensors[key] = TensorInfo(saved[-1].shape, dtypes[-1])
             self._sum_dtypes[key] = sum_dtype(dtypes)
         self.values = counters
-        both = {**self.tensors, **counters}
-        self.keys = [key for key in newest.stored.items.keys if key in both]
-        self.paths = typed_paths(newest.stored.items)
+        self.keys = [key for key in newest.keys if key in self.tensors or key in counters]
+        self.paths = typed_paths(newest)
 
     def slabs(self) -> Iterator[Slab]:
         """Cut the tensors along the chunks of the newest input.

@@ -247,9 +247,9 @@ def changed(tensors: Mapping[str, Any], **others: Any) -> dict[str, Any]:
     ("older", "newest", "key", "word"),
     [
         ({"w": torch.ones(3)}, {}, "model.w", "shape"),
-        ({"w": None}, {}, "model.w", "not every input"),
-        ({"more": torch.ones(3)}, {}, "model.more", "not every input"),
-        ({"w": 5}, {}, "model.w", "not every input"),
+        ({"w": None}, {}, "model.w", "no such tensor"),
+        ({"more": torch.ones(3)}, {}, "model.more", "no such tensor"),
+        ({"w": 5}, {}, "model.w", "no such tensor"),
         ({}, {"w": torch.arange(4)}, "model.w", "int64"),
         ({"w": torch.arange(4)}, {}, "model.w", "int64"),
         ({}, {"w": torch.ones(4, dtype=torch.complex64)}, "model.w", "complex64"),
