@@ -111,7 +111,16 @@ def weighted_sums(
     windows = list(_windows(_Sum(slab, len(inputs)) for slab in slabs))
     progress = Progress(config.stall_timeout_seconds)
     slots = _Slots(config, progress)
-    run_in_thread(lambda: _read(inputs, windows, slots, config, progress), "sums")
+
+    def read() -> None:
+        try:
+            _read(inputs, windows, slots, config, progress)
+        except BaseException as error:  # noqa: BLE001 - raised where the sums are taken
+            for part in chain.from_iterable(windows):
+                if not part.ended.done():
+                    part.ended.set_exception(error)
+
+    run_in_thread(read, "sums")
     try:
         for number, window in enumerate(windows):
             slots.allow(number + _WINDOWS_AHEAD)
@@ -365,7 +374,7 @@ def _read(
     config: TransferConfig,
     progress: Progress,
 ) -> None:
-    """Read all inputs and add them up; give an error to every sum that has not ended."""
+    """Read all inputs and add them up."""
     stores = [one.stored.open_store(one.spec) for one in inputs]
     keys = [f"{n}/{key}" for n, one in enumerate(inputs) for key in one.stored.object_keys]
     firsts = [0, *accumulate(len(one.stored.object_keys) for one in inputs)]
@@ -386,34 +395,27 @@ def _read(
         return explained(inputs[number].stored, stores[number], request, error)
 
     stretch = max(1, _PLANNED_BYTES // (len(inputs) * SUM_BYTES))
-    try:
-        for first in range(0, len(windows), stretch):
-            requests: list[RangeRequest[Block]] = []
-            of_windows: list[int] = []
-            for at, window in enumerate(windows[first : first + stretch], first):
-                for number, one in enumerate(inputs):
-                    requests += _planned(one, number, window, firsts[number], config)
-                of_windows += [at] * (len(requests) - len(of_windows))
-            slots.plan(requests, of_windows)
-            with closing(
-                fetch_ranges(
-                    _Stores(stores),
-                    keys,
-                    requests,
-                    take_in,
-                    config,
-                    progress,
-                    admit=slots.admit,
-                    may_begin=slots.may_begin,
-                    explain=explain,
-                )
-            ) as arriving:
-                for _ in arriving:
-                    pass
-    except BaseException as error:  # noqa: BLE001 - raised where the sums are taken
-        for part in chain.from_iterable(windows):
-            if not part.ended.done():
-                part.ended.set_exception(error)
+    for first in range(0, len(windows), stretch):
+        requests: list[RangeRequest[Block]] = []
+        of_windows: list[int] = []
+        for at, window in enumerate(windows[first : first + stretch], first):
+            for number, one in enumerate(inputs):
+                requests += _planned(one, number, window, firsts[number], config)
+            of_windows += [at] * (len(requests) - len(of_windows))
+        slots.plan(requests, of_windows)
+        arriving = fetch_ranges(
+            _Stores(stores),
+            keys,
+            requests,
+            take_in,
+            config,
+            progress,
+            admit=slots.admit,
+            may_begin=slots.may_begin,
+            explain=explain,
+        )
+        with closing(arriving):
+            deque(arriving, maxlen=0)
 
 
 def _planned(
