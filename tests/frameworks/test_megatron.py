@@ -259,15 +259,24 @@ def test_experts_saved_on_two_ranks_each_load_on_one_and_beside_tensor_paralleli
     run(crew, 4, spread(load, 2), bucket, 20, 2, 1)
 
 
-def cost_of_saves(url: str, install: Any) -> list[tuple[int, int, int]]:
-    """Requests of two saves of one structure, and how many objects the ranks were sent."""
+def cost_of_saves(url: str, install: Any) -> list[tuple[int, int, int, int]]:
+    """Of two saves of one structure: requests; objects sent to ranks; their bytes; plans sent."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from torch.distributed import distributed_c10d
 
+    from dcp_objstore.write.planner import AgreeingSavePlanner
+
     requests: list[Any] = []
     sent: list[int] = []
+    plans: list[Any] = []
     opened, pickled = StoreSpec.open, distributed_c10d._object_to_tensor
+    planned = AgreeingSavePlanner.create_local_plan
+
+    def noted_plan(planner: Any) -> Any:
+        plan: Any = planned(planner)
+        plans.extend([] if plan.storage_data.plan is None else [plan])
+        return plan
 
     def noted(*args: Any) -> Any:
         tensor, size = pickled(*args)
@@ -279,6 +288,7 @@ def cost_of_saves(url: str, install: Any) -> list[tuple[int, int, int]]:
         install(),
         mock.patch.object(StoreSpec, "open", lambda at: RecordingStore(opened(at), requests)),
         mock.patch.object(distributed_c10d, "_object_to_tensor", noted),
+        mock.patch.object(AgreeingSavePlanner, "create_local_plan", noted_plan),
     ):
         for step in (10, 20):
             request = dist_checkpointing.save(
@@ -292,18 +302,18 @@ def cost_of_saves(url: str, install: Any) -> list[tuple[int, int, int]]:
             queue.schedule_async_request(request)
             queue.maybe_finalize_async_calls(blocking=True)
             dist.barrier()
-            costs.append((len(requests), len(sent), sum(sent)))
-            requests.clear()
-            sent.clear()
+            costs.append((len(requests), len(sent), sum(sent), len(plans)))
+            for noted_of_save in (requests, sent, plans):
+                noted_of_save.clear()
     return costs
 
 
 def test_a_second_save_of_a_structure_exchanges_no_plan_and_asks_less(crew, bucket):
     costs = run(crew, 4, cost_of_saves, bucket)
-    print("requests, objects, bytes of two saves, rank by rank:", costs)
-    first, second = ([of_rank[save] for of_rank in costs] for save in (0, 1))
-    assert sum(requests for requests, _, _ in second) < sum(requests for requests, _, _ in first)
-    for (_, objects, size), (_, fewer, smaller) in zip(first, second, strict=True):
+    print("requests, objects, bytes, plans of two saves, rank by rank:", costs)
+    assert sum(second[0] for _, second in costs) < sum(first[0] for first, _ in costs)
+    for (_, objects, size, plans), (_, fewer, smaller, none) in costs:
+        assert (plans, none) == (1, 0)
         assert fewer < objects
         assert smaller < size
 
@@ -450,7 +460,7 @@ def be_superseded(url: str, install: Any) -> None:
     options = install.keywords["storage_options"]
     with install():
         dist_checkpointing.save({**small_state(1), "iteration": 10}, f"{url}/iter_0000010")
-        dos.claim_run(url, storage_options=options)  # another job
+        assert dos.claim_run(url, storage_options=options).number == 2  # that of another job
         with pytest.raises(dos.errors.SupersededError):
             dist_checkpointing.save({**small_state(2), "iteration": 20}, f"{url}/iter_0000020")
 
