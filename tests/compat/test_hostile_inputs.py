@@ -123,6 +123,7 @@ UNPICKLES = {
     "inspect.fill.destination_of: unpickled": "`check_safe`, by `ItemRead.finish`",
     "integrations.hf._load_optimizer_and_scheduler: unpickled": "`vet`, by `_write_files`",
     "integrations.lightning.load_state_dict: unpickled": "`check_safe`",
+    "integrations.megatron._load_file: torch.load": "Megatron's own call, of an older `common.pt`",
     "read.item_read._load_tensor: unpickled": "`vet`",
 }
 

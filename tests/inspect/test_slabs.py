@@ -29,9 +29,8 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_slabs_are_a_tensor_front_to_back(shape, starts, dtype):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slabs, "WINDOW_BYTES", WINDOW)
         patch.setattr(slabs, "BLOCK_SIZE_BYTES", 16)
-        found = list(cut("w", shape, dtype, starts))
+        found = list(cut("w", shape, dtype, starts, most_bytes=WINDOW))
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     parts = [narrow(whole, slab.box).reshape(-1) for slab in found]
     assert torch.equal(torch.cat(parts), whole.reshape(-1))
@@ -40,7 +39,9 @@ def test_slabs_are_a_tensor_front_to_back(shape, starts, dtype):
 
 
 def test_slabs_begin_where_stored_blocks_do():
-    found = [slab.box.offsets[0] for slab in cut("w", (100, 4), torch.uint8, (0, 50))]
+    found = [
+        slab.box.offsets[0] for slab in cut("w", (100, 4), torch.uint8, (0, 50), most_bytes=WINDOW)
+    ]
     assert found == [0, 16, 32, 48, 62, 78, 94]  # from 50 on, three blocks of four rows further
 
 
@@ -58,7 +59,9 @@ def test_what_was_taken_is_not_kept_and_little_is_read_ahead():
         made.extend(weakref.ref(tensor) for tensor in tensors)
         return tensors
 
-    wanted = [slab for n in range(20) for slab in cut(f"w{n}", (40, 3), torch.uint8)]
+    wanted = [
+        slab for n in range(20) for slab in cut(f"w{n}", (40, 3), torch.uint8, most_bytes=WINDOW)
+    ]
     tensors = read_ahead(wanted, make)
     for _ in wanted:
         next(tensors)

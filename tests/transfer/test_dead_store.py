@@ -180,5 +180,5 @@ def test_the_documented_sum_of_all_waits_for_a_dead_store_is_that_of_the_setting
     assert f"{silence._ASK_SECONDS:.0f} s until it is asked" in text
     assert f"{least} to {most} s for the ten retries" in text
     assert f"{upload._ABORT_GRACE_SECONDS:.0f} s for the abort" in text
-    assert f"{least + around:.0f} to {most + around:.0f} s in all" in text
+    assert f"{least + around:.0f} to {most + around:.0f} s after its last answer" in text
     assert f"a warning after {silence._TELL_SECONDS:.0f} s" in text
