@@ -13,7 +13,7 @@ import torch
 import dcp_objstore as dos
 from dcp_objstore import errors
 from dcp_objstore.checkpoint.claim import claim_run
-from dcp_objstore.checkpoint.commit import begin, commit
+from dcp_objstore.checkpoint.commit import commit_checkpoint, take_begin_token
 from dcp_objstore.checkpoint.marker import Counts
 from dcp_objstore.checkpoint.names import CLAIM_KEY, MARKER_KEY, data_key, new_nonce
 from dcp_objstore.checkpoint.pins import pin
@@ -27,9 +27,9 @@ from tests.support.command_line import on_terminal, run, run_here
 def save_step(url: str, **user_metadata: object) -> None:
     """Commit a checkpoint of one object without torch."""
     store, nonce = open_store(url), new_nonce()
-    token = begin(store, overwrite=False)
+    token = take_begin_token(store, overwrite=False)
     store.put(data_key(0, 0, nonce), b"x" * 2048)
-    commit(
+    commit_checkpoint(
         store,
         token,
         index=b"index",
