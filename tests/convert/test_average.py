@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ from dcp_objstore.errors import (
     StateMismatchError,
     UnsupportedError,
 )
+from dcp_objstore.inspect.selection import whole
+from dcp_objstore.inspect.slabs import Slab
+from dcp_objstore.read.stored_checkpoint import open_stored_checkpoint
+from dcp_objstore.stores import StoreSpec
 from tests.support.checkpoints import assert_nothing_visible
 from tests.support.command_line import environment, on_terminal, run_here
 from tests.support.launcher import say
@@ -462,6 +467,34 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         taken.append(int(done.stdout))
     assert max(taken) < 400, taken
+
+
+def test_reading_waits_for_the_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "SUM_BYTES", MIB)
+    read: list[int] = []
+    consume = sums.consume
+
+    def counted(request: Any, body: Any) -> None:
+        read.append(len(body))
+        consume(request, body)
+
+    monkeypatch.setattr(sums, "consume", counted)
+    inputs = []
+    for step in range(3):
+        spec = StoreSpec(f"file://{tmp_path}/step-{step}")
+        dos.save({f"w{n}": torch.ones(MIB // 4) for n in range(20)}, spec.url, progress=False)
+        inputs.append(sums.Input(spec, open_stored_checkpoint(spec), 1 / 3))
+    slabs = [
+        sums.SummedSlab(Slab(f"w{n}", whole((MIB // 4,)), MIB), torch.float32, torch.float32)
+        for n in range(20)
+    ]
+    made = sums.weighted_sums(inputs, slabs, SMALL, lambda: None)
+    next(made)
+    time.sleep(2)
+    # The first window, and two beyond it, of three inputs.
+    assert sum(read) <= 9 * MIB
+    assert len(list(made)) == 19
+    assert sum(read) == 60 * MIB
 
 
 def test_the_command_averages_the_newest_steps_and_says_so_once(
