@@ -55,11 +55,22 @@ def printable(text: str, *, keep: str = "") -> str:
     )
 
 
+def one_line(error: object) -> str:
+    """Return the text of an error on one line: for a log, or inside another text."""
+    first, *lines = (line.strip() for line in str(error).splitlines() or [""])
+    for line in lines:
+        first += f"{' ' if line.startswith('[') or first.endswith(':') else '; '}{line}"
+    return first
+
+
 class DcpObjstoreError(Exception):
     """The base class of every error that this package raises.
 
+    Its text has up to three lines: what went wrong, where, and what to do. In logs it is one line.
+
     Attributes:
-        message: what went wrong and what to do about it.
+        message: what went wrong.
+        advice: what to do about it, or None.
         rank: the rank on which it happened, or None outside a process group.
         key: the state-dict key (DCP's fqn) concerned, or None.
         object_key: the key of the object on the store, or None.
@@ -77,9 +88,12 @@ class DcpObjstoreError(Exception):
         key: str | None = None,
         object_key: str | None = None,
         url: str | None = None,
+        *,
+        advice: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
+        self.advice = advice
         self.rank = rank
         self.key = key
         self.object_key = object_key
@@ -88,11 +102,10 @@ class DcpObjstoreError(Exception):
         self.code: str | None = None
 
     def __str__(self) -> str:
-        """Return the message, followed by the rank, key, object and URL that are known.
+        """Return the message; the rank, key, object and URL that are known; the advice.
 
-        Nothing in it acts on a terminal: see `printable`.
+        Each is a line. Nothing in it acts on a terminal: see `printable`.
         """
-        message = printable(self.message, keep="\n\t")
         url = None if self.url is None else f"'{self.url}'"  # spaces at its end count, too
         where = [
             f"{label} {printable(str(value))}"
@@ -104,15 +117,16 @@ class DcpObjstoreError(Exception):
             )
             if value is not None
         ]
-        text = f"{message} [{', '.join(where)}]" if where else message
+        advice = [self.advice] if self.advice else []
         if self._doctor_helps and url is not None:
-            text += f" (dcp-objstore doctor {printable(url)} finds out more)"
-        return text
+            advice.append(f"dcp-objstore doctor {printable(url)} finds out more")
+        lines = [self.message, f"[{', '.join(where)}]" if where else "", "; ".join(advice)]
+        return "\n".join(printable(line, keep="\n\t") for line in lines if line)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild from plain values; `__cause__` does not survive pickling anyway."""
-        answer = {"status": self.status, "code": self.code}
-        return type(self), (self.message, self.rank, self.key, self.object_key, self.url), answer
+        more = {"advice": self.advice, "status": self.status, "code": self.code}
+        return type(self), (self.message, self.rank, self.key, self.object_key, self.url), more
 
     def at(
         self,

@@ -226,7 +226,8 @@ def _take(
         if again is None or again.record.write_id != record.write_id:
             raise errors.SupersededError(
                 f"another job claimed this run at the same time as this one (claim {number}), and"
-                " goes on with it. Stop this job",
+                " goes on with it",
+                advice="stop this job",
                 url=run.url,
             )
         return again.version
@@ -383,10 +384,10 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
     elif claim is not None:
         raise errors.SupersededError(
             f"a job has claimed this run (claim {claim.record.number}), and this save has no claim,"
-            " so its step would not count: no job would resume from it. Pass the claim that"
-            " dcp_objstore.claim_run returned (CheckpointManager with claim_run=True does this and"
-            " has the claim as its attribute `claim`), or save under a URL that is not directly"
-            " below this run",
+            " so its step would not count: no job would resume from it",
+            advice="pass the claim that dcp_objstore.claim_run returned (CheckpointManager with"
+            " claim_run=True does this and has the claim as its attribute `claim`), or save under a"
+            " URL that is not directly below this run",
             url=run.url,
         )
 
@@ -418,7 +419,8 @@ def confirm(
             if not isinstance(error, errors.RetryableError) or not tries.pause():
                 raise errors.CommitUnknownError(
                     "the step is committed, but it is not known whether it counts, because the"
-                    f" run's _CLAIM could not be read ({error}). Look at the run before you go on",
+                    f" run's _CLAIM could not be read ({error})",
+                    advice="look at the run before you go on",
                     url=run.url,
                 ) from error
     stored = _owned(run, stored, number)
@@ -445,7 +447,8 @@ def _owned(run: ObjectStore, claim: Stored[ClaimRecord] | None, number: int) -> 
     if claim.record.number > number:
         raise errors.SupersededError(
             f"a newer job claimed this run (claim {claim.record.number}; this job has claim"
-            f" {number}), so what this job saves does not count. Stop this job",
+            f" {number}), so what this job saves does not count",
+            advice="stop this job",
             url=run.url,
         )
     return claim

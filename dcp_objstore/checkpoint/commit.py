@@ -209,7 +209,8 @@ def _take_token(
         if not overwrite and dot_metadata != IfAbsent():
             raise CheckpointExistsError(
                 "there is a '.metadata' here without a commit marker: a checkpoint that another"
-                " library wrote. Save under another URL, or pass overwrite=True to replace it",
+                " library wrote",
+                advice="save under another URL, or pass overwrite=True to replace it",
                 url=store.url,
             )
         return None, None
@@ -221,14 +222,14 @@ def _take_token(
         return _take_token(store, dot_metadata, tries, overwrite=overwrite, claim=claim)
     if marker.is_committed and not overwrite and marker.claim == claim:
         raise CheckpointExistsError(
-            f"a checkpoint is committed here already (commit {marker.commit_id}); save under"
-            " another URL, or pass overwrite=True to replace it",
+            f"a checkpoint is committed here already (commit {marker.commit_id})",
+            advice="save under another URL, or pass overwrite=True to replace it",
             url=store.url,
         )
     if marker.pins:
         raise CheckpointExistsError(
-            f"the checkpoint here is pinned ({', '.join(marker.pins)}) and is not overwritten;"
-            " remove the pin or save under another URL",
+            f"the checkpoint here is pinned ({', '.join(marker.pins)}) and is not overwritten",
+            advice="remove the pin or save under another URL",
             url=store.url,
         )
     return marker, stored.version
@@ -266,9 +267,10 @@ def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
     if later > claim:
         own = f"this job has claim {claim}" if claim else "this job has none"
         raise SupersededError(
-            f"this step belongs to claim {later} of its run, and {own}: a newer job took"
-            " over the run. Nothing was changed. Stop this job; if it is the newer one, call"
-            " dcp_objstore.claim_run in it and pass the claim",
+            f"this step belongs to claim {later} of its run, and {own}: a newer job took over the"
+            " run. Nothing was changed",
+            advice="stop this job; if it is the newer one, call dcp_objstore.claim_run in it and"
+            " pass the claim",
             url=store.url,
         )
 

@@ -166,8 +166,8 @@ def _remove(store: ObjectStore, keys: Sequence[str]) -> None:
 def _refuse_pinned(store: ObjectStore, marker: Marker) -> None:
     if marker.is_committed and marker.pins:
         raise CheckpointPinnedError(
-            f"the checkpoint is pinned ({', '.join(marker.pins)}) and was not deleted; unpin it"
-            " first",
+            f"the checkpoint is pinned ({', '.join(marker.pins)}) and was not deleted",
+            advice="unpin it first",
             url=store.url,
         )
 

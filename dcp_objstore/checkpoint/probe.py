@@ -106,8 +106,9 @@ def require_fencing(
         if not allow_unfenced:
             raise UnsupportedError(
                 "this store does not keep two writers apart: it lets a PUT with `If-None-Match: *`"
-                " replace an object. Use a store with conditional writes, or, if only one job ever"
-                " saves here, pass allow_unfenced=True",
+                " replace an object",
+                advice="use a store with conditional writes, or, if only one job ever saves here,"
+                " pass allow_unfenced=True",
                 url=store.url,
             )
         logger.warning(
@@ -118,8 +119,8 @@ def require_fencing(
     if replaces and not capabilities.conditional_update:
         raise UnsupportedError(
             "this store can create an object conditionally but not replace one, so a checkpoint"
-            " there can be neither overwritten nor saved again after it was deleted; save under"
-            " another URL",
+            " there can be neither overwritten nor saved again after it was deleted",
+            advice="save under another URL",
             url=store.url,
         )
     return capabilities
@@ -140,8 +141,9 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
         lacks = "replace" if can_create else "create or replace"
         raise UnsupportedError(
             f"{what} here: this store cannot {lacks} an object conditionally, so nothing would keep"
-            " a save that is under way from committing onto what is being removed. Use a store with"
-            " conditional writes; here, remove old checkpoints by hand while no job is running",
+            " a save that is under way from committing onto what is being removed",
+            advice="use a store with conditional writes; here, remove old checkpoints by hand while"
+            " no job is running",
             url=store.url,
         )
 

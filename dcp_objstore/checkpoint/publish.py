@@ -209,4 +209,4 @@ def align_dot_metadata(
             return Aligned(again, change)
         stored = again
         pause_or_raise(store, tries)
-    raise RetryableError("this checkpoint is being deleted; try again", url=store.url)
+    raise RetryableError("this checkpoint is being deleted", advice="try again", url=store.url)

@@ -16,6 +16,7 @@ from dcp_objstore.errors import (
     InputError,
     LostRaceError,
     RetryableError,
+    one_line,
 )
 
 EXPLAINED = """\b
@@ -50,12 +51,18 @@ def status_of(error: DcpObjstoreError) -> int:
 def fail(text: str, status: int = _UNEXPECTED, notes: Sequence[str] = ()) -> NoReturn:
     """Print one line on standard error, and notes (such as a server's log) as they are; exit.
 
-    On a terminal the line is wrapped between words.
+    On a terminal each line of the text stays one, and is wrapped between words.
     """
-    line = f"dcp-objstore: {' '.join(text.split())}"
+    text = f"dcp-objstore: {text}"
+    lines = [one_line(text)]
     if sys.stderr.isatty():
-        line = "\n".join(wrapped(line, columns(), "  ", break_words=False))
-    say(*line.splitlines(), *_lines(notes), to_errors=True)
+        width = columns()
+        lines = [
+            part
+            for line in text.splitlines()
+            for part in wrapped(line, width, "  ", break_words=False)
+        ]
+    say(*lines, *_lines(notes), to_errors=True)
     sys.exit(status)
 
 

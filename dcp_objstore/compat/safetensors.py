@@ -141,16 +141,16 @@ def check(key: str, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> No
     """
     if name == _METADATA:
         raise UnsupportedError(
-            f"in safetensors no tensor can be called {name}; rename it with rename=, leave it out"
-            " with keys=, or export to a torch.save file",
+            f"in safetensors no tensor can be called {name}",
+            advice="rename it (rename=), leave it out (keys=), or export to a torch.save file",
             key=key,
         )
     stored = constant_name(dtype)
     if stored not in _NAMES_OF or (stored == _PAIRS and not shape):
         what = f"safetensors has no {'scalar of' if stored in _NAMES_OF else 'dtype'} {stored}"
         raise UnsupportedError(
-            f"{what}; convert it with dtype=, leave the key out with keys=, or export to a"
-            " torch.save file",
+            what,
+            advice="convert it (dtype=), leave it out (keys=), or export to a torch.save file",
             key=key,
         )
 

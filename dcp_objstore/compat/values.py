@@ -63,10 +63,10 @@ def check_safe(body: bytes, key: str, *, trust_pickle: bool, is_verified: bool =
         raise not_built(error, body, key, is_verified=is_verified) from error
     if refused is not None:
         raise UntrustedPickleError(
-            f"the value needs {refused}, which could run code when it is unpickled. If you know it"
-            " to be harmless, declare it by torch.serialization.add_safe_globals before you load."
-            " trust_pickle=True turns this check off for all values: pass it only if you trust"
-            " the author of this checkpoint",
+            f"the value needs {refused}, which could run code when it is unpickled",
+            advice="if you know it to be harmless, declare it by"
+            " torch.serialization.add_safe_globals before you load. trust_pickle=True turns this"
+            " check off for all values: pass it only if you trust the author of this checkpoint",
             key=key,
         )
 

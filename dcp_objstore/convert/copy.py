@@ -176,8 +176,9 @@ def copy_checkpoint(
     marker = stored.marker
     if marker is None:
         raise UnsupportedError(
-            "another library wrote this checkpoint, without digests to compare a copy with;"
-            " dcp_objstore.import_checkpoint (dcp-objstore import) saves it as one that has them",
+            "another library wrote this checkpoint, without digests to compare a copy with",
+            advice="dcp_objstore.import_checkpoint (dcp-objstore import) saves it as one that has"
+            " them",
             url=spec.url,
         )
     target = StoreSpec(url, storage_options, config)

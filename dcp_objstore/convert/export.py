@@ -355,8 +355,8 @@ def _plan(
     adapter = adapter_folder(checkpoint, selected) if name is None else None
     if adapter and rename:
         raise InputError(
-            "PEFT has its own names for the tensors of an adapter, so rename= cannot change them;"
-            " export to one file, such as adapter.safetensors, to choose the names",
+            "PEFT has its own names for the tensors of an adapter, so rename= cannot change them",
+            advice="export to one file, such as adapter.safetensors, to choose the names",
             url=checkpoint.url,
         )
     if adapter:
@@ -367,7 +367,8 @@ def _plan(
     if not (source.keys if is_torch else tensors):
         raise InputError(
             "there is nothing to export: none of the keys is that of a tensor, and files of"
-            " safetensors hold nothing else; choose others with keys=, or export to a .pt file",
+            " safetensors hold nothing else",
+            advice="choose others with keys=, or export to a .pt file",
             url=checkpoint.url,
         )
     cut: list[PlannedFile] = []
@@ -518,8 +519,8 @@ class _Export:
 
     def _lost(self, name: str) -> LostRaceError:
         return LostRaceError(
-            f"another export has written or removed {name} there meanwhile; export again when none"
-            " is under way (what this one has written is removed)",
+            f"another export has written or removed {name} there meanwhile",
+            advice="export again when none is under way (what this one has written is removed)",
             url=self._store.url,
         )
 

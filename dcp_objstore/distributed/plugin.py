@@ -161,8 +161,9 @@ class Target:
             spec = self._spec.at(url)
         if self._unused and self._spec is not None and spec.url != self._spec.url:
             raise ConfigError(
-                f"two URLs: the writer or reader was made with {self._spec.url}, and"
-                f" checkpoint_id= is {spec.url}; leave one of them out",
+                f"two URLs: the writer or reader was made with {self._spec.url}, and checkpoint_id="
+                f" is {spec.url}",
+                advice="leave one of them out",
                 url=spec.url,
             )
         self._of_thread.spec = self._spec = spec

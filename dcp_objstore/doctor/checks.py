@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from dcp_objstore import errors
-from dcp_objstore.stores.errors import advice_on
+from dcp_objstore.stores.errors import words_for
 
 if TYPE_CHECKING:
     from dcp_objstore.stores.urls import StoreUrl
@@ -166,7 +166,7 @@ def failure(url: StoreUrl, check: Check, error: errors.DcpObjstoreError) -> Verd
 
 def _summary(error: errors.DcpObjstoreError) -> str:
     """Return an error's text; if the store has answered, only the meaning and that answer."""
-    meaning, text = advice_on(type(error)), error.message
+    meaning, text = words_for(type(error)), error.message
     if error.code and meaning and text.startswith(meaning):
         text = f"{meaning}: {error.status} {error.code}"
     return textwrap.shorten(text, _LONGEST_TEXT, placeholder=" …")

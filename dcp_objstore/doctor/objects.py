@@ -159,7 +159,7 @@ class ObjectChecks:
         try:
             self._put_in_parts("abort", broken())
         except _EndedOnPurposeError as error:
-            refused = LEFTOVER_ADVICE in error.message
+            refused = error.advice == LEFTOVER_ADVICE
         unfinished = self._unfinished()
         if refused or unfinished:
             raise PermissionDeniedError("the parts of an aborted upload were not removed")

@@ -115,8 +115,8 @@ def with_object_store(
     if not (_is(strategy, "ModelParallelStrategy") or _is(strategy, "FSDPStrategy")):
         raise errors.UnsupportedError(
             f"{type(strategy).__name__} saves no sharded checkpoints: rank 0 writes one file, also"
-            " to s3:// if s3fs is installed. Use ModelParallelStrategy, or"
-            ' FSDPStrategy(state_dict_type="sharded")'
+            " to s3:// if s3fs is installed",
+            advice='use ModelParallelStrategy, or FSDPStrategy(state_dict_type="sharded")',
         )
     if any(getattr(strategy, name, None) == value for name, value in _FULL.items()):
         raise errors.ConfigError(
@@ -412,8 +412,8 @@ class _FabricStrategy(_Hooks):
             return loaded
         if not isinstance(state, MutableMapping):
             raise errors.ConfigError(
-                "Fabric loads a sharded checkpoint into a state, as {'model': model, ...};"
-                " dcp_objstore.read_state_dict(url) reads it without one",
+                "Fabric loads a sharded checkpoint into a state, as {'model': model, ...}",
+                advice="dcp_objstore.read_state_dict(url) reads it without one",
                 url=url,
             )
         parts, others = _divided(state)

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from dcp_objstore.errors import printable
+from dcp_objstore.errors import one_line, printable
 
 logger = logging.getLogger("dcp_objstore")
 
 
 def _make_printable(record: logging.LogRecord) -> bool:
-    """Let nothing that a store has named or answered act on the terminal that shows the log."""
+    """Put each record on one line, in which nothing acts on the terminal that shows the log."""
     text = record.getMessage()
-    safe = printable(text, keep="\n\t")
+    safe = printable(one_line(text), keep="\t")
     if safe != text:
         record.msg, record.args = safe, None
     return True

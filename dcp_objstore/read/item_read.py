@@ -182,8 +182,8 @@ class ItemRead:
             needed = refused_globals(body.getvalue(), error)
             if needed is not None:
                 raise UntrustedPickleError(
-                    f"the stored tensor needs {needed}, which could run code when it is unpickled;"
-                    " if you know it to be harmless, declare it by"
+                    f"the stored tensor needs {needed}, which could run code when it is unpickled",
+                    advice="if you know it to be harmless, declare it by"
                     " torch.serialization.add_safe_globals; or pass trust_pickle=True if you trust"
                     " the author of this checkpoint",
                     key=key,

@@ -254,8 +254,9 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             count = sum(local.items for local in of_ranks)
             if missing and not count:
                 raise StateMismatchError(
-                    f"the checkpoint has none of the {missing} keys that the state asks for; check"
-                    " that it is the right checkpoint and that the state is nested as it was saved"
+                    f"the checkpoint has none of the {missing} keys that the state asks for",
+                    advice="check that it is the right checkpoint and that the state is nested as"
+                    " it was saved",
                 )
             parts = self._converted.left_out if self._strict else ()
             unasked = self._unasked_by_all(of_ranks, parts)

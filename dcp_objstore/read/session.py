@@ -327,7 +327,8 @@ def explained(
         error = checkpoint.explain(store, error)
     elif isinstance(error, PreconditionFailedError):
         error = CheckpointGoneError(
-            "while it was being read, another writer replaced the checkpoint; load it again",
+            "while it was being read, another writer replaced the checkpoint",
+            advice="load it again",
             rank=error.rank,
             key=error.key,
             object_key=error.object_key,

@@ -312,8 +312,8 @@ def consume(request: RangeRequest[Block], body: Buffer) -> None:
             raise CheckpointCorruptError(
                 f"bytes [{span.start}, {span.end}) of the object, block"
                 f" {block.position // BLOCK_SIZE_BYTES} of the item, differ from what was saved:"
-                " they were damaged, or the tensor changed while it was being saved; load another"
-                " checkpoint",
+                " they were damaged, or the tensor changed while it was being saved",
+                advice="load another checkpoint",
                 key=block.key,
             )
     for span, part in zip(request.spans, parts, strict=True):

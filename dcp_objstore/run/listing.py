@@ -242,7 +242,9 @@ class _Look:
             if claims_again == claims:
                 unread += [error for _, error in described if error is not None]
                 return tuple(listed for listed, _ in described), tuple(unread)
-        raise errors.RetryableError("jobs kept claiming the runs here; try again", url=store.url)
+        raise errors.RetryableError(
+            "jobs kept claiming the runs here", advice="try again", url=store.url
+        )
 
     def _claims(
         self, runs: Sequence[str]

@@ -366,7 +366,9 @@ class CheckpointManager:
     def _set_up(self) -> RunSaves:
         """On the first call, make the means to agree on a step. A collective."""
         if self._closed:
-            raise ConfigError("this CheckpointManager was closed; make another one", url=self._url)
+            raise ConfigError(
+                "this CheckpointManager was closed", advice="make another one", url=self._url
+            )
         if self._saves is None:
             with meeting(self._url, self._group_given or world_group()):
                 self._group = sync_group(self._group_given, self._run.config)

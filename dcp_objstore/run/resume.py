@@ -91,8 +91,9 @@ def load_newest(
                 if not on_first(partial(_is_lost, at, error.key), url, group):
                     raise RetryableError(
                         f"{error.message}; but a verification finds this step whole, so no older"
-                        " one is loaded. Load again. If that fails in the same way, pass the number"
-                        " of the step that you want to load",
+                        " one is loaded",
+                        advice="load again. If that fails in the same way, pass the number of the"
+                        " step that you want to load",
                         key=error.key,
                         object_key=error.object_key,
                         url=at.url,

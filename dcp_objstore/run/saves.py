@@ -261,15 +261,16 @@ class RunSaves:
             if resumed is None:
                 raise CheckpointExistsError(
                     f"step {step} was not saved: this job has loaded no step of the run, and"
-                    f" {later}. Call load() first (load(step=...) to go back to a step), or save to"
+                    f" {later}",
+                    advice="call load() first (load(step=...) to go back to a step), or save to"
                     " another run",
                     url=self._url,
                 )
             if claim is None:
                 raise CheckpointExistsError(
-                    f"step {step} was not saved: this job went back to step {resumed}, and"
-                    f" {later}. Pass claim_run=True, so that the next save makes them stop"
-                    " counting; or delete them, or save to another run",
+                    f"step {step} was not saved: this job went back to step {resumed}, and {later}",
+                    advice="pass claim_run=True, so that the next save makes them stop counting; or"
+                    " delete them, or save to another run",
                     url=self._url,
                 )
             return go_back(self._run, claim, resumed, step, self._retainer.names)

@@ -163,8 +163,8 @@ def _refuse_newest(spec: StoreSpec, marker: Marker) -> None:
             if counts(other.marker, base) and (is_later(other.name) or other.committed_at > at):
                 return
     raise InputError(
-        "this is the newest committed checkpoint of its run, from which a job would resume; pass"
-        " allow_newest=True (--allow-newest) to delete it anyway",
+        "this is the newest committed checkpoint of its run, from which a job would resume",
+        advice="pass allow_newest=True (--allow-newest) to delete it anyway",
         url=spec.url,
     )
 

@@ -91,8 +91,8 @@ class Record:
         if not tuple(torch_private.local_tensor(made).size()) == tuple(tensor.size()) == sizes:
             raise StateMismatchError(
                 f"saved as parts of class {type(tensor).__name__}, of which this rank needs another"
-                " one than was saved; step the optimizer once before the load, so that it has"
-                " tensors to fill",
+                " one than was saved",
+                advice="step the optimizer once before the load, so that it has tensors to fill",
                 key=key,
             )
         taken = tensor.to(made.device)

@@ -105,8 +105,9 @@ class ConvertedState:
         """Convert the state; the optimizers stay as they are."""
         if not isinstance(state, Mapping):
             raise StateMismatchError(
-                f"the state must be a dict of names to modules, optimizers, tensors or values, got"
-                f" {type(state).__name__}; wrap it as {{'model': ...}}"
+                "the state must be a dict of names to modules, optimizers, tensors or values, got"
+                f" {type(state).__name__}",
+                advice="wrap it as {'model': ...}",
             )
         for name in state:
             if not isinstance(name, str):
@@ -178,8 +179,9 @@ class ConvertedState:
                 return _Leaf(path, value, named.state_dict, optimizer=named)
         if isinstance(value, tuple) and has_parts(value):
             raise StateMismatchError(
-                "a tuple is stored as one pickled value; put modules, optimizers, Stateful objects"
-                " and sharded tensors into a list or a dict",
+                "a tuple is stored as one pickled value",
+                advice="put modules, optimizers, Stateful objects and sharded tensors into a list"
+                " or a dict",
                 key=_name(path),
             )
         if not is_stateful(value) and not self._is_decided(value):
@@ -238,7 +240,8 @@ class ConvertedState:
             advice += f". Then compute the buffers that no checkpoint has ({names})" if fill else ""
         raise UnsupportedError(
             "the state has tensors on the meta device, with no memory to load into"
-            f" ({first_few([name for _, name in on_meta], 3)}); {advice}",
+            f" ({first_few([name for _, name in on_meta], 3)})",
+            advice=advice,
             key=key,
         )
 
@@ -424,9 +427,9 @@ def _module_of(
     if owners:
         return min(owners, key=lambda place: len(held[place]))
     raise StateMismatchError(
-        "no module of the state has all parameters of this optimizer; add the module that contains"
-        " all of them to the state, or make one optimizer per module (and after fully_shard, which"
-        " replaces the parameters)",
+        "no module of the state has all parameters of this optimizer",
+        advice="add the module that contains all of them to the state, or make one optimizer per"
+        " module (and after fully_shard, which replaces the parameters)",
         key=_name(path),
     )
 
@@ -483,7 +486,7 @@ def _shown(path: Path) -> str:
 
 def _clash(values: str, path: Path) -> StateMismatchError:
     return StateMismatchError(
-        f"{values} have the same name in a checkpoint; rename one of them", key=_name(path)
+        f"{values} have the same name in a checkpoint", advice="rename one of them", key=_name(path)
     )
 
 

@@ -162,8 +162,9 @@ def check_layout(layout: torch.layout, key: str | None = None) -> None:
     """
     if layout != torch.strided:
         raise UnsupportedError(
-            f"a tensor of layout {constant_name(layout)} cannot be saved or loaded; use its"
-            " to_dense(), or its parts (indices, offsets and values) as separate tensors",
+            f"a tensor of layout {constant_name(layout)} cannot be saved or loaded",
+            advice="use its to_dense(), or its parts (indices, offsets and values) as separate"
+            " tensors",
             key=key,
         )
 
@@ -178,8 +179,8 @@ def check_dtype(dtype: torch.dtype) -> None:
     if name not in ITEM_SIZE_BYTES:
         instead = "dequantize()" if is_quantized(dtype) else "view(torch.uint8)"
         raise UnsupportedError(
-            f"a tensor of dtype {name} cannot be saved, because it could not be loaded again; save"
-            f" its {instead}"
+            f"a tensor of dtype {name} cannot be saved, because it could not be loaded again",
+            advice=f"save its {instead}",
         )
 
 

@@ -166,7 +166,8 @@ class Renewing:
         if last is None or ends_at is None or now >= ends_at:
             raise CredentialsError(
                 f"{self._source}: the credentials could not be renewed ({failure}), and there are"
-                f" no others. Pass new ones, {self._advice}"
+                " no others",
+                advice=f"pass new ones, {self._advice}",
             )
         logger.warning("%s: the credentials could not be renewed (%s)", self._source, failure)
         self._until = min(now + _AGAIN_AFTER, ends_at).astimezone(UTC)

@@ -127,35 +127,40 @@ _BY_TYPE: tuple[tuple[type[BaseException], type[DcpObjstoreError]], ...] = (
 UNCLEAR_IN_HEAD = (400, 403, 404, 409)
 # AWS and most others say 503, GCS and some others 429 (RFC 6585).
 THROTTLING_STATUSES = (429, 503)
-_ADVICE: dict[type[DcpObjstoreError], str] = {
+_WORDS: dict[type[DcpObjstoreError], str] = {
     BucketNotFoundError: "the bucket does not exist (or is at another endpoint)",
     ObjectNotFoundError: "there is no such object",
-    CredentialsError: "there are no credentials, or the store did not accept them",
+    CredentialsError: "the store did not accept the credentials",
     PermissionDeniedError: "the credentials do not allow this",
-    ConfigError: "the bucket is in another region: set storage_options={'region': …}",
+    ConfigError: "the bucket is in another region",
     CorruptDataError: "the object is shorter than the range that was asked for",
     PreconditionFailedError: "the object is not in the state that the write was conditioned on",
     StoreUnavailableError: "the store did not answer as it should, after all retries",
     UnsupportedError: "the store does not support this",
-    StoreFullError: (
-        "the store is full, or a quota is reached: remove old checkpoints (dcp-objstore rm) and"
-        " what failed saves left (dcp-objstore sweep), or raise the quota"
-    ),
+    StoreFullError: "the store is full, or a quota is reached",
     InputError: "the store refused the request",
 }
-# Answers by which a store asks for an option: a part of them, and the option.
+_ADVICE: dict[type[DcpObjstoreError], str] = {
+    CredentialsError: "check them in storage_options and the environment",
+    ConfigError: "set storage_options={'region': …}",
+    StoreFullError: (
+        "remove old checkpoints (dcp-objstore rm) and what failed saves left (dcp-objstore sweep),"
+        " or raise the quota"
+    ),
+}
+# Answers by which a store asks for an option: a part of them, what it means, and the option.
 _OPTIONS = {
     "with Object Lock": (
-        "the bucket locks its objects and takes no body without a checksum: set"
-        " storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}"
+        "the bucket locks its objects and takes no body without a checksum",
+        "set storage_options={'s3_additional_kwargs': {'ChecksumAlgorithm': 'SHA256'}}",
     ),
     **dict.fromkeys(
         ("XAmzContentSHA256Mismatch", "UNSIGNED-PAYLOAD"),
-        "the store wants signed bodies: set storage_options={'sign_payload': True}",
+        ("the store wants signed bodies", "set storage_options={'sign_payload': True}"),
     ),
     "SecondLevelDomainForbidden": (
-        "the store wants the bucket in the host's name: set"
-        " storage_options={'addressing_style': 'virtual'}"
+        "the store wants the bucket in the host's name",
+        "set storage_options={'addressing_style': 'virtual'}",
     ),
 }
 # The codes that are looked for by name.
@@ -164,15 +169,16 @@ NO_SUCH_UPLOAD = "NoSuchUpload"
 _NO_SUCH_BLOCKS = "InvalidBlockList"  # what Azure says of an upload that has ended
 
 NO_S3_CREDENTIALS = (
-    "no credentials for S3. Looked for, in this order: storage_options (key and secret, or"
+    "no credentials for S3 in any of these: storage_options (key and secret, or"
     " profile); AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; AWS_PROFILE; the web identity or role"
-    " of a container; the default profile of ~/.aws; the role of this instance. Set one of these,"
-    " or storage_options={'anon': True} for a public bucket"
+    " of a container; the default profile of ~/.aws; the role of this instance"
 )
+SET_S3_CREDENTIALS = "set one of these, or storage_options={'anon': True} for a public bucket"
 NO_STORE = (
     "this does not look like a store: it answers as a web server does, or something on the way to"
-    " it does; check endpoint_url and any proxy"
+    " it does"
 )
+CHECK_STORE = "check endpoint_url and any proxy, and that the bucket exists"
 SAME_PAGE = "the store answers with the same page of a listing again"
 _CHECK_NETWORK = "check endpoint_url, the network and any proxy or firewall"
 _USE_HTTPS = "endpoint_url should begin with https://"
@@ -184,47 +190,52 @@ class Meaning(NamedTuple):
     Attributes:
         kind: the error to raise.
         words: the beginning of its text. None: those for every error of its kind.
+        advice: what to do about it.
     """
 
     kind: type[DcpObjstoreError]
     words: str | None = None
+    advice: str | None = None
 
     def error(self, text: str = "") -> DcpObjstoreError:
         """Make the error, which ends with what the library says."""
-        return self.kind(": ".join(filter(None, (self.words, redacted(text)))))
+        what = ": ".join(filter(None, (self.words, redacted(text))))
+        return self.kind(what, advice=self.advice)
 
 
 # Why a request got no answer.
 REFUSED = Meaning(
-    StoreUnavailableError, "connection refused; check endpoint_url and that the server runs"
+    StoreUnavailableError, "connection refused", "check endpoint_url and that the server runs"
 )
 UNRESOLVED = Meaning(
     StoreUnavailableError,
-    "the host name cannot be resolved; check endpoint_url, the region and this machine's DNS",
+    "the host name cannot be resolved",
+    "check endpoint_url, the region and this machine's DNS",
 )
 NOT_CONNECTED = Meaning(
     StoreUnavailableError,
-    "no connection could be made; check endpoint_url and that the server runs, the network and any"
-    " proxy or firewall",
+    "no connection could be made",
+    "check endpoint_url and that the server runs, the network and any proxy or firewall",
 )
-LATE = Meaning(StoreUnavailableError, f"no answer in time; {_CHECK_NETWORK}")
+LATE = Meaning(StoreUnavailableError, "no answer in time", _CHECK_NETWORK)
 CLOSED = Meaning(
     StoreUnavailableError,
-    "the connection was closed before an answer came; check that the server runs, and http:// or"
-    " https:// in endpoint_url",
+    "the connection was closed before an answer came",
+    "check that the server runs, and http:// or https:// in endpoint_url",
 )
 LOST = Meaning(StoreUnavailableError, "the connection to the store was lost")
 NO_TLS = Meaning(
     ConfigError,
-    "the server does not speak TLS; endpoint_url should begin with http:// if it really has no TLS",
+    "the server does not speak TLS",
+    "endpoint_url should begin with http:// if it really has no TLS",
 )
 WRONG_CERTIFICATE = Meaning(
     ConfigError,
-    "its TLS certificate is not valid here; for a certificate of your own set"
-    " storage_options={'verify': 'path of the CA'}",
+    "its TLS certificate is not valid here",
+    "for a certificate of your own set storage_options={'verify': 'path of the CA'}",
 )
-NO_HTTP = Meaning(ConfigError, f"its answer is no HTTP; {_USE_HTTPS} if it speaks TLS")
-WANTS_TLS = Meaning(ConfigError, f"the server does not speak plain HTTP; {_USE_HTTPS}")
+NO_HTTP = Meaning(ConfigError, "its answer is no HTTP", f"{_USE_HTTPS} if it speaks TLS")
+WANTS_TLS = Meaning(ConfigError, "the server does not speak plain HTTP", _USE_HTTPS)
 # The answer is not what was asked for. It may come from a cache or a proxy on the way, and only
 # once: bytes of which readers ask again.
 WHOLE = Meaning(
@@ -234,8 +245,8 @@ WHOLE = Meaning(
 )
 ANOTHER_RANGE = Meaning(CorruptDataError, "the store sent another range than was asked for")
 # An answer that no store gives. A write may have taken effect all the same.
-NO_STORE_ANSWERED = Meaning(StoreUnavailableError, NO_STORE)
-NO_BUCKET = Meaning(ConfigError, f"{NO_STORE}, and that the bucket exists")
+NO_STORE_ANSWERED = Meaning(StoreUnavailableError, NO_STORE, CHECK_STORE)
+NO_BUCKET = Meaning(ConfigError, NO_STORE, CHECK_STORE)
 UPLOAD_LOST = Meaning(UploadLostError, "the store lost this upload before its end")
 
 
@@ -322,19 +333,22 @@ def judge(error: Exception, read: Callable[[Exception], Facts]) -> Failure:
 def meaning_of(error: Exception, facts: Facts) -> Meaning:
     """Return what an exception means: by what its adapter knows, by code, by status, by type."""
     if facts.code == NO_SUCH_KEY and facts.conditional:
-        kind: type[DcpObjstoreError] = PreconditionFailedError  # 404 on AWS and moto
-        words = None
+        meaning = Meaning(PreconditionFailedError)  # 404 on AWS and moto
     elif facts.code in (NO_SUCH_UPLOAD, _NO_SUCH_BLOCKS):
-        kind, words = UPLOAD_LOST
-    elif option := next((words for sign, words in _OPTIONS.items() if sign in facts.text), None):
-        kind, words = ConfigError, option
+        return UPLOAD_LOST
+    elif option := next((option for sign, option in _OPTIONS.items() if sign in facts.text), None):
+        return Meaning(ConfigError, *option)
     elif facts.meaning is not None:
-        kind, words = facts.meaning
+        meaning = facts.meaning
     else:
         kind = kind_of_answer(facts.status, facts.code) or kind_of_builtin(error)
-        words = None
-    words = words or advice_on(kind) or type(error).__name__
-    return Meaning(kind, words)
+        meaning = Meaning(kind)
+    if meaning.words:
+        return meaning
+    kind, words = meaning.kind, words_for(meaning.kind) or type(error).__name__
+    if kind is CredentialsError and facts.status is None:
+        words = "there are no credentials, or they cannot be used"
+    return Meaning(kind, words, _ADVICE.get(kind))
 
 
 def kind_of_answer(status: int | None, code: str | None) -> type[DcpObjstoreError] | None:
@@ -358,12 +372,14 @@ def kind_of_builtin(error: BaseException) -> type[DcpObjstoreError]:
 def of_os(error: OSError) -> DcpObjstoreError:
     """Return the error for one of the operating system's, without the path of a file."""
     text, kind = error.strerror or str(error), kind_of_builtin(error)
-    return kind(f"{advice_on(kind)}: {text}" if kind is StoreFullError else text)
+    if kind is StoreFullError:
+        return Meaning(kind, words_for(kind), _ADVICE[kind]).error(text)
+    return kind(text)
 
 
-def advice_on(kind: type[DcpObjstoreError]) -> str | None:
+def words_for(kind: type[DcpObjstoreError]) -> str | None:
     """Return what an error means to the user, for the beginning of its text; None if unknown."""
-    return _ADVICE.get(kind)
+    return _WORDS.get(kind)
 
 
 def redacted(text: str) -> str:

@@ -107,7 +107,10 @@ class LocalStore(BaseStore[Path]):
         if not isinstance(error, OSError):
             return kind_of_builtin(error)(f"{type(error).__name__}: {error}")
         if error.errno in _IN_THE_WAY:
-            return errors.InputError(error.strerror or str(error))
+            place = Path(error.filename or self._root)
+            file = next((path for path in (place, *place.parents) if path.exists()), place)
+            what = f"{str(file)!r} is a file, where a folder is needed"
+            return errors.InputError(what, advice="choose another URL, or move the file away")
         translated = of_os(error)
         if isinstance(translated, errors.StoreFullError):
             with suppress(OSError):
@@ -379,8 +382,9 @@ def locked(folder: Path, policy: RetryPolicy) -> Iterator[None]:
         if not tries.pause():
             raise errors.StoreUnavailableError(
                 f"another process has held the lock {folder / _LOCK_NAME} for"
-                f" {policy.patience_seconds:.0f} s; end that process ('fuser -v'"
-                " with this path names it), or wait for it, and try again"
+                f" {policy.patience_seconds:.0f} s",
+                advice="end that process ('fuser -v' with this path names it), or wait for it, and"
+                " try again",
             )
 
 

@@ -95,8 +95,8 @@ class Progress:
             raise TransferStalledError(
                 f"{what}: no part was completed for {idle_seconds:.0f} s"
                 f" (TransferConfig.stall_timeout_seconds={self.stall_timeout_seconds:g});"
-                f" {self.moved_bytes} bytes were moved before. Check the network and the store,"
-                " then try again"
+                f" {self.moved_bytes} bytes were moved before",
+                advice="check the network and the store, then try again",
             )
 
 

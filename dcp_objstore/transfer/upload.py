@@ -415,7 +415,7 @@ def run_watched(
         except FutureTimeoutError:
             leftover = f"the request did not end: {LEFTOVER_ADVICE}"
         if leftover and isinstance(error, DcpObjstoreError):
-            error.message += f"; {leftover}" if leftover not in error.message else ""
+            error.advice = leftover
         elif leftover:
             logger.warning("%s was stopped; %s", what, leftover)
         raise

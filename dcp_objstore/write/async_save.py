@@ -208,7 +208,8 @@ class AsyncSaveHandle:
         if not self.done() and threading.current_thread() is self._thread:
             raise InputError(
                 "a callback of `staging_completion` waits for the save, which goes on only after"
-                " the callback; wait in a callback of `upload_completion`",
+                " the callback",
+                advice="wait in a callback of `upload_completion`",
                 url=self.url,
             )
         if not wait_until(self._ended, timeout_seconds):

@@ -268,8 +268,9 @@ class _State:
         if _described(kind) != _described(first):
             raise StateMismatchError(
                 f"rank {self.first_ranks[number]} has {_described(first)}, rank {rank}"
-                f" {_described(kind)}; what differs between the ranks needs a key of its own on"
-                " each, or a PerRank around it",
+                f" {_described(kind)}",
+                advice="what differs between the ranks needs a key of its own on each, or a PerRank"
+                " around it",
                 key=key,
             )
         return number
@@ -304,7 +305,8 @@ def _deduplicated(state: _State, table: _Table) -> _Rows:
         one, other = order[at - 1], order[at]
         raise StateMismatchError(
             f"rank {table.rank[one]} has {_box(table, one)} of this tensor, and rank"
-            f" {table.rank[other]} {_box(table, other)}; each rank must know the same sharding",
+            f" {table.rank[other]} {_box(table, other)}",
+            advice="each rank must know the same sharding",
             key=state.keys[tensor[at]],
         )
     firsts = np.flatnonzero(~as_before)

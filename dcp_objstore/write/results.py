@@ -278,7 +278,8 @@ def _with_stored_dtypes(
         if len(dtypes) > 1:
             raise UnsupportedError(
                 "the save planner gave parts of this tensor in different dtypes"
-                f" ({', '.join(sorted(dtypes))}); convert all of a tensor to one dtype",
+                f" ({', '.join(sorted(dtypes))})",
+                advice="convert all of a tensor to one dtype",
                 key=key,
             )
         tensors[key] = msgspec.structs.replace(tensor, dtype=dtypes.pop())
@@ -298,8 +299,8 @@ def _unreported(planned: PlannedIndex, row: int) -> RankFailedError:
 def incomplete(key: str, held: int, wanted: int) -> StateMismatchError:
     """Return the error for a tensor of which elements are missing."""
     return StateMismatchError(
-        f"the ranks that save hold only {held} of this tensor's {wanted} elements; call save on all"
-        " ranks that it is sharded over",
+        f"the ranks that save hold only {held} of this tensor's {wanted} elements",
+        advice="call save on all ranks that it is sharded over",
         key=key,
     )
 

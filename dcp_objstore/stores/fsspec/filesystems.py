@@ -50,15 +50,16 @@ def read_fsspec(error: Exception) -> Facts:
     kind = errors.kind_of_answer(status, None) or _kind(error)
     text: str = str(error)
     words: str | None = type(error).__name__
+    advice = None
     connected, timed_out = not is_from(error, *_UNREACHED), is_from(error, _LATE)
     if kind is StoreFullError:
         text, words = getattr(error, "strerror", None) or text, None
     elif kind is StoreUnavailableError and status is None and (timed_out or not connected):
-        text += "; check endpoint_url, that the server runs, and any proxy or firewall"
+        advice = "check endpoint_url, that the server runs, and any proxy or firewall"
     return Facts(
         text=text,
         status=status,
-        meaning=Meaning(kind, words),
+        meaning=Meaning(kind, words, advice),
         connected=connected,
         timed_out=timed_out,
     )

@@ -96,8 +96,8 @@ def _from_defaults(base_url: str | None, stripped: tuple[str, ...]) -> Credentia
         credentials, _ = google.auth.default(scopes=scopes)
         if base_url is not None and isinstance(credentials, compute_engine.Credentials):
             raise CredentialsError(
-                f"no credentials for GCS at {base_url}, where no token of this machine is sent:"
-                f" {advice}"
+                f"no credentials for GCS at {base_url}, where no token of this machine is sent",
+                advice=advice,
             )
         return credentials
 
@@ -112,8 +112,8 @@ def _from_token(token: object) -> Credentials:
     if isinstance(token, str):
         if token in ("browser", "cache"):
             raise ConfigError(
-                f"token={token!r} is gcsfs's own way to log in; run `gcloud auth"
-                " application-default login` and leave 'token' out"
+                f"token={token!r} is gcsfs's own way to log in",
+                advice="run `gcloud auth application-default login` and leave 'token' out",
             )
         if token.lstrip().startswith("{"):
             return _from_text(token, what)
@@ -217,7 +217,7 @@ def _from_google_auth(
         # google-auth raises these for a file that is not a key; their text may quote one.
         wrong = f"{source} cannot be used: {without_text(error)}"
     # Outside of the handler: its error may carry the whole key.
-    raise CredentialsError(f"{wrong.removesuffix('.')}; {advice}")
+    raise CredentialsError(wrong.removesuffix("."), advice=advice)
 
 
 def _ask(credentials: Any, others: bool) -> Mapping[str, Any]:

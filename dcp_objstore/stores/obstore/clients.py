@@ -179,8 +179,9 @@ class Clients(Requests):
             else "does not, or no longer, accept"
         )
         return CredentialsError(
-            f"the store {accepts} the credentials (source: {credentials.source}), and {why}."
-            f" Pass new ones, {credentials.advice} ({judge_obstore(error).error.message})"
+            f"the store {accepts} the credentials (source: {credentials.source}), and {why}:"
+            f" {judge_obstore(error).facts.text}",
+            advice=f"pass new ones, {credentials.advice}",
         )
 
     def run(self, tries: Tries, request: Callable[[], T], *, repeatable: bool = True) -> T:

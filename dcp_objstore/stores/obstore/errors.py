@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import http.client
 import re
+import textwrap
 from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
@@ -71,7 +72,7 @@ _WHOLE = "source: NotPartial"
 # What obstore reads neither an object nor a listing with.
 _NO_LENGTH, _INVALID_PATH = "Content-Length Header missing", "object with invalid path"
 _OTHERS = (
-    "transport 'native' reads nothing: use storage_options={'transport': 'fsspec'}, or for s3://"
+    "use storage_options={'transport': 'fsspec'}, or for s3://"
     " install boto3 (pip install 'dcp-objstore[s3]'), which is then asked instead"
 )
 _OF_GOOGLE = Meaning(
@@ -133,15 +134,17 @@ _NO_REQUESTS: _Signs = {
     _NO_LENGTH: Meaning(
         UnsupportedError,
         "the server does not announce the length of an object (Content-Length), without which"
-        f" {_OTHERS}",
+        " transport 'native' reads nothing",
+        _OTHERS,
     ),
     _INVALID_PATH: Meaning(
         UnsupportedError,
-        "there is a key with an empty, '.' or '..' segment, such as a//b, with which"
-        f" {_OTHERS}; or remove the object",
+        "there is a key with an empty, '.' or '..' segment, such as a//b, with which transport"
+        " 'native' reads nothing",
+        f"{_OTHERS}; or remove the object",
     ),
     # Reads of GCS and Azure only.
-    "Last-Modified Header missing": Meaning(ConfigError, errors.NO_STORE),
+    "Last-Modified Header missing": errors.NO_BUCKET,
     "ETag Header missing": errors.NO_STORE_ANSWERED,
     "missing field `UploadId`": errors.NO_STORE_ANSWERED,
     "missing field `Blobs`": errors.NO_STORE_ANSWERED,
@@ -236,7 +239,7 @@ def read_obstore(error: Exception) -> Facts:
         return Facts(text=str(error), status=error.status, meaning=lost)
     message = _message(error)
     facts = Facts(
-        text=_ANSWER.sub(r"\1: \2", message.text).strip(),
+        text=_short(message),
         status=message.status,
         code=message.code,
         meaning=_meaning(error, message),
@@ -252,6 +255,13 @@ def read_obstore(error: Exception) -> Facts:
         may_pass = message.status is None or message.status >= 500
         facts = replace(facts, text="", may_pass=may_pass)
     return _of_abort(error, facts) if message.is_abort else facts
+
+
+def _short(message: _Message) -> str:
+    """Return what the store said: the status, its code and its sentence, without the request."""
+    text = _ANSWER.sub(r"\1: \2", message.text).strip()
+    answer = None if message.status is None else _STATUS.search(text)
+    return textwrap.shorten(text[answer.start(1) :], 400, placeholder=" …") if answer else text
 
 
 judge_obstore = partial(errors.judge, read=read_obstore)
@@ -333,7 +343,8 @@ def _meaning(error: Exception, message: _Message) -> Meaning | None:
         return errors.WANTS_TLS
     if message.is_of_instance:
         is_aws = f"{_INSTANCE_METADATA}latest/" in message.text
-        return Meaning(CredentialsError, errors.NO_S3_CREDENTIALS if is_aws else None)
+        what = (errors.NO_S3_CREDENTIALS, errors.SET_S3_CREDENTIALS) if is_aws else ()
+        return Meaning(CredentialsError, *what)
     meaning = None if message.request else _sign(_NO_REQUESTS, message.text)
     if meaning is not None or kind is not None:
         return meaning
@@ -346,17 +357,16 @@ def _unanswered(facts: Facts, message: _Message, request: re.Match[str]) -> Fact
     meaning = _sign(_NO_ANSWERS, message.dump)
     if meaning is None:
         return facts
-    # "REDACTED" where it would show a signature
-    method, url, took, retries = request.groups()
-    tries = f"; {retries} retries in {took}" if retries else ""
-    whom = urlsplit(url).netloc or "the store"
-    text = f"{meaning.words} ({method} {url}{tries})"
-    return replace(facts, text=text, meaning=Meaning(meaning.kind, f"cannot reach {whom}"))
+    _, url, took, retries = request.groups()
+    tries = f" ({retries} retries in {took})" if retries else ""
+    words = f"cannot reach {urlsplit(url).netloc or 'the store'}"
+    meaning_here = Meaning(meaning.kind, words, meaning.advice)
+    return replace(facts, text=f"{meaning.words}{tries}", meaning=meaning_here)
 
 
 def _of_abort(error: Exception, facts: Facts) -> Facts:
     """Return the facts of an upload that failed and could not be aborted."""
-    kind, words = errors.meaning_of(error, facts)
+    kind, words, _ = errors.meaning_of(error, facts)
     if kind is BucketNotFoundError or words == errors.UPLOAD_LOST.words:
         return facts  # nothing is left
     if kind is ObjectNotFoundError:

@@ -26,7 +26,7 @@ from typing_extensions import Buffer
 from dcp_objstore import errors
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.stores.base import BaseStore, WatchedBuffers
-from dcp_objstore.stores.errors import NO_STORE, UNCLEAR_IN_HEAD
+from dcp_objstore.stores.errors import CHECK_STORE, NO_STORE, UNCLEAR_IN_HEAD
 from dcp_objstore.stores.obstore.clients import Clients
 from dcp_objstore.stores.obstore.copies import copy_object
 from dcp_objstore.stores.obstore.errors import (
@@ -245,7 +245,7 @@ class ObstoreStore(BaseStore[str]):
                 other, key = self._other(error), place.removeprefix(self._root)
                 return other.get(key, max_size_bytes=max_size_bytes)
             if str(answer.attributes.get("Content-Type", "")).startswith("text/html"):
-                raise errors.ConfigError(NO_STORE)  # no object here is a page
+                raise errors.ConfigError(NO_STORE, advice=CHECK_STORE)  # no object here is a page
             meta = self._fits(self._meta(answer.meta), max_size_bytes)
             return bytes(answer.bytes()), meta
 
@@ -369,7 +369,7 @@ class ObstoreStore(BaseStore[str]):
             # A 404, most likely. No other error contradicts the listing that came.
         else:
             if meta["e_tag"] is None:
-                raise errors.ConfigError(NO_STORE)
+                raise errors.ConfigError(NO_STORE, advice=CHECK_STORE)
         self._clients.proven = True
 
     def _place(self, key: str | None) -> str:

@@ -27,7 +27,7 @@ from dcp_objstore.stores.credentials import (
     metadata_answers,
     without_text,
 )
-from dcp_objstore.stores.errors import NO_S3_CREDENTIALS
+from dcp_objstore.stores.errors import NO_S3_CREDENTIALS, SET_S3_CREDENTIALS
 from dcp_objstore.stores.s3.options import S3Options
 
 _NEEDS_BOTO3 = "is read by boto3, which is not installed: pip install 'dcp-objstore[s3]'"
@@ -74,7 +74,7 @@ def find_s3_credentials(settings: S3Options, stripped: tuple[str, ...] = ()) -> 
 
 def no_s3_credentials(stripped: tuple[str, ...]) -> CredentialsError:
     """The error where none are found."""
-    return CredentialsError(NO_S3_CREDENTIALS + lost(stripped))
+    return CredentialsError(NO_S3_CREDENTIALS + lost(stripped), advice=SET_S3_CREDENTIALS)
 
 
 def _from_options(settings: S3Options) -> Credentials | None:

@@ -7,7 +7,6 @@ have their own classes, so no text is read here.
 from __future__ import annotations
 
 import http.client
-import re
 import ssl
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,6 @@ from dcp_objstore.stores.errors import Facts, Meaning
 _NEED_A_BUCKET = ("ListObjectsV2", "PutObject", "CreateMultipartUpload")
 # Headers of every answer of a store. The last is missing where a 200 brings an error as its body.
 _NAMED_IN_ANSWERS = (("ETag",), ("UploadId",), ("CopyPartResult",))
-# botocore counts its own retries, which are off.
-_RETRIES_OF_BOTOCORE = re.compile(r" \(reached max retries: \d+\)")
 _NOT_CONNECTED = "botocore.EndpointConnectionError botocore.ProxyConnectionError"
 # What a request met that got no answer: types (see `is_of`), and what they mean.
 _NO_ANSWERS = {
@@ -37,7 +34,7 @@ _NO_ANSWERS = {
     " builtins.OSError": errors.LOST,
     # botocore asks which region a redirect means, and is redirected again.
     "builtins.RecursionError": Meaning(
-        ConfigError, "the store redirects every request; check endpoint_url and the region"
+        ConfigError, "the store redirects every request", "check endpoint_url and the region"
     ),
     "botocore.BotoCoreError builtins.ValueError builtins.TypeError": Meaning(
         ConfigError, "boto3 refused the request"
@@ -116,13 +113,15 @@ def without_frames(error: BaseException) -> BaseException:
 
 def _answer(error: Any, conditional: bool) -> Facts:
     status, code = status_of(error), code_of(error) or None
-    text = _RETRIES_OF_BOTOCORE.sub("", str(error))
     if code == str(status):
         code = None
+    phrase = f"{status} {http.client.responses.get(status or 0, '')}".rstrip()
+    said = error.response.get("Error", {}).get("Message")
+    text = ": ".join(filter(None, (phrase, code, said if said not in phrase else None)))
     facts = Facts(text=text, status=status, code=code, conditional=conditional)
     missing = status == http.client.NOT_FOUND and code is None
     if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
-        return replace(facts, text=f"{text} (status {status})", meaning=errors.NO_BUCKET)
+        return replace(facts, meaning=errors.NO_BUCKET)
     return facts
 
 

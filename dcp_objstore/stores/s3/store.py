@@ -268,12 +268,13 @@ class S3Store(BaseStore["dict[str, str]"]):
                     raise CorruptDataError(f"{source.url} has only {meta.size_bytes} bytes")
             return self._named(place, upload.complete())
         except BaseException as error:
-            leftover_advice = "" if upload.abort() else f"; {LEFTOVER_ADVICE}"
+            leftover_advice = None if upload.abort() else LEFTOVER_ADVICE
             is_complete = isinstance(error, DcpObjstoreError) and not leftover_advice
             if is_complete or not isinstance(error, Exception):
                 raise
             translated = self._translate(error)
-            translated.message += f" (in a copy of {', '.join(looked_at)}){leftover_advice}"
+            translated.message += f" (in a copy of {', '.join(looked_at)})"
+            translated.advice = leftover_advice or translated.advice
             raise translated from error
 
     def _of(self, place: Mapping[str, str], source: CopySource) -> dict[str, str]:
@@ -291,7 +292,9 @@ class S3Store(BaseStore["dict[str, str]"]):
     def _get(self, place: dict[str, str], max_size_bytes: int) -> tuple[bytes, ObjectMeta]:
         answer, body = self._read_again("get", place, max_size_bytes)
         if str(answer.get("ContentType", "")).startswith("text/html"):
-            raise ConfigError(errors.NO_STORE)  # no object here is a page
+            raise ConfigError(
+                errors.NO_STORE, advice=errors.CHECK_STORE
+            )  # no object here is a page
         return bytes(body or b""), self._fits(self._meta(place, answer), max_size_bytes)
 
     def _read_again(

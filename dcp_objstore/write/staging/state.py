@@ -280,8 +280,9 @@ def _keep_sharding(
                 raise UnsupportedError(
                     f"a tensor of shape {tuple(tensor.shape)} has a {attribute} that cannot be"
                     " copied, so a save in the background would upload what training changes"
-                    " meanwhile; set a method of the tensor (types.MethodType) or a"
-                    " functools.partial in its place, or save with dcp_objstore.save",
+                    " meanwhile",
+                    advice="set a method of the tensor (types.MethodType) or a functools.partial in"
+                    " its place, or save with dcp_objstore.save",
                     key=next(n for n, v in state.items() if any(t is tensor for t in _tensors(v))),
                 )
             setattr(copied, attribute, kept)
