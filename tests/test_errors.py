@@ -30,7 +30,7 @@ def test_error_survives_pickling(kind):
         raise kind("what", 3, "model.weight", "__3_0.x.distcp", "s3://b/k") from OSError("cause")
     except DcpObjstoreError as caught:
         error = caught
-    error.status, error.code = 503, "SlowDown"
+    error.status, error.code, error.advice = 503, "SlowDown", "do that; or this"
     protocols = range(pickle.HIGHEST_PROTOCOL + 1)
     sent = (pickle.loads(pickle.dumps(error, protocol)) for protocol in protocols)
     for back in (*sent, copy.copy(error)):
@@ -40,12 +40,22 @@ def test_error_survives_pickling(kind):
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_error_says_what_then_where_then_what_to_do(kind):
+    error = kind("what; and more", 1, url="s3://b/k", advice="do that")
+    what, where, advice = str(error).splitlines()
+    assert (what, where) == ("what; and more", "[rank 1, url 's3://b/k']")
+    assert advice.startswith("do that")
+    assert errors.one_line(error) == f"{what} {where}; {advice}"
+    assert str(kind("what", advice="do that")).splitlines() == ["what", "do that"]
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_error_says_where_it_happened(kind):
     bare = kind("what")
     assert str(bare) == "what"
     bare.at(rank=1).at(rank=2, object_key="k")
     assert (bare.rank, bare.object_key) == (1, "k")
-    assert str(bare) == "what [rank 1, object k]"
+    assert str(bare) == "what\n[rank 1, object k]"
     assert pickle.loads(pickle.dumps(bare)).rank == 1
 
 
@@ -66,6 +76,6 @@ def test_error_says_where_it_happened(kind):
 def test_an_error_is_also_the_one_that_python_raises(ours, builtin):
     error = ours("it is not there", 2, "model.w", "a/b", "s3://bucket/run")
     assert isinstance(error, builtin)
-    assert str(error).startswith("it is not there [rank 2, key model.w, object a/b, url 's3://")
+    assert str(error).startswith("it is not there\n[rank 2, key model.w, object a/b, url 's3://")
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.args) == (ours, str(error), ("it is not there",))

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,8 @@ from dcp_objstore.threads import spawn
 
 _NOTED_AFTER_SECONDS = 1.0
 _WARNED_AFTER_SECONDS = 30.0
+# A note that another rank has just removed is not waited for any longer.
+_STORE_TIMEOUT = timedelta(seconds=5)
 # The next warning comes when the call has taken this many times as long.
 _RARER = 4
 _RANGES_SHOWN = 8
@@ -70,6 +73,7 @@ class _Call:
         if self._store is None:
             # With its own connection, because another thread may be waiting in the group's.
             self._store = torch_private.default_store().clone()
+            self._store.set_timeout(_STORE_TIMEOUT)
             self._store.append(f"{self._notes}/ranks", f"{current_rank()} ")
             self._is_first = self._store.add(f"{self._notes}/count", 1) == 1
             if self._is_first:
@@ -77,13 +81,11 @@ class _Call:
             if self.is_over:  # since this look began
                 self.clear()
             return
-        present = {int(rank) for rank in self._store.get(f"{self._notes}/ranks").split()}
-        self.missing = sorted(set(dist.get_process_group_ranks(self._group)) - present)
-        if self.missing:
+        if self.missing_now():
             seconds = now - self._began_at
             self.due = self._began_at + _RARER * seconds
             logger.warning(
-                "%srank %s has waited %.0f s in %s for %s, which has not made this call. %s",
+                "%srank %s has waited %.0f s in %s for %s, which has not made this call; %s",
                 f"{self.url}: " if self.url else "",
                 current_rank(),
                 seconds,
@@ -91,6 +93,13 @@ class _Call:
                 shown(self.missing),
                 self._advice,
             )
+
+    def missing_now(self) -> list[int]:
+        """Return the ranks without a note, by one request; of each rank that has left its own."""
+        if self._store is not None:
+            present = {int(rank) for rank in self._store.get(f"{self._notes}/ranks").split()}
+            self.missing = sorted(set(dist.get_process_group_ranks(self._group)) - present)
+        return self.missing
 
     def clear(self) -> None:
         """Remove the notes."""
@@ -182,8 +191,11 @@ def _current() -> _Call | None:
 
 
 def missing_ranks() -> str:
-    """Return which ranks had not come to this thread's call at the last look; "" if unknown."""
+    """Return which ranks have not come to this thread's call; "" if unknown."""
     call = _current()
+    if call is not None:
+        with contextlib.suppress(Exception):  # the store may have gone with a rank
+            call.missing_now()
     return shown(call.missing) if call is not None and call.missing else ""
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 # A job can have thousands of ranks, and a wrong setting fails all of them.
 _OTHERS_SHOWN = 8
-_SAME_CALLS = "Every rank has to make the same calls"
+_SAME_CALLS = "every rank has to make the same calls"
 
 
 def capture(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
@@ -42,7 +42,7 @@ def capture(make: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 def every_rank(call: str) -> str:
     """Return advice for `typed_failures` on ranks that do not meet at the start of a call."""
     return (
-        f"Every rank has to call {call}, including those that `if rank == 0:` excludes; nothing was"
+        f"every rank has to call {call}, including those that `if rank == 0:` excludes; nothing was"
         " read or written yet"
     )
 
@@ -101,13 +101,13 @@ def typed_failures(
             raise
         # Every rank's own failure arrives as a CheckpointException; what is left is torch
         # reporting that a collective failed, in terms of sockets, which the traceback shows.
-        missing = missing_ranks()
+        who = missing_ranks()
         raise RankFailedError(
-            "the ranks lost each other: one of them died, did not make this call, or did not answer"
-            f" within the process group's time-out. {advice}"
-            + (f". Not in this call at the last look: {missing}" if missing else ""),
+            f"{who or 'a rank'} died, did not make this call, or did not answer within the process"
+            " group's time-out",
             rank=current_rank(),
             url=url,
+            advice=advice,
         ) from error
 
 
@@ -176,9 +176,10 @@ def raise_on_all(
             if report.advice != first.advice or report.same.keys() != first.same.keys():
                 raise RankFailedError(
                     f"rank {global_rank(number, group)} makes another call than rank"
-                    f" {global_rank(0, group)}. {first.advice}",
+                    f" {global_rank(0, group)}",
                     rank=global_rank(number, group),
                     url=url,
+                    advice=first.advice,
                 )
             for name, value in report.same.items():
                 if value != first.same[name]:
@@ -253,10 +254,8 @@ def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoRetu
     if len(others) > _OTHERS_SHOWN:
         others[_OTHERS_SHOWN:] = [f"{len(others) - _OTHERS_SHOWN} more"]
     suffix = f" (also failed: {', '.join(others)})" if others else ""
-    if isinstance(cause, DcpObjstoreError):
-        # The error may have the rank within the group; replace it by the global rank.
-        _raise_copy(cause, suffix, rank=first, url=url)
-    raise RankFailedError(f"{type(cause).__name__}: {cause}{suffix}", rank=first, url=url) from None
+    # The error may have the rank within the group; replace it by the global rank.
+    _raise_copy(typed(cause, first, url), suffix, rank=first, url=url)
 
 
 def _raise_copy(

@@ -62,10 +62,10 @@ def has_gone(group: dist.ProcessGroup | None) -> bool:
 def gone_error(url: str | None) -> InputError:
     """Return the error for a process group that was destroyed during a call of its ranks."""
     return InputError(
-        "the process group of this call was destroyed, so its ranks cannot go on together: call"
-        " result() of each save in the background, and leave the block of a CheckpointManager,"
-        " before torch.distributed.destroy_process_group()",
+        "the process group of this call was destroyed before its end",
         url=url,
+        advice="call result() of each save in the background, and leave the block of a"
+        " CheckpointManager, before torch.distributed.destroy_process_group()",
     )
 
 

@@ -33,8 +33,8 @@ from dcp_objstore.state.record import Place
 from dcp_objstore.state.state_dict import ConvertedState
 
 _PARTLY = (
-    "; tensors of the state may be partly filled, so load again, or from another checkpoint, before"
-    " you use them"
+    "tensors of the state may be partly filled: load again, or load another checkpoint, before you"
+    " use them"
 )
 
 
@@ -162,7 +162,7 @@ def _advice(left_out: Iterable[str], parts: Iterable[Place], asked: Iterable[str
     for name in left_out:
         if not any(key.startswith(f"{name}.") for key in asked):
             continue
-        text = f"\nof {name!r} the checkpoint has only what trained when it was saved; load it "
+        text = f"of {name!r} the checkpoint has only what trained when it was saved: load it "
         if tuple(name.split(".")) in parts:
             return f"{text}into a model in which the same parameters train"
         return f"{text}as dos.trainable(...), into a model that has the frozen weights"
@@ -199,14 +199,14 @@ def _run_load(
         _, failed = capture(converted.restore)
         raise_on_all(failed, url, group)
     except DcpObjstoreError as error:
-        note = _PARTLY if planner.reading else ""
+        advice = error.advice
         if isinstance(error, StateMismatchError):
             # Before they are set up, the planner has no keys.
             asked = getattr(planner, "state_dict", {})
-            note += _advice(reader._left_out(), converted.left_out, asked)
-        if not note:
-            raise
-        raise extended(error, note).with_traceback(error.__traceback__) from error.__cause__
+            advice = _advice(reader._left_out(), converted.left_out, asked) or advice
+        longer = extended(error, "")
+        longer.advice = "; ".join(filter(None, (advice, _PARTLY if planner.reading else "")))
+        raise longer.with_traceback(error.__traceback__) from error.__cause__
     if converted.lacking and not current_rank():
         logger.warning(
             "%s has no optimizer state for %d parameters; the optimizer starts without it (%s)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from dcp_objstore.state.tensor_frame import check_kind
 # The keys of `optimizer.state_dict()`: torch numbers parameters there, and has no names.
 _NUMBERED_STATE = re.compile(r"(?:^|\.)state\.\d+\.")
 _EXTRA_STATE = "_extra_state"  # of torch.nn.Module
-_OF_TORCH = "\noptimizer.state_dict() numbers the parameters: pass the optimizer itself, as saved"
+_OF_TORCH = "optimizer.state_dict() numbers the parameters: pass the optimizer itself, as saved"
 
 
 class _LocalItems(NamedTuple):
@@ -195,12 +196,8 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             missing = _missing(self.state_dict, self._saved)
             if missing:
                 advice = _OF_TORCH if self._asks_by_number(missing) else _renaming(asked, saved)
-                error = mismatch(
-                    "the checkpoint does not have what the state asks for (with strict=False such"
-                    " values stay as they are)",
-                    missing,
-                )
-                error.message += advice
+                error = mismatch("the checkpoint does not have what the state asks for", missing)
+                error.advice = advice or "strict=False leaves such values as they are"
                 raise error from None
             raise
         keys = asked if before is self.state_dict else self.state_dict
@@ -370,24 +367,38 @@ def _tied(state_dict: dict[str, Any], saved: Collection[str]) -> list[str]:
     return [key for key in missing if same_memory(state_dict[key]) in filled - {None}]
 
 
-def _renaming(asked: Iterable[str], saved: Collection[str]) -> str:
-    """Return which `rename=` makes the checkpoint fit, if it has the keys without their first part.
+def _renaming(asked: Iterable[str], saved: Collection[str]) -> str | None:
+    """Return which `rename=` makes the checkpoint fit, if it has the keys with another first part.
 
-    So it is for a module under a name in the state, and weights that have no such name.
+    Or without one, as weights that were saved without a name in a state.
     """
-    for key in asked:
-        head, _, rest = key.partition(".")
-        if key not in saved and rest in saved:
-            return f'\nthe checkpoint has such keys without {head!r}: rename=[("^", "{head}.")]'
-    return ""
+    first_missing = {_head(key): key for key in asked if key not in saved}
+    unasked = dict.fromkeys(map(_head, saved)).keys() - set(map(_head, asked))
+    for head, key in first_missing.items():
+        rest = key.removeprefix(f"{head}.")
+        if rest != key and rest in saved:
+            return f'the checkpoint has such keys without {head!r}: pass rename=[("^", "{head}.")]'
+        for name in sorted(unasked):
+            if f"{name}.{rest}" in saved:
+                rule = f'("^{name}[.]", "{head}.")'
+                return f"the checkpoint has such keys below {name!r}: pass rename=[{rule}]"
+    return None
+
+
+def _head(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def _missing(state_dict: dict[str, Any], metadata: Metadata) -> list[str]:
     """List the keys that were not saved, each with the nearest saved names."""
     saved = metadata.state_dict_metadata
-    lines: list[str] = []
+    missing = Counter(map(_head, state_dict))
+    for head in map(_head, saved):
+        missing.pop(head, None)
+    whole = {head: count for head, count in missing.items() if count > 1}
+    lines = [f"{head}: none of its {count} keys is there" for head, count in whole.items()]
     for key in state_dict:
-        if key not in saved:
+        if key not in saved and _head(key) not in whole:
             near = nearest(key, list(saved)) if len(lines) < SHOWN_KEYS else []
             hint = f" (nearest: {', '.join(near)})" if near else ""
             lines.append(f"{key}: not in the checkpoint{hint}")

@@ -54,6 +54,8 @@ from dcp_objstore.write.base import check_base
 
 T = TypeVar("T")
 _PREEMPTED = "preempted"
+# After this many steps of a job that must end, and that nobody asks `preempted`, a line says so.
+_STEPS_UNASKED = 10
 
 
 @dataclass
@@ -249,6 +251,7 @@ class CheckpointManager:
         # The arguments of the last call of `step`, if that step was not saved.
         self._unsaved: tuple[int, Mapping[str, Any], dict[str, Any]] | None = None
         self._preempted = False
+        self._steps_unasked = 0
         self.last_resume: ResumeReport | None = None
         self._trained = _Trained(self._url)
         self._unclosed = weakref.finalize(self, self._trained.print_unclosed)
@@ -439,6 +442,14 @@ class CheckpointManager:
         self._trained.last = step, known
         reasons = self._consensus.reached()
         timed = _timer(saves) in reasons
+        self._steps_unasked += self._preempted
+        if self._steps_unasked == _STEPS_UNASKED:
+            logger.warning(
+                "%s: this job must end, and %d steps later it still trains: leave the loop when"
+                " run.preempted() is true",
+                self._url,
+                _STEPS_UNASKED,
+            )
         if _PREEMPTED in reasons:
             self._preempted = True
             self._preemption.answer()
@@ -464,6 +475,7 @@ class CheckpointManager:
         unless `preemption` says that none is wanted. A signal alone does not make it True: the
         ranks agree within about a second, at one of their next steps.
         """
+        self._steps_unasked = 0
         return self._preempted
 
     def save(

@@ -512,7 +512,7 @@ def test_a_claim_that_meets_another_ending_does_not_revive_steps(run):
         with pytest.raises(SupersededError):
             stray()  # no longer adopted, because the steps were listed before
         run.on_put = in_turn(CLAIM_KEY, lambda _: run.apply(second))
-        with pytest.raises(SupersededError, match="Stop this job"):
+        with pytest.raises(SupersededError, match="stop this job"):
             Job(run)
 
     run.on_put = in_turn(CLAIM_KEY, None, come_before)
@@ -792,7 +792,7 @@ def test_a_superseded_job_that_goes_back_changes_nothing(run):
     before = {f"step-{n}": zombie.save(f"step-{n}") for n in (1, 2)}
     successor = Job(run)
     before["step-3"] = successor.save("step-3")
-    with pytest.raises(SupersededError, match="Stop this job"):
+    with pytest.raises(SupersededError, match="stop this job"):
         go_back(zombie, 1)
     assert listed(run) == before
     before["step-4"] = successor.save("step-4")

@@ -79,10 +79,10 @@ def test_a_wrong_option_is_a_usage_error():
 def test_each_kind_of_error_has_its_status(error, status, capsys):
     assert status_of(error("")) == status
     with pytest.raises(SystemExit) as caught, exits():
-        raise error("two\nlines", url="s3://bucket/x")
+        raise error("what", url="s3://bucket/x", advice="do that")
     assert caught.value.code == status
     shown = capsys.readouterr().err
-    assert shown.startswith(f"dcp-objstore: {error.__name__}: two lines [url 's3://bucket/x']")
+    assert shown.startswith(f"dcp-objstore: {error.__name__}: what [url 's3://bucket/x']; do that")
     assert shown.count("\n") == 1
 
 

@@ -63,7 +63,7 @@ def test_a_superseded_job_adds_replaces_and_deletes_nothing(bucket):
     new = dos.claim_run(run + "/", storage_options=options)
     assert (old.number, new.number, new.url) == (1, 2, run)
     assert names(run, options) == ["step-9", "step-10"]
-    with pytest.raises(SupersededError, match="Stop this job"):
+    with pytest.raises(SupersededError, match="stop this job"):
         save_old(11)
     with pytest.raises(SupersededError):
         save_old(10, overwrite=True)
@@ -229,7 +229,7 @@ def test_a_save_that_would_not_count_is_refused_before_its_upload_and_leaves_not
     url = f"{run}/step-1"
     for claim in (None, old):
         requests.clear()
-        with pytest.raises(SupersededError, match="no claim" if claim is None else "Stop this job"):
+        with pytest.raises(SupersededError, match="no claim" if claim is None else "stop this job"):
             saver(claim, options)(1, **({} if claim else {"run": run}))
         verbs = sorted(each.partition("-")[0] for each in asked(requests))
         assert verbs == ["delete .save", "get _CLAIM", "head .metadata", "put .save"]

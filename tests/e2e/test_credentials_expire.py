@@ -163,7 +163,9 @@ def test_fixed_credentials_that_expire_say_that_nobody_can_renew_them(sink, guar
         return guard(asked)
 
     sink.plan = end
-    with pytest.raises(CredentialsError, match=r"storage_options.*cannot be refreshed") as caught:
+    with pytest.raises(
+        CredentialsError, match=r"(?s)storage_options.*cannot be refreshed"
+    ) as caught:
         save(sink, options)
     assert guard.refused
     assert str(options["key"]) not in str(caught.value)

@@ -91,4 +91,4 @@ def test_a_connection_that_was_never_made_is_no_wrong_setting():
 
     found = judge_s3fs(EndpointConnectionError(endpoint_url="http://x")).error
     assert type(found) is StoreUnavailableError
-    assert "check endpoint_url and that the server runs" in found.message
+    assert "check endpoint_url and that the server runs" in found.advice

@@ -228,7 +228,7 @@ def test_a_token_of_google_auth_is_renewed_only_when_it_has_to_be():
     given = answer(still)
     assert given["token"] == "ya29.good"
     assert given["expires_at"] < later
-    with pytest.raises(CredentialsError, match=r"renewed.*gcloud auth"):
+    with pytest.raises(CredentialsError, match=r"(?s)renewed.*gcloud auth"):
         answer(UserCredentials("ya29.old", expiry=datetime(2020, 1, 1)))
 
 

@@ -150,9 +150,9 @@ def test_a_full_disk_says_so_and_to_try_again_does_not_help(root, monkeypatch, n
     monkeypatch.setattr(os, "write", refuse)  # of both
     monkeypatch.setattr("fsspec.implementations.local.LocalFileOpener.write", refuse)
     store = open_store(f"file://{root}", config=TransferConfig(transport=transport))
-    with pytest.raises(StoreFullError, match=r"quota is reached.*remove") as put:
+    with pytest.raises(StoreFullError, match=r"(?s)quota is reached.*remove") as put:
         store.put("k", b"x")
-    with pytest.raises(StoreFullError, match=r"quota is reached.*remove") as streamed:
+    with pytest.raises(StoreFullError, match=r"(?s)quota is reached.*remove") as streamed:
         store.put_stream("k", iter([b"x"]), part_size_bytes=1, max_concurrency=1)
     for caught in (put, streamed):
         assert isinstance(caught.value, InputError)

@@ -45,9 +45,8 @@ def answering() -> Iterator[Callable[[bytes], str]]:
 def test_a_refused_connection_names_the_host_and_says_what_to_check(verb):
     with refusing() as endpoint, pytest.raises(StoreUnavailableError) as caught:
         VERBS[verb](at(endpoint))
-    assert f"cannot reach {endpoint[7:]}: connection refused; check endpoint_url and that" in str(
-        caught.value
-    )
+    assert f"cannot reach {endpoint[7:]}: connection refused" in str(caught.value)
+    assert "check endpoint_url" in str(caught.value.advice)
 
 
 def test_an_unknown_host_is_said_to_be_one():
@@ -60,7 +59,7 @@ def test_an_unknown_host_is_said_to_be_one():
 
 def test_https_where_there_is_only_http_is_a_wrong_setting(answering):
     where = answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-    with pytest.raises(ConfigError, match=r"does not speak TLS.*http://"):
+    with pytest.raises(ConfigError, match=r"(?s)does not speak TLS.*http://"):
         at(f"https://{where}").head("k")
 
 
@@ -95,7 +94,7 @@ def test_a_certificate_that_is_not_valid_says_how_to_name_ones_own():
     error = judge_obstore(GenericError(text)).error
     assert type(error) is ConfigError
     assert "cannot reach store:9000: its TLS certificate is not valid here" in error.message
-    assert "'verify'" in error.message
+    assert "'verify'" in error.advice
 
 
 @pytest.fixture
@@ -172,7 +171,9 @@ def test_a_server_that_dies_in_mid_upload_is_the_cause_and_the_rest_is_told(serv
 def test_an_abort_that_is_refused_says_that_it_hides_the_cause(serve):
     denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
     server = serve(lambda method, target: BEGUN if method == "POST" else (403, denied))
-    with pytest.raises(PermissionDeniedError, match=r"hides the cause.*AccessDenied.*may be left"):
+    with pytest.raises(
+        PermissionDeniedError, match=r"(?s)hides the cause.*AccessDenied.*may be left"
+    ):
         VERBS["put_stream"](at(server.endpoint_url))
 
 
@@ -213,7 +214,7 @@ def test_an_upload_or_bucket_that_vanishes_in_mid_upload_is_named(serve, code, k
 def test_a_full_store_says_so(serve, status, code):
     body = b"<Error><Code>" + code + b"</Code><Message>m</Message></Error>" if code else b""
     server = serve(lambda method, target: (status, body))
-    with pytest.raises(StoreFullError, match=r"quota is reached.*remove old checkpoints"):
+    with pytest.raises(StoreFullError, match=r"(?s)quota is reached.*remove old checkpoints"):
         at(server.endpoint_url).put("k", b"x")
 
 

@@ -117,7 +117,7 @@ def _answer(error: Any, conditional: bool) -> Facts:
         code = None
     phrase = f"{status} {http.client.responses.get(status or 0, '')}".rstrip()
     said = error.response.get("Error", {}).get("Message")
-    text = ": ".join(filter(None, (phrase, code, said if said not in phrase else None)))
+    text = ": ".join(filter(None, (phrase, code, said if said and said not in phrase else None)))
     facts = Facts(text=text, status=status, code=code, conditional=conditional)
     missing = status == http.client.NOT_FOUND and code is None
     if missing and not conditional and error.operation_name in _NEED_A_BUCKET:
