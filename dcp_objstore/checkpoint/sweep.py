@@ -242,7 +242,7 @@ def plan_sweep(
         )
     elif young:
         objects = "an object is" if len(young) == 1 else f"{len(young)} objects are"
-        reason = f"{objects} younger than the grace period: a save may be under way"
+        reason = f"{objects} younger than the grace period, which a save under way may need"
     elif not candidates:
         outcome = "clean"
     elif uploads_young:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from dcp_objstore.cli.bench import measure
 from dcp_objstore.cli.convert import average, copy, export, import_
@@ -21,10 +22,25 @@ from dcp_objstore.cli.upkeep import pin, remove, repair, sweep, unpin
 from dcp_objstore.cli.verify import verify
 
 
+class _Commands(TyperGroup):
+    """Commands, and where an option of all of them stands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; say where `--transport` belongs."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if getattr(error, "option_name", None) == "--transport":
+                text = "stands before the command: dcp-objstore --transport NAME COMMAND"
+                error.message = f"--transport {text} ..."  # type: ignore[attr-defined]
+            raise
+
+
 def _group(name: str, help_text: str, epilog: str) -> typer.Typer:
     # Plain help: importing rich would take longer than everything else together.
     return typer.Typer(
         name=name,
+        cls=_Commands,
         help=help_text,
         epilog=epilog,
         no_args_is_help=True,

@@ -117,7 +117,8 @@ def _tree_lines(module: _Module, indent: str) -> Iterator[tuple[str, str, str, s
             shards = str(len(entry.chunks))
             yield size, _dtype(entry), shards, f"{indent}{part} {list(entry.shape)}"
         else:
-            yield size, "value", "", f"{indent}{part}"
+            # A small value is mostly the archive around it.
+            yield "-" if entry.nbytes < 4096 else size, "value", "", f"{indent}{part}"
     for _, group in groupby(module.modules.items(), _kind):
         alike = list(group)
         total_bytes = sum(child.total_bytes for _, child in alike)

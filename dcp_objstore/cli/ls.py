@@ -41,10 +41,13 @@ def print_checkpoints(
     else:
         say(listing.url)
         _print_table(list(_lines(listing)))
-        deleted = sum(entry.state == "deleted" for entry in listing.checkpoints)
-        if deleted:
-            left = counted(deleted, "deleted checkpoint")
-            say(f"{left}; dcp-objstore sweep '{listing.url}' removes what is left")
+        left = [one.total_bytes for one in listing.checkpoints if one.state == "deleted"]
+        if sum(left):
+            count = counted(sum(map(bool, left)), "deleted checkpoint")
+            say(
+                f"{size_text(sum(left))} of {count} are left, which dcp-objstore sweep"
+                f" '{listing.url}' removes when a day has passed"
+            )
     if listing.unread:
         error = listing.unread[0]
         fail(f"{type(error).__name__}: {error}", status_of(error))
@@ -82,7 +85,7 @@ def _lines(listing: dos.reports.Listing) -> Iterator[_Line]:
                 size_text(entry.total_bytes),
                 _number(entry.world_size),
                 age(entry.created_at),
-                entry.name or ".",
+                entry.name or entry.url.rpartition("/")[2],
                 _notes(entry),
             )
 

@@ -228,7 +228,8 @@ def _summary(checkpoint: dos.reports.CheckpointSweep) -> str:
 
 
 def _name(report: dos.reports.SweepReport, checkpoint: dos.reports.CheckpointSweep) -> str:
-    return checkpoint.url.removeprefix(report.url).lstrip("/") or "."
+    below = checkpoint.url.removeprefix(report.url).lstrip("/")
+    return below or checkpoint.url.rpartition("/")[2]
 
 
 def _print_how(command: list[str]) -> None:

@@ -13,7 +13,6 @@ import functools
 import io
 import os
 import pickle
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +28,7 @@ from dcp_objstore.errors import (
     DcpObjstoreError,
     UntrustedPickleError,
 )
-from dcp_objstore.observe.report import first_few
+from dcp_objstore.observe.report import first_few, warn
 
 # Optimizers store thousands of equal numbers (lr, betas, eps) as equal bodies, and a test-load
 # takes about 60 microseconds. So results are kept for 1024 bodies of up to 4 KiB.
@@ -113,7 +112,7 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
             f" ({type(error).__name__}: {error})"
         )
     warned.add(key)
-    warnings.warn(text, UserWarning, stacklevel=2)
+    warn(text)
 
 
 def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> DcpObjstoreError:

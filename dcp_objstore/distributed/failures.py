@@ -254,8 +254,10 @@ def _raise_lowest(failures: dict[int, BaseException], url: str | None) -> NoRetu
     if len(others) > _OTHERS_SHOWN:
         others[_OTHERS_SHOWN:] = [f"{len(others) - _OTHERS_SHOWN} more"]
     suffix = f" (also failed: {', '.join(others)})" if others else ""
+    if not isinstance(cause, DcpObjstoreError):
+        cause = typed(cause, first, url)
     # The error may have the rank within the group; replace it by the global rank.
-    _raise_copy(typed(cause, first, url), suffix, rank=first, url=url)
+    _raise_copy(cause, suffix, rank=first, url=url)
 
 
 def _raise_copy(
@@ -273,6 +275,13 @@ def extended(error: DcpObjstoreError, suffix: str, rank: int | None = None) -> D
     longer.args = (longer.message,)
     longer.rank = error.rank if rank is None else rank
     return longer
+
+
+def advised(error: DcpObjstoreError, advice: str) -> DcpObjstoreError:
+    """Return a copy with this advice; the original may be raised again."""
+    copied = copy.copy(error)
+    copied.advice = advice
+    return copied
 
 
 def without_frames(error: BaseException) -> None:

@@ -295,7 +295,7 @@ class _Bench:
             plain_gets=_throughput(plain_gets),
             sent_bytes=self._sent_bytes,
             received_bytes=self._received_bytes,
-            warnings=(*busy, *_doubts("saves", saves), *_doubts("loads", loads)),
+            warnings=(*busy, *_doubts(bool(busy), saves=saves, loads=loads)),
         )
 
     @property
@@ -473,19 +473,22 @@ def _throughput(rounds: Sequence[_Round]) -> Throughput:
     )
 
 
-def _doubts(what: str, rounds: Sequence[_Round]) -> Iterator[str]:
-    """Say why not to trust the rounds."""
-    if len(rounds) < _ENOUGH_ROUNDS:
+def _doubts(is_busy: bool, **rounds: Sequence[_Round]) -> Iterator[str]:
+    """Say why not to trust the rounds, each reason once."""
+    few = [what for what, of_kind in rounds.items() if len(of_kind) < _ENOUGH_ROUNDS]
+    if few:
         yield (
-            f"{what}: {counted(len(rounds), 'round')}, too few to show how much they differ; give"
-            " it more time or a smaller size"
+            f"too few rounds of {' and '.join(few)} to show how much they differ; give them more"
+            " time or a smaller size"
         )
-    durations = [measured.seconds for measured in rounds]
-    factor = max(durations) / min(durations)
-    if factor > _NOISY:
+    factor = max(
+        max(one.seconds for one in of_kind) / min(one.seconds for one in of_kind)
+        for of_kind in rounds.values()
+    )
+    if factor > _NOISY and not is_busy:  # one warning for one cause
         yield (
-            f"{what}: equal rounds differ by a factor of {factor:.1f}; something else uses this"
-            " machine, the network or the store"
+            f"equal rounds differ by a factor of {factor:.1f}; something else uses this machine,"
+            " the network or the store"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
@@ -24,7 +26,17 @@ def _make_printable(record: logging.LogRecord) -> bool:
 
 logger.addFilter(_make_printable)
 
+
+def warn(text: str) -> None:
+    """Warn with the line of the program that led here: not one of this package or of torch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, UserWarning, stacklevel=level)
+
+
 GIB = 1024**3
+_LIBRARIES = ("dcp_objstore", "torch", "contextlib")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dcp_objstore.config import LocalFolder, TransferConfig
 from dcp_objstore.distributed.failures import (
     capture,
     every_rank,
-    extended,
+    advised,
     meeting,
     raise_on_all,
     typed_failures,
@@ -204,9 +204,10 @@ def _run_load(
             # Before they are set up, the planner has no keys.
             asked = getattr(planner, "state_dict", {})
             advice = _advice(reader._left_out(), converted.left_out, asked) or advice
-        longer = extended(error, "")
-        longer.advice = "; ".join(filter(None, (advice, _PARTLY if planner.reading else "")))
-        raise longer.with_traceback(error.__traceback__) from error.__cause__
+        texts = filter(None, (advice, _PARTLY if planner.reading else None))
+        raise advised(error, "; ".join(texts)).with_traceback(
+            error.__traceback__
+        ) from error.__cause__
     if converted.lacking and not current_rank():
         logger.warning(
             "%s has no optimizer state for %d parameters; the optimizer starts without it (%s)",

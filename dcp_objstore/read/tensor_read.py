@@ -28,6 +28,7 @@ from dcp_objstore.errors import (
     UnsupportedError,
     printable,
 )
+from dcp_objstore.observe.report import warn
 from dcp_objstore.read.geometry import Box, Copy, Selection, collapse, fits, narrow
 from dcp_objstore.state.memory import (
     byte_memory,
@@ -394,11 +395,10 @@ def warn_if_lossy(item: ReadItem, stored_dtype: str, destination: torch.Tensor) 
     dtype: torch.dtype = getattr(torch, stored_dtype)
     if destination.dtype == dtype or _holds(destination.dtype, dtype):
         return False
-    warnings.warn(
+    warn(
         f"loading {printable(item.dest_index.fqn)}: saved as {stored_dtype}, converted to"
         f" {str(destination.dtype).removeprefix('torch.')}, which cannot hold every value"
-        " (further conversions in this load are not reported)",
-        stacklevel=2,
+        " (further conversions in this load are not reported)"
     )
     return True
 

@@ -62,7 +62,7 @@ class ListedCheckpoint:
             `not committed`: a save has written objects, but there is no marker. `foreign`: another
             library wrote it, or its marker was removed. `damaged`, `unsupported`: the marker cannot
             be read; see `error`.
-        total_bytes: size of the data objects.
+        total_bytes: size of the data objects; of a deleted one, of those that are still there.
         error: why the marker cannot be read, or None.
         objects: number of data objects; None if it is not committed or the marker cannot be read.
         tensors, world_size: numbers of tensors, and of ranks that saved; None without a marker.
@@ -295,11 +295,12 @@ def as_listed(entry: Entry, base: int) -> ListedCheckpoint:
     if entry.stored is not None:
         marker = entry.marker
         superseded = marker.is_committed and not counts(marker, base)
+        deleted = marker.state == "deleted"
         return ListedCheckpoint(
             url=url,
             name=name,
             state="superseded" if superseded else marker.state,
-            total_bytes=marker.counts.total_bytes,
+            total_bytes=_size(_data(entry)) if deleted else marker.counts.total_bytes,
             objects=marker.counts.objects,
             tensors=marker.counts.tensors,
             world_size=marker.world_size,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -36,7 +35,7 @@ from dcp_objstore.distributed.ranks import rank_and_world_size
 from dcp_objstore.errors import ConfigError, UnsupportedError
 from dcp_objstore.observe.dispatch import Channel, EventSettings
 from dcp_objstore.observe.events import OnEvent
-from dcp_objstore.observe.report import SaveReport
+from dcp_objstore.observe.report import SaveReport, warn
 from dcp_objstore.state.dcp_metadata import describe
 from dcp_objstore.state.state_dict import ConvertedState
 from dcp_objstore.stores.urls import is_supported_url
@@ -232,13 +231,11 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
                 `dcp_objstore.async_save` makes them agree.
         """
         if is_in_default_group():
-            warnings.warn(
+            warn(
                 "dcp.async_save was called without process_group=, so its thread uses the default"
                 " group. If the training does so too, on CPUs, the job can hang: pass"
                 ' process_group=torch.distributed.new_group(backend="gloo"), made once, or call'
-                " dcp_objstore.async_save",
-                UserWarning,
-                stacklevel=2,
+                " dcp_objstore.async_save"
             )
         return super().stage(state_dict, **settings)
 

@@ -258,7 +258,7 @@ def test_an_error_raised_again_says_the_same_and_stays_as_its_holder_has_it():
             raise_on_all(held, "s3://bucket/other", None)
     assert texts[0] == texts[1]
     assert texts[0].count("also failed: rank 1: ValueError") == 1
-    assert str(held) == "it is there [key w]"
+    assert str(held) == "it is there\n[key w]"
 
 
 def test_the_text_of_a_failure_on_very_many_ranks_stays_short():

@@ -43,7 +43,7 @@ def plans(metadata: Metadata, *states: Mapping[str, Any], **settings: Any) -> li
 def refusal(state: Mapping[str, Any], metadata: Metadata, **settings: Any) -> str:
     with pytest.raises(StateMismatchError) as caught:
         planner(state, metadata, **settings).create_local_plan()
-    return caught.value.message
+    return str(caught.value)
 
 
 class WithExtraState(torch.nn.Module):
@@ -273,3 +273,12 @@ def test_a_rank_asks_for_its_own_value_or_for_all(monkeypatch, rank, wants_all):
     }
     assert one.missing == (f"none.{rank}",)
     assert set(one.unexpected) == {"rng.x", "other.0"}
+
+
+def test_a_part_of_the_state_that_is_missing_is_named_once():
+    text = refusal({"w": 1, "plan.a": 1, "plan.b": 1}, saved({"w": 1}))
+    assert "in 1 key:\n  plan: none of its 2 keys" in text
+    text = refusal({"net.w": 1, "net.v": 1}, saved({"model.w": 1, "model.v": 1}))
+    assert 'rename=[("^model[.]", "net.")]' in text
+    text = refusal({"net.w": 1, "model.w": 1}, saved({"model.w": 1}))
+    assert "rename" not in text  # the state asks for `model`, too
