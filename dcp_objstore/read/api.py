@@ -12,9 +12,9 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from dcp_objstore.config import LocalFolder, TransferConfig
 from dcp_objstore.distributed.failures import (
+    advised,
     capture,
     every_rank,
-    advised,
     meeting,
     raise_on_all,
     typed_failures,
