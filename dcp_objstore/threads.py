@@ -119,9 +119,8 @@ def spawn(function: Callable[[], object], name: str) -> Spawned:
             raise
         if not _stock.here.take(task):
             raise InputError(
-                "the program has ended, and Python"
-                f" {platform.python_version()} starts no more threads; call result() of a save in"
-                " the background before the program ends"
+                f"the program has ended, and Python {platform.python_version()} starts no more"
+                " threads; call result() of each save before its end"
             ) from None
     return task
 

@@ -385,9 +385,7 @@ def refuse_uncounted(run: ObjectStore, number: int) -> None:
         raise errors.SupersededError(
             f"a job has claimed this run (claim {claim.record.number}), and this save has no claim,"
             " so its step would not count: no job would resume from it",
-            advice="pass the claim that dcp_objstore.claim_run returned (CheckpointManager with"
-            " claim_run=True does this and has the claim as its attribute `claim`), or save under a"
-            " URL that is not directly below this run",
+            advice="pass claim=, which dcp_objstore.claim_run returns, or save under another run",
             url=run.url,
         )
 

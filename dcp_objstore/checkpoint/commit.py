@@ -417,9 +417,8 @@ def _lost(store: ObjectStore, seen: Stored[Marker] | None, claim: int) -> LostRa
     later = max(seen.record.claim, seen.record.base) if seen else 0
     if later > claim:
         return SupersededError(
-            "a newer job took over this run while this save was under way (claim"
-            f" {later}, this job has {claim or 'none'}); this save was not committed."
-            " Stop this job",
+            f"a newer job took over this run while this save was under way (claim {later}, this job"
+            f" has {claim or 'none'}), and nothing was committed. Stop this job",
             url=store.url,
         )
     winner = f"commit {seen.record.commit_id}" if seen else "the marker was removed"

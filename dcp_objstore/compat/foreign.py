@@ -212,8 +212,8 @@ def _find(module: str, name: str) -> Global:
     whole = f"{module}.{name}"
     if "." in name or whole not in _ALLOWED:
         raise UntrustedPickleError(
-            f"the .metadata asks for {whole[:200]!r}, which is not among the classes that "
-            "stock torch.distributed.checkpoint writes; it was not unpickled"
+            f"the .metadata asks for {whole[:200]!r}, which is not among the classes that stock"
+            " torch.distributed.checkpoint writes; it was not unpickled"
         )
     return _stand_in(whole)
 
@@ -377,8 +377,7 @@ def _relative_path(value: object) -> str:
     if "" in parts[1:-1] and parts[0] and ":" not in parts[0]:
         raise UnsupportedError(
             f"an item lies in {path[:200]!r}, a key with an empty part, which cannot be addressed"
-            " here (a prefix strategy was given a prefix that ends in a slash): copy its objects to"
-            " keys without it, and write its .metadata again"
+            " here: copy its objects, and write its .metadata again"
         )
     if (
         not path

@@ -40,8 +40,7 @@ def check_transforms(names: Sequence[str], key: str) -> None:
         if extension != _ZSTD or version.partition(".")[0] != "1":
             raise UnsupportedError(
                 f"it was written through the torch.distributed.checkpoint extension {name!r}, which"
-                " is not known here (only stream.zstd/1 is): load it with stock torch and the code"
-                " of that extension, and save it without",
+                " is not known here: load it with stock torch, and save it without",
                 key=key,
             )
         if importlib.util.find_spec("zstandard") is None and sys.version_info < (3, 14):

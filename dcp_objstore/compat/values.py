@@ -65,7 +65,7 @@ def check_safe(body: bytes, key: str, *, trust_pickle: bool, is_verified: bool =
             f"the value needs {refused}, which could run code when it is unpickled",
             advice="if you know it to be harmless, declare it by"
             " torch.serialization.add_safe_globals before you load. trust_pickle=True turns this"
-            " check off for all values: pass it only if you trust the author of this checkpoint",
+            " check off: pass it only if you trust the author",
             key=key,
         )
 
@@ -96,11 +96,7 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
         refused = _refusal(body)
         if refused is None:
             return
-        text = (
-            f"the value of {key!r} needs {refused}: loading it will need"
-            " torch.serialization.add_safe_globals, or trust_pickle=True. Save it as plain Python"
-            " data or as a tensor to avoid that"
-        )
+        text = f"to load the value of {key!r}, pass {refused} to add_safe_globals, or trust_pickle=True"
     except _NOT_OF_TORCH:  # a planner may have its own format
         text = (
             f"the value of {key!r} is not what torch.save writes: loading this checkpoint will"

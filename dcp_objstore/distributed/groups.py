@@ -241,7 +241,6 @@ def _refuse_unlike_names(group: dist.ProcessGroup) -> None:
     dist.all_gather_object(counts, torch_private.count_groups(), group=group)
     if len(set(counts)) > 1:
         raise UnsupportedError(
-            "torch cannot make a process group of these ranks alone, because some of them are in"
-            " more groups than others; leave process_group out, or save with"
-            " dcp_objstore.save"
+            "torch cannot make a process group of these ranks alone, because some are in more"
+            " groups than others; leave process_group out"
         )

@@ -352,9 +352,8 @@ class _Verification:
         if _misleads(self._store, index_body):
             self._check_gone(ObjectNotFoundError("", object_key=DOT_METADATA_KEY))
             text = (
-                f"{DOT_METADATA_KEY}: does not describe this checkpoint, so stock torch cannot load"
-                f" it, or loads something else; `dcp-objstore repair {self._store.url}` writes it"
-                " again"
+                f"{DOT_METADATA_KEY}: does not describe this checkpoint;"
+                f" `dcp-objstore repair {self._store.url}` writes it again"
             )
             self._damaged.add(Damage(DOT_METADATA_KEY, "metadata", text=text))
 

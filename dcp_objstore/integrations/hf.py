@@ -300,8 +300,7 @@ class _TrainerRun:
         if refused:
             raise ConfigError(
                 f"with_object_store takes no {' and no '.join(refused)}: the Trainer says when to"
-                " save. Pass save_strategy and save_steps to TrainingArguments. (When the job must"
-                " end, the last step is saved in any case.)",
+                " save. Pass save_strategy and save_steps to TrainingArguments.",
                 url=url,
             )
         limit = trainer.args.save_total_limit

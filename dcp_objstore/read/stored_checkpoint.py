@@ -77,10 +77,9 @@ _MAX_DOT_METADATA_BYTES = 4 * 1024**3
 # 2**42 took 25 s and 600 MB before it was found to be wrong.)
 _MAX_UNEXPLAINED_BYTES = 64 * 1024**3
 _LOST_MARKER = (
-    f"dcp_objstore wrote this checkpoint, but its marker ({MARKER_KEY}) is gone: it was removed, or"
-    " left out of a copy, or the checkpoint is not whole; without it nothing can be verified. Copy"
-    f" {MARKER_KEY} here, too ('dcp-objstore cp' copies checkpoints as a whole), or load another"
-    " checkpoint; verify=False reads what is here, unverified"
+    f"dcp_objstore wrote this checkpoint, but its marker ({MARKER_KEY}) is gone. Copy it here, too"
+    " ('dcp-objstore cp' copies checkpoints as a whole), or load another checkpoint; verify=False"
+    " reads what is here, unverified"
 )
 _REPLACED = "another writer replaced the checkpoint while it was opened; load it again"
 # torch's FileSystemWriter writes this for rank 0 if dcp.save is called with

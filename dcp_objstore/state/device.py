@@ -114,9 +114,8 @@ def warn_of_pageable_memory(size_bytes: int, reason: str) -> None:
     if not _warned.is_set():
         _warned.set()
         logger.warning(
-            "cannot allocate %d MiB of pinned memory (%s): ordinary memory is used, so copies from"
-            " and to the GPU take longer. A smaller TransferConfig.upload_concurrency or"
-            " memory_budget_bytes needs less pinned memory",
+            "cannot allocate %d MiB of pinned memory (%s): copies from and to the GPU take longer."
+            " A smaller TransferConfig.memory_budget_bytes needs less",
             size_bytes >> 20,
             reason,
         )

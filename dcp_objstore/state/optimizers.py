@@ -233,7 +233,7 @@ class NamedOptimizer:
                 raise StateMismatchError(
                     f"parameters of group {at} of this optimizer were saved in groups with other"
                     f" settings than each other ({first_few(differing, 3)}): group them as they"
-                    " were saved, or pass strict=False, and the group keeps its own",
+                    " were saved, or pass strict=False",
                     key=f"{self._place}.param_groups.{at}",
                 )
             if differing or not found:

@@ -41,8 +41,7 @@ Place = TypeVar("Place")
 _PAGE_KEYS = 1000  # as on S3
 _NO_COPIES = (
     "this store copies nothing by itself, or not over this transport or with these credentials;"
-    " s3:// does (with boto3, from 'dcp-objstore[s3]'), gs:// and az:// do (az:// with a key or an"
-    " identity of azure-identity), and file:// on Linux"
+    " s3:// does with boto3, az:// with a key or azure-identity, and gs://"
 )
 
 

@@ -232,10 +232,9 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
         """
         if is_in_default_group():
             warn(
-                "dcp.async_save was called without process_group=, so its thread uses the default"
-                " group. If the training does so too, on CPUs, the job can hang: pass"
-                ' process_group=torch.distributed.new_group(backend="gloo"), made once, or call'
-                " dcp_objstore.async_save"
+                "dcp.async_save was called without process_group=, and can hang with training on"
+                ' CPUs: pass process_group=torch.distributed.new_group(backend="gloo"), made once,'
+                " or call dcp_objstore.async_save"
             )
         return super().stage(state_dict, **settings)
 
@@ -255,8 +254,8 @@ class ObjectStoreWriter(KeptStager, StorageWriter):
             self._check_ranks()
             if not kwargs.get("use_collectives", True):
                 raise UnsupportedError(
-                    "use_collectives=False makes every rank write a checkpoint of its own;"
-                    " a commit needs all ranks together, so leave it at True"
+                    "use_collectives=False makes every rank write a checkpoint of its own; a commit"
+                    " needs all ranks together, so leave it at True"
                 )
             check_claim(self._claim, self._target.spec)
             check_base(self._base, self._target.spec)

@@ -100,8 +100,7 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
         raise CredentialsError(
             "no credentials for Azure: run `az login` with azure-identity installed"
             f" ({_INSTALL}), set AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_ACCOUNT_KEY, or"
-            " pass storage_options={'account_name': …, 'account_key': …} ({'anon': True} for a"
-            " public container)" + lost(stripped)
+            f" pass storage_options{lost(stripped)}"
         )
     return replace(credentials, advice=_ADVICE, endpoint_url=endpoint, account_name=account)
 
@@ -135,8 +134,8 @@ def _from_credential(credential: object) -> Credentials:
     get_token = getattr(credential, "get_token", None)
     if get_token is None:
         raise ConfigError(
-            "'credential' must be a SAS token, an account key, or an object of azure.identity;"
-            f" got {type(credential).__name__}"
+            "'credential' must be a SAS token, an account key, or an object of azure.identity; got"
+            f" {type(credential).__name__}"
         )
     if inspect.iscoroutinefunction(get_token):
         raise ConfigError(

@@ -75,8 +75,7 @@ def guard_fork() -> None:
     elif _runtime_pid != pid:
         raise errors.ForkedProcessError(
             f"process {pid} was forked from process {_runtime_pid}, which had opened a store;"
-            " requests would hang here. Start it with the 'spawn' or 'forkserver' method"
-            " (multiprocessing.get_context('spawn')), or fork before the first store is opened"
+            " requests would hang here. Start it with multiprocessing.get_context('spawn')"
         )
 
 

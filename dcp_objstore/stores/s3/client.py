@@ -94,8 +94,7 @@ def _is_express(bucket: str, endpoint: str | None) -> bool:
     if endpoint is not None:
         raise ConfigError(
             f"{bucket!r} is a directory bucket, whose endpoint follows from its name and the"
-            f" region: leave out endpoint_url ({endpoint}; it may be set in the environment or the"
-            " profile), or use transport 'boto3'"
+            f" region: leave out endpoint_url ({endpoint}), or use transport 'boto3'"
         )
     if bucket.count("--") < 2:
         raise ConfigError(f"{bucket!r} has no zone in its name, as directory buckets do")

@@ -279,10 +279,8 @@ def _keep_sharding(
             if attribute == "__get_tensor_shard__" and kept is value:
                 raise UnsupportedError(
                     f"a tensor of shape {tuple(tensor.shape)} has a {attribute} that cannot be"
-                    " copied, so a save in the background would upload what training changes"
-                    " meanwhile",
-                    advice="set a method of the tensor (types.MethodType) or a functools.partial in"
-                    " its place, or save with dcp_objstore.save",
+                    " copied",
+                    advice="set a functools.partial in its place, or save with dcp_objstore.save",
                     key=next(n for n, v in state.items() if any(t is tensor for t in _tensors(v))),
                 )
             setattr(copied, attribute, kept)
