@@ -225,8 +225,7 @@ def _take(
         again = read_claim(run, expected=True)
         if again is None or again.record.write_id != record.write_id:
             raise errors.SupersededError(
-                f"another job claimed this run at the same time as this one (claim {number}), and"
-                " goes on with it",
+                f"another job claimed this run at the same time (claim {number}) and has it",
                 advice="stop this job",
                 url=run.url,
             )

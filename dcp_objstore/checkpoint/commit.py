@@ -208,8 +208,7 @@ def _take_token(
     if stored is None:
         if not overwrite and dot_metadata != IfAbsent():
             raise CheckpointExistsError(
-                "there is a '.metadata' here without a commit marker: a checkpoint that another"
-                " library wrote",
+                "there is a '.metadata' here: another library wrote a checkpoint",
                 advice="save under another URL, or pass overwrite=True to replace it",
                 url=store.url,
             )
@@ -267,10 +266,8 @@ def refuse_later(store: ObjectStore, marker: Marker, claim: int) -> None:
     if later > claim:
         own = f"this job has claim {claim}" if claim else "this job has none"
         raise SupersededError(
-            f"this step belongs to claim {later} of its run, and {own}: a newer job took over the"
-            " run. Nothing was changed",
-            advice="stop this job; if it is the newer one, call dcp_objstore.claim_run in it and"
-            " pass the claim",
+            f"this step belongs to claim {later} of its run, and {own}: a newer job has the run",
+            advice="stop this job; if it is the newer one, pass the claim of claim_run",
             url=store.url,
         )
 

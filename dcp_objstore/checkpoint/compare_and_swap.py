@@ -117,8 +117,7 @@ def _is_refusal(error: DcpObjstoreError) -> bool:
 
 def _unknown(store: ObjectStore, what: str, last: DcpObjstoreError) -> CommitUnknownError:
     return CommitUnknownError(
-        f"the store did not say whether {what} took effect, and it still may (last answer: {last});"
-        " nothing was deleted",
+        f"the store did not say whether {what} took effect (last answer: {last}); it still may",
         advice="look at what is there before you go on",
         url=store.url,
     )

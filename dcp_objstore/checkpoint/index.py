@@ -455,8 +455,7 @@ def _refuse_newer(body: bytes) -> None:
         return
     if isinstance(first, list) and first and type(first[0]) is int and first[0] > FORMAT:
         raise UnsupportedError(
-            f"the checkpoint has index format {first[0]}, this version of dcp_objstore reads up to"
-            f" {FORMAT}",
+            f"the checkpoint has index format {first[0]}, dcp_objstore here reads up to {FORMAT}",
             advice="upgrade dcp_objstore to load it",
         )
 

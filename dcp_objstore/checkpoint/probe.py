@@ -105,10 +105,8 @@ def require_fencing(
     if not capabilities.conditional_create:
         if not allow_unfenced:
             raise UnsupportedError(
-                "this store does not keep two writers apart: it lets a PUT with `If-None-Match: *`"
-                " replace an object",
-                advice="use a store with conditional writes, or, if only one job ever saves here,"
-                " pass allow_unfenced=True",
+                "two writers can meet here: a PUT with `If-None-Match: *` replaces an object",
+                advice="use another store, or, if one job alone saves here, allow_unfenced=True",
                 url=store.url,
             )
         logger.warning(
@@ -142,8 +140,7 @@ def require_rewrites(store: ObjectStore, what: str) -> None:
         raise UnsupportedError(
             f"{what} here: this store cannot {lacks} an object conditionally, so nothing would keep"
             " a save that is under way from committing onto what is being removed",
-            advice="use a store with conditional writes; here, remove old checkpoints by hand while"
-            " no job is running",
+            advice="use a store with conditional writes; here, remove by hand while no job runs",
             url=store.url,
         )
 

@@ -96,7 +96,7 @@ def warn_unsafe_value(body: bytes, key: str, warned: set[str]) -> None:
         refused = _refusal(body)
         if refused is None:
             return
-        text = f"to load the value of {key!r}, pass {refused} to add_safe_globals, or trust_pickle=True"
+        text = f"a load of {key!r} needs {refused} in add_safe_globals, or trust_pickle=True"
     except _NOT_OF_TORCH:  # a planner may have its own format
         text = (
             f"the value of {key!r} is not what torch.save writes: loading this checkpoint will"
@@ -131,8 +131,7 @@ def not_built(error: Exception, body: bytes, key: str, *, is_verified: bool) -> 
     if isinstance(error, _NOT_OF_TORCH) or "PytorchStreamReader" in str(error):
         return UntrustedPickleError(
             f"this is not what torch.save writes ({str(error).partition(chr(10))[0]})."
-            " trust_pickle=True passes it to the planner as it is: use that only if you trust the"
-            " author of this checkpoint",
+            " trust_pickle=True passes it to the planner as it is (only if you trust its author)",
             key=key,
         )
     return by_cause(

@@ -177,8 +177,7 @@ def copy_checkpoint(
     if marker is None:
         raise UnsupportedError(
             "another library wrote this checkpoint, without digests to compare a copy with",
-            advice="dcp_objstore.import_checkpoint (dcp-objstore import) saves it as one that has"
-            " them",
+            advice="dcp_objstore.import_checkpoint (dcp-objstore import) adds them",
             url=spec.url,
         )
     target = StoreSpec(url, storage_options, config)

@@ -366,8 +366,7 @@ def _plan(
     tensors = {key: _as_dtype(info, dtype) for key, info in source.tensors.items()}
     if not (source.keys if is_torch else tensors):
         raise InputError(
-            "there is nothing to export: none of the keys is that of a tensor, and files of"
-            " safetensors hold nothing else",
+            "nothing to export: no key is that of a tensor, and safetensors hold only these",
             advice="choose others with keys=, or export to a .pt file",
             url=checkpoint.url,
         )

@@ -84,8 +84,8 @@ def adapter_folder(checkpoint: Checkpoint, keys: Iterable[str] | None) -> Adapte
     adapter = adapters[wanted[0]]
     if None in adapter.names.values():
         raise UnsupportedError(
-            "PEFT computes what it writes of this adapter; load the checkpoint into the model, and"
-            " call its save_pretrained",
+            "PEFT computes what it writes of this adapter: load it into the model and call"
+            " save_pretrained",
             url=checkpoint.url,
         )
     return AdapterFolder(adapter.config, _keys(adapter))

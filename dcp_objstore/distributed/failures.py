@@ -103,8 +103,7 @@ def typed_failures(
         # reporting that a collective failed, in terms of sockets, which the traceback shows.
         who = missing_ranks()
         raise RankFailedError(
-            f"{who or 'a rank'} died, did not make this call, or did not answer within the process"
-            " group's time-out",
+            f"{who or 'a rank'} died, did not make this call, or did not answer in time",
             rank=current_rank(),
             url=url,
             advice=advice,
@@ -185,8 +184,7 @@ def raise_on_all(
                 if value != first.same[name]:
                     raise ConfigError(
                         f"every rank must pass the same {name}=, but rank {global_rank(0, group)}"
-                        f" has {first.same[name]!r} and rank {global_rank(number, group)}"
-                        f" {value!r}",
+                        f" has {first.same[name]!r}, rank {global_rank(number, group)} {value!r}",
                         url=url,
                     )
 

@@ -64,8 +64,7 @@ def gone_error(url: str | None) -> InputError:
     return InputError(
         "the process group of this call was destroyed before its end",
         url=url,
-        advice="call result() of each save in the background, and leave the block of a"
-        " CheckpointManager, before torch.distributed.destroy_process_group()",
+        advice="call result() of each save, and leave a CheckpointManager's block, before it ends",
     )
 
 

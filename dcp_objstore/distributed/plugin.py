@@ -165,8 +165,7 @@ class Target:
             spec = self._spec.at(url)
         if self._unused and self._spec is not None and spec.url != self._spec.url:
             raise ConfigError(
-                f"two URLs: the writer or reader was made with {self._spec.url}, and checkpoint_id="
-                f" is {spec.url}",
+                f"two URLs: of the writer or reader {self._spec.url}, checkpoint_id={spec.url}",
                 advice="leave one of them out",
                 url=spec.url,
             )
@@ -188,8 +187,8 @@ class Target:
         spec = self._aimed()
         if spec is None:
             raise ConfigError(
-                "no checkpoint URL: pass one when making the writer or reader, or as"
-                " checkpoint_id= to the DCP call"
+                "no checkpoint URL: pass one when making the writer or reader, or as checkpoint_id="
+                " to the DCP call"
             )
         return spec
 

@@ -72,10 +72,7 @@ def check_trace(trace: object) -> str | None:
     if trace is None:
         return None
     if not isinstance(trace, (str, os.PathLike)) or "://" in str(trace) or not str(trace):
-        raise ConfigError(
-            f"trace must name a local file, such as 'save.json', got {trace!r}; copy it to a bucket"
-            " afterwards"
-        )
+        raise ConfigError(f"trace must name a local file, such as 'save.json', got {trace!r}")
     text = os.fspath(trace)
     try:
         text.format(rank=0, name="")

@@ -252,8 +252,7 @@ class AgreeingLoadPlanner(AgreeingPlanner, DefaultLoadPlanner):
             if missing and not count:
                 raise StateMismatchError(
                     f"the checkpoint has none of the {missing} keys that the state asks for",
-                    advice="check that it is the right checkpoint and that the state is nested as"
-                    " it was saved",
+                    advice="check the URL, and that the state is nested as it was saved",
                 )
             parts = self._converted.left_out if self._strict else ()
             unasked = self._unasked_by_all(of_ranks, parts)

@@ -355,8 +355,7 @@ def _open_folder(
     if _RANK_METADATA_KEY in listed:
         raise UnsupportedError(
             "every rank has its own .metadata here, as torch writes it with use_collectives=False;"
-            " only stock torch loads that, with the same number of ranks: save it again without"
-            " use_collectives=False",
+            " load it with stock torch, and save it without that",
             object_key=_RANK_METADATA_KEY,
             url=store.url,
         )

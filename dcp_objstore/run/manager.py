@@ -445,8 +445,7 @@ class CheckpointManager:
         self._steps_unasked += self._preempted
         if self._steps_unasked == _STEPS_UNASKED:
             logger.warning(
-                "%s: this job must end, and %d steps later it still trains: leave the loop when"
-                " run.preempted() is true",
+                "%s: this job must end, and %d steps later no one asked run.preempted()",
                 self._url,
                 _STEPS_UNASKED,
             )

@@ -90,10 +90,8 @@ def load_newest(
                 at = run.at(step_url(url, step))
                 if not on_first(partial(_is_lost, at, error.key), url, group):
                     raise RetryableError(
-                        f"{error.message}; but a verification finds this step whole, so no older"
-                        " one is loaded",
-                        advice="load again. If that fails in the same way, pass the number of the"
-                        " step that you want to load",
+                        f"{error.message}; yet a verification finds this step whole",
+                        advice="load again; if that fails, too, pass the number of a step",
                         key=error.key,
                         object_key=error.object_key,
                         url=at.url,

@@ -262,8 +262,7 @@ class RunSaves:
                 raise CheckpointExistsError(
                     f"step {step} was not saved: this job has loaded no step of the run, and"
                     f" {later}",
-                    advice="call load() first (load(step=...) to go back to a step), or save to"
-                    " another run",
+                    advice="call load() first, or load(step=...), or save to another run",
                     url=self._url,
                 )
             if claim is None:

@@ -160,8 +160,7 @@ def check_takes_values(wrapper: torch.Tensor) -> None:
     except Exception as error:
         raise StateMismatchError(
             f"the state's {type(wrapper).__name__} takes no other tensor than one of its class,"
-            f" made with the same settings ({str(error).partition(chr(10))[0]}); load into a tensor"
-            " as it was saved"
+            f" made alike ({str(error).partition(chr(10))[0]})"
         ) from error
 
 
@@ -177,8 +176,7 @@ def _check_quantization(source: torch.Tensor, destination: torch.Tensor) -> None
     if _quantization(source) != _quantization(destination):
         raise StateMismatchError(
             f"saved as {source.dtype}, the state has {destination.dtype}, and the scales or zero"
-            " points differ; load into a tensor that is quantized in the same way, or save"
-            " tensor.dequantize()"
+            " points differ: load into one quantized alike, or save dequantize()"
         )
 
 

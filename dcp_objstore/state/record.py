@@ -90,8 +90,7 @@ class Record:
         made = wanted[name]
         if not tuple(torch_private.local_tensor(made).size()) == tuple(tensor.size()) == sizes:
             raise StateMismatchError(
-                f"saved as parts of class {type(tensor).__name__}, of which this rank needs another"
-                " one than was saved",
+                f"saved as parts of a {type(tensor).__name__}, of which this rank needs another",
                 advice="step the optimizer once before the load, so that it has tensors to fill",
                 key=key,
             )

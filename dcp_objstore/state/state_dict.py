@@ -180,8 +180,7 @@ class ConvertedState:
         if isinstance(value, tuple) and has_parts(value):
             raise StateMismatchError(
                 "a tuple is stored as one pickled value",
-                advice="put modules, optimizers, Stateful objects and sharded tensors into a list"
-                " or a dict",
+                advice="put modules, optimizers and sharded tensors into a list or a dict",
                 key=_name(path),
             )
         if not is_stateful(value) and not self._is_decided(value):

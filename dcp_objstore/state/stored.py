@@ -67,7 +67,6 @@ def unknown_dtype(name: str, key: str) -> UnsupportedError:
     """Return the error for a tensor whose dtype is unknown."""
     return UnsupportedError(
         f"the checkpoint has this tensor as {name[:100]!r}, a dtype that this version of"
-        " dcp_objstore or of torch does not know: upgrade them, or leave the tensor out of what"
-        " you load",
+        " dcp_objstore or of torch does not know: upgrade them, or leave it out",
         key=key,
     )

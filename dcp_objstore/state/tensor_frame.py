@@ -163,8 +163,7 @@ def check_layout(layout: torch.layout, key: str | None = None) -> None:
     if layout != torch.strided:
         raise UnsupportedError(
             f"a tensor of layout {constant_name(layout)} cannot be saved or loaded",
-            advice="use its to_dense(), or its parts (indices, offsets and values) as separate"
-            " tensors",
+            advice="use its to_dense(), or its parts (such as indices) as separate tensors",
             key=key,
         )
 

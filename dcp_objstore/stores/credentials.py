@@ -165,8 +165,7 @@ class Renewing:
         ends_at = None if last is None else last["expires_at"]
         if last is None or ends_at is None or now >= ends_at:
             raise CredentialsError(
-                f"{self._source}: the credentials could not be renewed ({failure}), and there are"
-                " no others",
+                f"{self._source}: the credentials could not be renewed ({failure})",
                 advice=f"pass new ones, {self._advice}",
             )
         logger.warning("%s: the credentials could not be renewed (%s)", self._source, failure)

@@ -240,8 +240,7 @@ WANTS_TLS = Meaning(ConfigError, "the server does not speak plain HTTP", _USE_HT
 # once: bytes of which readers ask again.
 WHOLE = Meaning(
     CorruptDataError,
-    "the store ignores Range: it sends whole objects where a part was asked for (or something on"
-    " the way to it does)",
+    "the store ignores Range: it, or something on the way, sends whole objects",
 )
 ANOTHER_RANGE = Meaning(CorruptDataError, "the store sent another range than was asked for")
 # An answer that no store gives. A write may have taken effect all the same.

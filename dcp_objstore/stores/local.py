@@ -383,8 +383,7 @@ def locked(folder: Path, policy: RetryPolicy) -> Iterator[None]:
             raise errors.StoreUnavailableError(
                 f"another process has held the lock {folder / _LOCK_NAME} for"
                 f" {policy.patience_seconds:.0f} s",
-                advice="end that process ('fuser -v' with this path names it), or wait for it, and"
-                " try again",
+                advice="end that process ('fuser -v' with this path names it), or wait for it",
             )
 
 

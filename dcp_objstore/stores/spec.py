@@ -352,14 +352,10 @@ def open_bucket_uploads(spec: StoreSpec) -> S3Uploads:
         raise UnsupportedError(f"{url.scheme}:// has no multipart uploads")
     if url.scheme == "az":
         raise UnsupportedError(
-            "unfinished uploads to az:// cannot be listed; Azure removes their blocks by itself, a"
-            " week after the last one"
+            "unfinished uploads to az:// cannot be listed; Azure removes them after a week"
         )
     if url.scheme != "s3":
-        raise UnsupportedError(
-            f"unfinished uploads to {url.scheme}:// cannot be listed; a lifecycle rule of the"
-            " bucket removes them"
-        )
+        raise UnsupportedError(f"unfinished uploads to {url.scheme}:// cannot be listed")
     if importlib.util.find_spec("boto3") is None:
         raise UnsupportedError(
             "boto3 is not installed, which lists unfinished uploads: pip install 'dcp-objstore[s3]'"

@@ -207,8 +207,7 @@ class AsyncSaveHandle:
         """Wait for the end of the save. A callback of its futures runs in the thread that saves."""
         if not self.done() and threading.current_thread() is self._thread:
             raise InputError(
-                "a callback of `staging_completion` waits for the save, which goes on only after"
-                " the callback",
+                "a callback of `staging_completion` waits for the save, which waits for it",
                 advice="wait in a callback of `upload_completion`",
                 url=self.url,
             )

@@ -269,8 +269,7 @@ class _State:
             raise StateMismatchError(
                 f"rank {self.first_ranks[number]} has {_described(first)}, rank {rank}"
                 f" {_described(kind)}",
-                advice="what differs between the ranks needs a key of its own on each, or a PerRank"
-                " around it",
+                advice="save what differs under other keys, or in a PerRank",
                 key=key,
             )
         return number

@@ -282,8 +282,7 @@ class Layout:
         if data.shape != item.tensor_data.chunk.sizes:
             raise UnsupportedError(
                 f"the save planner gave a tensor of shape {tuple(data.shape)} for a part of shape"
-                f" {tuple(item.tensor_data.chunk.sizes)}; transform_object may change the dtype of"
-                " a tensor, not its shape"
+                f" {tuple(item.tensor_data.chunk.sizes)}, and may only change dtypes"
             )
         return data
 

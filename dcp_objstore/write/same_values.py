@@ -102,8 +102,7 @@ class SeenValues:
         if different and is_first(group):
             logger.warning(
                 "%s: %s not the same on all ranks, and the first rank's is saved for all of them"
-                " (%s). Wrap what each rank has for itself in dos.PerRank. Later saves do not"
-                " compare these again",
+                " (%s). Wrap what each rank has for itself in dos.PerRank",
                 url,
                 "1 value is" if len(different) == 1 else f"{len(different)} values are",
                 first_few(list(different.values()), 5),

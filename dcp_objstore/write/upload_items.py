@@ -275,8 +275,8 @@ def _check_changed(store: ObjectStore, object_key: str, changed: Sequence[Change
         body = read_range(store, object_key, start, end)
         if block_digests(body) != mixed.digests.result():
             raise InputError(
-                "the tensor changed while it was being saved: use dcp_objstore.async_save, which"
-                " copies the state first",
+                "the tensor changed while it was being saved: dcp_objstore.async_save copies it"
+                " first",
                 key=mixed.key,
             )
     if changed:

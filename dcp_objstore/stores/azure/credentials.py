@@ -75,8 +75,7 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
         if idle:
             raise ConfigError(
                 f"{', '.join(map(repr, idle))} in storage_options have no effect without"
-                " 'client_secret'; for an identity without a secret pass a 'credential' of"
-                " azure-identity"
+                " 'client_secret'; pass a 'credential' of azure-identity"
             )
     parts = {}
     if options.connection_string is not None:
@@ -98,9 +97,9 @@ def find_azure_credentials(options: AzureOptions, stripped: tuple[str, ...] = ()
     credentials = from_options or _from_connection(parts) or _from_environment(endpoint)
     if credentials is None:
         raise CredentialsError(
-            "no credentials for Azure: run `az login` with azure-identity installed"
-            f" ({_INSTALL}), set AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_ACCOUNT_KEY, or"
-            f" pass storage_options{lost(stripped)}"
+            f"no credentials for Azure: run `az login` with azure-identity installed ({_INSTALL}),"
+            " set AZURE_STORAGE_CONNECTION_STRING or AZURE_STORAGE_ACCOUNT_KEY, or pass"
+            f" storage_options{lost(stripped)}"
         )
     return replace(credentials, advice=_ADVICE, endpoint_url=endpoint, account_name=account)
 

@@ -139,8 +139,7 @@ _NO_REQUESTS: _Signs = {
     ),
     _INVALID_PATH: Meaning(
         UnsupportedError,
-        "there is a key with an empty, '.' or '..' segment, such as a//b, with which transport"
-        " 'native' reads nothing",
+        "there is a key with an empty, '.' or '..' segment: transport 'native' reads nothing",
         f"{_OTHERS}; or remove the object",
     ),
     # Reads of GCS and Azure only.
@@ -320,8 +319,8 @@ def translate_panic(error: BaseException) -> DcpObjstoreError | None:
     text = str(error)
     if _NOT_A_REQUEST.search(text):
         return ConfigError(
-            "no request can be made of these settings (endpoint_url, region, credentials):"
-            f" obstore says {text!r}"
+            "no request can be made of these settings (endpoint_url, region, credentials): obstore"
+            f" says {text!r}"
         )
     return DcpObjstoreError(f"obstore failed in a way of its own, please report it: {text}")
 

@@ -278,8 +278,7 @@ def _keep_sharding(
             # A function cannot be copied, and knows only the tensor that it was made for.
             if attribute == "__get_tensor_shard__" and kept is value:
                 raise UnsupportedError(
-                    f"a tensor of shape {tuple(tensor.shape)} has a {attribute} that cannot be"
-                    " copied",
+                    f"a tensor of shape {tuple(tensor.shape)} is not copied with its {attribute}",
                     advice="set a functools.partial in its place, or save with dcp_objstore.save",
                     key=next(n for n, v in state.items() if any(t is tensor for t in _tensors(v))),
                 )
