@@ -45,8 +45,8 @@ def print_checkpoints(
         if sum(left):
             count = counted(sum(map(bool, left)), "deleted checkpoint")
             say(
-                f"{size_text(sum(left))} of {count} are left, which dcp-objstore sweep"
-                f" '{listing.url}' removes when a day has passed"
+                f"{size_text(sum(left))} of {count} left, which dcp-objstore sweep"
+                f" '{listing.url}' removes a day after the deletion"
             )
     if listing.unread:
         error = listing.unread[0]

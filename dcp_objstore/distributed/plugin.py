@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from dcp_objstore.config import TransferConfig
 from dcp_objstore.contexts import contextmanager
-from dcp_objstore.distributed.groups import gone_error
 from dcp_objstore.errors import (
     ConfigError,
     DcpObjstoreError,
@@ -46,6 +45,8 @@ def plugin_errors(rank: int | None, url: str | None) -> Iterator[None]:
 def typed(error: BaseException, rank: int | None, url: str | None) -> DcpObjstoreError:
     """Return the error, or a RankFailedError with its text, with rank and URL filled in."""
     if isinstance(error, ValueError) and _NO_GROUP in str(error):
+        from dcp_objstore.distributed.groups import gone_error  # it imports torch
+
         error = gone_error(url)
     elif not isinstance(error, DcpObjstoreError):
         error = RankFailedError(f"{type(error).__name__}: {error}")

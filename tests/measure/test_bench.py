@@ -88,11 +88,13 @@ def round_of(seconds: float) -> _Round:
 
 def test_noise_is_told_of():
     steady = [round_of(seconds) for seconds in (1.0, 1.01, 1.0)]
-    assert list(_doubts("saves", steady)) == []
-    (warning,) = _doubts("saves", [round_of(2.0), *steady])
+    noisy = [round_of(2.0), *steady]
+    assert list(_doubts(False, saves=steady, loads=steady)) == []
+    (warning,) = _doubts(False, saves=steady, loads=noisy)
     assert "factor of 2.0" in warning
-    (warning,) = _doubts("saves", steady[:2])
-    assert "too few" in warning
+    assert list(_doubts(True, saves=noisy, loads=noisy)) == []  # the machine is busy: said already
+    (warning,) = _doubts(False, saves=steady[:2], loads=steady[:2])
+    assert "too few rounds of saves and loads" in warning
 
 
 @pytest.mark.backends("seaweed")

@@ -86,7 +86,7 @@ def test_every_key_that_does_not_fit_is_named_with_both_sides():
         "last": torch.ones(5),
     }
     for strict in (True, False):
-        _, *lines = refusal(state, metadata, strict=strict).splitlines()
+        _, *lines, _ = refusal(state, metadata, strict=strict).splitlines()
         assert [line.strip() for line in lines] == [
             "value: saved as a plain value, the state has a tensor",
             "shape: saved with shape (2, 3), the state has (3, 2)",
