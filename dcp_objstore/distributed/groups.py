@@ -64,7 +64,8 @@ def gone_error(url: str | None) -> InputError:
     return InputError(
         "the process group of this call was destroyed before its end",
         url=url,
-        advice="call result() of each save, and leave a CheckpointManager's block, before it ends",
+        advice="call result() of each save, and leave a CheckpointManager's block, before"
+        " destroy_process_group()",
     )
 
 
