@@ -16,18 +16,11 @@ torch allows. Any other is left to torch, which refuses it.
 
 from __future__ import annotations
 
-import enum
 import functools
-import http
 import io
 import math
-import mmap
 import pathlib
 import pickle
-import re
-import signal
-import socket
-import uuid
 import weakref
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable
@@ -55,9 +48,6 @@ _DIALECT: Final = Dialect(
     max_key_bits=64,
 )
 _MAX_GLOBALS: Final = 1_000  # the most different ones
-# The old format has a number, its version, facts of the machine, the value, and keys of storages.
-_OLD_PICKLES: Final = 5
-_MAX_OLD_BYTES: Final = 64 * 1024 * 1024
 _Arguments = tuple[object, ...]
 _FROM_TYPE: Final = "torch._tensor._rebuild_from_type_v2"
 _QUANTIZED: Final = "torch._utils._rebuild_qtensor"
@@ -94,31 +84,9 @@ def vet(body: bytes | memoryview) -> frozenset[str]:
     trial.run()
     # Torch's own unpickler reads other protocols, too, as far as they have the same opcodes.
     is_known = is_whole and trial.is_known and pickled.startswith(b"\x80\x02")
-    # Decimals can be chosen so that all have one hash.
-    hashes_decimals = trial.hashes_items and _DECIMAL in trial.inert
-    if not is_known or hashes_decimals or any(trial.attributes):
+    if not is_known or any(trial.attributes):
         return frozenset()
     return frozenset(trial.inert)
-
-
-def vet_old(body: bytes | mmap.mmap) -> None:
-    """Check that torch may unpickle a file of the format before torch 1.6.
-
-    It is a few pickles, one after the other, and then the tensors' memory.
-
-    Raises:
-        HostilePickleError: as `vet`.
-    """
-    at = 0
-    for _ in range(_OLD_PICKLES):
-        pickled = body[at : at + _MAX_OLD_BYTES]
-        end, is_whole = scan(pickled, _DIALECT)
-        if not is_whole and len(pickled) == _MAX_OLD_BYTES:
-            raise HostilePickleError(f"it has more than {_MAX_OLD_BYTES} bytes")
-        _DryUnpickler(pickled[:end], len(body)).run()
-        if not is_whole:
-            return  # nor does torch go on
-        at += end
 
 
 class _EndError(Exception):
@@ -151,10 +119,6 @@ class _Result(Node):
         hash(key)
         self.trial.note_form(self.name in _DICTIONARIES)
 
-    def __hash__(self) -> int:
-        self.trial.note_form(self.name != _DECIMAL)
-        return object.__hash__(self)
-
     def __call__(self, *_: object) -> None:
         raise _EndError  # torch calls only what has a name
 
@@ -171,18 +135,16 @@ class _DryUnpickler(pickle.Unpickler):
     Args:
         pickled: the part of the pickle that `scan` has passed.
         stored_bytes: the size of what has the storages, unpacked.
-        size_of: returns the size of a storage by its name, or None if there is none. Default: it is
-            not known before they are read, as in the old format.
+        size_of: returns the size of a storage by its name, or None if there is none.
 
     Attributes:
         inert: names of `_INERT` that were found.
         is_known: whether all parts have known forms.
-        hashes_items: whether something hashes the items of lists, which are not examined.
         attributes: attributes of the BytesIO objects, which stay empty in what was saved.
     """
 
     def __init__(
-        self, pickled: bytes, stored_bytes: int, size_of: Callable[[str], int | None] | None = None
+        self, pickled: bytes, stored_bytes: int, size_of: Callable[[str], int | None]
     ) -> None:
         super().__init__(io.BytesIO(pickled), encoding="bytes")
         self.stored_bytes = stored_bytes
@@ -192,7 +154,6 @@ class _DryUnpickler(pickle.Unpickler):
         self.globals: dict[str, Global] = {}
         self.inert: set[str] = set()
         self.is_known = True
-        self.hashes_items = False
         self.attributes: list[dict[object, object]] = []
 
     def run(self) -> None:
@@ -244,7 +205,6 @@ class _DryUnpickler(pickle.Unpickler):
         else:
             # What torch allows may do more with such a value than torch had in mind.
             self.note_form(not _has_inert(args))
-            self.hashes_items |= name in _HASHING and bool(args)
 
     def check_call(self, name: str, args: _Arguments) -> None:
         wanted = _ARGUMENTS.get(name)
@@ -267,13 +227,11 @@ class _DryUnpickler(pickle.Unpickler):
     def persistent_load(self, place: object) -> object:
         """Return the stand-in for the storage of a tensor (BINPERSID)."""
         if type(place) is not tuple or len(place) < 5:
-            if self.size_of is None:
-                raise HostilePickleError("it holds whole modules, and not only their state")
             raise _EndError
         _, cls, name, _, count = place[:5]
         if not isinstance(cls, Global) or type(name) is not str or type(count) is not int:
             raise HostilePickleError("a storage is described in an unknown way")
-        size_bytes = self.stored_bytes if self.size_of is None else self.size_of(name)
+        size_bytes = self.size_of(name)
         itemsize = _itemsize(cls.name)
         if size_bytes is None or itemsize is None:
             raise HostilePickleError("a storage is not there, or of no known type")
@@ -317,10 +275,8 @@ _ARGUMENTS: Final[dict[str, Callable[[_Arguments], bool]]] = {
 # --- values that run nothing -----------------------------------------------------------------
 
 _STOP: Final = ord(".")
-_DECIMAL: Final = "decimal.Decimal"
 _DEQUE: Final = "collections.deque"
 _DICTIONARIES: Final = ("collections.OrderedDict", "collections.Counter")
-_HASHING: Final = frozenset({"builtins.set", *_DICTIONARIES})
 _DTYPE: Final = "numpy.dtype"
 _ARRAY: Final = "numpy.ndarray"
 _NUMPY: Final = ("numpy._core.multiarray", "numpy.core.multiarray")  # NumPy 2, and 1
@@ -421,30 +377,6 @@ def _is_numpy_scalar(args: _Arguments) -> bool:
     return _size_of(args[1]) == _size_of_element(args[0])
 
 
-def _one_of(cls: type[enum.Enum]) -> _Form:
-    """Return a form: the value of a member. Other values could make new members of a flag."""
-    values = frozenset((type(member.value), member.value) for member in cls)
-    return lambda args: (
-        len(args) == 1 and type(args[0]) in (int, str) and (type(args[0]), args[0]) in values
-    )
-
-
-_ENUM_MODULES: Final = (http, re, signal, socket, uuid)
-_ENUMS: Final = {
-    f"{module.__name__}.{name}": value
-    for module in _ENUM_MODULES
-    for name, value in vars(module).items()
-    if isinstance(value, type)
-    and issubclass(value, enum.Enum)
-    and (value.__module__, value.__qualname__) == (module.__name__, name)
-}
-# Some versions of Python pickle members by their names in the module.
-_MEMBERS: Final = frozenset(
-    f"{module.__name__}.{name}"
-    for module in _ENUM_MODULES
-    for name, value in vars(module).items()
-    if isinstance(value, enum.Enum)
-)
 _PATHS: Final = frozenset(
     f"{module}.{cls.__name__}"
     for cls in (type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath)
@@ -462,15 +394,13 @@ _INERT_CALLS: Final[dict[str, _Form]] = {
     "datetime.time": _time(6),
     "datetime.timedelta": _are(int, int, int),
     "datetime.timezone": _is_zone,
-    _DECIMAL: _are(str),
     _DTYPE: _is_dtype,
     **dict.fromkeys(_PATHS, lambda args: all(type(part) is str for part in args)),
     **{f"{module}._reconstruct": _is_empty_array for module in _NUMPY},
     **{f"{module}.scalar": _is_numpy_scalar for module in _NUMPY},
-    **{name: _one_of(cls) for name, cls in _ENUMS.items()},
 }
 _INERT_NEW: Final[dict[str, _Form]] = {"_io.BytesIO": _are()}
-_INERT: Final = frozenset({*_INERT_CALLS, *_INERT_NEW, *_MEMBERS, _ARRAY})
+_INERT: Final = frozenset({*_INERT_CALLS, *_INERT_NEW, _ARRAY})
 
 
 def _is_buffer(result: _Result, state: object) -> bool:

@@ -26,7 +26,7 @@ from dcp_objstore.checkpoint.names import TORCH_SUFFIXES
 from dcp_objstore.compat.archive import ZIP_START, Archive, ArchiveError, unpacked_limit_bytes
 from dcp_objstore.compat.inert_pickle import HostilePickleError
 from dcp_objstore.compat.values import unpickled
-from dcp_objstore.compat.vet import vet, vet_old
+from dcp_objstore.compat.vet import vet
 from dcp_objstore.config import MIB, TransferConfig
 from dcp_objstore.contexts import contextmanager
 from dcp_objstore.convert.names import folder_and_name, options_of_other
@@ -58,9 +58,6 @@ from dcp_objstore.write.writer import ObjectStoreWriter
 
 _DOWNLOAD_BYTES = 16 * MIB
 _CONCURRENT_DOWNLOADS = 8
-# What torch wrote before 1.6, or without its zip format, begins with this number, pickled. Such a
-# file cannot be mapped into memory.
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 
 
 def import_checkpoint(
@@ -314,15 +311,9 @@ def _is_mappable(path: Path, trust_pickle: bool) -> bool:
             far more than it has, or crash.
     """
     with path.open("rb") as file:
-        head = file.read(32)
-        is_zip = head.startswith(ZIP_START)
-        if not is_zip and _LEGACY_MAGIC not in head:
-            raise ValueError("it is no zip file")
+        if file.read(len(ZIP_START)) != ZIP_START:
+            raise ValueError("it is not a zip file, as torch writes since 1.6; torch.save it again")
         body = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    if not is_zip:
-        if not trust_pickle:
-            vet_old(body)
-        return False
     if not trust_pickle:
         vet(memoryview(body))
     archive = Archive(memoryview(body))

@@ -114,7 +114,7 @@ class ObjectStoreReader(StorageReader):
             Default False: values load if `torch.load(weights_only=True)` allows them, including
             what you declared with `torch.serialization.add_safe_globals`, or if they are of a few
             types that run no code (`BytesIO`, numeric NumPy arrays and scalars, `datetime`,
-            `Decimal`, `Path`, `range`, `deque`, enums of the standard library).
+            `Path`, `range`, `deque`).
         read_once: bytes that several ranks need (replicas, values, blocks that another layout cuts)
             are fetched and verified by one rank, which hands them to the others. The store then
             serves each byte once, whatever the number of ranks. Ranks on one host pass bytes

@@ -270,14 +270,16 @@ def test_an_index_decides_where_a_tensor_is_and_must_be_right(tmp_path):
     assert_same(dos.read_state_dict(place), {"w": torch.ones(2), "v": torch.arange(3)})
 
 
-def test_a_torch_file_that_is_no_zip_is_imported(tmp_path):
+def test_a_torch_file_that_is_no_zip_is_refused(tmp_path):
     source, place = tmp_path / "old.pt", (tmp_path / "step-0").as_uri()
     torch.save(training_state(), source, _use_new_zipfile_serialization=False)
-    dos.import_checkpoint(source, place, progress=False)
-    assert_same(dos.read_state_dict(place), training_state())
+    for trust_pickle in (False, True):
+        with pytest.raises(CheckpointCorruptError, match="zip"):
+            dos.import_checkpoint(source, place, trust_pickle=trust_pickle)
     source.write_bytes(b"<html>" * 100)
     with pytest.raises(CheckpointCorruptError, match="zip"):
-        dos.import_checkpoint(source, place, overwrite=True)
+        dos.import_checkpoint(source, place)
+    assert not (tmp_path / "step-0").exists()
 
 
 def repacked(source: Path) -> None:

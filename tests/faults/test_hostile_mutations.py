@@ -15,8 +15,6 @@ import random
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
-from decimal import Decimal
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +55,7 @@ VALUES = [
     for value in (
         *(7, {"lr": 1e-3, "betas": (0.9, 0.95)}, torch.zeros(3), b"bytes", {1, 2}, "x" * 99),
         *(io.BytesIO(b"bytes"), [np.ones(3), np.float32(1)], datetime.now(UTC), Path("/x")),
-        *(deque([1, 2], 3), [HTTPStatus.OK, range(3), Decimal(1)]),
+        *(deque([1, 2], 3), [range(3)]),
     )
 ]
 NUMBERS = [0, 1, -1, 2**31, 2**32 - 1, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)]
