@@ -170,13 +170,11 @@ class Access:
             raise self._answer.error
         if identity is None:
             return ok("in use; this store does not show whose they are")
-        source, key, account, unknown = identity
+        source, key, account = identity
         details = {"source": source, "access_key": key, "account": account}
         if source == "anonymous":
             return ok("anonymous", **details)
-        named = " ".join(part for part in (account, key) if part)
-        why = f" ({unknown})" if unknown and not named else ""
-        return ok(f"{named or 'unnamed'}, from {source}{why}", **details)
+        return ok(f"{account or key or 'unnamed'}, from {source}", **details)
 
     def bucket(self) -> Verdict:
         """Look whether the bucket exists, and in the region that is asked."""

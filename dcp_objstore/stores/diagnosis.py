@@ -6,18 +6,15 @@ the transport does not show headers. Nothing but a diagnosis may rest on it.
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import urllib.request
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from dcp_objstore.errors import CredentialsError
 from dcp_objstore.stores.credentials import Credentials
 from dcp_objstore.stores.endpoint import answer_to, tls_context
 from dcp_objstore.stores.options import parse
-from dcp_objstore.stores.s3.credentials import session_of
-from dcp_objstore.stores.s3.endpoint import is_aws, s3_server
+from dcp_objstore.stores.s3.endpoint import s3_server
 from dcp_objstore.stores.s3.options import S3Options
 from dcp_objstore.stores.schemes import find_credentials
 from dcp_objstore.stores.spec import StoreSpec
@@ -32,14 +29,12 @@ class Identity(NamedTuple):
     Attributes:
         source: the place where the credentials come from, in words.
         access_key: the id of an S3 access key, shortened; None where it is not seen here.
-        account: an ARN, an e-mail address or a storage account; None if it is not known.
-        unknown: why `account` is not known, or None.
+        account: an e-mail address or a storage account; None if the credentials do not name one.
     """
 
     source: str
-    access_key: str | None = None
-    account: str | None = None
-    unknown: str | None = None
+    access_key: str | None
+    account: str | None
 
 
 class NamedServer(NamedTuple):
@@ -57,8 +52,6 @@ class NamedServer(NamedTuple):
 def identify(spec: StoreSpec) -> Identity | None:
     """Find out whose credentials requests to a store are sent with.
 
-    On AWS it asks STS (GetCallerIdentity, which needs no permission), through boto3.
-
     Returns:
         None for a store without credentials, and for a filesystem object, which has its own.
 
@@ -69,40 +62,23 @@ def identify(spec: StoreSpec) -> Identity | None:
     if not _has_credentials(spec):
         return None
     scheme = spec.parsed.scheme
-    settings, credentials = find_credentials(scheme, spec.storage_options, spec.stripped)
-    if scheme == "s3":
-        return _s3_identity(settings, credentials)
-    unknown = None if credentials.account_name else "these credentials do not name one"
-    return Identity(credentials.source, account=credentials.account_name, unknown=unknown)
+    _, credentials = find_credentials(scheme, spec.storage_options, spec.stripped)
+    key = _access_key(credentials) if scheme == "s3" else None
+    return Identity(credentials.source, key, credentials.account_name)
 
 
 def _has_credentials(spec: StoreSpec) -> bool:
     return spec.parsed.scheme in ("s3", "gs", "az") and "fs" not in spec.storage_options
 
 
-def _s3_identity(settings: S3Options, credentials: Credentials) -> Identity:
-    endpoint, region = s3_server(settings, credentials)
-    if settings.anon:
-        return Identity(credentials.source)
-    key = _access_key(credentials.provider, credentials.source)
-    account = unknown = None
-    if not (is_aws(endpoint) or os.environ.get("AWS_ENDPOINT_URL_STS")):
-        unknown = "only AWS has a service that tells"
-    elif importlib.util.find_spec("boto3") is None:
-        unknown = "boto3 is not installed, which asks AWS: pip install 'dcp-objstore[s3]'"
-    else:
-        account, unknown = _caller(settings, region)
-    return Identity(credentials.source, access_key=key, account=account, unknown=unknown)
-
-
-def _access_key(provider: Any, source: str) -> str | None:
-    if provider is None:
+def _access_key(credentials: Credentials) -> str | None:
+    if credentials.provider is None:
         return None
     try:
-        return shortened(provider().get("access_key_id"))
+        return shortened(credentials.provider().get("access_key_id"))
     except Exception as error:
         # It asks SSO, a process or another service, which fail with errors of any kind.
-        raise CredentialsError(f"{source}: {error}") from error
+        raise CredentialsError(f"{credentials.source}: {error}") from error
 
 
 def shortened(access_key: str | None) -> str | None:
@@ -112,24 +88,6 @@ def shortened(access_key: str | None) -> str | None:
     if len(access_key) < 16:
         return f"{access_key[:4]}…"
     return f"{access_key[:4]}…{access_key[-4:]}"
-
-
-def _caller(settings: S3Options, region: str) -> tuple[str | None, str | None]:
-    """The ARN that STS answers, or None and why it does not."""
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    quick = Config(
-        connect_timeout=_TIMEOUT_SECONDS,
-        read_timeout=_TIMEOUT_SECONDS,
-        retries={"total_max_attempts": 1},
-    )
-    try:
-        session = session_of(settings).session
-        sts = session.client("sts", region_name=region, config=quick)
-        return str(sts.get_caller_identity()["Arn"]), None
-    except (BotoCoreError, ClientError, CredentialsError) as error:
-        return None, f"AWS does not tell who it is: {error}"
 
 
 def ask_region(spec: StoreSpec) -> str | None:

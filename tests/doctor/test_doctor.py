@@ -146,7 +146,7 @@ def test_gcs_and_azure_pass(bucket):
     if bucket.kind == "azure":
         rules = ("lifecycle", "unfinished uploads")
         assert {found[rule].status for rule in rules} == {"not applicable"}
-        assert "by itself" in found["lifecycle"].text
+        assert "a week" in found["lifecycle"].text
     else:
         assert pasted_rules(found["lifecycle"].advice)["rule"][0]["condition"] == {
             "age": 2,
@@ -470,11 +470,9 @@ def test_the_right_region_is_told():
 
 
 @pytest.mark.backends("moto")
-def test_sts_tells_who_we_are(bucket, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", str(bucket.storage_options["endpoint_url"]))
+def test_the_access_key_is_told_and_no_more_of_it_than_needed(bucket):
     options = {**bucket.storage_options, "key": "AKIAIOSFODNN7EXAMPLE"}
     found = examine(bucket.url, options)["credentials"]
-    assert "arn:aws:" in str(found.details["account"])
     assert found.details["access_key"] == "AKIA…MPLE"
     assert "IOSFODNN7" not in repr(found)
     assert found.details["source"] == "storage_options"
